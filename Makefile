@@ -1,0 +1,37 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else; `make help` lists the rest.
+PYTHON ?= python3
+EXTRA ?= cpu
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready-$(EXTRA)
+MODEL_READY := $(VENV)/.model-ready
+
+.PHONY: help setup model demo test unit lint clean
+help:            ## what each target does
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
+
+setup: $(READY)  ## make .venv and install (EXTRA=cpu or gpu)
+$(READY): pyproject.toml deploy/setup.sh
+	@bash deploy/setup.sh "$(PYTHON)" "$(VENV)" "$(EXTRA)"
+	@touch $@
+
+model: $(MODEL_READY)  ## prepare the default model, SmolLM2-135M, outside the repository
+$(MODEL_READY): $(READY)
+	@$(BIN)/ridgeline model
+	@touch $@
+
+demo: model      ## colocated against disaggregated on the shipped trace; writes runs/demo/
+	@$(BIN)/ridgeline doctor
+	@$(BIN)/ridgeline compare --config deploy/local.yaml --trace demo --out runs/demo
+
+lint: setup      ## ruff, mypy strict, import rules
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+unit: setup      ## tests without an engine, under a minute
+	@$(BIN)/pytest -q -m "not engines"
+
+test: lint model ## everything, real engines on real Ray included
+	@$(BIN)/pytest -v
+
+clean:           ## remove the environment and the runs
+	rm -rf $(VENV) runs

@@ -1,0 +1,5 @@
+"""The `ridgeline` command."""
+
+
+def main() -> None:
+    """Entry point; commands are added as they are built."""
