@@ -1,0 +1,207 @@
+"""The shape of a Ridgeline configuration: every setting, its unit, its default and what it means.
+
+Why: one typed, frozen object travels from the command line to every actor, so no part reads files or environment
+variables of its own. `cluster.config` fills it from YAML and flags; import the classes from there.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter
+
+PoolName = Literal["prefill", "decode", "colocated"]
+Mode = Literal["disaggregated", "colocated"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+GIB = 1024**3
+MIB = 1024**2
+CPU_BLOCK_MULTIPLE_TOKENS = 32
+RAY_SMALLEST_OBJECT_STORE_BYTES = 75 * MIB
+
+_byte_size: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
+
+
+def _parse_bytes(value: Any) -> Any:
+    return int(_byte_size.validate_python(value)) if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
+"""A number of bytes; text such as `1 GiB` or `500 MB` is read as well."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Section):
+    """Which model every worker loads, and the limits they share."""
+
+    path: str = Field(
+        default="smollm2-135m", min_length=1, description="directory, hub name, or the default model's name"
+    )
+    served_name: str | None = Field(default=None, description="name clients use in requests; null: the same as path")
+    dtype: Dtype = Field(
+        default="auto", description="number format of weights and KV cache; auto: what this hardware does fast"
+    )
+    max_model_len_tokens: int = Field(default=4096, ge=2, description="longest prompt plus output of one request")
+    block_size_tokens: int = Field(default=32, ge=1, description="tokens in one KV block, the unit of transfer")
+    enforce_eager: bool | None = Field(default=None, description="skip compilation; null: yes on CPU, no on GPU")
+
+
+class ServerConfig(_Section):
+    """Where clients connect."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="address the HTTP server listens on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port the HTTP server listens on; 0 picks a free one")
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, description="after Ctrl-C, how long running requests may still take"
+    )
+
+
+class RayConfig(_Section):
+    """Which Ray cluster places the workers."""
+
+    address: str | None = Field(default=None, description="an existing cluster (auto, host:port); null: start one here")
+    object_store_bytes: Bytes = Field(
+        default=100 * MIB,
+        ge=RAY_SMALLEST_OBJECT_STORE_BYTES,
+        description="Ray's shared memory when started here; small, since no tokens or KV bytes go through it",
+    )
+
+
+class PoolConfig(_Section):
+    """One pool of identical workers, each with one engine."""
+
+    workers: int = Field(ge=1, description="engines in this pool")
+    cores_per_worker: int = Field(default=1, ge=1, description="CPU cores each engine is pinned to")
+    gpus_per_worker: int = Field(
+        default=0, ge=0, description="GPUs of each engine; more than 1 is tensor parallel in one node"
+    )
+    max_num_seqs: int = Field(ge=1, description="sequences one engine runs at a time")
+    max_num_batched_tokens: int = Field(ge=1, description="tokens one engine step computes; longer prompts are chunked")
+    kv_cache_bytes: Bytes | None = Field(
+        default=GIB, ge=MIB, description="KV cache of each engine; null: what is left on the GPU (not on CPU)"
+    )
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="custom Ray resources each worker takes, to bind a pool to a node type"
+    )
+
+
+class PoolsConfig(_Section):
+    """The pools. `prefill` and `decode` run in mode disaggregated, `colocated` in mode colocated."""
+
+    prefill: PoolConfig = PoolConfig(workers=1, max_num_seqs=32, max_num_batched_tokens=2048)
+    decode: PoolConfig = PoolConfig(workers=1, max_num_seqs=64, max_num_batched_tokens=512)
+    colocated: PoolConfig = PoolConfig(workers=2, max_num_seqs=64, max_num_batched_tokens=512)
+
+
+class TransferConfig(_Section):
+    """How KV blocks get from a prefill worker to a decode worker."""
+
+    lease_s: float = Field(
+        default=30.0, gt=0, description="how long unfetched KV blocks stay pinned without a heartbeat"
+    )
+    fetch_deadline_s: float = Field(
+        default=30.0, gt=0, description="how long one fetch may take before prompt is recomputed"
+    )
+    host: str | None = Field(
+        default=None, description="address workers offer to each other; null: the Ray node's address"
+    )
+
+
+class RouterConfig(_Section):
+    """What the router accepts and how it splits requests."""
+
+    request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
+    max_outstanding_requests: int = Field(
+        default=512, ge=1, description="requests accepted at a time; more get HTTP 429"
+    )
+    min_remote_prefill_tokens: int = Field(
+        default=0, ge=0, description="prompts shorter than this are prefilled on the decode worker, and counted"
+    )
+
+
+class RidgelineConfig(_Section):
+    """The whole configuration. Build it with `cluster.config.load_config`, which also checks it across sections."""
+
+    mode: Mode = Field(default="disaggregated", description="two pools, or whole replicas behind the same router")
+    model: ModelConfig = ModelConfig()
+    server: ServerConfig = ServerConfig()
+    ray: RayConfig = RayConfig()
+    pools: PoolsConfig = PoolsConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+
+    def active_pools(self) -> dict[PoolName, PoolConfig]:
+        """The pools that run in this mode, in the order they are placed."""
+        if self.mode == "colocated":
+            return {"colocated": self.pools.colocated}
+        return {"prefill": self.pools.prefill, "decode": self.pools.decode}
+
+    def all_pools(self) -> dict[PoolName, PoolConfig]:
+        """Every pool, whatever the mode: `compare` runs both modes from one configuration."""
+        return {"prefill": self.pools.prefill, "decode": self.pools.decode, "colocated": self.pools.colocated}
+
+    def uses_gpus(self) -> bool:
+        """True when the workers of this mode run on GPUs."""
+        return any(pool.gpus_per_worker > 0 for pool in self.active_pools().values())
+
+
+def conflicts(config: RidgelineConfig) -> list[str]:
+    """Settings that are valid one by one and impossible together; one sentence each, naming the fix."""
+    return [
+        *(sentence for name, pool in config.all_pools().items() for sentence in _pool_conflicts(name, pool)),
+        *_model_conflicts(config),
+        *_transfer_conflicts(config),
+    ]
+
+
+def _pool_conflicts(name: str, pool: PoolConfig) -> list[str]:
+    found = []
+    if pool.max_num_batched_tokens < pool.max_num_seqs:
+        found.append(
+            f"pools.{name}.max_num_batched_tokens ({pool.max_num_batched_tokens}) cannot give every one of "
+            f"max_num_seqs ({pool.max_num_seqs}) a token per step: raise it to at least {pool.max_num_seqs}."
+        )
+    if pool.gpus_per_worker == 0 and pool.kv_cache_bytes is None:
+        found.append(
+            f"pools.{name}.kv_cache_bytes must be set on CPU, where null makes each engine claim nearly all memory: "
+            "set it, for instance to 1 GiB."
+        )
+    return found
+
+
+def _model_conflicts(config: RidgelineConfig) -> list[str]:
+    found = []
+    model = config.model
+    on_cpu = any(pool.gpus_per_worker == 0 for pool in config.all_pools().values())
+    if on_cpu and model.block_size_tokens % CPU_BLOCK_MULTIPLE_TOKENS:
+        found.append(
+            f"model.block_size_tokens ({model.block_size_tokens}) must be a multiple of {CPU_BLOCK_MULTIPLE_TOKENS} on "
+            f"CPU: set it to {_round_up(model.block_size_tokens, CPU_BLOCK_MULTIPLE_TOKENS)}."
+        )
+    if model.block_size_tokens > model.max_model_len_tokens:
+        found.append(
+            f"model.block_size_tokens ({model.block_size_tokens}) is more than model.max_model_len_tokens "
+            f"({model.max_model_len_tokens}): lower the block size or raise the length."
+        )
+    return found
+
+
+def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
+    found = []
+    prefill, decode = config.pools.prefill, config.pools.decode
+    if prefill.gpus_per_worker != decode.gpus_per_worker:
+        found.append(
+            f"pools.prefill.gpus_per_worker ({prefill.gpus_per_worker}) and pools.decode.gpus_per_worker "
+            f"({decode.gpus_per_worker}) must be equal, as KV blocks travel whole between equal ranks: set both alike."
+        )
+    if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
+        found.append(
+            f"router.min_remote_prefill_tokens ({config.router.min_remote_prefill_tokens}) leaves no prompt to the "
+            f"prefill pool: set it below model.max_model_len_tokens ({config.model.max_model_len_tokens})."
+        )
+    return found
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
