@@ -1,0 +1,30 @@
+"""What one engine needs to know. Built by `cluster/` from the one configuration file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.messages import Pool
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine of one worker; sizes in the units their names carry."""
+
+    worker_id: str
+    incarnation: str
+    pool: Pool
+    model_path: str
+    dtype: str
+    max_model_len_tokens: int
+    block_size_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int | None
+    tensor_parallel_size: int
+    enforce_eager: bool
+    host: str
+    """The interface on which the worker's data plane and its KV source listen."""
+    lease_s: float
+    fetch_deadline_s: float
+    on_cpu: bool

@@ -1,0 +1,94 @@
+"""The connector's worker side: owns the transfer service and turns its reports into vLLM's.
+
+Runs in the process that holds the KV cache. The service has a thread of its own; nothing here waits for the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from engine.connector_messages import CounterStats, Endpoint, FetchReceipts, StepInstructions
+from kv_transfer.handoff import KvLayout
+from kv_transfer.service import TransferService
+
+IDLE_WAIT_S = 0.002
+"""How long a step without work waits for a transfer to end, instead of spinning at 1 kHz against the copying threads."""
+
+
+class WorkerSide:
+    """One rank's end of the hand-over."""
+
+    def __init__(
+        self, layers: Mapping[str, torch.Tensor], layout: KvLayout, host: str, lease_s: float, deadline_s: float
+    ) -> None:
+        self._layout = layout
+        first = next(iter(layers.values()))
+        self._num_blocks = int(first.shape[0])
+        self._service = TransferService(
+            layers=layers, layout=layout, host=host, port=0, lease_s=lease_s, fetch_deadline_s=deadline_s
+        )
+        self._service.start()
+        self._receipts = FetchReceipts()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Told to the scheduler side once."""
+        return Endpoint(
+            address=self._service.address,
+            layout_hash=self._layout.compatibility_hash(),
+            num_blocks=self._num_blocks,
+            block_bytes_all_layers=self._layout.block_bytes * self._layout.num_layers,
+        )
+
+    def apply(self, instructions: StepInstructions) -> None:
+        """Start what the scheduler side decided. Called before the forward, so that bytes move while it computes."""
+        if instructions.applied:
+            return
+        instructions.applied = True
+        for publish in instructions.publish:
+            self._service.publish(publish.request_id, publish.handoff_id, publish.block_ids, publish.num_tokens)
+        for handoff in instructions.watch:
+            self._service.watch(handoff)
+        for fetch in instructions.fetch:
+            self._service.start_fetch(fetch.request_id, fetch.handoff, fetch.first_block, fetch.target_block_ids)
+        for request_id in instructions.cancel:
+            self._service.cancel(request_id)
+        for handoff in instructions.release:
+            self._service.release(handoff)
+
+    def results(self, *, idle: bool) -> KVConnectorTransferResults:
+        """What ended since the last call, each id exactly once."""
+        if idle:
+            self._service.wait(IDLE_WAIT_S)
+        done = self._service.poll()
+        self._receipts = FetchReceipts(dict(done.receipts))
+        return KVConnectorTransferResults(
+            finished_sending=set(done.sent), finished_recving=set(done.received), failed_recving=set(done.failed)
+        )
+
+    def take_receipts(self) -> FetchReceipts | None:
+        """The receipts belonging to the last `results`."""
+        receipts, self._receipts = self._receipts, FetchReceipts()
+        return receipts if receipts.by_request else None
+
+    def stats(self) -> CounterStats:
+        """Gauges and counters of the transfer service."""
+        stats = self._service.stats()
+        data: dict[str, float] = {
+            "open_leases": stats.open_leases,
+            "pinned_blocks": stats.pinned_blocks,
+            "expired_leases_total": stats.expired_leases_total,
+            "active_fetches": stats.active_fetches,
+            "watched_handoffs": stats.watched_handoffs,
+            "kv_bytes_total.sent": stats.bytes_sent_total,
+            "kv_bytes_total.received": stats.bytes_received_total,
+        }
+        data.update({f"fetches_total.{name}": count for name, count in stats.fetches_total.items()})
+        return CounterStats(data=data)
+
+    def close(self) -> None:
+        """Stop the service's thread; open leases end with it."""
+        self._service.close()

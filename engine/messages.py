@@ -1,0 +1,135 @@
+"""The messages between router and workers: msgpack structs, no engine types, no pickle.
+
+Called by `router/` (which sends tasks and reads deltas) and by `engine/host.py` (which runs them). Every new field needs a
+default; fields are never renamed, so that a router and a worker one version apart still talk.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
+
+Pool = Literal["prefill", "decode", "colocated"]
+Leg = Literal["prefill", "decode"]
+FirstToken = Literal["continue", "resample"]
+
+
+class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One leg of one request, sent to one worker.
+
+    `sampling` is the client's whole wish (`engine.sampling.encode`): each worker derives its own leg from it.
+    `emitted_token_ids` are output tokens the client already has; decode goes on after them.
+    `handoff` tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker computes it.
+    """
+
+    request_id: str
+    leg: Leg
+    prompt_token_ids: list[int]
+    sampling: bytes
+    emitted_token_ids: list[int] = msgspec.field(default_factory=list)
+    first_token: FirstToken = "continue"  # noqa: S105
+    handoff: KvHandoff | None = None
+    recompute_reason: str = ""
+    reasoning_ended: bool | None = None
+    priority: int = 0
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the chosen token first, then the top tokens by rank."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    chosen_rank: int
+
+
+class LegTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations of one leg on its worker, in seconds. Never clock readings: clocks differ between hosts."""
+
+    queue_s: float
+    """From the engine's queue to its first step; on decode this includes the wait for KV."""
+    compute_s: float
+    """From the first step to the first token (prefill) or to the last one (decode)."""
+    receipt: FetchReceipt | None = None
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one engine step produced for one request. Exactly one delta of a leg has `finished` set."""
+
+    request_id: str
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    finished: bool = False
+    finish_reason: str | None = None
+    """vLLM's reason (stop, length, abort, error); None with `finished` when the request goes on elsewhere."""
+    stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
+    handoff: KvHandoff | None = None
+    timing: LegTiming | None = None
+    error: str | None = None
+    error_kind: Literal["", "invalid", "engine"] = ""
+
+
+class StepBatch(msgspec.Struct, frozen=True):
+    """All deltas of one engine step for one router."""
+
+    deltas: list[TokenDelta]
+
+
+class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker is; read once when the router connects."""
+
+    worker_id: str
+    incarnation: str
+    pool: Pool
+    pid: int
+    host: str
+    layout: KvLayout
+    transfer_address: str
+    num_kv_blocks: int
+    block_size_tokens: int
+    max_model_len_tokens: int
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker is doing: gauges now, counters since its start (names ending in `_total`)."""
+
+    worker_id: str
+    running: int = 0
+    waiting: int = 0
+    tasks: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_total: int = 0
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
+    """Flat names, as `accounting.StepAccountant.counters` and `connector_worker` give them."""
+    draining: bool = False
+
+
+class AttachRequest(msgspec.Struct, frozen=True):
+    """A router opens its one stream of step batches."""
+
+    router_id: str
+
+
+class SubmitRequest(msgspec.Struct, frozen=True):
+    """A router gives a worker one task; its deltas come on the attached stream."""
+
+    router_id: str
+    task: GenerateTask
+
+
+class AbortRequest(msgspec.Struct, frozen=True):
+    """A router no longer wants these requests; unknown ids are ignored."""
+
+    router_id: str
+    request_ids: list[str]
+
+
+class Ack(msgspec.Struct, frozen=True):
+    """The worker has taken the message."""
+
+    accepted: bool = True
+    reason: str = ""

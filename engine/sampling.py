@@ -1,0 +1,109 @@
+"""SamplingParams of a request's two legs, derived from the one the client asked for.
+
+Called by the router (which mode?) and by the two worker handlers (my leg's parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import cast
+
+import msgspec
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(SamplingParams)
+
+
+def encode(params: SamplingParams) -> bytes:
+    """Bytes for `GenerateTask.sampling`."""
+    return _encoder.encode(params)
+
+
+def decode(data: bytes) -> SamplingParams:
+    """Inverse of `encode`; raises msgspec.ValidationError on anything else."""
+    return cast(SamplingParams, _decoder.decode(data))
+
+
+def resample_reason(params: SamplingParams) -> str | None:
+    """Why decode must sample the first token itself, or None when it can go on from the one prefill sampled.
+
+    Decode sees prefill's token as part of its prompt. That is wrong where sampling depends on the tokens produced so far:
+    penalties on output tokens, grammars, banned sequences, repetition detection, custom processors, and a seeded
+    generator, whose position in its stream would differ from a single engine's.
+    """
+    reasons = {
+        "structured_output": params.structured_outputs is not None,
+        "presence_penalty": params.presence_penalty != 0.0,
+        "frequency_penalty": params.frequency_penalty != 0.0,
+        "bad_words": bool(params.bad_words),
+        "seed": params.seed is not None and params.temperature > 0.0,
+        "thinking_budget": getattr(params, "thinking_token_budget", None) is not None,
+        "repetition_detection": getattr(params, "repetition_detection", None) is not None,
+        "logits_processors": bool(params.extra_args),
+        "watermarking": bool(getattr(params, "watermarking", None)),
+    }
+    return next((name for name, present in reasons.items() if present), None)
+
+
+def without_client_transfer_keys(params: SamplingParams) -> SamplingParams:
+    """Drop what a client put into `kv_transfer_params` or `vllm_xargs`: those name hosts, ports and other people's KV."""
+    if params.extra_args is None:
+        return params
+    cleaned = copy(params)
+    cleaned.extra_args = None
+    return cleaned
+
+
+def _for_engine(params: SamplingParams) -> SamplingParams:
+    """Tokens in, tokens out: text, stop strings and aggregation over steps are the router's."""
+    leg = copy(params)
+    leg.detokenize = False
+    leg.stop = []
+    leg.n = 1
+    leg.output_kind = RequestOutputKind.DELTA
+    leg.skip_clone = True
+    leg.extra_args = None
+    return leg
+
+
+def prefill_leg(params: SamplingParams, *, resample: bool) -> SamplingParams:
+    """One token. In resample mode that token is thrown away, so nothing may end the request before the hand-off."""
+    leg = _for_engine(params)
+    leg.max_tokens = 1
+    leg.min_tokens = min(params.min_tokens, 1)
+    if resample:
+        leg.structured_outputs = None
+        leg.bad_words = None
+        leg.min_tokens = 0
+        leg.ignore_eos = True
+        leg.stop_token_ids = []
+        leg._eos_token_id = None
+        leg._all_stop_token_ids = set()
+        leg.logprobs = None
+    return leg
+
+
+def decode_leg(params: SamplingParams, *, emitted_token_ids: Sequence[int], has_handoff: bool) -> SamplingParams:
+    """What is left after `emitted_token_ids`, which the engine gets as part of its prompt.
+
+    With a hand-off the prompt's own log-probabilities came from prefill; asking again would make vLLM ignore the
+    transferred KV.
+    """
+    leg = _for_engine(params)
+    emitted = len(emitted_token_ids)
+    if params.max_tokens is not None:
+        leg.max_tokens = params.max_tokens - emitted
+    leg.min_tokens = max(0, params.min_tokens - emitted)
+    if has_handoff or emitted:
+        leg.prompt_logprobs = None
+    if emitted and params.seed is not None:
+        leg.seed = params.seed + emitted
+    return leg
+
+
+def with_transfer(leg: SamplingParams, transfer: dict[str, object]) -> SamplingParams:
+    """Attach the connector's instructions; `leg` must be one of the copies made above."""
+    leg.extra_args = {"kv_transfer_params": transfer}
+    return leg
