@@ -1,0 +1,229 @@
+"""The hand-off machinery of one engine, as its worker-side connector sees it: never blocking, never raising late.
+
+One instance per engine process. The engine's step loop calls the public methods; one background thread runs an event
+loop with the fetches, heartbeats and releases; the transport adds threads of its own for serving. Every fetch that is
+started ends in exactly one completion, whatever happens, because an engine that never hears back leaks its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from kv_transfer import errors
+from kv_transfer.blocks import BlockPool
+from kv_transfer.completions import Completed, CompletionBoard, TransferStats
+from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
+from kv_transfer.heartbeat import Heartbeats, release_with_retries
+from kv_transfer.lease import LeaseTable
+from kv_transfer.transports import TransportSettings, make_transport
+
+log = logging.getLogger(__name__)
+
+EXPIRY_CHECK_S: Final = 1.0
+"""How often the service's thread looks for expired leases; an engine that polls finds them sooner."""
+CLOSE_S: Final = 10.0
+LAST_RELEASES_S: Final = 1.0
+"""What releases under way get when the service closes; what they miss, the leases' ends free."""
+CANCELLED_RECEIPT: Final = FetchReceipt(outcome="cancelled", reason=errors.CANCELLED)
+
+
+class TransferService:
+    """Owns the source, the fetcher, the lease table and the thread they run beside."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, torch.Tensor],
+        layout: KvLayout,
+        host: str,
+        port: int,
+        lease_s: float = 30.0,
+        fetch_deadline_s: float = 30.0,
+        transport: str = "grpc",
+    ) -> None:
+        """`layers` in forward order, the same on every engine: a layer is known to its peers by its position."""
+        self._pool = BlockPool.from_layer_tensors(list(layers.values()))
+        check_layout(self._pool, layout)
+        self._layout = layout
+        self._lease_s = lease_s
+        self._board = CompletionBoard()
+        self._leases = LeaseTable(on_finished=self._board.wake)
+        settings = TransportSettings(self._pool, self._leases, layout, host, port, fetch_deadline_s)
+        self._source, self._fetcher = make_transport(transport, settings)
+        self._heartbeats = Heartbeats(self._fetcher)
+        self._fetches: dict[str, asyncio.Task[FetchReceipt]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._expiry: asyncio.Task[None] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="kv-transfer", daemon=True)
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        """host:port that peers fetch from; valid after `start`."""
+        return self._source.address
+
+    def start(self) -> None:
+        """Bind and begin; returns once peers can connect. Raises OSError if the port is taken."""
+        self._source.start()
+        self._thread.start()
+
+    def publish(self, request_id: str, handoff_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
+        """Offer finished blocks; `poll().sent` names the request when they may be freed."""
+        self._leases.publish(handoff_id, request_id, block_ids, num_tokens, self._lease_s)
+
+    def watch(self, handoff: KvHandoff) -> None:
+        """Keep the lease alive until its fetch ends or `release`: for a hand-off whose load has not begun."""
+        self._post(lambda: self._heartbeats.watch(handoff))
+
+    def start_fetch(
+        self, request_id: str, handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int]
+    ) -> None:
+        """Begin pulling `handoff.block_ids[first_block:][:len(targets)]` into the targets.
+
+        `poll().received` names the request exactly once; until then nobody else may use the target blocks. Heartbeats
+        run until the fetch ends; then the source is told to release, unless it cannot be reached. Raises ValueError if
+        this request already has a fetch that was not polled.
+        """
+        targets = tuple(target_block_ids)
+        self._board.begin(request_id)
+        if not self._post(lambda: self._begin_fetch(request_id, handoff, first_block, targets)):
+            self._board.finish(request_id, CANCELLED_RECEIPT)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a fetch; it still ends in its one completion. Nothing happens if it has ended already."""
+        self._post(lambda: self._cancel_fetch(request_id))
+
+    def release(self, handoff: KvHandoff) -> None:
+        """Tell the source that the blocks are not needed; retried in the background. Stops heartbeats. Idempotent."""
+        self._post(lambda: self._begin_release(handoff))
+
+    def poll(self) -> Completed:
+        """What finished since the last call."""
+        self._board.clear_news()
+        self._leases.expire()
+        return self._board.take(self._leases.take_finished())
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until `poll` would have something, at most `timeout_s`. For steps in which the engine has no work."""
+        self._board.wait(timeout_s)
+
+    def stats(self) -> TransferStats:
+        """Counts since the start, and what is open now."""
+        leases = self._leases.stats()
+        active_fetches, bytes_received_total, fetches_total = self._board.totals()
+        return TransferStats(
+            open_leases=leases.open_leases,
+            pinned_blocks=leases.pinned_blocks,
+            expired_leases_total=leases.expired_leases_total,
+            active_fetches=active_fetches,
+            watched_handoffs=len(self._heartbeats),
+            bytes_sent_total=self._source.bytes_sent_total,
+            bytes_received_total=bytes_received_total,
+            fetches_total=fetches_total,
+        )
+
+    def close(self) -> None:
+        """Cancel every fetch (each is completed), stop serving and end the thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            try:
+                asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(CLOSE_S)
+            except TimeoutError:
+                log.error("KV transfers did not stop within %.0f s", CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_S)
+        self._source.close()
+        self._board.finish_all(CANCELLED_RECEIPT)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._expiry = self._loop.create_task(self._expire_forever())
+        self._loop.run_forever()
+
+    def _post(self, action: Callable[[], object]) -> bool:
+        """Run on the service's loop, in order; False once closed."""
+        if self._closed:
+            return False
+        try:
+            self._loop.call_soon_threadsafe(action)
+        except RuntimeError:  # closed in between
+            return False
+        return True
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _begin_fetch(self, request_id: str, handoff: KvHandoff, first_block: int, targets: tuple[int, ...]) -> None:
+        self._heartbeats.watch(handoff)
+        task = self._loop.create_task(self._fetcher.fetch(handoff, first_block, targets, self._pool))
+        self._fetches[request_id] = task
+        # A callback, not code after the await: a task cancelled before its first step never runs.
+        task.add_done_callback(lambda ended: self._end_fetch(request_id, handoff, ended))
+
+    def _end_fetch(self, request_id: str, handoff: KvHandoff, ended: asyncio.Task[FetchReceipt]) -> None:
+        del self._fetches[request_id]
+        receipt = _receipt_of(ended)
+        if receipt.reason == errors.UNREACHABLE:
+            self._heartbeats.stop(handoff)
+        else:
+            self._begin_release(handoff)
+        self._board.finish(request_id, receipt)
+
+    def _cancel_fetch(self, request_id: str) -> None:
+        task = self._fetches.get(request_id)
+        if task is not None:
+            task.cancel()
+
+    def _begin_release(self, handoff: KvHandoff) -> None:
+        self._heartbeats.stop(handoff)
+        self._spawn(release_with_retries(self._fetcher, handoff))
+
+    async def _expire_forever(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_CHECK_S)
+            self._leases.expire()
+
+    async def _shut_down(self) -> None:
+        fetches = list(self._fetches.values())
+        for task in fetches:
+            task.cancel()
+        await asyncio.gather(*fetches, return_exceptions=True)
+        await asyncio.sleep(0)  # lets the fetches' callbacks post their releases
+        if self._background:
+            await asyncio.wait(self._background, timeout=LAST_RELEASES_S)
+        for task in self._background:
+            task.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        await self._heartbeats.close()
+        await self._fetcher.close()
+
+
+def _receipt_of(ended: asyncio.Task[FetchReceipt]) -> FetchReceipt:
+    if ended.cancelled():
+        return CANCELLED_RECEIPT
+    error = ended.exception()
+    if error is None:
+        return ended.result()
+    log.error("a KV fetch failed in an unforeseen way", exc_info=error)
+    return FetchReceipt(outcome="failed", reason=errors.INTERNAL, message=repr(error))
+
+
+def check_layout(pool: BlockPool, layout: KvLayout) -> None:
+    """Refuse, at start, a description that is not of this cache."""
+    described = (layout.num_layers, layout.block_bytes)
+    found = (pool.num_layers, pool.block_bytes)
+    if described != found:
+        raise ValueError(f"the layout says (layers, block bytes) {described}, the KV cache has {found}")
