@@ -1,0 +1,1 @@
+"""The decode role: admit, fetch KV, stream tokens; without a hand-off, a whole replica. Used by `cluster.actors`."""

@@ -39,9 +39,9 @@ class StepAccountant:
         """The request has ended."""
         self._prompt_tokens.pop(request_id, None)
 
-    def compute_locally(self, request_id: str, num_prompt_tokens: int) -> None:
-        """The transfer did not happen: its prompt is computed here after all."""
-        self._prompt_tokens[request_id] = num_prompt_tokens
+    def recompute(self, request_id: str, reason: str) -> None:
+        """The transfer did not happen: the prompt is computed here after all, and counted."""
+        self.count(f"recompute_total.{reason}")
 
     def begin(self, scheduled: Any) -> None:
         """A step was scheduled; `scheduled` is vLLM's SchedulerOutput."""

@@ -76,7 +76,7 @@ class SchedulerSide:
             # The local prefix cache had it all, or vLLM skipped the cache: the source may let go.
             self._next.release.append(handoff)
             if request.num_computed_tokens == 0:
-                self._recompute(request, "prefix_cache_skipped")
+                self._accountant.recompute(request.request_id, "prefix_cache_skipped")
             return
         first_block = (handoff.num_tokens - num_external_tokens) // self._block_size_tokens
         needed = len(handoff.block_ids) - first_block
@@ -93,7 +93,7 @@ class SchedulerSide:
         instructions.idle = scheduled.total_num_scheduled_tokens == 0
         return instructions
 
-    def after_step(self, output: Any, requests: Any) -> None:
+    def after_step(self, output: Any) -> None:
         """Read the worker side's report; vLLM reads the same object next and dies on an unknown id, hence the guards."""
         self._accountant.end()
         if isinstance(output.kv_connector_worker_meta, FetchReceipts):
@@ -107,8 +107,7 @@ class SchedulerSide:
                 del self._fetching[request_id]
                 receipt = self._receipts.get(request_id)
                 if receipt is not None and receipt.outcome == "failed":
-                    self._accountant.count(f"recompute_total.{receipt.reason}")
-                    self._accountant.compute_locally(request_id, requests(request_id))
+                    self._accountant.recompute(request_id, receipt.reason)
         if output.failed_recving and output.finished_recving:
             output.failed_recving &= output.finished_recving
 
@@ -148,7 +147,3 @@ class SchedulerSide:
         self._publishing.add(request.request_id)
         self._next.publish.append(Publish(request.request_id, handoff.handoff_id, used, num_tokens))
         return handoff
-
-    def _recompute(self, request: Any, reason: str) -> None:
-        self._accountant.count(f"recompute_total.{reason}")
-        self._accountant.compute_locally(request.request_id, request.num_prompt_tokens)

@@ -24,7 +24,7 @@ class WorkerSide:
     def __init__(
         self, layers: Mapping[str, torch.Tensor], layout: KvLayout, host: str, lease_s: float, deadline_s: float
     ) -> None:
-        self._layout = layout
+        self.layout = layout
         first = next(iter(layers.values()))
         self._num_blocks = int(first.shape[0])
         self._service = TransferService(
@@ -38,9 +38,9 @@ class WorkerSide:
         """Told to the scheduler side once."""
         return Endpoint(
             address=self._service.address,
-            layout_hash=self._layout.compatibility_hash(),
+            layout_hash=self.layout.compatibility_hash(),
             num_blocks=self._num_blocks,
-            block_bytes_all_layers=self._layout.block_bytes * self._layout.num_layers,
+            block_bytes_all_layers=self.layout.block_bytes * self.layout.num_layers,
         )
 
     def apply(self, instructions: StepInstructions) -> None:

@@ -1,0 +1,1 @@
+"""The prefill role: run the prompt, publish its KV, hand back the first token. Used by `cluster.actors`."""

@@ -1,0 +1,207 @@
+"""vLLM's KV connector: translates its hooks into the scheduler side and the worker side.
+
+vLLM loads this class by module path in the engine process and builds it twice there, once per role. It is also imported
+in the worker's front end, so importing it must start nothing. Which process calls what, and in which order:
+
+    scheduler role  on_new_request > get_num_new_matched_tokens > update_state_after_alloc > build_connector_meta >
+                    (step) > update_connector_output > get_kv_connector_stats; request_finished_all_groups at the end
+    worker role     register_kv_caches once; each step handle_preemptions > bind_connector_metadata > (forward) >
+                    start_load_kv > get_transfer_results > build_connector_worker_meta > get_kv_connector_stats
+
+Hooks accept **kwargs because vLLM's two model runners (CPU, CUDA) pass different ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from engine.accounting import StepAccountant
+from engine.connector_messages import CounterStats, Endpoint, StepInstructions
+from engine.connector_scheduler import SchedulerSide
+from engine.connector_worker import WorkerSide
+from engine.parent_watch import exit_with_parent
+from kv_transfer.handoff import KvLayout
+from roofline.cost import StepCostModel
+from roofline.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
+    """Hands paged KV blocks from one engine to another, and counts what each step costs."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        exit_with_parent()
+        self._settings: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                block_size_tokens=vllm_config.cache_config.block_size,
+                lease_s=float(self._settings["lease_s"]),
+                accountant=StepAccountant(StepCostModel(model_shape(vllm_config))),
+            )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads before tokens, one layer after the other: a block of one layer is one run of bytes."""
+        return "LBHNC"
+
+    @property
+    def scheduler(self) -> SchedulerSide:
+        """The scheduler side; an error in the other role."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker side, there once the KV cache is registered."""
+        assert self._worker is not None
+        return self._worker
+
+    # --- scheduler role
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        endpoint = metadata[0]
+        assert isinstance(endpoint, Endpoint)
+        self.scheduler.set_endpoint(endpoint)
+
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return self.scheduler.num_external_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler.after_allocation(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self.scheduler.take_instructions(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.scheduler.after_step(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, block_ids[0] if block_ids else [])
+
+    # --- worker role
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker = WorkerSide(
+            layers=kv_caches,
+            layout=kv_layout(self._vllm_config, kv_caches),
+            host=str(self._settings["host"]),
+            lease_s=float(self._settings["lease_s"]),
+            deadline_s=float(self._settings["fetch_deadline_s"]),
+        )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.endpoint
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata, **kwargs: Any) -> None:
+        # Called before every forward with this step's metadata: bytes then move while the forward computes. The blocks
+        # to fill belong to requests that wait for them, and those to send to finished ones, so no step touches either.
+        assert isinstance(kv_connector_metadata, StepInstructions)
+        self.worker.apply(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        instructions = self._get_connector_metadata()
+        assert isinstance(instructions, StepInstructions)
+        self.worker.apply(instructions)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is scheduled only after its KV is here."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are read where they lie, after the request has finished."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved during a step."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        instructions = self._get_connector_metadata()
+        assert isinstance(instructions, StepInstructions)
+        return self.worker.results(idle=instructions.idle)
+
+    def build_connector_worker_meta(self) -> Any:
+        return self.worker.take_receipts()
+
+    # --- both
+
+    def get_kv_connector_stats(self) -> CounterStats:
+        if self._scheduler is not None:
+            return CounterStats(data=dict(self._scheduler.counters))
+        return self.worker.stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CounterStats:
+        return CounterStats(data=data or {})
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def model_shape(vllm_config: VllmConfig) -> ModelShape:
+    """The model's shape for accounting, with the bytes this engine really uses per weight and per KV element."""
+    weight_bytes = torch.empty(0, dtype=vllm_config.model_config.dtype).element_size()
+    kv_bytes = weight_bytes if vllm_config.cache_config.cache_dtype == "auto" else 1
+    return ModelShape.from_hf_config(
+        vllm_config.model_config.hf_text_config.to_dict(),
+        weight_bytes_per_param=weight_bytes,
+        kv_bytes_per_element=kv_bytes,
+        name=str(vllm_config.model_config.model),
+    )
+
+
+def kv_layout(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> KvLayout:
+    """What two engines must agree on before a block of one means anything to the other."""
+    from vllm.version import __version__ as vllm_version  # noqa: PLC0415 - keep the module light to import
+
+    first = next(iter(kv_caches.values()))
+    model = vllm_config.model_config
+    config_digest = hashlib.sha256(
+        json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str).encode()
+    ).hexdigest()
+    return KvLayout(
+        model=f"{model.hf_config.model_type}-{config_digest[:12]}",
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_dtype=str(first.dtype).removeprefix("torch."),
+        block_size_tokens=vllm_config.cache_config.block_size,
+        num_layers=len(kv_caches),
+        block_bytes=first[0].numel() * first.element_size(),
+        layout="LBHNC",
+        isa=_instruction_set(vllm_config, first),
+        engine_version=str(vllm_version),
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+    )
+
+
+def _instruction_set(vllm_config: VllmConfig, layer: torch.Tensor) -> str:
+    """vLLM packs the bytes inside a CPU block for one instruction set; on a GPU the layout does not depend on it."""
+    if layer.device.type != "cpu":
+        return layer.device.type
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
+
+    head_dim = vllm_config.model_config.get_head_size()
+    return str(_get_attn_isa(layer.dtype, vllm_config.cache_config.block_size, head_dim, None))

@@ -1,0 +1,201 @@
+"""The data plane between router and workers: gRPC, msgpack bodies, one stream of step batches per router.
+
+`host.py` serves it in the worker; the router holds one `WorkerClient` per worker. Ray places and restarts the workers but
+carries no token: an actor call costs about a millisecond and a streamed Ray item 150 us, each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar, cast
+
+import grpc
+import grpc.aio
+import msgspec
+
+from engine.errors import EngineFailed, InvalidTask, TaskRejected, WorkerLost
+from engine.messages import (
+    AbortRequest,
+    Ack,
+    AttachRequest,
+    GenerateTask,
+    StepBatch,
+    SubmitRequest,
+    TokenDelta,
+    WorkerDescription,
+    WorkerStatus,
+)
+
+SERVICE = "ridgeline.Worker"
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+CONTROL_DEADLINE_S = 10.0
+OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A dead peer is noticed within 15 s even when nothing is being sent.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+T = TypeVar("T")
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decoder(kind: type[T]) -> Callable[[bytes], T]:
+    """A deserializer that refuses anything that is not `kind`."""
+    return msgspec.msgpack.Decoder(kind).decode
+
+
+class WorkerClient:
+    """The router's end: submit tasks, read their deltas, abort.
+
+    `run` must be running in a task group of the owner; it keeps the stream attached and ends only when cancelled. When
+    the stream breaks, every open `generate` raises WorkerLost, and the worker aborts what this router had asked for.
+    """
+
+    def __init__(self, address: str, router_id: str) -> None:
+        self.address = address
+        self._router_id = router_id
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._streams: dict[str, asyncio.Queue[TokenDelta | WorkerLost]] = {}
+        self._attached = asyncio.Event()
+        self._aborts: asyncio.Queue[str] = asyncio.Queue()
+
+    @property
+    def connected(self) -> bool:
+        """True while the stream of step batches is open."""
+        return self._attached.is_set()
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """Wait for the stream; raises WorkerLost when it does not come up in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._attached.wait()
+        except TimeoutError as error:
+            raise WorkerLost(f"no connection to the worker at {self.address} within {timeout_s:.0f} s") from error
+
+    async def run(self) -> None:
+        """Keep the stream attached and the aborts flowing, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._attach_for_ever())
+            group.create_task(self._send_aborts())
+
+    async def describe(self) -> WorkerDescription:
+        """Who the worker is. Raises WorkerLost."""
+        return await self._unary("Describe", Ack(), WorkerDescription)
+
+    async def status(self) -> WorkerStatus:
+        """How it is doing. Raises WorkerLost."""
+        return await self._unary("Status", Ack(), WorkerStatus)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False when some are in use. Raises WorkerLost."""
+        return (await self._unary("ResetPrefixCache", Ack(), Ack)).accepted
+
+    async def generate(self, task: GenerateTask) -> AsyncIterator[TokenDelta]:
+        """Yield the task's deltas, the last one with `finished`. Closing it earlier aborts the task on the worker.
+
+        Raises WorkerLost, TaskRejected, InvalidTask or EngineFailed.
+        """
+        deltas: asyncio.Queue[TokenDelta | WorkerLost] = asyncio.Queue()
+        self._streams[task.request_id] = deltas
+        finished = False
+        try:
+            ack = await self._unary("Submit", SubmitRequest(self._router_id, task), Ack)
+            if not ack.accepted:
+                finished = True
+                raise TaskRejected(ack.reason)
+            while not finished:
+                delta = await deltas.get()
+                if isinstance(delta, WorkerLost):
+                    finished = True
+                    raise delta
+                finished = delta.finished
+                _raise_error(delta)
+                yield delta
+        finally:
+            self._streams.pop(task.request_id, None)
+            if not finished:
+                self._aborts.put_nowait(task.request_id)
+
+    async def close(self) -> None:
+        """Close the channel; call after `run` has been cancelled."""
+        await self._channel.close()
+
+    async def _attach_for_ever(self) -> None:
+        while True:
+            try:
+                await self._attach_once()
+            except grpc.aio.AioRpcError as error:
+                self._lose(f"the connection to the worker at {self.address} broke: {error.details()}")
+            else:
+                self._lose(f"the worker at {self.address} closed its stream")
+            await asyncio.sleep(0.2)
+
+    async def _attach_once(self) -> None:
+        method = self._channel.unary_stream(
+            f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
+        )
+        call = method(AttachRequest(self._router_id))
+        try:
+            async for batch in call:
+                self._attached.set()  # the worker greets with an empty batch
+                for delta in batch.deltas:
+                    stream = self._streams.get(delta.request_id)
+                    if stream is not None:
+                        stream.put_nowait(delta)
+        finally:
+            call.cancel()
+
+    def _lose(self, reason: str) -> None:
+        self._attached.clear()
+        for stream in self._streams.values():
+            stream.put_nowait(WorkerLost(reason))
+
+    async def _send_aborts(self) -> None:
+        while True:
+            ids = [await self._aborts.get()]
+            while not self._aborts.empty():
+                ids.append(self._aborts.get_nowait())
+            try:
+                await self._unary("Abort", AbortRequest(self._router_id, ids), Ack)
+            except WorkerLost:
+                continue  # the worker aborts everything of a router whose stream is gone
+
+    async def _unary(self, name: str, message: msgspec.Struct, kind: type[T]) -> T:
+        method = self._channel.unary_unary(
+            f"/{SERVICE}/{name}", request_serializer=encode, response_deserializer=decoder(kind)
+        )
+        try:
+            return cast(T, await method(message, timeout=CONTROL_DEADLINE_S))
+        except grpc.aio.AioRpcError as error:
+            raise WorkerLost(f"{name} at {self.address}: {error.code().name}: {error.details()}") from error
+
+
+def _raise_error(delta: TokenDelta) -> None:
+    if delta.error is None:
+        return
+    raise (InvalidTask if delta.error_kind == "invalid" else EngineFailed)(delta.error)
+
+
+def unary_handler(function: Callable[[Any], Any], kind: type[Any]) -> grpc.RpcMethodHandler:
+    """A unary method: `function` takes the decoded message and returns the reply, awaited."""
+
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return await function(request)
+
+    return grpc.unary_unary_rpc_method_handler(call, request_deserializer=decoder(kind), response_serializer=encode)
+
+
+def stream_handler(function: Callable[[Any], AsyncIterator[Any]], kind: type[Any]) -> grpc.RpcMethodHandler:
+    """A method with one request and a stream of replies."""
+
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async for reply in function(request):
+            yield reply
+
+    return grpc.unary_stream_rpc_method_handler(call, request_deserializer=decoder(kind), response_serializer=encode)

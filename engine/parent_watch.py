@@ -1,0 +1,29 @@
+"""Ends a child process when its parent is gone.
+
+vLLM's engine process does not watch the process that started it: after a SIGKILL of the worker it would keep its memory
+and its core for ever. Called from the connector, which lives in that process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+_POLL_S = 0.5
+_started = threading.Event()
+
+
+def exit_with_parent() -> None:
+    """Start the watch, once per process; it ends this process within a second of the parent's end."""
+    if _started.is_set():
+        return
+    _started.set()
+    threading.Thread(target=_watch, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    # No clean-up: the process that would want it is dead, and leases and streams end with the sockets.
+    os._exit(1)

@@ -1,0 +1,191 @@
+"""One vLLM engine: tokens in, token deltas out.
+
+Used by the two handlers through `engine.host`. vLLM runs the engine in a child process; this object is its front end and
+lives in the worker's event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from engine import logprobs
+from engine.config import EngineConfig
+from engine.errors import EngineFailed, InvalidTask
+from engine.messages import LegTiming, TokenDelta
+from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
+
+
+class EngineStats(StatLoggerBase):
+    """Keeps the newest statistics that vLLM sends along with each step's outputs."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.running = 0
+        self.waiting = 0
+        self.kv_usage = 0.0
+        self.counters: dict[str, float] = {}
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        """Called by vLLM for every batch of outputs, in this process."""
+        if scheduler_stats is None:
+            return
+        self.running = scheduler_stats.num_running_reqs
+        self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        self.kv_usage = scheduler_stats.kv_cache_usage
+        if scheduler_stats.kv_connector_stats:
+            self.counters = scheduler_stats.kv_connector_stats
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to log."""
+
+
+class VllmEngine:
+    """Start it once; `generate` any number of times at a time; `close` it before the process ends."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.stats = EngineStats(None)
+        self._llm: AsyncLLM | None = None
+
+    def start(self) -> None:
+        """Load the model and make the KV cache; blocks for the 10 to 60 s this takes. Needs a running event loop."""
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**_engine_args(self.config)),
+            stat_loggers=[lambda vllm_config, index: self.stats],
+            enable_log_requests=False,
+        )
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks in the paged KV cache."""
+        assert self._llm is not None
+        return int(self._llm.vllm_config.cache_config.num_gpu_blocks or 0)
+
+    async def describe(self) -> tuple[KvLayout, str]:
+        """The KV layout and the address at which this engine's blocks can be fetched."""
+        assert self._llm is not None
+        described = await self._llm.collective_rpc("ridgeline_describe")
+        layout, address = described[0]
+        return msgspec.convert(layout, KvLayout), str(address)
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        reasoning_ended: bool | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Yield one delta per engine step; closing the generator aborts the request.
+
+        Raises InvalidTask for parameters the engine refuses, EngineFailed when the engine cannot go on.
+        """
+        assert self._llm is not None
+        outputs = self._llm.generate(
+            {"type": "token", "prompt_token_ids": prompt_token_ids},
+            params,
+            request_id,
+            reasoning_ended=reasoning_ended,
+            priority=priority,
+        )
+        try:
+            async with aclosing(outputs) as stream:
+                async for output in stream:
+                    yield _delta(request_id, output)
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineFailed(f"the engine of {self.config.worker_id} failed: {error}") from error
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidTask(str(error)) from error
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False when some are in use. For tests and cold measurements."""
+        assert self._llm is not None
+        return bool(await self._llm.reset_prefix_cache())
+
+    @property
+    def failed(self) -> bool:
+        """True once the engine process is gone or has reported a fatal error."""
+        return self._llm is not None and self._llm.errored
+
+    def close(self) -> None:
+        """End the engine process; safe to call twice."""
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+
+
+def _engine_args(config: EngineConfig) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len_tokens,
+        "block_size": config.block_size_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        # The default multiprocess executor spins at 100 % of a core while idle; on a CPU that core is the engine's.
+        "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+        "worker_extension_cls": "engine.worker_extension.RidgelineWorkerExtension",
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="RidgelineConnector",
+            kv_connector_module_path="engine.connector",
+            kv_role="kv_both",
+            engine_id=f"{config.worker_id}-{config.incarnation}",
+            # A failed transfer costs a local prefill, not the request; it is counted by reason.
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                "host": config.host,
+                "lease_s": config.lease_s,
+                "fetch_deadline_s": config.fetch_deadline_s,
+            },
+        ),
+    }
+    if config.kv_cache_bytes is not None:
+        args["kv_cache_memory_bytes"] = config.kv_cache_bytes
+    return args
+
+
+def _delta(request_id: str, output: Any) -> TokenDelta:
+    completion = output.outputs[0]
+    token_ids = list(completion.token_ids)
+    finished = bool(output.finished)
+    transfer = output.kv_transfer_params or {}
+    return TokenDelta(
+        request_id=request_id,
+        token_ids=token_ids,
+        logprobs=logprobs.pack_sampled(completion.logprobs, token_ids) if completion.logprobs else None,
+        prompt_logprobs=(
+            logprobs.pack_prompt(output.prompt_logprobs, output.prompt_token_ids) if output.prompt_logprobs else None
+        ),
+        finished=finished,
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        num_cached_tokens=output.num_cached_tokens,
+        handoff=KvHandoff.from_params(transfer["handoff"]) if "handoff" in transfer else None,
+        timing=_timing(output.metrics, transfer) if finished else None,
+    )
+
+
+def _timing(stats: Any, transfer: dict[str, Any]) -> LegTiming | None:
+    if stats is None or not stats.scheduled_ts:
+        return None
+    receipt = FetchReceipt(*transfer["receipt"]) if "receipt" in transfer else None
+    return LegTiming(
+        queue_s=max(0.0, stats.scheduled_ts - stats.queued_ts),
+        compute_s=max(0.0, stats.last_token_ts - stats.scheduled_ts),
+        receipt=receipt,
+    )

@@ -1,0 +1,20 @@
+"""Methods added to vLLM's worker, so that the front end can ask it about the connector once at start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from engine.connector import RidgelineConnector
+
+
+class RidgelineWorkerExtension:
+    """vLLM mixes this into its worker class (`worker_extension_cls`)."""
+
+    def ridgeline_describe(self) -> tuple[dict[str, Any], str]:
+        """The KV layout as plain data, and the address of this rank's blocks."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, RidgelineConnector)
+        return msgspec.to_builtins(connector.worker.layout), connector.worker.endpoint.address

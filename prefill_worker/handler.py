@@ -1,0 +1,41 @@
+"""Runs the prefill leg of a request on an engine. Called by `engine.host` for each task."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+
+from engine import sampling
+from engine.errors import InvalidTask
+from engine.messages import GenerateTask, TokenDelta
+from engine.vllm_engine import VllmEngine
+
+
+class PrefillHandler:
+    """One engine step (or a few chunks) and at most one token per task."""
+
+    async def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
+        """Yield one finished delta: the first token and the hand-off, or the whole answer if it is that short.
+
+        With a hand-off `finish_reason` is None: the request goes on elsewhere. Raises InvalidTask, EngineFailed.
+        """
+        if task.leg != "prefill":
+            raise InvalidTask(f"this worker is in the prefill pool and cannot run a {task.leg} leg")
+        params = sampling.decode(task.sampling)
+        resample = task.first_token == "resample"  # noqa: S105
+        goes_on = resample or params.max_tokens is None or params.max_tokens - len(task.emitted_token_ids) > 1
+        leg = sampling.prefill_leg(params, resample=resample)
+        if goes_on:
+            leg = sampling.with_transfer(leg, {"do_remote_decode": True})
+        prompt = task.prompt_token_ids + task.emitted_token_ids
+        stream = engine.generate(task.request_id, prompt, leg, priority=task.priority)
+        async with aclosing(stream) as deltas:
+            async for delta in deltas:
+                if delta.handoff is None:
+                    yield delta
+                elif resample:
+                    yield msgspec.structs.replace(delta, token_ids=[], logprobs=None, finish_reason=None)
+                else:
+                    yield msgspec.structs.replace(delta, finish_reason=None)
