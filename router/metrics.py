@@ -1,0 +1,197 @@
+"""Every Prometheus series of Ridgeline, in one place; the names are a contract with dashboards.
+
+Request series are observed here when a request closes. Worker series are read from the workers' last status at scrape
+time: their counters are cumulative since the worker's start. No data is an absent series, never a zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.messages import Pool, WorkerStatus
+from router.settings import PoolHardware
+from router.timeline import Outcome, RequestTimeline, token_pool
+
+LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
+STAGE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+
+class RequestMetrics:
+    """Series about requests."""
+
+    def __init__(self, registry: CollectorRegistry, mode: str) -> None:
+        self._mode = mode
+        pool = ("pool",)
+        self.ttft = Histogram(
+            "ridgeline_ttft_seconds", "Arrival to first token", pool, buckets=LATENCY_BUCKETS, registry=registry
+        )
+        self.tpot = Histogram(
+            "ridgeline_tpot_seconds",
+            "(latency - TTFT) / (output tokens - 1)",
+            pool,
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.itl = Histogram(
+            "ridgeline_itl_seconds", "Gap between successive deltas", pool, buckets=TOKEN_BUCKETS, registry=registry
+        )
+        self.second_token = Histogram(
+            "ridgeline_second_token_seconds",
+            "First token to second token",
+            pool,
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.stage = Histogram(
+            "ridgeline_stage_seconds",
+            "Time in each stage: queue, prefill, handoff_wait, wire, decode_queue, decode",
+            ("stage",),
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.requests = Counter(
+            "ridgeline_requests", "Requests by path and outcome", ("path", "outcome"), registry=registry
+        )
+        self.first_token = Counter(
+            "ridgeline_first_token",
+            "Hand-overs by who sampled the first token, and why",
+            ("mode", "reason"),
+            registry=registry,
+        )
+        self.rejected = Counter(
+            "ridgeline_rejected", "Requests refused before any work", ("reason",), registry=registry
+        )
+
+    def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
+        """Observe a request that has ended."""
+        self.requests.labels(timeline.path, outcome).inc()
+        first_pool, later_pool = token_pool(timeline.path, self._mode)
+        if timeline.ttft_s is not None:
+            self.ttft.labels(first_pool).observe(timeline.ttft_s)
+        if timeline.second_token_s is not None:
+            self.second_token.labels(later_pool).observe(timeline.second_token_s)
+        for itl_s in timeline.itls_s:
+            self.itl.labels(later_pool).observe(itl_s)
+        if outcome != "finished":
+            return
+        if timeline.tpot_s is not None:
+            self.tpot.labels(later_pool).observe(timeline.tpot_s)
+        for stage, seconds in timeline.stages_s().items():
+            self.stage.labels(stage).observe(seconds)
+
+
+class WorkerView(Protocol):
+    """What the collector reads of a connected worker."""
+
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def status(self) -> WorkerStatus | None: ...
+
+
+# counter name's first part -> (series, help, names of the labels its other parts give)
+_WORKER_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "flops_total": ("ridgeline_flops", "Model FLOPs computed, by kind of step", ("step",)),
+    "bytes_total": ("ridgeline_bytes", "Bytes the model must move, by kind of step and of data", ("step", "kind")),
+    "busy_seconds_total": ("ridgeline_busy_seconds", "Wall time inside engine steps", ("step",)),
+    "steps_total": ("ridgeline_steps", "Engine steps", ("step",)),
+    "tokens_total": ("ridgeline_tokens", "Tokens computed, by phase of their request", ("phase",)),
+    "recompute_total": ("ridgeline_recompute", "Prompts computed where they should have been transferred", ("reason",)),
+    "kv_bytes_total": ("ridgeline_kv_transfer_bytes", "KV bytes sent to or received from other workers", ("direction",)),
+    "fetches_total": ("ridgeline_fetches", "KV fetches by how they ended", ("result",)),
+    "expired_leases_total": ("ridgeline_expired_leases", "Hand-offs nobody fetched in time", ()),
+}
+_WORKER_GAUGES = {
+    "open_leases": ("ridgeline_leases", "Hand-offs published and not yet released"),
+    "pinned_blocks": ("ridgeline_pinned_blocks", "KV blocks held by leases"),
+    "active_fetches": ("ridgeline_active_fetches", "KV fetches in progress"),
+    "watched_handoffs": ("ridgeline_watched_handoffs", "Hand-offs kept alive by heartbeats"),
+}
+
+
+class WorkerCollector(Collector):
+    """Turns the workers' last status into series; registered once."""
+
+    def __init__(
+        self, workers: Callable[[], Iterable[WorkerView]], hardware: dict[Pool, PoolHardware], in_flight: Callable[[], int]
+    ) -> None:
+        self._workers = workers
+        self._hardware = hardware
+        self._in_flight = in_flight
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client at each scrape."""
+        workers = list(self._workers())
+        yield GaugeMetricFamily("ridgeline_requests_in_flight", "Requests the router is serving", self._in_flight())
+        yield from self._counters(workers)
+        yield from self._gauges(workers)
+        yield from self._pools(workers)
+
+    def _counters(self, workers: list[WorkerView]) -> Iterator[Metric]:
+        for prefix, (series, text, labels) in _WORKER_COUNTERS.items():
+            family = CounterMetricFamily(series, text, labels=["pool", "worker", *labels])
+            for worker in workers:
+                for name, value in worker.status.counters.items() if worker.status else ():
+                    first, *rest = name.split(".")
+                    if first == prefix and len(rest) == len(labels):
+                        family.add_metric([worker.pool, worker.worker_id, *rest], value)
+            if family.samples:
+                yield family
+
+    def _gauges(self, workers: list[WorkerView]) -> Iterator[Metric]:
+        statuses = [(worker, worker.status) for worker in workers if worker.status is not None]
+        for name, (series, text) in _WORKER_GAUGES.items():
+            family = GaugeMetricFamily(series, text, labels=["pool", "worker"])
+            for worker, status in statuses:
+                family.add_metric([worker.pool, worker.worker_id], status.counters.get(name, 0.0))
+            yield family
+        for attribute, text in (
+            ("running", "Sequences in the engine's batch"),
+            ("waiting", "Requests in the engine's queue"),
+            ("tasks", "Tasks a worker has not finished"),
+            ("kv_blocks_free", "Free blocks of the KV cache"),
+            ("kv_blocks_total", "Blocks of the KV cache"),
+        ):
+            family = GaugeMetricFamily(f"ridgeline_{attribute.removesuffix('_total')}", text, labels=["pool", "worker"])
+            for worker, status in statuses:
+                family.add_metric([worker.pool, worker.worker_id], getattr(status, attribute))
+            yield family
+
+    def _pools(self, workers: list[WorkerView]) -> Iterator[Metric]:
+        count = GaugeMetricFamily("ridgeline_workers", "Connected workers", labels=["pool"])
+        peak_flops = GaugeMetricFamily("ridgeline_peak_flops", "Peak FLOP/s of the pool", labels=["pool"])
+        peak_bytes = GaugeMetricFamily(
+            "ridgeline_peak_bytes_per_second", "Peak memory bandwidth of the pool", labels=["pool"]
+        )
+        intensity = GaugeMetricFamily(
+            "ridgeline_arithmetic_intensity", "FLOPs per byte moved, since start", labels=["pool"]
+        )
+        for pool in sorted({worker.pool for worker in workers}):
+            members = [worker for worker in workers if worker.pool == pool]
+            count.add_metric([pool], len(members))
+            hardware = self._hardware.get(pool)
+            if hardware is not None:
+                peak_flops.add_metric([pool], hardware.peak_flops * len(members))
+                peak_bytes.add_metric([pool], hardware.peak_bytes_per_s * len(members))
+            flops, moved = _total(members, "flops_total."), _total(members, "bytes_total.")
+            if moved:
+                intensity.add_metric([pool], flops / moved)
+        yield from (count, peak_flops, peak_bytes, intensity)
+
+
+def _total(workers: list[WorkerView], prefix: str) -> float:
+    return sum(
+        value
+        for worker in workers
+        if worker.status is not None
+        for name, value in worker.status.counters.items()
+        if name.startswith(prefix)
+    )

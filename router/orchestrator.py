@@ -1,0 +1,182 @@
+"""The way of one request through the workers: decode is chosen first, then prefill; t1 goes out before the KV moves.
+
+`engine_client.py` calls `run` for every sequence. What happens in each state on each kind of end:
+
+    state       worker fails                            client leaves / deadline / stop string
+    PREFILLING  the request fails                       prefill is aborted
+    HANDOFF     -                                       the hand-off is released on the prefill worker
+    DECODING    the request fails after what was sent   decode is aborted, its fetch cancelled, the hand-off released
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+from vllm.sampling_params import SamplingParams
+
+from engine import sampling
+from engine.messages import FirstToken, GenerateTask, Leg, TokenDelta
+from kv_transfer.handoff import KvHandoff
+from router.fleet import Fleet, PromptReservation, Worker
+from router.metrics import RequestMetrics
+from router.policy import fewest_running_then_most_free, least_prompt_tokens, least_work, local_prefill_reason, pick
+from router.settings import RouterSettings
+from router.timeline import Outcome, RequestTimeline
+
+Emit = Callable[[TokenDelta], bool]
+"""Gives a delta to the client; True means nothing more is wanted (a stop string was found)."""
+ReleaseHandoff = Callable[[KvHandoff], None]
+"""Tells the prefill worker, in the background, that nobody will fetch this."""
+
+
+class DeadlineExceeded(Exception):
+    """The request lived longer than router.request_deadline_s."""
+
+
+@dataclass(frozen=True)
+class SequenceRequest:
+    """One sequence to generate; a request with n > 1 is n of these."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    reasoning_ended: bool | None = None
+    priority: int = 0
+
+
+class Orchestrator:
+    """Stateless between requests; the fleet holds what is outstanding."""
+
+    def __init__(
+        self, fleet: Fleet, settings: RouterSettings, metrics: RequestMetrics, release_handoff: ReleaseHandoff
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._metrics = metrics
+        self._release_handoff = release_handoff
+        self.in_flight = 0
+
+    async def run(self, request: SequenceRequest, emit: Emit) -> None:
+        """Serve one sequence; returns after its last delta. Cancelling it aborts both legs.
+
+        Raises NoWorker, WorkerLost, EngineFailed, InvalidTask, TaskRejected or DeadlineExceeded.
+        """
+        timeline = RequestTimeline(time.monotonic, request.request_id, len(request.prompt_token_ids))
+        outcome: Outcome = "failed"
+        self.in_flight += 1
+        try:
+            async with asyncio.timeout(self._settings.request_deadline_s):
+                await self._serve(request, emit, timeline)
+            outcome = "finished"
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"request {request.request_id} took longer than router.request_deadline_s "
+                f"({self._settings.request_deadline_s:.0f} s)"
+            ) from error
+        finally:
+            self.in_flight -= 1
+            self._metrics.close(timeline, outcome)
+
+    async def _serve(self, request: SequenceRequest, emit: Emit, timeline: RequestTimeline) -> None:
+        if self._settings.mode == "colocated":
+            await self._whole(request, emit, timeline)
+            return
+        num_tokens = len(request.prompt_token_ids)
+        decode = self._fleet.get(pick([w.load() for w in self._fleet.pool("decode")], fewest_running_then_most_free))
+        reason = local_prefill_reason(num_tokens, self._settings.min_remote_prefill_tokens)
+        if reason is not None:
+            with decode.reserve(num_tokens) as reservation:
+                await self._decode(decode, _task(request, "decode", recompute_reason=reason), emit, timeline, reservation)
+            return
+        timeline.path = "disaggregated"
+        with decode.reserve():
+            await self._prefill_then_decode(request, decode, emit, timeline)
+
+    async def _whole(self, request: SequenceRequest, emit: Emit, timeline: RequestTimeline) -> None:
+        replica = self._fleet.get(pick([w.load() for w in self._fleet.pool("colocated")], least_work))
+        with replica.reserve(len(request.prompt_token_ids)) as reservation:
+            await self._decode(replica, _task(request, "decode"), emit, timeline, reservation)
+
+    async def _prefill_then_decode(
+        self, request: SequenceRequest, decode: Worker, emit: Emit, timeline: RequestTimeline
+    ) -> None:
+        resample = sampling.resample_reason(request.params)
+        mode: FirstToken = "continue" if resample is None else "resample"
+        first = await self._prefill(request, mode, timeline)
+        handoff = first.handoff
+        if handoff is None:
+            emit(first)  # the whole answer was one token
+            return
+        self._metrics.first_token.labels(mode, resample or "").inc()
+        fetched = False
+        try:
+            if emit(msgspec.structs.replace(first, finished=False, handoff=None)):
+                return
+            task = _task(request, "decode", emitted_token_ids=first.token_ids, first_token=mode, handoff=handoff)
+            fetched = await self._decode(decode, task, emit, timeline, None)
+        finally:
+            if not fetched:
+                self._release_handoff(handoff)
+
+    async def _prefill(self, request: SequenceRequest, mode: FirstToken, timeline: RequestTimeline) -> TokenDelta:
+        worker = self._fleet.get(pick([w.load() for w in self._fleet.pool("prefill")], least_prompt_tokens))
+        task = _task(request, "prefill", first_token=mode)
+        with worker.reserve(len(request.prompt_token_ids)):
+            async with aclosing(worker.client.generate(task)) as deltas:
+                async for delta in deltas:
+                    timeline.tokens(len(delta.token_ids))
+                    timeline.prefill_timing = delta.timing
+                    return delta
+        raise AssertionError("a prefill leg ends with one delta or an error")
+
+    async def _decode(
+        self,
+        worker: Worker,
+        task: GenerateTask,
+        emit: Emit,
+        timeline: RequestTimeline,
+        reservation: PromptReservation | None,
+    ) -> bool:
+        """Stream one decode leg; True once the worker has produced a token, that is, has fetched the KV."""
+        produced = False
+        async with aclosing(worker.client.generate(task)) as deltas:
+            async for delta in deltas:
+                produced = True
+                if reservation is not None:
+                    reservation.prompt_done()
+                timeline.tokens(len(delta.token_ids))
+                timeline.decode_timing = delta.timing
+                if emit(delta):
+                    break
+        return produced
+
+
+def _task(
+    request: SequenceRequest,
+    leg: Leg,
+    *,
+    emitted_token_ids: list[int] | None = None,
+    first_token: FirstToken = "continue",  # noqa: S107
+    handoff: KvHandoff | None = None,
+    recompute_reason: str = "",
+) -> GenerateTask:
+    return GenerateTask(
+        request_id=f"{request.request_id}-{leg}",
+        leg=leg,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=sampling.encode(request.params),
+        emitted_token_ids=emitted_token_ids or [],
+        first_token=first_token,
+        handoff=handoff,
+        recompute_reason=recompute_reason,
+        reasoning_ended=request.reasoning_ended,
+        priority=request.priority,
+    )

@@ -1,0 +1,56 @@
+"""Which worker gets a request: filter, score, pick. Pure functions on snapshots; called by the orchestrator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+class NoWorker(Exception):
+    """No worker of the pool can take the request now."""
+
+
+@dataclass(frozen=True)
+class WorkerLoad:
+    """One worker as the router sees it: what it has sent there itself, and what the worker last reported."""
+
+    worker_id: str
+    connected: bool
+    draining: bool
+    outstanding_prompt_tokens: int
+    """Prompt tokens sent there for prefill and not yet answered."""
+    running: int
+    """Sequences sent there and not yet finished."""
+    kv_blocks_free: int
+    kv_blocks_total: int
+
+
+Score = Callable[[WorkerLoad], tuple[float, ...]]
+
+
+def least_prompt_tokens(load: WorkerLoad) -> tuple[float, ...]:
+    """Prefill is compute-bound: its queue is measured in prompt tokens."""
+    return (load.outstanding_prompt_tokens, load.running)
+
+
+def fewest_running_then_most_free(load: WorkerLoad) -> tuple[float, ...]:
+    """A decode step costs about the same for one sequence more; free KV blocks break the tie."""
+    return (load.running, -load.kv_blocks_free)
+
+
+def least_work(load: WorkerLoad) -> tuple[float, ...]:
+    """A whole replica does both: prompt tokens first, since one prompt stalls every sequence there."""
+    return (load.outstanding_prompt_tokens, load.running, -load.kv_blocks_free)
+
+
+def pick(loads: Sequence[WorkerLoad], score: Score, needed_blocks: int = 0) -> str:
+    """The id of the usable worker with the lowest score; ties go to the first. Raises NoWorker."""
+    usable = [load for load in loads if load.connected and not load.draining and load.kv_blocks_total >= needed_blocks]
+    if not usable:
+        raise NoWorker("no worker is connected and accepting work")
+    return min(usable, key=score).worker_id
+
+
+def local_prefill_reason(num_prompt_tokens: int, min_remote_prefill_tokens: int) -> str | None:
+    """Why this prompt should be computed on the decode worker itself, or None for a remote prefill."""
+    return "short_prompt" if num_prompt_tokens < min_remote_prefill_tokens else None

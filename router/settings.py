@@ -1,0 +1,33 @@
+"""What the router needs to know. Built by `cluster/` from the one configuration file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.messages import Pool
+
+
+@dataclass(frozen=True)
+class PoolHardware:
+    """The measured or published peaks of one worker of a pool."""
+
+    name: str
+    peak_flops: float
+    peak_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """Limits, addresses, and how the model is presented."""
+
+    model_path: str
+    served_name: str
+    dtype: str
+    max_model_len_tokens: int
+    host: str
+    port: int
+    mode: str
+    request_deadline_s: float
+    max_outstanding_requests: int
+    min_remote_prefill_tokens: int
+    hardware: dict[Pool, PoolHardware]
