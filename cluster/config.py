@@ -103,7 +103,10 @@ def load_config(path: Path | str | None = None, overrides: Mapping[str, str] | N
 
 def explain(loaded: LoadedConfig) -> Table:
     """A table of every effective value and where it came from."""
-    table = Table("setting", "value", "from", title="effective configuration", title_justify="left")
+    table = Table(title="effective configuration", title_justify="left")
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("from", overflow="fold")
     values = loaded.config.model_dump()
     for path, origin in loaded.origins.items():
         style = "dim" if origin == DEFAULT_ORIGIN else None
