@@ -1,7 +1,7 @@
 """The interface every transport implements, and the part of a fetch that is the same for all.
 
 `TransferService` is the only production caller; it runs the fetcher on its own event loop, beside the engine's step
-loop. A transport adds one module with a `KvSource` and a `KvFetcher` and must pass `tests/conformance/check_transport.py`.
+loop. A transport adds a `KvSource` and a `KvFetcher` and must pass `tests/conformance/check_transport.py`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def _byte_matrix(index: int, tensor: torch.Tensor) -> ByteMatrix:
     num_blocks = tensor.shape[0]
     block_bytes = tensor[0].numel() * item_bytes
     view = torch.empty(0, dtype=torch.uint8)
-    view.set_(  # type: ignore[no-untyped-call]
+    view.set_(
         tensor.untyped_storage(),
         tensor.storage_offset() * item_bytes,
         (num_blocks, block_bytes),

@@ -1,8 +1,8 @@
 """Which of this engine's blocks are promised to somebody, and until when.
 
 vLLM cannot take back the blocks of a finished prefill by itself: somebody must say "sent". That is this table. The
-engine's step loop publishes and collects (`take_finished`); server threads read, renew and release; the service's thread
-expires. Pure logic under one lock with an injected clock; it never touches a block.
+engine's step loop publishes and collects (`take_finished`); server threads read, renew and release; the service's
+thread expires. Pure logic under one lock with an injected clock; it never touches a block.
 
 A hand-off's life: announced (its id travels, nothing is here yet) > open > released or expired. It closes when it is
 released or its time is up, but never under a read: then it closes when the last read ends.
@@ -118,9 +118,8 @@ class LeaseTable:
             if lease is not None and not lease.released:
                 lease.active_reads += 1
                 return lease.blocks
-            expired = self._endings.get(handoff_id) == "expired"
         self._tell_if_finished()
-        raise self.refusal(handoff_id, expired)
+        raise self.refusal(handoff_id)
 
     def end_read(self, handoff_id: str) -> None:
         """Undo one `begin_read`."""
@@ -174,10 +173,9 @@ class LeaseTable:
             pinned = sum(len(lease.blocks.block_ids) for lease in self._open.values())
             return LeaseStats(len(self._open), pinned, self._expired_total)
 
-    @staticmethod
-    def refusal(handoff_id: str, expired: bool) -> errors.HandoffError:
+    def refusal(self, handoff_id: str) -> errors.HandoffError:
         """The error for a hand-off that is not open."""
-        if expired:
+        if self._endings.get(handoff_id) == "expired":
             return errors.LeaseExpired(errors.LEASE_EXPIRED, f"the lease of hand-off {handoff_id} ran out")
         return errors.UnknownHandoff(errors.UNKNOWN_HANDOFF, f"no hand-off {handoff_id} is open here")
 

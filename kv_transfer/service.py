@@ -203,8 +203,8 @@ class TransferService:
         await asyncio.sleep(0)  # lets the fetches' callbacks post their releases
         if self._background:
             await asyncio.wait(self._background, timeout=LAST_RELEASES_S)
-        for task in self._background:
-            task.cancel()
+        for release in self._background:
+            release.cancel()
         if self._expiry is not None:
             self._expiry.cancel()
         await self._heartbeats.close()

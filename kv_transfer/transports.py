@@ -1,4 +1,4 @@
-"""Which transports exist, by the name used in configuration. The service asks here; nothing else imports a transport."""
+"""Which transports exist, by the name used in configuration. `TransferService` asks here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_transport(name: str, settings: TransportSettings) -> tuple[KvSource, Kv
     """Build both ends; raises ValueError for an unknown name. Transports are imported only when asked for."""
     if name == "grpc":
         from kv_transfer.grpc_fetcher import GrpcKvFetcher
-        from kv_transfer.grpc_transport import GrpcKvSource
+        from kv_transfer.grpc_source import GrpcKvSource
 
         return (
             GrpcKvSource(settings.pool, settings.leases, settings.layout, settings.host, settings.port),
