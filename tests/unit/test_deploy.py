@@ -1,0 +1,102 @@
+"""The files in deploy/: Ray accepts them, our configuration accepts them, and they fit each other."""
+
+import copy
+import re
+import tomllib
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from cluster.config import RidgelineConfig, load_config
+
+REPOSITORY = Path(__file__).parents[2]
+REMOTE = "/home/ubuntu/ridgeline"
+
+
+@pytest.fixture
+def launcher() -> dict:
+    return yaml.safe_load((REPOSITORY / "deploy/cluster.yaml").read_text())
+
+
+@pytest.fixture
+def served() -> RidgelineConfig:
+    return load_config(REPOSITORY / "deploy/cluster-serve.yaml").config
+
+
+def commands_of(launcher: dict) -> list[str]:
+    return [command for key, commands in launcher.items() if key.endswith("_commands") for command in commands]
+
+
+def test_ray_accepts_the_cluster_file_after_filling_in_its_own_defaults(launcher):
+    prepared = prepare_config(copy.deepcopy(launcher))
+    validate_config(prepared)
+    assert prepared["available_node_types"].keys() == launcher["available_node_types"].keys()
+
+
+def test_ray_refuses_a_cluster_file_with_a_wrong_key_so_the_check_above_means_something(launcher):
+    launcher["available_node_types"]["prefill"]["resource"] = {}
+    with pytest.raises(jsonschema.ValidationError):
+        validate_config(prepare_config(launcher))
+
+
+def test_only_the_workers_have_gpus_and_the_head_runs_no_engine(launcher):
+    types = launcher["available_node_types"]
+    assert types.keys() == {"head", "prefill", "decode"}
+    assert types["head"]["resources"] == {"CPU": 0, "ridgeline_router": 1}
+    assert all(types[name]["resources"]["GPU"] > 0 for name in ("prefill", "decode"))
+
+
+@pytest.mark.parametrize("pool_name", ["prefill", "decode"])
+def test_each_pool_fits_the_node_type_that_has_its_resource_and_no_other(launcher, served, pool_name):
+    pool = served.active_pools()[pool_name]
+    (resource,) = pool.resources
+    owners = [name for name, node in launcher["available_node_types"].items() if resource in node["resources"]]
+    assert owners == [pool_name]
+    node = launcher["available_node_types"][pool_name]
+    has = node["resources"]
+    engines_per_node = min(
+        has["CPU"] // pool.cores_per_worker,
+        has["GPU"] // pool.gpus_per_worker,
+        has[resource] // pool.resources[resource],
+    )
+    assert engines_per_node * node["min_workers"] >= pool.workers
+
+
+def test_colocated_gets_the_same_gpus_as_both_pools_together(served):
+    pools = served.pools
+    split = sum(pool.workers * pool.gpus_per_worker for pool in (pools.prefill, pools.decode))
+    assert pools.colocated.workers * pools.colocated.gpus_per_worker == split
+
+
+def test_the_cluster_configuration_joins_the_cluster_instead_of_starting_ray(served):
+    assert served.ray.address == "auto"
+    assert served.uses_gpus()
+
+
+def test_what_is_copied_exists_and_is_everything_an_installation_needs(launcher):
+    mounts = launcher["file_mounts"]
+    assert all((REPOSITORY / local).exists() for local in mounts.values())
+    assert all(remote == f"{REMOTE}/{local}" for remote, local in mounts.items())
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    packages = {name.split(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    needed = packages | {"Makefile", "pyproject.toml", "deploy", project["project"]["readme"]}
+    assert needed <= set(mounts.values())
+
+
+def test_the_make_targets_and_extras_used_exist(launcher):
+    makefile = (REPOSITORY / "Makefile").read_text()
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    used = [match for command in commands_of(launcher) for match in re.findall(r"make (\w+) EXTRA=(\w+)", command)]
+    assert {extra for _, extra in used} == {"cpu", "gpu"}
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) and extra in extras for target, extra in used)
+
+
+def test_the_ray_that_starts_the_cluster_is_the_one_that_is_installed(launcher):
+    starts = [command for command in commands_of(launcher) if re.search(r"\bray (start|stop)\b", command)]
+    assert len(starts) == 4
+    assert all(".venv/bin/ray" in command for command in starts)
+    pinned = re.search(r'"ray\[default\]==([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())
+    assert f"ray[default]=={pinned[1]}" in (REPOSITORY / "deploy/cluster.yaml").read_text()
