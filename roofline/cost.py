@@ -1,0 +1,177 @@
+"""FLOPs and bytes of one engine step, from the model's sizes and who is in the batch.
+
+The engine calls `StepCostModel.step` once per scheduler step, on its hot loop, to tell each pool's arithmetic
+intensity, MFU and MBU; the table and the planner call it with made-up batches. One formula serves them all.
+
+For a step with segments (c new tokens, p already computed), T = sum of c, on a model with L layers, q query heads
+of dimension d (sources: PaLM appendix B for FLOPs, the vLLM and FlashAttention papers for KV traffic):
+
+    GEMM FLOPs       2 * T * matrix weights a token passes through       [FLOP]
+    LM head FLOPs    2 * hidden * vocab * sampled tokens                 [FLOP]
+    attention FLOPs  4 * q * d * L * sum(c*p + c*(c+1)/2)                [FLOP]  causal: the masked half is not work
+    weight bytes     each weight once a step; LM head only when sampling [byte]
+    KV read          (p + c) * KV bytes per token, once per request      [byte]
+    KV write         c * KV bytes per token                              [byte]
+
+Mixture of experts: FLOPs count k experts a token; bytes count the distinct experts T tokens hit, E*(1-(1-k/E)^T).
+MLA (DeepSeek-V2 paper, 2.1): prefill computes 2q(d_nope+d_rope+d_v) per query-key pair on up-projected keys; decode
+works on the latent cache itself, 2q(2*rank+d_rope) per pair. Re-projecting a cached prefix for a later chunk is
+recomputation, not model work, and is not counted.
+
+Not counted: activations (a fused kernel keeps them in cache), embedding rows, norms' FLOPs, sampling.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from roofline.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one step must compute and move, summed over all devices. `a + b` is two steps one after the other."""
+
+    flops: float = 0.0
+    weight_bytes: float = 0.0
+    kv_read_bytes: float = 0.0
+    kv_write_bytes: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.kv_read_bytes + self.kv_write_bytes
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """FLOP per byte; 0 for a step that moves nothing."""
+        moved_bytes = self.bytes
+        return self.flops / moved_bytes if moved_bytes else 0.0
+
+    def __add__(self, other: "StepCost") -> "StepCost":
+        return StepCost(
+            self.flops + other.flops,
+            self.weight_bytes + other.weight_bytes,
+            self.kv_read_bytes + other.kv_read_bytes,
+            self.kv_write_bytes + other.kv_write_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulCost:
+    """One matrix product on its own."""
+
+    flops: float
+    bytes: float
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        return self.flops / self.bytes
+
+
+def matmul_cost(m: int, n: int, k: int, bytes_per_element: float) -> MatmulCost:
+    """`X[m,k] @ W[k,n]`: 2mnk FLOPs; both inputs and the output cross memory once, b(mk + kn + mn) bytes."""
+    return MatmulCost(flops=2.0 * m * n * k, bytes=bytes_per_element * (m * k + k * n + m * n))
+
+
+def expected_distinct_experts(num_experts: int, experts_per_token: int, tokens: int) -> float:
+    """Experts of one layer hit by at least one of `tokens` under balanced routing: E * (1 - (1 - k/E)^T).
+
+    A token never picks one expert twice, so an expert is missed by one token with probability 1 - k/E.
+    """
+    if not num_experts:
+        return 0.0
+    return num_experts * (1.0 - (1.0 - experts_per_token / num_experts) ** tokens)
+
+
+class StepCostModel:
+    """Coefficients of one model, so that a step costs one short loop over the batch. Immutable once built.
+
+    With `tensor_parallel_size` t the costs stay summed over the t ranks (divide by t, or compare with
+    `Hardware.times(t)`): FLOPs and weights are split, KV heads too until t exceeds them, then they are replicated;
+    MLA's latent cache is replicated on every rank.
+
+    `absorbed_max_new_tokens` is the longest segment an MLA kernel treats as decode: 1, or K+1 with K drafted tokens.
+    """
+
+    __slots__ = (
+        "_absorbed_max_new_tokens",
+        "_absorbed_pair_flops",
+        "_all_experts_bytes",
+        "_expert_miss_probability",
+        "_kv_bytes_per_token",
+        "_layer_weight_bytes",
+        "_lm_head_bytes",
+        "_lm_head_flops",
+        "_pair_flops",
+        "_token_flops",
+        "shape",
+    )
+
+    def __init__(self, shape: ModelShape, *, tensor_parallel_size: int = 1, absorbed_max_new_tokens: int = 1) -> None:
+        element_bytes = shape.weight_bytes_per_param
+        routed_params = shape.num_moe_layers * shape.expert_params
+        plain, absorbed = _flops_per_query_key_pair(shape)
+        self.shape = shape
+        self._token_flops = 2.0 * (shape.always_active_matrix_params + routed_params * shape.experts_per_token)
+        self._pair_flops = plain
+        self._absorbed_pair_flops = absorbed
+        self._absorbed_max_new_tokens = absorbed_max_new_tokens
+        self._lm_head_flops = 2.0 * shape.lm_head_params
+        self._lm_head_bytes = shape.lm_head_params * element_bytes
+        self._layer_weight_bytes = (shape.always_active_matrix_params + shape.norm_params) * element_bytes
+        self._all_experts_bytes = routed_params * shape.num_experts * element_bytes
+        self._expert_miss_probability = 1.0 - shape.experts_per_token / shape.num_experts if shape.num_experts else 0.0
+        self._kv_bytes_per_token = shape.kv_bytes_per_token * _kv_replicas(shape, tensor_parallel_size)
+
+    def step(self, segments: Iterable[tuple[int, int]], sampled_tokens: int) -> StepCost:
+        """Cost of one step over `segments` of (new tokens, tokens already computed), one per request.
+
+        `sampled_tokens` is the number of positions that go through the LM head. A step without new tokens is free.
+        """
+        tokens = context_tokens = doubled_pairs = doubled_absorbed_pairs = 0
+        absorbed_max = self._absorbed_max_new_tokens
+        for new, computed in segments:
+            tokens += new
+            context_tokens += computed + new
+            if new <= absorbed_max and computed:
+                doubled_absorbed_pairs += new * (2 * computed + new + 1)
+            else:
+                doubled_pairs += new * (2 * computed + new + 1)
+        if not tokens:
+            return StepCost()
+        weight_bytes = self._layer_weight_bytes
+        if self._all_experts_bytes:
+            weight_bytes += self._all_experts_bytes * (1.0 - self._expert_miss_probability**tokens)
+        if sampled_tokens:
+            weight_bytes += self._lm_head_bytes
+        return StepCost(
+            self._token_flops * tokens
+            + 0.5 * (self._pair_flops * doubled_pairs + self._absorbed_pair_flops * doubled_absorbed_pairs)
+            + self._lm_head_flops * sampled_tokens,
+            weight_bytes,
+            self._kv_bytes_per_token * context_tokens,
+            self._kv_bytes_per_token * tokens,
+        )
+
+    def prefill(self, prompt_tokens: int, cached_tokens: int = 0) -> StepCost:
+        """One prompt in one step, of which `cached_tokens` are already in the KV cache, and its first token."""
+        return self.step([(prompt_tokens - cached_tokens, cached_tokens)], 1)
+
+    def decode(self, batch: int, context_tokens: int) -> StepCost:
+        """One token for each of `batch` sequences whose context, the new token included, is `context_tokens`."""
+        return self.step([(1, context_tokens - 1)] * batch, batch)
+
+
+def _flops_per_query_key_pair(shape: ModelShape) -> tuple[float, float]:
+    """FLOPs over all layers for one query against one key, on plain and on latent ("absorbed") keys."""
+    per_head = 2.0 * shape.num_layers * shape.num_q_heads
+    if not shape.is_mla:
+        return 2 * per_head * shape.head_dim, 2 * per_head * shape.head_dim
+    plain = per_head * (shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim)
+    return plain, per_head * (2 * shape.kv_lora_rank + shape.qk_rope_head_dim)
+
+
+def _kv_replicas(shape: ModelShape, tensor_parallel_size: int) -> float:
+    """How many ranks hold the same KV element."""
+    if shape.is_mla:
+        return float(tensor_parallel_size)
+    return max(1.0, tensor_parallel_size / shape.num_kv_heads)

@@ -1,0 +1,36 @@
+"""Errors of this package: each names the value at fault and what would have been valid.
+
+They are `ValueError`s because every one is caused by an argument: a config, a model name, a hardware name.
+Raised by `hf_config`, `model_shape` and `hardware`; the `ridgeline` command shows the message as it is.
+"""
+
+from collections.abc import Iterable
+
+
+class RooflineError(ValueError):
+    """Base of the errors below; catch this one to mean "no roofline for this model or hardware"."""
+
+
+class ModelConfigError(RooflineError):
+    """A Hugging Face config cannot be turned into a shape; `key` names the entry at fault."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(key, problem)
+        self.key = key
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"model config: {self.key!r} {self.problem}"
+
+
+class UnknownNameError(RooflineError):
+    """A name is in none of the built-in tables; `valid_names` lists those that are."""
+
+    def __init__(self, kind: str, name: str, valid_names: Iterable[str]) -> None:
+        self.kind = kind
+        self.name = name
+        self.valid_names = tuple(sorted(valid_names))
+        super().__init__(kind, name, self.valid_names)
+
+    def __str__(self) -> str:
+        return f"unknown {self.kind} {self.name!r}; valid names: {', '.join(self.valid_names)}"

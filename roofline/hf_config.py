@@ -1,0 +1,156 @@
+"""Reads the sizes that cost arithmetic needs out of a Hugging Face `config.json` mapping.
+
+Kept apart from `ModelShape` because the same quantity has several spellings across model families, and that is
+knowledge about files, not about arithmetic. Called only by `ModelShape.from_hf_config`.
+
+Known limits, all of which make the figures an upper bound: sliding-window layers get no credit, and draft (MTP)
+layers, vision towers, projection biases and query/key norms are not counted. Layers that are not attention (Mamba,
+linear attention) are refused, because their cache does not grow with the context at all.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from roofline.errors import ModelConfigError
+
+_UNGATED_MLP_MODEL_TYPES = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
+_ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+_NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+class ShapeFields(TypedDict):
+    """The fields of `ModelShape` that come from a config; element sizes and the name come from the caller."""
+
+    num_layers: int
+    hidden_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    mlp_matrices: int
+    num_experts: int
+    experts_per_token: int
+    moe_intermediate_size: int
+    num_shared_experts: int
+    num_dense_layers: int
+    kv_lora_rank: int
+    q_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+class _MoeFields(TypedDict):
+    num_experts: int
+    experts_per_token: int
+    moe_intermediate_size: int
+    num_shared_experts: int
+    num_dense_layers: int
+
+
+class _MlaFields(TypedDict):
+    kv_lora_rank: int
+    q_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of `config`: multimodal checkpoints nest it under `text_config`."""
+    nested = config.get("text_config")
+    if isinstance(nested, Mapping) and "hidden_size" not in config:
+        return nested
+    return config
+
+
+def shape_fields(config: Mapping[str, Any]) -> ShapeFields:
+    """Every size `ModelShape` needs; raises `ModelConfigError` naming the first key that is missing or unusable."""
+    config = text_config(config)
+    _refuse_layers_without_attention(config)
+    num_layers = _required(config, "num_hidden_layers")
+    hidden_size = _required(config, "hidden_size")
+    num_q_heads = _required(config, "num_attention_heads")
+    mla = _mla_fields(config)
+    mla_head_dim = mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"] if mla["kv_lora_rank"] else 0
+    return ShapeFields(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_q_heads=num_q_heads,
+        num_kv_heads=_optional(config, "num_key_value_heads") or num_q_heads,
+        head_dim=mla_head_dim or _optional(config, "head_dim") or hidden_size // num_q_heads,
+        intermediate_size=_required(config, "intermediate_size"),
+        vocab_size=_required(config, "vocab_size"),
+        # Transformers 4 leaves this key out of the file exactly when it has the base class's default, True.
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        mlp_matrices=2 if config.get("model_type") in _UNGATED_MLP_MODEL_TYPES else 3,
+        **_moe_fields(config, num_layers),
+        **mla,
+    )
+
+
+def _moe_fields(config: Mapping[str, Any], num_layers: int) -> _MoeFields:
+    num_experts = _optional(config, *_NUM_EXPERTS_KEYS)
+    if num_experts <= 1:
+        return _MoeFields(
+            num_experts=0, experts_per_token=0, moe_intermediate_size=0, num_shared_experts=0, num_dense_layers=0
+        )
+    expert_width = _required(config, "moe_intermediate_size", "intermediate_size")
+    shared_width = _optional(config, "shared_expert_intermediate_size")
+    return _MoeFields(
+        num_experts=num_experts,
+        experts_per_token=_required(config, "num_experts_per_tok", "experts_per_token"),
+        moe_intermediate_size=expert_width,
+        num_shared_experts=_optional(config, "n_shared_experts") or shared_width // expert_width,
+        num_dense_layers=_num_dense_layers(config, num_layers),
+    )
+
+
+def _num_dense_layers(config: Mapping[str, Any], num_layers: int) -> int:
+    """Layers of a mixture-of-experts model that keep an ordinary MLP (DeepSeek's first ones, Qwen's listed ones)."""
+    num_leading = _optional(config, "first_k_dense_replace")
+    sparse_step = _optional(config, "decoder_sparse_step") or 1
+    listed = frozenset(config.get("mlp_only_layers") or ())
+    return sum(
+        1 for layer in range(num_layers) if layer < num_leading or layer in listed or (layer + 1) % sparse_step != 0
+    )
+
+
+def _mla_fields(config: Mapping[str, Any]) -> _MlaFields:
+    kv_lora_rank = _optional(config, "kv_lora_rank")
+    if not kv_lora_rank:
+        return _MlaFields(kv_lora_rank=0, q_lora_rank=0, qk_nope_head_dim=0, qk_rope_head_dim=0, v_head_dim=0)
+    return _MlaFields(
+        kv_lora_rank=kv_lora_rank,
+        q_lora_rank=_optional(config, "q_lora_rank"),
+        qk_nope_head_dim=_required(config, "qk_nope_head_dim"),
+        qk_rope_head_dim=_required(config, "qk_rope_head_dim"),
+        v_head_dim=_required(config, "v_head_dim"),
+    )
+
+
+def _refuse_layers_without_attention(config: Mapping[str, Any]) -> None:
+    foreign = sorted(set(config.get("layer_types") or ()) - _ATTENTION_LAYER_TYPES)
+    if foreign:
+        raise ModelConfigError("layer_types", f"has layers this arithmetic does not cover: {', '.join(foreign)}")
+
+
+def _required(config: Mapping[str, Any], *spellings: str) -> int:
+    value = _optional(config, *spellings)
+    if not value:
+        raise ModelConfigError(" or ".join(spellings), "is missing")
+    return value
+
+
+def _optional(config: Mapping[str, Any], *spellings: str) -> int:
+    """The first spelling present, 0 when none is; configs write an absent quantity as null, 0 or no key."""
+    for key in spellings:
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int) or value < 0:
+            raise ModelConfigError(key, f"must be a whole number that is not negative, not {value!r}")
+        return value
+    return 0

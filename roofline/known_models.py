@@ -1,0 +1,64 @@
+"""Shapes of well-known models, so that a roofline can be drawn without downloading anything.
+
+Each entry holds the keys of the model's own Hugging Face `config.json` that `hf_config` reads, and no others: there
+is one way to make a shape, and an entry can be checked against the published file line by line.
+Called by `roofline.model_shape.load_model_shape`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def _dense(
+    layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, head_dim: int = 0, tied: bool = False
+) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": mlp,
+        "vocab_size": vocab,
+        "head_dim": head_dim or hidden // heads,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _mixture(dense: dict[str, Any], experts: int, per_token: int, expert_mlp: int) -> dict[str, Any]:
+    return dense | {"num_experts": experts, "num_experts_per_tok": per_token, "moe_intermediate_size": expert_mlp}
+
+
+def _deepseek(heads: int, experts: int, dense_layers: int, vocab: int) -> dict[str, Any]:
+    """DeepSeek-V3's layer, which Kimi-K2 reuses with other counts."""
+    return _mixture(_dense(61, 7168, heads, heads, 18432, vocab), experts, 8, 2048) | {
+        "n_shared_experts": 1,
+        "first_k_dense_replace": dense_layers,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+
+
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "smollm2-135m": _dense(30, 576, 9, 3, 1536, 49152, tied=True),
+    "smollm2-360m": _dense(32, 960, 15, 5, 2560, 49152, tied=True),
+    "smollm2-1.7b": _dense(24, 2048, 32, 32, 8192, 49152, tied=True),
+    "llama-2-7b": _dense(32, 4096, 32, 32, 11008, 32000),
+    "llama-2-13b": _dense(40, 5120, 40, 40, 13824, 32000),
+    "llama-2-70b": _dense(80, 8192, 64, 8, 28672, 32000),
+    "llama-3.1-8b": _dense(32, 4096, 32, 8, 14336, 128256),
+    "llama-3.1-70b": _dense(80, 8192, 64, 8, 28672, 128256),
+    "llama-3.1-405b": _dense(126, 16384, 128, 8, 53248, 128256),
+    "llama-3.2-1b": _dense(16, 2048, 32, 8, 8192, 128256, tied=True),
+    "qwen3-0.6b": _dense(28, 1024, 16, 8, 3072, 151936, head_dim=128, tied=True),
+    "qwen3-8b": _dense(36, 4096, 32, 8, 12288, 151936),
+    "qwen3-32b": _dense(64, 5120, 64, 8, 25600, 151936, head_dim=128),
+    "qwen3-30b-a3b": _mixture(_dense(48, 2048, 32, 4, 6144, 151936, head_dim=128), 128, 8, 768),
+    "qwen3-235b-a22b": _mixture(_dense(94, 4096, 64, 4, 12288, 151936, head_dim=128), 128, 8, 1536),
+    "mixtral-8x7b": _mixture(_dense(32, 4096, 32, 8, 14336, 32000), 8, 2, 14336),
+    "gpt-oss-120b": _mixture(_dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880),
+    "deepseek-v3": _deepseek(heads=128, experts=256, dense_layers=3, vocab=129280),
+    "kimi-k2": _deepseek(heads=64, experts=384, dense_layers=1, vocab=163840),
+}

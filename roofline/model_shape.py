@@ -1,0 +1,204 @@
+"""The sizes of one decoder-only transformer, and the byte and parameter counts that follow from them.
+
+Everything else in this package takes a `ModelShape`; nothing else knows how a layer is built. Callers: the engine
+(for its step accounting), the router and planner (KV bytes per token), `ridgeline roofline`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roofline.errors import ModelConfigError, UnknownNameError
+from roofline.hf_config import shape_fields
+from roofline.known_models import KNOWN_MODELS
+from roofline.quantisation import weight_bytes_per_param as weight_bytes_per_param_of
+
+_CHECKPOINT_SUFFIXES = ("-hf", "-instruct", "-chat", "-base")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of one model. Counts are exact for Llama-like models; see `hf_config` for what is left out.
+
+    `num_experts` is 0 for a dense model; `kv_lora_rank` is 0 without multi-head latent attention (MLA).
+    `num_dense_layers` and `num_shared_experts` matter only when `num_experts` is not 0.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    weight_bytes_per_param: float = 2.0
+    kv_bytes_per_element: float = 2.0
+    mlp_matrices: int = 3
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    num_shared_experts: int = 0
+    num_dense_layers: int = 0
+    kv_lora_rank: int = 0
+    q_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.is_mla and self.num_q_heads % self.num_kv_heads:
+            problem = f"is {self.num_kv_heads}, which does not divide {self.num_q_heads} query heads"
+            raise ModelConfigError("num_key_value_heads", problem)
+        if self.experts_per_token > self.num_experts:
+            raise ModelConfigError("num_experts_per_tok", f"exceeds the {self.num_experts} experts there are")
+
+    @classmethod
+    def from_hf_config(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        weight_bytes_per_param: float,
+        kv_bytes_per_element: float,
+        name: str,
+    ) -> "ModelShape":
+        """From a Hugging Face config mapping; raises `ModelConfigError` naming the key that is missing."""
+        return cls(
+            name=name,
+            weight_bytes_per_param=weight_bytes_per_param,
+            kv_bytes_per_element=kv_bytes_per_element,
+            **shape_fields(config),
+        )
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
+    def kv_elements_per_token_layer(self) -> int:
+        """GQA stores K and V of each KV head; MLA one latent vector and one rotary key, whatever the heads."""
+        if self.is_mla:
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """KV cache of one token over all layers: 2 * layers * kv_heads * head_dim * bytes (PagedAttention paper)."""
+        return self.num_layers * self.kv_elements_per_token_layer * self.kv_bytes_per_element
+
+    @property
+    def attention_matrix_params(self) -> int:
+        """Weights of one layer's attention projections that take part in matrix products."""
+        hidden, heads = self.hidden_size, self.num_q_heads
+        if not self.is_mla:
+            return hidden * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
+        query_width = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        query = (hidden + query_width) * self.q_lora_rank if self.q_lora_rank else hidden * query_width
+        down = hidden * (self.kv_lora_rank + self.qk_rope_head_dim)
+        up = self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return query + down + up + heads * self.v_head_dim * hidden
+
+    @property
+    def dense_mlp_params(self) -> int:
+        return self.mlp_matrices * self.hidden_size * self.intermediate_size
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one expert of one layer."""
+        return self.mlp_matrices * self.hidden_size * self.moe_intermediate_size
+
+    @property
+    def always_active_matrix_params(self) -> int:
+        """Matrix weights every token passes through in all layers: no routed experts, no LM head, no norms."""
+        per_moe_layer = self.num_shared_experts * self.expert_params + self.hidden_size * self.num_experts
+        num_dense_mlps = self.num_layers - self.num_moe_layers
+        return (
+            self.num_layers * self.attention_matrix_params
+            + num_dense_mlps * self.dense_mlp_params
+            + self.num_moe_layers * per_moe_layer
+        )
+
+    @property
+    def norm_params(self) -> int:
+        """Two norms a layer and a final one, plus MLA's two latent norms: read each step, no matrix FLOPs."""
+        latent = self.kv_lora_rank + self.q_lora_rank
+        return (2 * self.num_layers + 1) * self.hidden_size + self.num_layers * latent
+
+    @property
+    def lm_head_params(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def embedding_params(self) -> int:
+        """The separate input table; 0 when it is the LM head itself."""
+        return 0 if self.tied_embeddings else self.lm_head_params
+
+    @property
+    def num_params(self) -> int:
+        return self._params_with_experts(self.num_experts)
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters one token uses: routed experts counted `experts_per_token` times a layer."""
+        return self._params_with_experts(self.experts_per_token)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes all weights take in memory."""
+        return self.num_params * self.weight_bytes_per_param
+
+    def _params_with_experts(self, experts_per_layer: int) -> int:
+        routed = self.num_moe_layers * experts_per_layer * self.expert_params
+        ends = self.lm_head_params + self.embedding_params
+        return self.always_active_matrix_params + routed + self.norm_params + ends
+
+
+def load_model_shape(
+    path_or_name: str | Path,
+    *,
+    weight_bytes_per_param: float | None = None,
+    kv_bytes_per_element: float = 2.0,
+) -> ModelShape:
+    """A shape from a directory holding `config.json`, or from the built-in table by name.
+
+    Names ignore case, one organisation prefix and endings such as `-Instruct`. Without `weight_bytes_per_param` a
+    directory's own dtype and quantisation decide, and a built-in model counts as 16-bit.
+    """
+    directory = Path(path_or_name)
+    if directory.is_dir():
+        name, config = directory.resolve().name, _read_config(directory)
+    else:
+        name = _table_name(str(path_or_name))
+        config = KNOWN_MODELS[name]
+    if weight_bytes_per_param is None:
+        weight_bytes_per_param = weight_bytes_per_param_of(config)
+    return ModelShape.from_hf_config(
+        config, weight_bytes_per_param=weight_bytes_per_param, kv_bytes_per_element=kv_bytes_per_element, name=name
+    )
+
+
+def _read_config(directory: Path) -> Mapping[str, Any]:
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelConfigError(str(path), f"cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelConfigError(str(path), "is not a JSON object")
+    return config
+
+
+def _table_name(name: str) -> str:
+    organisation, _, last = name.lower().rpartition("/")
+    for suffix in _CHECKPOINT_SUFFIXES * 2:
+        last = last.removesuffix(suffix)
+    if last not in KNOWN_MODELS or "/" in organisation or name.startswith(("/", ".")):
+        raise UnknownNameError("model (and no such directory)", name, KNOWN_MODELS)
+    return last

@@ -1,0 +1,69 @@
+"""How many bytes a stored weight takes, read from a model config.
+
+Weight bytes are the numerator of every decode floor, so a wrong guess here is a wrong answer everywhere; an
+unknown scheme is therefore an error rather than a default. Called by `load_model_shape`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from roofline.errors import ModelConfigError
+from roofline.hf_config import text_config
+
+_DTYPE_BYTES: Mapping[str, float] = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8_e4m3fn": 1.0}
+_METHOD_BYTES: Mapping[str, float] = {"fp8": 1.0, "fbgemm_fp8": 1.0, "modelopt": 1.0, "mxfp4": 0.5 + 1 / 32}
+_SCALE_BYTES = 2.0
+
+
+def dtype_bytes(dtype: str) -> float:
+    """Bytes per element of a torch dtype name, with or without the `torch.` prefix."""
+    name = dtype.removeprefix("torch.")
+    if name not in _DTYPE_BYTES:
+        raise ModelConfigError("torch_dtype", f"is {dtype!r}; valid: {', '.join(_DTYPE_BYTES)}")
+    return _DTYPE_BYTES[name]
+
+
+def weight_bytes_per_param(config: Mapping[str, Any]) -> float:
+    """Bytes per stored weight, group scales included; 2 when the config names neither dtype nor scheme.
+
+    Embeddings and the LM head are usually left unquantised; that is not counted here, which understates a
+    quantised model by a few per cent.
+    """
+    scheme = config.get("quantization_config") or text_config(config).get("quantization_config")
+    if isinstance(scheme, Mapping) and scheme:
+        return _quantised_bytes(scheme)
+    language = text_config(config)
+    dtype = language.get("dtype") or language.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    return dtype_bytes(str(dtype)) if dtype else 2.0
+
+
+def _quantised_bytes(scheme: Mapping[str, Any]) -> float:
+    method = str(scheme.get("quant_method", ""))
+    if method in _METHOD_BYTES:
+        return _METHOD_BYTES[method]
+    if method in {"gptq", "awq"}:
+        return _grouped_bytes(scheme.get("bits"), scheme.get("group_size"))
+    if method == "compressed-tensors":
+        weights = _compressed_tensors_weights(scheme)
+        return _grouped_bytes(weights.get("num_bits"), weights.get("group_size"))
+    if method == "bitsandbytes":
+        return 0.5 if scheme.get("load_in_4bit") else 1.0
+    raise ModelConfigError("quantization_config", f"has quant_method {method!r}, whose bytes per weight are not known")
+
+
+def _compressed_tensors_weights(scheme: Mapping[str, Any]) -> Mapping[str, Any]:
+    groups = scheme.get("config_groups")
+    if isinstance(groups, Mapping):
+        for group in groups.values():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            if isinstance(weights, Mapping):
+                return weights
+    raise ModelConfigError("quantization_config.config_groups", "names no weights")
+
+
+def _grouped_bytes(bits: object, group_size: object) -> float:
+    """`bits`/8 plus one 16-bit scale per group; per-channel and per-tensor scales are too few to count."""
+    if not isinstance(bits, int) or not 1 <= bits <= 16:
+        raise ModelConfigError("quantization_config.bits", f"must be 1 to 16, not {bits!r}")
+    scales = _SCALE_BYTES / group_size if isinstance(group_size, int) and group_size > 0 else 0.0
+    return bits / 8 + scales

@@ -1,0 +1,86 @@
+"""The rows of `ridgeline roofline`: prefill at several lengths, decode at several batches, on one device.
+
+Kept apart from `render` so that the comparison report can use the same rows.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from roofline.analysis import Bound, bound, step_floor_s
+from roofline.cost import StepCost, StepCostModel
+from roofline.hardware import Hardware
+from roofline.model_shape import ModelShape
+
+PREFILL_TOKENS = (128, 512, 2048, 8192, 32768)
+DECODE_BATCHES = (1, 8, 32, 128, 512)
+DECODE_CONTEXT_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineRow:
+    """One step: `batch` sequences of `context_tokens`, of which `new_tokens` in all are computed in this step."""
+
+    phase: Literal["prefill", "decode"]
+    batch: int
+    new_tokens: int
+    context_tokens: int
+    flops: float
+    bytes: float
+    arithmetic_intensity: float
+    bound: Bound
+    floor_ms: float
+    tokens_per_s: float
+    memory_bytes: float
+    fits: bool | None
+    """Whether weights and KV fit the device's memory; None where its size is not known."""
+
+
+def roofline_table(
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    prefill_tokens: Iterable[int] = PREFILL_TOKENS,
+    decode_batches: Iterable[int] = DECODE_BATCHES,
+    decode_context_tokens: int = DECODE_CONTEXT_TOKENS,
+) -> list[RooflineRow]:
+    """Best-case rows: `floor_ms` is the least time a step can take and `tokens_per_s` the most it can give."""
+    model = StepCostModel(shape)
+    rows = [_row(shape, hardware, "prefill", (1, length, length), model.prefill(length)) for length in prefill_tokens]
+    rows += [
+        _row(
+            shape,
+            hardware,
+            "decode",
+            (batch, batch, decode_context_tokens),
+            model.decode(batch, decode_context_tokens),
+        )
+        for batch in decode_batches
+    ]
+    return rows
+
+
+def _row(
+    shape: ModelShape,
+    hardware: Hardware,
+    phase: Literal["prefill", "decode"],
+    size: tuple[int, int, int],
+    cost: StepCost,
+) -> RooflineRow:
+    batch, new_tokens, context_tokens = size
+    floor_s = step_floor_s(cost, hardware)
+    memory_bytes = shape.weight_bytes + batch * context_tokens * shape.kv_bytes_per_token
+    return RooflineRow(
+        phase=phase,
+        batch=batch,
+        new_tokens=new_tokens,
+        context_tokens=context_tokens,
+        flops=cost.flops,
+        bytes=cost.bytes,
+        arithmetic_intensity=cost.arithmetic_intensity,
+        bound=bound(cost.arithmetic_intensity, hardware),
+        floor_ms=floor_s * 1e3,
+        tokens_per_s=new_tokens / floor_s,
+        memory_bytes=memory_bytes,
+        fits=None if hardware.memory_bytes is None else memory_bytes <= hardware.memory_bytes,
+    )

@@ -1,0 +1,191 @@
+"""FLOPs and bytes of one step: a step worked out by hand, known intensities, and laws that hold for any batch."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roofline.cost import StepCost, StepCostModel, expected_distinct_experts, matmul_cost
+from roofline.model_shape import load_model_shape
+
+SMOLLM2 = StepCostModel(load_model_shape("smollm2-135m"))
+MODELS = {name: StepCostModel(load_model_shape(name)) for name in ("smollm2-135m", "mixtral-8x7b", "deepseek-v3")}
+any_model = st.sampled_from(sorted(MODELS)).map(MODELS.__getitem__)
+segments = st.lists(st.tuples(st.integers(1, 512), st.integers(0, 4096)), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize(
+    ("m", "bytes_per_element", "intensity"),
+    [
+        (1, 2, 0.9995),
+        (32, 2, 31.5),
+        (256, 2, 227.6),
+        (4096, 2, 1365),
+        (1, 4, 0.4998),
+        (16, 4, 7.94),
+        (64, 4, 31.0),
+        (100, 4, 47.7),  # printed as 49 in some sources
+    ],
+)
+def test_matmul_intensity_of_a_4096_square_weight_matches_the_checked_figures(m, bytes_per_element, intensity):
+    assert matmul_cost(m, 4096, 4096, bytes_per_element).arithmetic_intensity == pytest.approx(intensity, rel=1e-3)
+
+
+def test_one_decode_row_is_33_mflop_over_33_mb():
+    cost = matmul_cost(1, 4096, 4096, 2)
+    assert cost.flops == 33_554_432
+    assert cost.bytes == pytest.approx(33.5e6, rel=3e-3)
+
+
+def test_a_mixed_step_of_smollm2_equals_the_sum_done_by_hand():
+    # Two decodes at 99 and 199 computed tokens, and a 16-token chunk after 32; the two decodes sample.
+    cost = SMOLLM2.step([(1, 99), (1, 199), (16, 32)], sampled_tokens=2)
+    layer_params = 576 * 64 * (9 + 3 + 3 + 9) + 3 * 576 * 1536
+    assert layer_params == 3_538_944
+    gemm = 2 * 18 * 30 * layer_params
+    lm_head = 2 * 2 * 576 * 49_152
+    pairs = 100 + 200 + (16 * 32 + 16 * 17 // 2)
+    attention = 4 * 9 * 64 * 30 * pairs
+    assert (gemm, lm_head, attention) == (3_822_059_520, 113_246_208, 65_525_760)
+    assert cost == StepCost(
+        flops=4_000_831_488,
+        weight_bytes=2 * 134_515_008,
+        kv_read_bytes=(100 + 200 + 48) * 23_040,
+        kv_write_bytes=18 * 23_040,
+    )
+    assert cost.bytes == 277_462_656
+    assert cost.arithmetic_intensity == pytest.approx(14.419, rel=1e-4)
+
+
+def test_a_step_without_tokens_costs_nothing():
+    assert SMOLLM2.step([], 0) == StepCost()
+    assert StepCost().arithmetic_intensity == 0.0
+
+
+def test_the_lm_head_is_read_only_when_a_token_is_sampled():
+    chunk, last_chunk = SMOLLM2.step([(64, 0)], 0), SMOLLM2.step([(64, 0)], 1)
+    assert last_chunk.weight_bytes - chunk.weight_bytes == 2 * 49_152 * 576
+    assert last_chunk.flops - chunk.flops == 2 * 49_152 * 576
+
+
+def test_an_untied_embedding_table_is_not_read_as_a_matrix():
+    shape = load_model_shape("llama-3.1-8b")
+    cost = StepCostModel(shape).decode(batch=1, context_tokens=1)
+    assert cost.weight_bytes == shape.weight_bytes - 2 * 128_256 * 4096
+
+
+def test_causal_prefill_attention_is_half_of_the_full_square():
+    n = 8192
+    linear = SMOLLM2.prefill(1).flops - 4 * 9 * 64 * 30
+    attention = SMOLLM2.prefill(n).flops - (linear - 2 * 49_152 * 576) * n - 2 * 49_152 * 576
+    assert attention == pytest.approx(4 * 9 * 64 * 30 * n * n / 2, rel=1e-3)
+
+
+def test_decode_kv_of_a_70b_model_at_128k_tokens_is_23_percent_of_the_bytes():
+    cost = StepCostModel(load_model_shape("llama-2-70b")).decode(batch=1, context_tokens=128_000)
+    assert cost.kv_read_bytes == pytest.approx(41.9e9, rel=2e-3)
+    assert cost.kv_read_bytes / 3.35e12 * 1e3 == pytest.approx(12.5, rel=5e-3)
+    assert cost.kv_read_bytes / (cost.kv_read_bytes + 140e9) == pytest.approx(0.23, abs=0.002)
+
+
+def test_decode_attention_intensity_is_the_group_size_for_gqa_and_near_the_ridge_for_mla():
+    llama, deepseek = StepCostModel(load_model_shape("llama-3.1-70b")), MODELS["deepseek-v3"]
+
+    def attention_intensity(model):
+        near, far = model.decode(1, 1_000), model.decode(1, 2_000)
+        return (far.flops - near.flops) / (far.kv_read_bytes - near.kv_read_bytes)
+
+    assert attention_intensity(llama) == pytest.approx(8.0)
+    assert attention_intensity(deepseek) == pytest.approx(242, rel=2e-3)
+
+
+def test_mla_prefill_uses_plain_keys_and_short_drafts_can_use_latent_ones():
+    plain = StepCostModel(load_model_shape("deepseek-v3")).step([(4, 1000)], 4)
+    absorbed = StepCostModel(load_model_shape("deepseek-v3"), absorbed_max_new_tokens=4).step([(4, 1000)], 4)
+    pairs = 4 * 1000 + 10
+    assert absorbed.flops - plain.flops == pytest.approx(61 * 2 * 128 * pairs * (1088 - 320))
+
+
+@pytest.mark.parametrize(("tokens", "distinct"), [(0, 0.0), (1, 2.0), (2, 3.5), (1000, 8.0)])
+def test_distinct_experts_grow_from_k_to_all_of_them(tokens, distinct):
+    assert expected_distinct_experts(8, 2, tokens) == pytest.approx(distinct)
+
+
+def test_a_dense_model_has_no_experts_to_hit():
+    assert expected_distinct_experts(0, 0, 5) == 0.0
+
+
+def test_a_mixture_reads_only_the_experts_its_tokens_hit():
+    shape = load_model_shape("mixtral-8x7b")
+    one, many = MODELS["mixtral-8x7b"].decode(1, 1), MODELS["mixtral-8x7b"].decode(256, 1)
+    embedding_params = 32_000 * 4096
+    assert one.weight_bytes == pytest.approx(2 * (shape.num_active_params - embedding_params))
+    assert many.weight_bytes == pytest.approx(2 * (shape.num_params - embedding_params))
+
+
+def test_one_token_of_a_mixture_reads_its_active_share_of_the_weights():
+    kimi = load_model_shape("kimi-k2")
+    read = StepCostModel(kimi).decode(1, 1).weight_bytes / kimi.weight_bytes
+    assert read == pytest.approx((kimi.num_active_params - kimi.embedding_params) / kimi.num_params)
+
+
+def test_tensor_parallel_ranks_beyond_the_kv_heads_replicate_kv():
+    shape = load_model_shape("llama-3.1-8b")
+    split, replicated = (StepCostModel(shape, tensor_parallel_size=t).decode(1, 100) for t in (8, 16))
+    assert split == StepCostModel(shape).decode(1, 100)
+    assert replicated.kv_read_bytes == 2 * split.kv_read_bytes
+    mla = StepCostModel(load_model_shape("deepseek-v3"), tensor_parallel_size=8).decode(1, 100)
+    assert mla.kv_read_bytes == 8 * MODELS["deepseek-v3"].decode(1, 100).kv_read_bytes
+
+
+@settings(deadline=None)
+@given(prompt=st.integers(1, 4096), cut=st.integers(1, 4095), name=st.sampled_from(["smollm2-135m", "mixtral-8x7b"]))
+def test_prefill_in_chunks_does_the_flops_of_one_shot_and_moves_at_least_its_bytes(prompt, cut, name):
+    model, chunk = MODELS[name], min(cut, prompt)
+    whole = model.prefill(prompt)
+    starts = range(0, prompt, chunk)
+    chunks = [(min(chunk, prompt - start), start) for start in starts]
+    total = StepCost()
+    for new, computed in chunks:
+        total += model.step([(new, computed)], 1 if new + computed == prompt else 0)
+    assert total.flops == pytest.approx(whole.flops)
+    assert total.kv_write_bytes == whole.kv_write_bytes
+    assert total.kv_read_bytes >= whole.kv_read_bytes
+    assert total.weight_bytes >= whole.weight_bytes * (1 - 1e-9)
+
+
+@settings(deadline=None)
+@given(model=any_model, batch=segments)
+def test_batching_adds_flops_and_kv_but_reads_weights_less_often(model, batch):
+    together = model.step(batch, len(batch))
+    apart = sum((model.step([segment], 1) for segment in batch), StepCost())
+    assert together.flops == pytest.approx(apart.flops)
+    assert together.kv_read_bytes == pytest.approx(apart.kv_read_bytes)
+    assert together.kv_write_bytes == pytest.approx(apart.kv_write_bytes)
+    assert together.weight_bytes <= apart.weight_bytes * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(model=any_model, batch=segments, more=st.tuples(st.integers(1, 512), st.integers(0, 4096)))
+def test_one_more_request_never_makes_a_step_cheaper(model, batch, more):
+    fewer, extra = model.step(batch, len(batch)), model.step([*batch, more], len(batch) + 1)
+    assert extra.flops > fewer.flops
+    assert extra.bytes > fewer.bytes
+
+
+@settings(deadline=None, max_examples=30)
+@given(context=st.integers(1, 100_000), batch=st.integers(1, 256))
+def test_decode_is_the_step_of_single_tokens(context, batch):
+    assert SMOLLM2.decode(batch, context) == SMOLLM2.step([(1, context - 1)] * batch, batch)
+    assert SMOLLM2.decode(batch, context).kv_read_bytes == batch * context * 23_040
+
+
+def test_a_step_takes_under_a_microsecond_per_request():
+    batch = [(1, 1000 + i) for i in range(256)]
+    best_s = float("inf")
+    for _ in range(50):
+        start = time.perf_counter()
+        SMOLLM2.step(batch, len(batch))
+        best_s = min(best_s, time.perf_counter() - start)
+    assert best_s / len(batch) < 1e-6

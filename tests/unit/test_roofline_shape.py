@@ -1,0 +1,183 @@
+"""Model sizes: published parameter counts, KV bytes per token, and configs that cannot be read."""
+
+import json
+import pickle
+
+import pytest
+
+from roofline.errors import ModelConfigError, UnknownNameError
+from roofline.known_models import KNOWN_MODELS
+from roofline.model_shape import ModelShape, load_model_shape
+from roofline.quantisation import weight_bytes_per_param
+
+SMOLLM2 = {
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+def from_config(config, name="test"):
+    return ModelShape.from_hf_config(config, weight_bytes_per_param=2.0, kv_bytes_per_element=2.0, name=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params"),
+    [
+        ("smollm2-135m", 134_515_008),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("mixtral-8x7b", 46_702_792_704),
+    ],
+)
+def test_parameter_counts_equal_the_published_checkpoints_exactly(name, num_params):
+    assert load_model_shape(name).num_params == num_params
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active_billions"),
+    [("deepseek-v3", 671, 37.5), ("qwen3-30b-a3b", 30.5, 3.3), ("qwen3-235b-a22b", 235, 22), ("kimi-k2", 1026, 32.8)],
+)
+def test_a_mixture_of_experts_has_its_advertised_total_and_active_parameters(name, billions, active_billions):
+    shape = load_model_shape(name)
+    assert shape.num_params / 1e9 == pytest.approx(billions, rel=0.01)
+    assert shape.num_active_params / 1e9 == pytest.approx(active_billions, rel=0.02)
+
+
+def test_all_parameters_of_a_dense_model_are_active():
+    shape = load_model_shape("llama-3.1-8b")
+    assert shape.num_active_params == shape.num_params
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_bytes_per_token"),
+    [
+        ("llama-2-13b", 819_200),
+        ("llama-2-70b", 327_680),
+        ("llama-3.1-70b", 327_680),
+        ("smollm2-135m", 23_040),
+        ("llama-3.1-8b", 131_072),
+        ("qwen3-0.6b", 114_688),
+        ("qwen3-32b", 262_144),
+        ("deepseek-v3", 61 * 1_152),
+    ],
+)
+def test_kv_bytes_per_token_match_the_checked_figures(name, kv_bytes_per_token):
+    assert load_model_shape(name).kv_bytes_per_token == kv_bytes_per_token
+
+
+def test_grouped_query_attention_divides_kv_by_the_group():
+    full = load_model_shape("llama-2-70b").num_q_heads
+    multi_head = from_config(dict(KNOWN_MODELS["llama-2-70b"], num_key_value_heads=full))
+    assert multi_head.kv_bytes_per_token == 8 * load_model_shape("llama-2-70b").kv_bytes_per_token
+
+
+def test_kv_quantisation_to_one_byte_halves_the_cache():
+    half = load_model_shape("llama-3.1-70b", kv_bytes_per_element=1.0)
+    assert half.kv_bytes_per_token == 163_840
+
+
+def test_a_directory_with_a_config_gives_the_same_shape_as_the_table(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2 | {"dtype": "bfloat16"}))
+    table = load_model_shape("smollm2-135m")
+    assert load_model_shape(tmp_path) == ModelShape(**(vars(table) | {"name": tmp_path.name}))
+
+
+def test_the_dtype_of_a_directory_decides_its_weight_bytes(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2 | {"torch_dtype": "float32"}))
+    assert load_model_shape(tmp_path).weight_bytes == 4 * 134_515_008
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B-Instruct", "LLAMA-3.1-8b", "Llama-3.1-8B"])
+def test_hub_spellings_of_a_known_model_find_it(name):
+    assert load_model_shape(name).name == "llama-3.1-8b"
+
+
+@pytest.mark.parametrize("name", ["gpt-17", "/models/llama-3.1-8b", "./llama-3.1-8b", "a/b/llama-3.1-8b"])
+def test_an_unknown_model_name_is_refused_with_the_valid_names(name):
+    with pytest.raises(UnknownNameError, match=r"smollm2-135m") as caught:
+        load_model_shape(name)
+    assert "deepseek-v3" in caught.value.valid_names
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"]
+)
+def test_a_missing_config_key_is_named(key):
+    with pytest.raises(ModelConfigError) as caught:
+        from_config({name: value for name, value in SMOLLM2.items() if name != key})
+    assert caught.value.key == key
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("bad", ["30", -1, 3.5])
+def test_a_config_value_that_is_no_count_is_refused(bad):
+    with pytest.raises(ModelConfigError, match="num_hidden_layers"):
+        from_config(SMOLLM2 | {"num_hidden_layers": bad})
+
+
+def test_kv_heads_that_do_not_divide_the_query_heads_are_refused():
+    with pytest.raises(ModelConfigError, match="num_key_value_heads"):
+        from_config(SMOLLM2 | {"num_key_value_heads": 2})
+
+
+def test_layers_without_attention_are_refused():
+    with pytest.raises(ModelConfigError, match="linear_attention"):
+        from_config(SMOLLM2 | {"layer_types": ["linear_attention", "full_attention"]})
+
+
+def test_an_unreadable_config_file_is_named(tmp_path):
+    with pytest.raises(ModelConfigError, match=r"config\.json"):
+        load_model_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelConfigError, match=r"config\.json"):
+        load_model_shape(tmp_path)
+
+
+def test_the_text_part_of_a_multimodal_config_is_used():
+    assert from_config({"text_config": SMOLLM2, "vision_config": {}}) == from_config(SMOLLM2)
+
+
+def test_sparse_steps_and_listed_layers_leave_dense_layers_in_a_mixture():
+    moe = SMOLLM2 | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    assert from_config(moe).num_dense_layers == 0
+    assert from_config(moe | {"decoder_sparse_step": 2}).num_moe_layers == 15
+    assert from_config(moe | {"mlp_only_layers": [0, 7]}).num_dense_layers == 2
+    assert from_config(moe | {"shared_expert_intermediate_size": 1024}).num_shared_experts == 2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ({"quant_method": "fp8"}, 1.0),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 0.5 + 2 / 128),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 1.0),
+        ({"quant_method": "mxfp4"}, 0.53125),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 1.0),
+    ],
+)
+def test_weight_bytes_follow_the_quantisation_scheme(scheme, expected):
+    assert weight_bytes_per_param({"torch_dtype": "bfloat16", "quantization_config": scheme}) == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"quant_method": "invented"}},
+        {"quantization_config": {"quant_method": "awq"}},
+        {"quantization_config": {"quant_method": "compressed-tensors"}},
+        {"torch_dtype": "int5"},
+    ],
+)
+def test_a_scheme_of_unknown_size_is_refused_rather_than_guessed(config):
+    with pytest.raises(ModelConfigError):
+        weight_bytes_per_param(config)
