@@ -1,5 +1,145 @@
-"""The `ridgeline` command."""
+"""The `ridgeline` command: one function per subcommand, each thin over the package that does the work."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cluster import doctor as doctor_checks
+from cluster.config import ConfigError, LoadedConfig, Mode, explain, load_config
+from cluster.model_store import ModelError, prepare_model
+from roofline.errors import RooflineError
+
+app = typer.Typer(
+    help="Serve one model colocated or disaggregated on Ray, and measure which pays.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file, for instance deploy/local.yaml")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="override one setting: section.key=value")]
+ModelOption = Annotated[str | None, typer.Option(help="directory, hub name or smollm2-135m")]
+PortOption = Annotated[int | None, typer.Option(help="HTTP port")]
 
 
 def main() -> None:
-    """Entry point; commands are added as they are built."""
+    """Entry point of the `ridgeline` script."""
+    app()
+
+
+def fail(sentences: list[str], status: int = 1) -> None:
+    """Print what is wrong, one sentence a line, and end."""
+    for sentence in sentences:
+        errors.print(f"[red]error:[/] {sentence}", highlight=False)
+    raise typer.Exit(status)
+
+
+def load(config: Path | None, settings: list[str] | None, **flags: Any) -> LoadedConfig:
+    """The configuration with flags on top; ends the command on any problem."""
+    overrides: dict[str, str] = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            fail([f"--set {setting}: write it as section.key=value"], 2)
+        overrides[key.strip()] = value
+    overrides |= {key.replace("__", "."): str(value) for key, value in flags.items() if value is not None}
+    try:
+        return load_config(config, overrides)
+    except ConfigError as error:
+        fail(error.problems, 2)
+        raise
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a command's coroutine; known failures become sentences, everything else a traceback."""
+    from cluster.deployment import DeploymentFailed  # noqa: PLC0415 - imports Ray
+    from cluster.plan import PlacementError  # noqa: PLC0415
+    from cluster.serve import Unfit  # noqa: PLC0415
+
+    try:
+        asyncio.run(work)
+    except Unfit as error:
+        fail(error.sentences)
+    except (DeploymentFailed, PlacementError, ModelError) as error:
+        fail([str(error)])
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    mode: Annotated[Mode | None, typer.Option(help="two pools, or whole replicas")] = None,
+    model: ModelOption = None,
+    port: PortOption = None,
+    host: Annotated[str | None, typer.Option(help="HTTP address")] = None,
+    address: Annotated[str | None, typer.Option(help="existing Ray cluster: auto or host:port")] = None,
+    prefill: Annotated[int | None, typer.Option(help="number of prefill workers")] = None,
+    decode: Annotated[int | None, typer.Option(help="number of decode workers")] = None,
+    settings: SetOption = None,
+    explain_only: Annotated[bool, typer.Option("--explain", help="print every effective value and its origin")] = False,
+) -> None:
+    """Start the workers and the router, and serve HTTP until Ctrl-C."""
+    loaded = load(
+        config,
+        settings,
+        mode=mode,
+        model__path=model,
+        server__port=port,
+        server__host=host,
+        ray__address=address,
+        pools__prefill__workers=prefill,
+        pools__decode__workers=decode,
+    )
+    if explain_only:
+        console.print(explain(loaded))
+        return
+    from cluster.serve import serve as serve_until_stopped  # noqa: PLC0415 - imports Ray
+
+    run(serve_until_stopped(loaded.config, console))
+
+
+@app.command()
+def doctor(config: ConfigOption = None, settings: SetOption = None) -> None:
+    """Check whether this machine can run the configuration; every failure names its fix."""
+    results = doctor_checks.checks(load(config, settings).config)
+    console.print(doctor_checks.report(results))
+    if doctor_checks.failures(results):
+        raise typer.Exit(1)
+
+
+@app.command()
+def model(path: Annotated[str, typer.Argument(help="directory, hub name or smollm2-135m")] = "smollm2-135m") -> None:
+    """Prepare a model and print where it lies."""
+    try:
+        console.print(str(prepare_model(path, lambda text: console.print(text))))
+    except ModelError as error:
+        fail([str(error)])
+
+
+@app.command()
+def roofline(
+    model: ModelOption = "smollm2-135m",
+    hardware: Annotated[str, typer.Option(help="a GPU such as h100-sxm, or `host` to measure this machine")] = "host",
+    dtype: Annotated[str, typer.Option(help="number format: bfloat16, float32, float8_e4m3fn, ...")] = "bfloat16",
+    cores: Annotated[int, typer.Option(help="threads, for --hardware host")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Shapes, arithmetic intensities, ridge and floors of a model on a device."""
+    from cluster.roofline_command import show  # noqa: PLC0415
+
+    try:
+        show(console, str(model), hardware, dtype, cores, as_json=as_json)
+    except (RooflineError, ModelError) as error:
+        fail([str(error)])
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -32,8 +32,11 @@ class StepAccountant:
         self.counters: dict[str, float] = {}
 
     def expect(self, request_id: str, num_prompt_tokens: int, num_external_tokens: int) -> None:
-        """A request came in; `num_external_tokens` of its prompt are to be transferred, not computed."""
-        self._prompt_tokens[request_id] = num_external_tokens or num_prompt_tokens
+        """A request came in; `num_external_tokens` of its prompt are to be transferred, not computed.
+
+        Of a wholly transferred prompt vLLM still computes the last token, to sample from it: that step is decode.
+        """
+        self._prompt_tokens[request_id] = num_external_tokens - 1 if num_external_tokens else num_prompt_tokens
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

@@ -7,14 +7,14 @@ Runs on the engine's step loop, so every method is a few dictionary operations. 
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
+import msgspec
 from vllm.v1.request import RequestStatus
 
 from engine.accounting import StepAccountant
 from engine.connector_messages import Endpoint, Fetch, FetchReceipts, Publish, StepInstructions
-from kv_transfer.handoff import FetchReceipt, KvHandoff
+from kv_transfer.handoff import FetchReceipt, KvHandoff, new_handoff_id
 
 FETCH = "do_remote_prefill"
 PUBLISH = "do_remote_decode"
@@ -128,7 +128,7 @@ class SchedulerSide:
         if params.get(PUBLISH) and request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
             return True, {"handoff": self._publish(request, block_ids).to_params()}
         if receipt is not None:
-            return False, {"receipt": [receipt.outcome, receipt.reason, receipt.num_bytes, receipt.wait_s, receipt.wire_s]}
+            return False, {"receipt": msgspec.to_builtins(receipt)}
         return False, None
 
     def _publish(self, request: Any, block_ids: list[int]) -> KvHandoff:
@@ -136,7 +136,7 @@ class SchedulerSide:
         num_tokens = request.num_prompt_tokens
         used = list(block_ids[: -(-num_tokens // self._block_size_tokens)])
         handoff = KvHandoff(
-            handoff_id=secrets.token_hex(16),
+            handoff_id=new_handoff_id(),
             address=self._endpoint.address,
             block_ids=tuple(used),
             num_tokens=num_tokens,

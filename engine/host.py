@@ -113,6 +113,11 @@ class WorkerHost:
         self.address = f"{config.host}:{port}"
         return self.address
 
+    @property
+    def engine_failed(self) -> bool:
+        """True once the engine process is gone."""
+        return self._engine.failed
+
     async def drain(self, timeout_s: float) -> bool:
         """Take no new tasks; True when the running ones ended within `timeout_s`."""
         self._draining = True

@@ -62,7 +62,6 @@ class VllmEngine:
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**_engine_args(self.config)),
             stat_loggers=[lambda vllm_config, index: self.stats],
-            enable_log_requests=False,
         )
 
     @property
@@ -183,7 +182,7 @@ def _delta(request_id: str, output: Any) -> TokenDelta:
 def _timing(stats: Any, transfer: dict[str, Any]) -> LegTiming | None:
     if stats is None or not stats.scheduled_ts:
         return None
-    receipt = FetchReceipt(*transfer["receipt"]) if "receipt" in transfer else None
+    receipt = msgspec.convert(transfer["receipt"], FetchReceipt) if "receipt" in transfer else None
     return LegTiming(
         queue_s=max(0.0, stats.scheduled_ts - stats.queued_ts),
         compute_s=max(0.0, stats.last_token_ts - stats.scheduled_ts),

@@ -1,0 +1,154 @@
+"""The Ray actors: thin shells that put a worker host or the router into a process. Made by `cluster.deployment`.
+
+Ray places, starts and ends them; no token and no KV byte passes through them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from engine.config import EngineConfig
+from router.settings import RouterSettings
+
+
+ENGINE_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """Where an actor landed: enough to give it cores and an interface."""
+
+    node_id: str
+    host: str
+    cores: tuple[int, ...]
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """A worker that serves its data plane."""
+
+    address: str
+    pid: int
+    engine_pids: tuple[int, ...]
+    num_kv_blocks: int
+    cores: tuple[int, ...]
+
+
+def engine_environment(cores: int, *, on_cpu: bool) -> dict[str, str]:
+    """Environment of an engine's process; vLLM reads it at import, so it must be there before."""
+    env = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
+    if on_cpu:
+        # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env |= {"OMP_NUM_THREADS": str(cores)}
+        # Small helpers of vLLM's sampler are compiled at their first use: 20 s in the middle of serving, for everybody.
+        env |= {"TORCH_COMPILE_DISABLE": "1"}
+    return env
+
+
+class WorkerActor:
+    """One engine, one handler, one data-plane server."""
+
+    def __init__(self) -> None:
+        self._host: Any = None
+
+    async def place(self) -> NodePlace:
+        """Where Ray put it."""
+        return _place()
+
+    async def start(self, config: EngineConfig, cores: tuple[int, ...]) -> WorkerReady:
+        """Load the engine on `cores` and serve. Takes 10 to 60 s."""
+        from decode_worker.handler import DecodeHandler  # noqa: PLC0415 - imports vLLM
+        from engine.host import Handler, WorkerHost  # noqa: PLC0415
+        from engine.vllm_engine import VllmEngine  # noqa: PLC0415
+        from prefill_worker.handler import PrefillHandler  # noqa: PLC0415
+
+        engine = VllmEngine(config)
+        before = set(_children())
+        everywhere = os.sched_getaffinity(0)
+        # The engine process inherits the cores; this front end then gives its own pinning up.
+        if cores:
+            os.sched_setaffinity(0, cores)
+        try:
+            engine.start()
+        finally:
+            os.sched_setaffinity(0, everywhere)
+        handler: Handler = PrefillHandler() if config.pool == "prefill" else DecodeHandler()
+        self._host = WorkerHost(engine, handler)
+        address = await self._host.start()
+        children = tuple(sorted(set(_children()) - before))
+        return WorkerReady(address, os.getpid(), children, engine.num_kv_blocks, cores)
+
+    async def wait_failed(self) -> None:
+        """Return when the engine process is gone; until then, wait."""
+        while self._host is None or not self._host.engine_failed:
+            await asyncio.sleep(ENGINE_POLL_S)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new tasks, let the running ones end."""
+        return True if self._host is None else bool(await self._host.drain(timeout_s))
+
+    async def stop(self) -> None:
+        """End the engine process and the server."""
+        if self._host is not None:
+            await self._host.stop()
+            self._host = None
+
+
+class RouterActor:
+    """The HTTP front end."""
+
+    def __init__(self) -> None:
+        self._router: Any = None
+
+    async def place(self) -> NodePlace:
+        """Where Ray put it."""
+        return _place()
+
+    async def prepare(self, settings: RouterSettings) -> None:
+        """Import vLLM's server and load the tokenizer; the engines load meanwhile."""
+        from router.app import Router  # noqa: PLC0415 - imports vLLM
+
+        self._router = Router(settings)
+
+    async def serve(self, worker_addresses: list[str]) -> str:
+        """Connect, open the port, return the URL."""
+        return str(await self._router.serve(worker_addresses))
+
+    async def wait_failed(self) -> None:
+        """Wait for ever: a router fails only as a whole process."""
+        await asyncio.Event().wait()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests; how many were still running after `timeout_s`."""
+        return 0 if self._router is None else int(await self._router.drain(timeout_s))
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._router is not None:
+            await self._router.stop()
+            self._router = None
+
+
+def _place() -> NodePlace:
+    context = ray.get_runtime_context()
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return NodePlace(context.get_node_id(), ray.util.get_node_ip_address(), cores, os.getpid())
+
+
+def _children() -> list[int]:
+    if sys.platform != "linux":
+        return []
+    pid = os.getpid()
+    found: list[int] = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/children") as children:  # noqa: ASYNC230
+            found += [int(child) for child in children.read().split()]
+    return found

@@ -1,0 +1,158 @@
+"""What will run where: turns the configuration into engine and router settings, before Ray is asked for anything."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.actors import NodePlace
+from cluster.config import PoolConfig, PoolName, RidgelineConfig
+from cluster.doctor import resolve_dtype
+from cluster.model_store import prepare_model
+from engine.config import EngineConfig
+from roofline.calibration import load_or_calibrate_host
+from roofline.hardware import Hardware, hardware_by_name
+from router.settings import PoolHardware, RouterSettings
+
+_GPU_NAMES = (
+    ("H200", "h200-sxm"),
+    ("H100 PCIe", "h100-pcie"),
+    ("H100", "h100-sxm"),
+    ("A100-PCI", "a100-pcie"),
+    ("A100", "a100-sxm"),
+    ("B200", "b200-sxm"),
+    ("L40S", "l40s"),
+    ("L4", "l4"),
+    ("A10G", "a10g"),
+)
+
+
+class PlacementError(RuntimeError):
+    """The workers cannot be placed as configured; the message names the fix."""
+
+
+@dataclass(frozen=True)
+class PlannedWorker:
+    """One worker to start."""
+
+    worker_id: str
+    pool: PoolName
+    settings: PoolConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything resolved that does not depend on where Ray puts it."""
+
+    config: RidgelineConfig
+    model_path: Path
+    dtype: str
+    served_name: str
+    workers: tuple[PlannedWorker, ...]
+    hardware: dict[PoolName, PoolHardware]
+
+    def router_settings(self) -> RouterSettings:
+        """Settings of the router process."""
+        config = self.config
+        return RouterSettings(
+            model_path=str(self.model_path),
+            served_name=self.served_name,
+            dtype=self.dtype,
+            max_model_len_tokens=config.model.max_model_len_tokens,
+            host=config.server.host,
+            port=config.server.port,
+            mode=config.mode,
+            request_deadline_s=config.router.request_deadline_s,
+            max_outstanding_requests=config.router.max_outstanding_requests,
+            min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
+            hardware=dict(self.hardware),
+        )
+
+    def engine_config(self, worker: PlannedWorker, host: str) -> EngineConfig:
+        """Settings of one engine, on the interface of the node it landed on."""
+        model, pool = self.config.model, worker.settings
+        on_cpu = pool.gpus_per_worker == 0
+        return EngineConfig(
+            worker_id=worker.worker_id,
+            incarnation=secrets.token_hex(4),
+            pool=worker.pool,
+            model_path=str(self.model_path),
+            dtype=self.dtype,
+            max_model_len_tokens=model.max_model_len_tokens,
+            block_size_tokens=model.block_size_tokens,
+            max_num_seqs=pool.max_num_seqs,
+            max_num_batched_tokens=pool.max_num_batched_tokens,
+            kv_cache_bytes=pool.kv_cache_bytes,
+            tensor_parallel_size=max(1, pool.gpus_per_worker),
+            enforce_eager=on_cpu if model.enforce_eager is None else model.enforce_eager,
+            host=self.config.transfer.host or host,
+            lease_s=self.config.transfer.lease_s,
+            fetch_deadline_s=self.config.transfer.fetch_deadline_s,
+            on_cpu=on_cpu,
+        )
+
+
+def make_plan(config: RidgelineConfig) -> Plan:
+    """Resolve model, dtype and hardware; may convert the default model and measure this machine (a few seconds each)."""
+    dtype = resolve_dtype(config)
+    workers = tuple(
+        PlannedWorker(f"{name}-{index}", name, pool)
+        for name, pool in config.active_pools().items()
+        for index in range(pool.workers)
+    )
+    return Plan(
+        config=config,
+        model_path=prepare_model(config.model.path),
+        dtype=dtype,
+        served_name=config.model.served_name or config.model.path,
+        workers=workers,
+        hardware={name: _pool_hardware(pool, dtype) for name, pool in config.active_pools().items()},
+    )
+
+
+def cache_dir() -> Path:
+    """Where measured facts about this machine are kept, outside the repository."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ridgeline"
+
+
+def _pool_hardware(pool: PoolConfig, dtype: str) -> PoolHardware:
+    hardware = local_gpu() if pool.gpus_per_worker else load_or_calibrate_host(cache_dir(), pool.cores_per_worker, dtype)
+    if pool.gpus_per_worker > 1:
+        hardware = hardware.times(pool.gpus_per_worker)
+    return PoolHardware(hardware.name, hardware.peak_flops, hardware.peak_bytes_per_s)
+
+
+def local_gpu() -> Hardware:
+    """The published peaks of this node's first GPU. Raises PlacementError when it is not in the table."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        name = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise PlacementError(f"nvidia-smi does not name a GPU on this node ({error}): install the driver") from error
+    for part, known in _GPU_NAMES:
+        if part in name:
+            return hardware_by_name(known)
+    raise PlacementError(f"no peak FLOP/s and bandwidth are known for {name!r}: add it to roofline/hardware.py")
+
+
+def assign_cores(workers: tuple[PlannedWorker, ...], places: list[NodePlace]) -> list[tuple[int, ...]]:
+    """Disjoint cores for every worker, node by node; none for GPU workers. Raises PlacementError."""
+    free: dict[str, list[int]] = {place.node_id: list(place.cores) for place in places}
+    assigned = []
+    for worker, place in zip(workers, places, strict=True):
+        wanted = worker.settings.cores_per_worker
+        if worker.settings.gpus_per_worker:
+            assigned.append(())
+            continue
+        cores = free[place.node_id]
+        if len(cores) < wanted:
+            raise PlacementError(
+                f"{worker.worker_id} needs {wanted} cores of its own on {place.host} and {len(cores)} are left: lower "
+                f"pools.{worker.pool}.workers or cores_per_worker, or add a machine"
+            )
+        assigned.append(tuple(cores[:wanted]))
+        del cores[:wanted]
+    return assigned

@@ -1,0 +1,124 @@
+"""`ridgeline serve`: checks, starts, prints what runs where, waits, drains. Called by `cluster.cli`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster import doctor
+from cluster.config import RidgelineConfig
+from cluster.deployment import Deployment, deploy, ray_runtime
+from cluster.plan import make_plan
+
+PROGRESS_EVERY_S = 10.0
+
+
+class Unfit(RuntimeError):
+    """This machine cannot run the configuration; `sentences` name the fixes."""
+
+    def __init__(self, sentences: list[str]) -> None:
+        super().__init__("\n".join(sentences))
+        self.sentences = sentences
+
+
+def refuse_unfit_machine(config: RidgelineConfig) -> None:
+    """Raise Unfit before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
+    if config.ray.address is None:
+        sentences = doctor.failures(doctor.checks(config))
+        if sentences:
+            raise Unfit(sentences)
+
+
+async def serve(config: RidgelineConfig, console: Console) -> None:
+    """Serve until Ctrl-C or SIGTERM, then drain. Raises Unfit, PlacementError, DeploymentFailed."""
+    refuse_unfit_machine(config)
+    stop, ready = asyncio.Event(), asyncio.Event()
+    async with ray_runtime(config):
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets handlers of its own
+            loop.add_signal_handler(number, stop.set)
+        running = asyncio.create_task(_run(config, console, ready, stop))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not ready.is_set() and not running.done():
+            console.print("stopping before it was ready")
+            running.cancel()
+            await asyncio.wait([running])
+        else:
+            await running
+    console.print("stopped")
+
+
+async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, stop: asyncio.Event) -> None:
+    async with started(config, console) as deployment:
+        ready.set()
+        console.print(what_runs_where(deployment))
+        console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
+        watching = asyncio.create_task(deployment.watch())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if watching.done():
+            watching.result()  # raises what failed
+        watching.cancel()
+        await _drain(deployment, config, console)
+
+
+async def _drain(deployment: Deployment, config: RidgelineConfig, console: Console) -> None:
+    timeout_s = config.server.drain_timeout_s
+    console.print(f"draining: no new requests, up to {timeout_s:.0f} s for the running ones")
+    left = await deployment.drain(timeout_s)
+    if left:
+        console.print(f"[yellow]{left} requests did not end in time and are cut off[/]")
+
+
+@asynccontextmanager
+async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[Deployment]:
+    """A ready deployment on the Ray that runs already, with its start-up told as it goes."""
+    plan = await asyncio.to_thread(make_plan, config)
+    names = ", ".join(worker.worker_id for worker in plan.workers)
+    console.print(f"starting [bold]{config.mode}[/]: {names}; {plan.served_name} in {plan.dtype}")
+    began_s = time.monotonic()
+
+    def say(sentence: str) -> None:
+        console.print(f"  [dim]{time.monotonic() - began_s:5.0f} s[/]  {sentence}")
+
+    signs_of_life = asyncio.create_task(_still_starting(say))
+    try:
+        async with deploy(plan, say) as deployment:
+            signs_of_life.cancel()
+            yield deployment
+    finally:
+        signs_of_life.cancel()
+
+
+async def _still_starting(say: Callable[[str], None]) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_EVERY_S)
+        say("still loading")
+
+
+def what_runs_where(deployment: Deployment) -> Table:
+    """The table `ridgeline serve` prints when everything is up."""
+    table = Table("worker", "pool", "node", "cores", "actor pid", "engine pid", "data plane", "KV blocks", "start")
+    for row in deployment.rows:
+        engines = ",".join(map(str, row.engine_pids))
+        table.add_row(
+            row.name,
+            row.pool,
+            row.node,
+            row.cores,
+            str(row.pid),
+            engines,
+            row.address,
+            str(row.kv_blocks),
+            f"{row.start_s:.0f} s",
+        )
+    return table

@@ -1,0 +1,162 @@
+"""Builds the router's HTTP server: vLLM's API server app on our engine client, and /metrics over the whole fleet.
+
+Two steps, so that the slow one (importing vLLM, loading the tokenizer) runs while the engines load: `Router(settings)`,
+then `serve(worker addresses)`. Owned by `cluster.actors.RouterActor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from prometheus_client import REGISTRY
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from engine.messages import WorkerDescription
+from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
+from router.fleet import Fleet
+from router.metrics import RequestMetrics, WorkerCollector
+from router.orchestrator import Orchestrator
+from router.releaser import HandoffReleaser
+from router.settings import RouterSettings
+
+Asgi = Callable[[Any, Any, Any], Awaitable[None]]
+DRAIN_POLL_S = 0.05
+
+
+class _Stopped(Exception):
+    """Raised inside the router's task group to end all of it."""
+
+
+class Router:
+    """The router process's one object; make it inside a running event loop."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._args = _server_args(settings)
+        self._client = RouterEngineClient(_frontend_config(self._args), settings.max_outstanding_requests)
+        self._fleet = Fleet(router_id=secrets.token_hex(8))
+        self._releaser = HandoffReleaser()
+        self._metrics = RequestMetrics(REGISTRY, settings.mode)
+        self._orchestrator = Orchestrator(self._fleet, settings, self._metrics, self._releaser.release)
+        REGISTRY.register(
+            WorkerCollector(lambda: self._fleet.workers, settings.hardware, lambda: self._orchestrator.in_flight)
+        )
+        self._stop = asyncio.Event()
+        self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def workers(self) -> list[WorkerDescription]:
+        """The workers it is connected to."""
+        return [worker.description for worker in self._fleet.workers]
+
+    async def serve(self, worker_addresses: list[str]) -> str:
+        """Connect to the workers, open the port, return the URL. Raises PairingRefused, WorkerLost, OSError."""
+        self._running = asyncio.create_task(self._run(worker_addresses), name="router")
+        await asyncio.wait([self._running, self._url], return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            await self._running  # raises what went wrong
+        return await self._url
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests and wait for the running ones; returns how many did not end in time."""
+        self._client.close_admission()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._orchestrator.in_flight:
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            return self._orchestrator.in_flight
+        return 0
+
+    async def stop(self) -> None:
+        """Close the port and every connection."""
+        self._stop.set()
+        if self._running is not None:
+            await self._running
+
+    async def _run(self, worker_addresses: list[str]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._serve_until_stopped(worker_addresses, group)
+                raise _Stopped
+        except* _Stopped:
+            pass
+        except* Exception as errors:
+            raise errors.exceptions[0] from None  # one cause: the caller shows its sentence
+
+    async def _serve_until_stopped(self, worker_addresses: list[str], group: asyncio.TaskGroup) -> None:
+        with _bound_socket(self._settings.host, self._settings.port) as sock:
+            await self._fleet.connect(worker_addresses, group)
+            group.create_task(self._releaser.run(self.workers[0].layout), name="handoff-releaser")
+            self._client.bind(self._orchestrator)
+            server = uvicorn.Server(uvicorn.Config(await self._build_app(), log_level="warning", access_log=False))
+            serving = group.create_task(server.serve(sockets=[sock]), name="http")
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            host, port = sock.getsockname()[:2]
+            self._url.set_result(f"http://{host}:{port}")
+            await self._stop.wait()
+            server.should_exit = True
+            server.force_exit = True
+            await serving
+
+    async def _build_app(self) -> Asgi:
+        app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
+        await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
+        app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
+
+        async def with_fresh_metrics(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http" and scope["path"].startswith("/metrics"):
+                await self._fleet.refresh()
+            await app(scope, receive, send)
+
+        return with_fresh_metrics
+
+
+def _server_args(settings: RouterSettings) -> Namespace:
+    """vLLM's own server arguments, from its own parser, so that every default is vLLM's."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    return parser.parse_args(
+        [
+            *("--model", settings.model_path),
+            *("--served-model-name", settings.served_name),
+            *("--dtype", settings.dtype),
+            *("--max-model-len", str(settings.max_model_len_tokens)),
+            "--disable-log-stats",
+        ]
+    )
+
+
+def _frontend_config(args: Namespace) -> VllmConfig:
+    """A configuration for rendering and sampling parameters only, as vLLM's own GPU-less render server makes it."""
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    model_config = engine_args.create_model_config()
+    model_config.quantization = None
+    return VllmConfig(
+        model_config=model_config,
+        structured_outputs_config=engine_args.create_structured_outputs_config(),
+    )
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}; set server.port") from error
+    return sock

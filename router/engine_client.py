@@ -1,0 +1,257 @@
+"""vLLM's EngineClient without an engine: renders nothing itself, generates through the orchestrator.
+
+vLLM's API server app calls `generate`; its own InputProcessor and OutputProcessor make tokens and text, so templates, tool
+parsers, stop strings, log-probabilities and usage counts are vLLM's. What this class adds is the way in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from copy import copy
+from http import HTTPStatus
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.renderers.inputs.preprocess import extract_prompt_components
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import PrefillStats
+
+from engine import logprobs, sampling
+from engine.errors import EngineError, InvalidTask
+from engine.messages import TokenDelta
+from router.orchestrator import DeadlineExceeded, Orchestrator, SequenceRequest
+from router.policy import NoWorker
+
+_FINISH = {str(reason): reason for reason in FinishReason}
+SUPPORTED_TASKS = ("generate",)
+
+
+class RouterEngineClient(EngineClient):
+    """One per router process."""
+
+    def __init__(self, vllm_config: VllmConfig, max_outstanding_requests: int) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False)
+        self._max_outstanding_requests = max_outstanding_requests
+        self._orchestrator: Orchestrator | None = None
+        self._groups: dict[str, list[asyncio.Task[None]]] = {}
+        self._draining = False
+
+    def close_admission(self) -> None:
+        """From now on every new request gets 503."""
+        self._draining = True
+
+    def bind(self, orchestrator: Orchestrator) -> None:
+        """Give it the workers; until then every request gets 503."""
+        self._orchestrator = orchestrator
+
+    # --- what serving calls for every request
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Refuse before any work: 503 while no workers are connected, 429 over the limit."""
+        if self._draining:
+            raise GracefulHTTPError("the server is shutting down", HTTPStatus.SERVICE_UNAVAILABLE)
+        if self._orchestrator is None:
+            raise GracefulHTTPError("the workers are not ready yet", HTTPStatus.SERVICE_UNAVAILABLE)
+        if self._orchestrator.in_flight + n > self._max_outstanding_requests:
+            raise GracefulHTTPError(
+                f"{self._orchestrator.in_flight} requests are being served, the limit is "
+                f"{self._max_outstanding_requests} (router.max_outstanding_requests): try again later",
+                HTTPStatus.TOO_MANY_REQUESTS,
+            )
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield vLLM RequestOutputs; closing or cancelling it aborts the request on every worker."""
+        self.check_admission(sampling_params.n, request_id)
+        request = self.input_processor.process_inputs(
+            request_id,
+            prompt,
+            sampling.without_client_transfer_keys(sampling_params),
+            supported_tasks=SUPPORTED_TASKS,
+            tokenization_kwargs=tokenization_kwargs,
+            priority=priority,
+        )
+        if lora_request is not None or request.mm_features:
+            raise VLLMValidationError("LoRA adapters and multimodal inputs are not supported by this server")
+        request.reasoning_ended = reasoning_ended
+        self.input_processor.assign_request_id(request)
+        if prompt_text is None:
+            prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
+        collector = RequestOutputCollector(request.params.output_kind, request.request_id)
+        children = self._register(request, prompt_text, collector)
+        tasks = [asyncio.create_task(self._run(child, collector), name=child.request_id) for child in children]
+        self._groups.setdefault(request_id, []).extend(tasks)
+        try:
+            finished = False
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                yield output
+        finally:
+            self._groups.pop(request_id, None)
+            for task in tasks:
+                task.cancel()
+            self._outputs.abort_requests([child.request_id for child in children], internal=True)
+
+    def _register(
+        self, request: EngineCoreRequest, prompt_text: str | None, collector: RequestOutputCollector
+    ) -> list[EngineCoreRequest]:
+        """Tell the output processor what comes: the request, or its n children."""
+        if request.params.n == 1:
+            self._outputs.add_request(request, prompt_text, None, 0, collector)
+            return [request]
+        parent = ParentRequest(request)
+        children = []
+        for index in range(request.params.n):
+            child = copy(request)
+            child.request_id, child.sampling_params = parent.get_child_info(index)
+            self._outputs.add_request(child, prompt_text, parent, index, collector)
+            children.append(child)
+        return children
+
+    async def _run(self, request: EngineCoreRequest, collector: RequestOutputCollector) -> None:
+        """One sequence. Errors go to the collector, which raises them in `generate`."""
+        assert self._orchestrator is not None
+        assert request.sampling_params is not None
+        sequence = SequenceRequest(
+            request_id=request.request_id,
+            prompt_token_ids=list(request.prompt_token_ids or []),
+            params=request.sampling_params,
+            reasoning_ended=request.reasoning_ended,
+            priority=request.priority,
+        )
+        text = _TextSink(self._outputs, sequence)
+        try:
+            await self._orchestrator.run(sequence, text.emit)
+        except InvalidTask as error:
+            collector.put(VLLMValidationError(str(error)))
+        except DeadlineExceeded as error:
+            collector.put(GracefulHTTPError(str(error), HTTPStatus.GATEWAY_TIMEOUT))
+        except (EngineError, NoWorker) as error:
+            collector.put(GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE))
+
+    async def abort(self, request_id: str | list[str], internal: bool = False) -> None:
+        """Cancel a request by the id `generate` was given."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            for task in self._groups.pop(one, []):
+                task.cancel()
+            self._outputs.abort_requests([one], internal=internal)
+
+    # --- the rest of vLLM's contract: this router has no engine of its own
+
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
+    @property
+    def errored(self) -> bool:
+        return False
+
+    @property
+    def dead_error(self) -> BaseException:
+        return RuntimeError("the router is shutting down")
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return SUPPORTED_TASKS
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def check_health(self) -> None: ...
+
+    async def do_log_stats(self) -> None: ...
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None: ...
+
+    async def reset_mm_cache(self) -> None: ...
+
+    async def reset_encoder_cache(self) -> None: ...
+
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        raise VLLMValidationError("pooling is not supported by this server")
+        yield
+
+    async def _not_offered(self, *args: Any, **kwargs: Any) -> Any:
+        raise VLLMValidationError("this operation belongs to one engine; the router serves several")
+
+    start_profile = stop_profile = reset_prefix_cache = sleep = wake_up = _not_offered
+    release_kv_cache_memory = add_lora = pause_generation = resume_generation = _not_offered
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def is_paused(self) -> bool:
+        return False
+
+
+class _TextSink:
+    """Feeds one sequence's deltas to vLLM's output processor."""
+
+    def __init__(self, outputs: OutputProcessor, sequence: SequenceRequest) -> None:
+        self._outputs = outputs
+        self._sequence = sequence
+        self._prompt_logprobs: list[Any] | None = None
+        self._cached_tokens: int | None = None
+
+    def emit(self, delta: TokenDelta) -> bool:
+        """True when a stop string ended the sequence: what the workers still make is not wanted."""
+        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
+        if self._cached_tokens is None:
+            # The first leg's count is the one that saved work; decode's would count the transferred KV as cached.
+            self._cached_tokens = delta.num_cached_tokens
+        if not delta.token_ids and not delta.finished:
+            return False
+        processed = self._outputs.process_outputs([self._engine_output(delta)])
+        return bool(processed.reqs_to_abort)
+
+    def _engine_output(self, delta: TokenDelta) -> EngineCoreOutput:
+        params = self._sequence.params
+        output = EngineCoreOutput(
+            request_id=self._sequence.request_id,
+            new_token_ids=delta.token_ids,
+            finish_reason=_FINISH[delta.finish_reason] if delta.finish_reason else None,
+            stop_reason=delta.stop_reason,
+            prefill_stats=PrefillStats(
+                num_prompt_tokens=len(self._sequence.prompt_token_ids), num_cached_tokens=self._cached_tokens or 0
+            ),
+        )
+        if delta.logprobs:
+            output.new_logprobs = logprobs.unpack_sampled(delta.logprobs, params.num_logprobs or 0)
+        if self._prompt_logprobs and params.prompt_logprobs is not None:
+            output.new_prompt_logprobs_tensors = logprobs.unpack_prompt(self._prompt_logprobs, params.prompt_logprobs)
+            self._prompt_logprobs = None
+        return output

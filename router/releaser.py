@@ -1,0 +1,34 @@
+"""Tells prefill workers, in the background, that a hand-off will not be fetched. Called by the orchestrator.
+
+Without it the blocks would stay pinned until their lease ends: harmless for a crash, too slow for a client that leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kv_transfer.grpc_fetcher import GrpcKvFetcher
+from kv_transfer.handoff import KvHandoff, KvLayout
+from kv_transfer.heartbeat import release_with_retries
+
+
+class HandoffReleaser:
+    """A queue and the task that empties it."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[KvHandoff] = asyncio.Queue()
+
+    def release(self, handoff: KvHandoff) -> None:
+        """Queue one; never blocks. Releasing what was fetched already does nothing."""
+        self._queue.put_nowait(handoff)
+
+    async def run(self, layout: KvLayout) -> None:
+        """Release what is queued, several at a time, until cancelled. Only addresses are used of `layout`'s channel."""
+        fetcher = GrpcKvFetcher(layout)
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    handoff = await self._queue.get()
+                    group.create_task(release_with_retries(fetcher, handoff))
+        finally:
+            await fetcher.close()
