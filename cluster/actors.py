@@ -16,7 +16,6 @@ import ray
 from engine.config import EngineConfig
 from router.settings import RouterSettings
 
-
 ENGINE_POLL_S = 0.5
 
 
@@ -65,10 +64,10 @@ class WorkerActor:
 
     async def start(self, config: EngineConfig, cores: tuple[int, ...]) -> WorkerReady:
         """Load the engine on `cores` and serve. Takes 10 to 60 s."""
-        from decode_worker.handler import DecodeHandler  # noqa: PLC0415 - imports vLLM
-        from engine.host import Handler, WorkerHost  # noqa: PLC0415
-        from engine.vllm_engine import VllmEngine  # noqa: PLC0415
-        from prefill_worker.handler import PrefillHandler  # noqa: PLC0415
+        from decode_worker.handler import DecodeHandler
+        from engine.host import Handler, WorkerHost
+        from engine.vllm_engine import VllmEngine
+        from prefill_worker.handler import PrefillHandler
 
         engine = VllmEngine(config)
         before = set(_children())
@@ -88,7 +87,7 @@ class WorkerActor:
 
     async def wait_failed(self) -> None:
         """Return when the engine process is gone; until then, wait."""
-        while self._host is None or not self._host.engine_failed:
+        while self._host is None or not self._host.engine_failed:  # noqa: ASYNC110 - vLLM has a flag, not an event
             await asyncio.sleep(ENGINE_POLL_S)
 
     async def drain(self, timeout_s: float) -> bool:
@@ -114,7 +113,7 @@ class RouterActor:
 
     async def prepare(self, settings: RouterSettings) -> None:
         """Import vLLM's server and load the tokenizer; the engines load meanwhile."""
-        from router.app import Router  # noqa: PLC0415 - imports vLLM
+        from router.app import Router
 
         self._router = Router(settings)
 
@@ -149,6 +148,6 @@ def _children() -> list[int]:
     pid = os.getpid()
     found: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children") as children:  # noqa: ASYNC230
+        with open(f"/proc/{pid}/task/{task}/children") as children:
             found += [int(child) for child in children.read().split()]
     return found

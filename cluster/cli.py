@@ -61,9 +61,9 @@ def load(config: Path | None, settings: list[str] | None, **flags: Any) -> Loade
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     """Run a command's coroutine; known failures become sentences, everything else a traceback."""
-    from cluster.deployment import DeploymentFailed  # noqa: PLC0415 - imports Ray
-    from cluster.plan import PlacementError  # noqa: PLC0415
-    from cluster.serve import Unfit  # noqa: PLC0415
+    from cluster.deployment import DeploymentFailed
+    from cluster.plan import PlacementError
+    from cluster.serve import Unfit
 
     try:
         asyncio.run(work)
@@ -101,7 +101,7 @@ def serve(
     if explain_only:
         console.print(explain(loaded))
         return
-    from cluster.serve import serve as serve_until_stopped  # noqa: PLC0415 - imports Ray
+    from cluster.serve import serve as serve_until_stopped
 
     run(serve_until_stopped(loaded.config, console))
 
@@ -133,7 +133,7 @@ def roofline(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Shapes, arithmetic intensities, ridge and floors of a model on a device."""
-    from cluster.roofline_command import show  # noqa: PLC0415
+    from cluster.roofline_command import show
 
     try:
         show(console, str(model), hardware, dtype, cores, as_json=as_json)

@@ -1,7 +1,7 @@
 """Starts the workers and the router on Ray, watches them, and takes them down again.
 
-Called by `ridgeline serve` and, once per mode, by `ridgeline compare`. Everything is tied to this process: when it ends,
-however it ends, Ray ends its actors, and every engine process ends with its actor (`engine.parent_watch`).
+Called by `ridgeline serve` and, once per mode, by `ridgeline compare`. Everything is tied to this process: when it
+ends, however it ends, Ray ends its actors, and every engine process ends with its actor (`engine.parent_watch`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayError
 
 from cluster.actors import RouterActor, WorkerActor, WorkerReady, engine_environment
 from cluster.config import RidgelineConfig
-from cluster.plan import Plan, PlacementError, PlannedWorker, assign_cores
+from cluster.plan import PlacementError, Plan, PlannedWorker, assign_cores
 
 PLACEMENT_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 900.0
@@ -77,7 +77,9 @@ async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[None]:
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "ridgeline"}
     try:
         if config.ray.address is None:
-            cores = max(len(os.sched_getaffinity(0)), sum(p.workers * p.cores_per_worker for p in config.all_pools().values()))
+            cores = max(
+                len(os.sched_getaffinity(0)), sum(p.workers * p.cores_per_worker for p in config.all_pools().values())
+            )
             resources = {name: 1000.0 for pool in config.all_pools().values() for name in pool.resources}
             ray.init(
                 num_cpus=cores,
@@ -166,8 +168,11 @@ async def _placed(plan: Plan, actors: dict[str, Any]) -> list[Any]:
         async with asyncio.timeout(PLACEMENT_TIMEOUT_S):
             return list(await asyncio.gather(*(actors[worker.worker_id].place.remote() for worker in plan.workers)))
     except TimeoutError as error:
-        wanted = ", ".join(f"{w.worker_id}: {w.settings.cores_per_worker} CPU, {w.settings.gpus_per_worker} GPU, "
-                           f"{w.settings.resources or 'no custom resources'}" for w in plan.workers)
+        wanted = ", ".join(
+            f"{w.worker_id}: {w.settings.cores_per_worker} CPU, {w.settings.gpus_per_worker} GPU, "
+            f"{w.settings.resources or 'no custom resources'}"
+            for w in plan.workers
+        )
         raise PlacementError(
             f"Ray found no place for all workers within {PLACEMENT_TIMEOUT_S:.0f} s. Wanted: {wanted}. The cluster has "
             f"{ray.cluster_resources()}: add nodes or lower pools.*"
@@ -223,7 +228,9 @@ async def _stop(actors: dict[str, Any]) -> None:
     names = ["router", *(name for name in actors if name != "router")]
     stopping = [actors[name].stop.remote() for name in names if name in actors]
     if stopping:
-        await asyncio.wait([asyncio.ensure_future(_quietly(reference)) for reference in stopping], timeout=STOP_TIMEOUT_S)
+        await asyncio.wait(
+            [asyncio.ensure_future(_quietly(reference)) for reference in stopping], timeout=STOP_TIMEOUT_S
+        )
     for actor in actors.values():
         ray.kill(actor)
 

@@ -96,7 +96,10 @@ class Plan:
 
 
 def make_plan(config: RidgelineConfig) -> Plan:
-    """Resolve model, dtype and hardware; may convert the default model and measure this machine (a few seconds each)."""
+    """Resolve model, dtype and hardware.
+
+    May convert the default model and measure this machine (a few seconds each).
+    """
     dtype = resolve_dtype(config)
     workers = tuple(
         PlannedWorker(f"{name}-{index}", name, pool)
@@ -119,7 +122,9 @@ def cache_dir() -> Path:
 
 
 def _pool_hardware(pool: PoolConfig, dtype: str) -> PoolHardware:
-    hardware = local_gpu() if pool.gpus_per_worker else load_or_calibrate_host(cache_dir(), pool.cores_per_worker, dtype)
+    hardware = (
+        local_gpu() if pool.gpus_per_worker else load_or_calibrate_host(cache_dir(), pool.cores_per_worker, dtype)
+    )
     if pool.gpus_per_worker > 1:
         hardware = hardware.times(pool.gpus_per_worker)
     return PoolHardware(hardware.name, hardware.peak_flops, hardware.peak_bytes_per_s)
@@ -141,7 +146,7 @@ def local_gpu() -> Hardware:
 def assign_cores(workers: tuple[PlannedWorker, ...], places: list[NodePlace]) -> list[tuple[int, ...]]:
     """Disjoint cores for every worker, node by node; none for GPU workers. Raises PlacementError."""
     free: dict[str, list[int]] = {place.node_id: list(place.cores) for place in places}
-    assigned = []
+    assigned: list[tuple[int, ...]] = []
     for worker, place in zip(workers, places, strict=True):
         wanted = worker.settings.cores_per_worker
         if worker.settings.gpus_per_worker:

@@ -1,7 +1,7 @@
 """Runs the decode leg of a request on an engine. Called by `engine.host` for each task.
 
-A task without a hand-off is computed here from its first token: that is what a colocated replica does, and what a decode
-worker does when the router decided so. The router gives the reason and the engine counts it.
+A task without a hand-off is computed here from its first token: that is what a colocated replica does, and what a
+decode worker does when the router decided so. The router gives the reason and the engine counts it.
 """
 
 from __future__ import annotations

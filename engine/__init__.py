@@ -1,7 +1,7 @@
 """One vLLM engine behind a small interface, and what every worker shares.
 
-This package is the only importer of vLLM's engine and connector classes. `prefill_worker/` and `decode_worker/` build on
-it; the router uses its messages and its data-plane client.
+This package is the only importer of vLLM's engine and connector classes. `prefill_worker/` and `decode_worker/` build
+on it; the router uses its messages and its data-plane client.
 
     messages.py             what travels between router and worker
     data_plane.py           gRPC: methods, codecs, the router's WorkerClient

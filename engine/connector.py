@@ -176,7 +176,7 @@ def model_shape(vllm_config: VllmConfig) -> ModelShape:
 
 def kv_layout(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> KvLayout:
     """What two engines must agree on before a block of one means anything to the other."""
-    from vllm.version import __version__ as vllm_version  # noqa: PLC0415 - keep the module light to import
+    from vllm.version import __version__ as vllm_version
 
     first = next(iter(kv_caches.values()))
     model = vllm_config.model_config
@@ -201,7 +201,7 @@ def _instruction_set(vllm_config: VllmConfig, layer: torch.Tensor) -> str:
     """vLLM packs the bytes inside a CPU block for one instruction set; on a GPU the layout does not depend on it."""
     if layer.device.type != "cpu":
         return layer.device.type
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     head_dim = vllm_config.model_config.get_head_size()
     return str(_get_attn_isa(layer.dtype, vllm_config.cache_config.block_size, head_dim, None))

@@ -94,7 +94,7 @@ class CounterStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, Any]:
         """As they are."""
-        return self.data
+        return dict(self.data)
 
     def is_empty(self) -> bool:
         """True when there is nothing to report."""

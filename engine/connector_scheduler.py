@@ -94,7 +94,10 @@ class SchedulerSide:
         return instructions
 
     def after_step(self, output: Any) -> None:
-        """Read the worker side's report; vLLM reads the same object next and dies on an unknown id, hence the guards."""
+        """Read the worker side's report.
+
+        VLLM reads the same object next and dies on an unknown id, hence the guards.
+        """
         self._accountant.end()
         if isinstance(output.kv_connector_worker_meta, FetchReceipts):
             self._receipts.update(output.kv_connector_worker_meta.by_request)

@@ -15,7 +15,7 @@ from kv_transfer.handoff import KvLayout
 from kv_transfer.service import TransferService
 
 IDLE_WAIT_S = 0.002
-"""How long a step without work waits for a transfer to end, instead of spinning at 1 kHz against the copying threads."""
+"""How long a step without work waits for a transfer to end, instead of spinning at 1 kHz against the copy."""
 
 
 class WorkerSide:

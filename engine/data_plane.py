@@ -1,13 +1,13 @@
 """The data plane between router and workers: gRPC, msgpack bodies, one stream of step batches per router.
 
-`host.py` serves it in the worker; the router holds one `WorkerClient` per worker. Ray places and restarts the workers but
-carries no token: an actor call costs about a millisecond and a streamed Ray item 150 us, each.
+`host.py` serves it in the worker; the router holds one `WorkerClient` per worker. Ray places and restarts the workers
+but carries no token: an actor call costs about a millisecond and a streamed Ray item 150 us, each.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -96,7 +96,7 @@ class WorkerClient:
         """Forget cached prefixes; False when some are in use. Raises WorkerLost."""
         return (await self._unary("ResetPrefixCache", Ack(), Ack)).accepted
 
-    async def generate(self, task: GenerateTask) -> AsyncIterator[TokenDelta]:
+    async def generate(self, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
         """Yield the task's deltas, the last one with `finished`. Closing it earlier aborts the task on the worker.
 
         Raises WorkerLost, TaskRejected, InvalidTask or EngineFailed.

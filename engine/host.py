@@ -1,7 +1,7 @@
 """The host every worker is built on: life cycle, sessions with routers, cancel, drain, status.
 
-`cluster/` makes one per Ray actor and gives it the handler of its role. What prefill and decode workers share lives here
-and nowhere else; what differs lives in their handlers.
+`cluster/` makes one per Ray actor and gives it the handler of its role. What prefill and decode workers share lives
+here and nowhere else; what differs lives in their handlers.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class WorkerHost:
             session.send(TokenDelta(request_id=task.request_id, finished=True, error=str(error), error_kind="invalid"))
         except EngineFailed as error:
             session.send(TokenDelta(request_id=task.request_id, finished=True, error=str(error), error_kind="engine"))
-        except Exception as error:  # noqa: BLE001 - a defect in one task must reach its client, not hang it
+        except Exception as error:
             logger.exception("task %s failed", task.request_id)
             message = f"{type(error).__name__}: {error}"
             session.send(TokenDelta(request_id=task.request_id, finished=True, error=message, error_kind="engine"))

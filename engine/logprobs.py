@@ -15,8 +15,8 @@ from engine.messages import PositionLogprobs
 def pack_position(by_token: Mapping[int, Any], chosen: int) -> PositionLogprobs:
     """One position: `by_token` maps token id to vLLM's Logprob (logprob, rank).
 
-    The chosen token comes first, then all by rank, the chosen one among them. The engine's own rows are that list cut at
-    1 + num_logprobs columns, which `_arrays` does.
+    The chosen token comes first, then all by rank, the chosen one among them. The engine's own rows are that list cut
+    at 1 + num_logprobs columns, which `_arrays` does.
     """
     tokens = [chosen, *sorted(by_token, key=lambda token: by_token[token].rank)]
     return PositionLogprobs(tokens, [float(by_token[token].logprob) for token in tokens], int(by_token[chosen].rank))

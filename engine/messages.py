@@ -1,7 +1,7 @@
 """The messages between router and workers: msgpack structs, no engine types, no pickle.
 
-Called by `router/` (which sends tasks and reads deltas) and by `engine/host.py` (which runs them). Every new field needs a
-default; fields are never renamed, so that a router and a worker one version apart still talk.
+Called by `router/` (which sends tasks and reads deltas) and by `engine/host.py` (which runs them). Every new field
+needs a default; fields are never renamed, so that a router and a worker one version apart still talk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     sampling: bytes
     emitted_token_ids: list[int] = msgspec.field(default_factory=list)
-    first_token: FirstToken = "continue"  # noqa: S105
+    first_token: FirstToken = "continue"
     handoff: KvHandoff | None = None
     recompute_reason: str = ""
     reasoning_ended: bool | None = None

@@ -29,8 +29,8 @@ def decode(data: bytes) -> SamplingParams:
 def resample_reason(params: SamplingParams) -> str | None:
     """Why decode must sample the first token itself, or None when it can go on from the one prefill sampled.
 
-    Decode sees prefill's token as part of its prompt. That is wrong where sampling depends on the tokens produced so far:
-    penalties on output tokens, grammars, banned sequences, repetition detection, custom processors, and a seeded
+    Decode sees prefill's token as part of its prompt. That is wrong where sampling depends on the tokens produced so
+    far: penalties on output tokens, grammars, banned sequences, repetition detection, custom processors, and a seeded
     generator, whose position in its stream would differ from a single engine's.
     """
     reasons = {
@@ -48,7 +48,10 @@ def resample_reason(params: SamplingParams) -> str | None:
 
 
 def without_client_transfer_keys(params: SamplingParams) -> SamplingParams:
-    """Drop what a client put into `kv_transfer_params` or `vllm_xargs`: those name hosts, ports and other people's KV."""
+    """Drop what a client put into `kv_transfer_params` or `vllm_xargs`.
+
+    Those name hosts, ports and other people's KV.
+    """
     if params.extra_args is None:
         return params
     cleaned = copy(params)

@@ -1,7 +1,7 @@
 """One vLLM engine: tokens in, token deltas out.
 
-Used by the two handlers through `engine.host`. vLLM runs the engine in a child process; this object is its front end and
-lives in the worker's event loop.
+Used by the two handlers through `engine.host`. vLLM runs the engine in a child process; this object is its front end
+and lives in the worker's event loop.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class PrefillHandler:
         if task.leg != "prefill":
             raise InvalidTask(f"this worker is in the prefill pool and cannot run a {task.leg} leg")
         params = sampling.decode(task.sampling)
-        resample = task.first_token == "resample"  # noqa: S105
+        resample = task.first_token == "resample"
         goes_on = resample or params.max_tokens is None or params.max_tokens - len(task.emitted_token_ids) > 1
         leg = sampling.prefill_leg(params, resample=resample)
         if goes_on:

@@ -23,9 +23,10 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from engine.errors import EngineError
 from engine.messages import WorkerDescription
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
-from router.fleet import Fleet
+from router.fleet import Fleet, PairingRefused
 from router.metrics import RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
 from router.releaser import HandoffReleaser
@@ -65,7 +66,8 @@ class Router:
     async def serve(self, worker_addresses: list[str]) -> str:
         """Connect to the workers, open the port, return the URL. Raises PairingRefused, WorkerLost, OSError."""
         self._running = asyncio.create_task(self._run(worker_addresses), name="router")
-        await asyncio.wait([self._running, self._url], return_when=asyncio.FIRST_COMPLETED)
+        waiting: list[asyncio.Future[Any]] = [self._running, self._url]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
             await self._running  # raises what went wrong
         return await self._url
@@ -75,7 +77,7 @@ class Router:
         self._client.close_admission()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._orchestrator.in_flight:
+                while self._orchestrator.in_flight:  # noqa: ASYNC110 - a shutdown may poll
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             return self._orchestrator.in_flight
@@ -94,7 +96,7 @@ class Router:
                 raise _Stopped
         except* _Stopped:
             pass
-        except* Exception as errors:
+        except* (EngineError, PairingRefused, OSError) as errors:
             raise errors.exceptions[0] from None  # one cause: the caller shows its sentence
 
     async def _serve_until_stopped(self, worker_addresses: list[str], group: asyncio.TaskGroup) -> None:
@@ -104,7 +106,7 @@ class Router:
             self._client.bind(self._orchestrator)
             server = uvicorn.Server(uvicorn.Config(await self._build_app(), log_level="warning", access_log=False))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
-            while not server.started and not serving.done():
+            while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
                 await asyncio.sleep(0.01)
             host, port = sock.getsockname()[:2]
             self._url.set_result(f"http://{host}:{port}")
@@ -129,7 +131,7 @@ class Router:
 def _server_args(settings: RouterSettings) -> Namespace:
     """vLLM's own server arguments, from its own parser, so that every default is vLLM's."""
     parser = make_arg_parser(FlexibleArgumentParser())
-    return parser.parse_args(
+    args: Namespace = parser.parse_args(
         [
             *("--model", settings.model_path),
             *("--served-model-name", settings.served_name),
@@ -138,6 +140,7 @@ def _server_args(settings: RouterSettings) -> Namespace:
             "--disable-log-stats",
         ]
     )
+    return args
 
 
 def _frontend_config(args: Namespace) -> VllmConfig:

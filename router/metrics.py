@@ -105,7 +105,11 @@ _WORKER_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "steps_total": ("ridgeline_steps", "Engine steps", ("step",)),
     "tokens_total": ("ridgeline_tokens", "Tokens computed, by phase of their request", ("phase",)),
     "recompute_total": ("ridgeline_recompute", "Prompts computed where they should have been transferred", ("reason",)),
-    "kv_bytes_total": ("ridgeline_kv_transfer_bytes", "KV bytes sent to or received from other workers", ("direction",)),
+    "kv_bytes_total": (
+        "ridgeline_kv_transfer_bytes",
+        "KV bytes sent to or received from other workers",
+        ("direction",),
+    ),
     "fetches_total": ("ridgeline_fetches", "KV fetches by how they ended", ("result",)),
     "expired_leases_total": ("ridgeline_expired_leases", "Hand-offs nobody fetched in time", ()),
 }
@@ -121,7 +125,10 @@ class WorkerCollector(Collector):
     """Turns the workers' last status into series; registered once."""
 
     def __init__(
-        self, workers: Callable[[], Iterable[WorkerView]], hardware: dict[Pool, PoolHardware], in_flight: Callable[[], int]
+        self,
+        workers: Callable[[], Iterable[WorkerView]],
+        hardware: dict[Pool, PoolHardware],
+        in_flight: Callable[[], int],
     ) -> None:
         self._workers = workers
         self._hardware = hardware

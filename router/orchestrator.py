@@ -94,7 +94,9 @@ class Orchestrator:
         reason = local_prefill_reason(num_tokens, self._settings.min_remote_prefill_tokens)
         if reason is not None:
             with decode.reserve(num_tokens) as reservation:
-                await self._decode(decode, _task(request, "decode", recompute_reason=reason), emit, timeline, reservation)
+                await self._decode(
+                    decode, _task(request, "decode", recompute_reason=reason), emit, timeline, reservation
+                )
             return
         timeline.path = "disaggregated"
         with decode.reserve():
@@ -164,7 +166,7 @@ def _task(
     leg: Leg,
     *,
     emitted_token_ids: list[int] | None = None,
-    first_token: FirstToken = "continue",  # noqa: S107
+    first_token: FirstToken = "continue",
     handoff: KvHandoff | None = None,
     recompute_reason: str = "",
 ) -> GenerateTask:

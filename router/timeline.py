@@ -79,7 +79,7 @@ class RequestTimeline:
         return stages
 
     def _local_stages_s(self) -> dict[str, float]:
-        """A whole replica does not report when its first token came, so the router's clock splits prefill from decode."""
+        """A replica does not report when its first token came: the router's clock splits prefill from decode."""
         timing, ttft_s = self.decode_timing, self.ttft_s
         if timing is None or ttft_s is None:
             return {}
