@@ -6,9 +6,12 @@ loop. A transport adds a `KvSource` and a `KvFetcher` and must pass `tests/confo
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -145,3 +148,21 @@ def check_fetch(handoff: KvHandoff, first_block: int, target_block_ids: Sequence
         pool.check_block_ids(target_block_ids)
     except ValueError as error:
         raise errors.TransferFailed(errors.BAD_REQUEST, str(error)) from error
+
+
+async def run_in_thread(threads: ThreadPoolExecutor, work: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Await `work` on a thread. If cancelled, call `stop` and come back only when the thread has ended."""
+    running = threads.submit(work)
+    ended = asyncio.wrap_future(running)
+    try:
+        await asyncio.wait((ended,))  # which, unlike awaiting it, leaves it running when we are cancelled
+    except asyncio.CancelledError:
+        stop()
+        running.cancel()  # succeeds only if no thread has taken it yet
+        while not ended.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((ended,))
+        if not ended.cancelled():
+            ended.exception()  # how it ended matters no more
+        raise
+    ended.result()

@@ -57,9 +57,7 @@ class BlockPool:
         if payload.nbytes != len(block_ids) * self.block_bytes:
             raise ValueError(f"{payload.nbytes} bytes do not fill {len(block_ids)} blocks of {self.block_bytes}")
         source = np.frombuffer(payload, dtype=np.uint8).reshape(len(block_ids), self.block_bytes)
-        rows = self._layers[layer]
-        for position, block_id in enumerate(block_ids):
-            rows[block_id] = source[position]
+        self._layers[layer][list(block_ids)] = source
 
 
 def _byte_matrix(index: int, tensor: torch.Tensor) -> ByteMatrix:

@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, Final
 
 import grpc
 import msgspec
 
 from kv_transfer import errors, grpc_wire
-from kv_transfer.base import FetchProgress, KvFetcher, SourceDescription
+from kv_transfer.allocator import keep_freed_memory
+from kv_transfer.base import FetchProgress, KvFetcher, SourceDescription, run_in_thread
 from kv_transfer.block_server import FetchRequest
 from kv_transfer.blocks import BlockPool
 from kv_transfer.frames import FrameReader
@@ -41,6 +41,7 @@ class GrpcKvFetcher(KvFetcher):
         max_concurrent_fetches: int = 4,
     ) -> None:
         """The fetch deadline counts from the call of `fetch`, waiting for a free thread included."""
+        keep_freed_memory()
         self._layout = layout
         self._fetch_deadline_s = fetch_deadline_s
         self._control_deadline_s = control_deadline_s
@@ -67,16 +68,8 @@ class GrpcKvFetcher(KvFetcher):
             handoff.address,
             progress.started_s + self._fetch_deadline_s,
         )
-        running = self._threads.submit(stream.run, FrameReader(pool, target_block_ids, progress))
-        ended = asyncio.wrap_future(running)
-        try:
-            await asyncio.wait((ended,))  # which, unlike awaiting it, leaves it running when we are cancelled
-        except asyncio.CancelledError:
-            stream.cancel()
-            running.cancel()  # succeeds only if no thread has taken it yet
-            await _settle(ended)
-            raise
-        ended.result()
+        reader = FrameReader(pool, target_block_ids, progress)
+        await run_in_thread(self._threads, lambda: stream.run(reader), stream.cancel)
 
     async def renew(self, handoff: KvHandoff) -> None:
         await self._call(handoff.address, grpc_wire.RENEW, handoff.handoff_id)
@@ -167,12 +160,3 @@ class _FrameStream:
                 raise errors.TransferCancelled(errors.CANCELLED, "cancelled before it began")
             self._call = self._method(self._message, timeout=left_s)
         return self._call
-
-
-async def _settle(ended: asyncio.Future[None]) -> None:
-    """Wait until the thread writes no more, even if cancelled again meanwhile; how it ended matters no more."""
-    while not ended.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait((ended,))
-    if not ended.cancelled():
-        ended.exception()

@@ -16,6 +16,7 @@ import grpc
 import msgspec
 
 from kv_transfer import errors, grpc_wire
+from kv_transfer.allocator import keep_freed_memory
 from kv_transfer.base import KvSource
 from kv_transfer.block_server import BlockServer, FetchRequest
 from kv_transfer.blocks import BlockPool
@@ -46,6 +47,7 @@ class GrpcKvSource(KvSource):
         max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES,
     ) -> None:
         """Port 0 takes a free one."""
+        keep_freed_memory()
         self.server = BlockServer(pool, leases, layout)
         self._host = host
         self._port = port

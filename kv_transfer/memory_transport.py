@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Final
 
 from kv_transfer import errors
-from kv_transfer.base import FetchProgress, KvFetcher, KvSource, SourceDescription
+from kv_transfer.base import FetchProgress, KvFetcher, KvSource, SourceDescription, run_in_thread
 from kv_transfer.block_server import BlockServer, FetchRequest
 from kv_transfer.blocks import BlockPool
 from kv_transfer.frames import FrameReader
@@ -23,7 +25,7 @@ class MemoryKvSource(KvSource):
     """Found by address in a table of this process."""
 
     def __init__(self, pool: BlockPool, leases: LeaseTable, layout: KvLayout) -> None:
-        self.server = BlockServer(pool, leases, layout, publish_wait_s=0.0)
+        self.server = BlockServer(pool, leases, layout, publish_wait_s=1.0)
         self._address = f"memory:{next(_ports)}"
 
     @property
@@ -42,9 +44,10 @@ class MemoryKvSource(KvSource):
 
 
 class MemoryKvFetcher(KvFetcher):
-    """Copies frame by frame, letting other tasks run in between."""
+    """Copies frame by frame on a thread."""
 
     def __init__(self, layout: KvLayout) -> None:
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="kv-fetch")
         self._layout = layout
 
     async def _pull(
@@ -61,16 +64,9 @@ class MemoryKvFetcher(KvFetcher):
             num_blocks=len(target_block_ids),
             layout=self._layout,
         )
+        stopped = threading.Event()
         reader = FrameReader(pool, target_block_ids, progress)
-        frames = _server(handoff.address).frames(request)
-        try:
-            for frame in frames:
-                _server(handoff.address)
-                reader.accept(frame)
-                await asyncio.sleep(0)
-        finally:
-            frames.close()
-        reader.finish()
+        await run_in_thread(self._threads, lambda: _copy(handoff.address, request, reader, stopped), stopped.set)
 
     async def renew(self, handoff: KvHandoff) -> None:
         _server(handoff.address).renew(handoff.handoff_id)
@@ -82,7 +78,18 @@ class MemoryKvFetcher(KvFetcher):
         return _server(address).describe()
 
     async def close(self) -> None:
-        return None
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _copy(address: str, request: FetchRequest, reader: FrameReader, stopped: threading.Event) -> None:
+    """Runs on a fetch thread; looks between frames whether both sides are still there."""
+    with closing(_server(address).frames(request)) as frames:
+        for frame in frames:
+            if stopped.is_set():
+                raise errors.TransferCancelled(errors.CANCELLED, "cancelled by the fetching side")
+            _server(address)
+            reader.accept(frame)
+    reader.finish()
 
 
 def _server(address: str) -> BlockServer:

@@ -1,0 +1,385 @@
+"""What every transport must do. Subclass `TransportConformance`, give it a `TransportHarness`, and pytest runs it all.
+
+The tests use only the public interface, plus `source.server`, the transport-independent half, to look on or to damage
+what is sent.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import numpy as np
+import pytest
+
+from kv_transfer import errors, frames
+from kv_transfer.base import KvFetcher, KvSource
+from kv_transfer.blocks import BlockPool
+from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
+from kv_transfer.lease import LeaseTable
+
+NUM_LAYERS = 3
+BLOCK_BYTES = 96
+LEASE_S = 30.0
+
+
+def make_layout(**changes) -> KvLayout:
+    fields = {
+        "model": "m",
+        "dtype": "bfloat16",
+        "kv_dtype": "auto",
+        "block_size_tokens": 4,
+        "num_layers": NUM_LAYERS,
+        "block_bytes": BLOCK_BYTES,
+        "layout": "LBHNC",
+        "isa": "amx",
+        "engine_version": "0.32.0",
+        "tensor_parallel_size": 1,
+    }
+    return KvLayout(**(fields | changes))
+
+
+def make_pool(num_blocks: int = 32, num_layers: int = NUM_LAYERS, block_bytes: int = BLOCK_BYTES, seed: int = 0):
+    random = np.random.default_rng(seed)
+    layers = [random.integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8) for _ in range(num_layers)]
+    return BlockPool(layers), layers
+
+
+class TransportHarness(Protocol):
+    """How to build a transport's two ends."""
+
+    def make_source(self, pool: BlockPool, leases: LeaseTable, layout: KvLayout) -> KvSource: ...
+
+    def make_fetcher(self, layout: KvLayout) -> KvFetcher: ...
+
+
+class Node:
+    """One engine's worth: pool, leases, source, fetcher."""
+
+    def __init__(self, harness: TransportHarness, layout: KvLayout, seed: int, num_blocks: int = 32) -> None:
+        self.layout = layout
+        self.pool, self.layers = make_pool(num_blocks, layout.num_layers, layout.block_bytes, seed)
+        self.leases = LeaseTable()
+        self.source = harness.make_source(self.pool, self.leases, layout)
+        self.fetcher = harness.make_fetcher(layout)
+
+    def publish(self, block_ids: list[int], owner: str = "request", lease_s: float = LEASE_S) -> KvHandoff:
+        handoff = self.announce(block_ids, lease_s)
+        self.leases.publish(handoff.handoff_id, owner, block_ids, len(block_ids) * 4, lease_s)
+        return handoff
+
+    def announce(self, block_ids: list[int], lease_s: float = LEASE_S) -> KvHandoff:
+        return KvHandoff(
+            handoff_id=new_handoff_id(),
+            address=self.source.address,
+            block_ids=tuple(block_ids),
+            num_tokens=len(block_ids) * 4,
+            compatibility_hash=self.layout.compatibility_hash(),
+            lease_s=lease_s,
+            num_bytes=len(block_ids) * self.layout.num_layers * self.layout.block_bytes,
+        )
+
+
+def alter_frames(node: Node, alter: Callable[[int, bytes], Iterator[bytes]]) -> None:
+    """Replace each frame the node's source sends by what `alter(index, frame)` yields."""
+    real = node.source.server.frames
+
+    def altered(request, wanted=lambda: True):
+        stream = real(request, wanted)
+        try:
+            for index, frame in enumerate(stream):
+                yield from alter(index, frame)
+        finally:
+            stream.close()
+
+    node.source.server.frames = altered
+
+
+LONG = make_layout(num_layers=40)
+
+
+def slowly(_index: int, frame: bytes) -> Iterator[bytes]:
+    """Makes a fetch of `LONG` take 0.4 s."""
+    yield frame
+    time.sleep(0.01)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+class TransportConformance:
+    """Inherited by one class per transport."""
+
+    @pytest.fixture
+    def harness(self) -> TransportHarness:
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def nodes(self, harness, layouts=(None, None), num_blocks: int = 32) -> AsyncIterator[tuple[Node, Node]]:
+        pair = [Node(harness, layout or make_layout(), seed, num_blocks) for seed, layout in enumerate(layouts)]
+        for node in pair:
+            node.source.start()
+        try:
+            yield pair[0], pair[1]
+        finally:
+            for node in pair:
+                await node.fetcher.close()
+                node.source.close()
+        for node in pair:
+            await eventually(lambda node=node: all(lease.active_reads == 0 for lease in node.leases._open.values()))
+
+    @pytest.mark.parametrize(
+        ("source_ids", "first", "target_ids"),
+        [
+            ([], 0, []),
+            ([5], 0, [9]),
+            ([5, 6], 1, []),
+            (list(range(32)), 0, list(range(32))),
+            ([31, 0, 7, 8, 3], 0, [2, 30, 4, 5, 0]),
+            ([31, 0, 7, 8, 3], 2, [1, 0, 31]),
+        ],
+    )
+    async def test_blocks_arrive_whole_and_nothing_else_is_touched(self, harness, source_ids, first, target_ids):
+        async with self.nodes(harness) as (prefill, decode):
+            before = [layer.copy() for layer in decode.layers]
+            handoff = prefill.publish(source_ids)
+            receipt = await decode.fetcher.fetch(handoff, first, target_ids, decode.pool)
+            assert receipt.outcome == "ok", receipt
+            assert receipt.num_bytes == len(target_ids) * NUM_LAYERS * BLOCK_BYTES
+            assert receipt.wait_s >= 0
+            assert receipt.wire_s >= 0
+            for layer in range(NUM_LAYERS):
+                expected = before[layer]
+                expected[target_ids] = prefill.layers[layer][source_ids[first : first + len(target_ids)]]
+                np.testing.assert_array_equal(decode.layers[layer], expected)
+
+    async def test_a_layer_larger_than_one_frame_arrives_whole(self, harness):
+        layout = make_layout(block_bytes=300_001)
+        async with self.nodes(harness, (layout, layout)) as (prefill, decode):
+            ids = [9, 1, 2, 3, 17, 4, 8, 30, 31]
+            receipt = await decode.fetcher.fetch(prefill.publish(ids), 0, ids[::-1], decode.pool)
+            assert receipt.outcome == "ok", receipt
+            for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
+                np.testing.assert_array_equal(ours[ids[::-1]], theirs[ids])
+
+    async def test_one_block_larger_than_a_frame_arrives(self, harness):
+        layout = make_layout(num_layers=1, block_bytes=frames.TARGET_FRAME_BYTES + 7)
+        async with self.nodes(harness, (layout, layout), num_blocks=2) as (prefill, decode):
+            receipt = await decode.fetcher.fetch(prefill.publish([1, 0]), 0, [0, 1], decode.pool)
+            assert receipt.outcome == "ok", receipt
+            np.testing.assert_array_equal(decode.layers[0], prefill.layers[0][::-1])
+
+    async def test_concurrent_handoffs_in_both_directions(self, harness):
+        async with self.nodes(harness, num_blocks=64) as (left, right):
+            # The upper half is published and read, the lower half is written, on both sides at once.
+            halves = [list(range(start, start + 4)) for start in range(32, 64, 4)]
+            offers = [(left.publish(ids, f"l{i}"), right.publish(ids, f"r{i}")) for i, ids in enumerate(halves)]
+            targets = [list(range(start, start + 4)) for start in range(0, 32, 4)]
+            receipts = await asyncio.gather(
+                *(right.fetcher.fetch(offers[i][0], 0, target, right.pool) for i, target in enumerate(targets)),
+                *(left.fetcher.fetch(offers[i][1], 0, target, left.pool) for i, target in enumerate(targets)),
+            )
+            assert {receipt.outcome for receipt in receipts} == {"ok"}, receipts
+            for layer in range(NUM_LAYERS):
+                np.testing.assert_array_equal(right.layers[layer][:32], left.layers[layer][32:])
+                np.testing.assert_array_equal(left.layers[layer][:32], right.layers[layer][32:])
+
+    async def test_cancel_in_mid_fetch_stops_writing_and_ends_the_read(self, harness):
+        async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
+            alter_frames(prefill, slowly)
+            handoff = prefill.publish([1, 2, 3])
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            after_cancel = [layer.copy() for layer in decode.layers]
+            await asyncio.sleep(0.05)
+            np.testing.assert_array_equal(decode.layers, after_cancel)
+            await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 0)
+            assert prefill.source.bytes_sent_total < handoff.num_bytes
+            assert await self._fetch_ok(prefill, decode, handoff)
+
+    async def test_cancel_before_it_began(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff = prefill.publish([1, 2, 3])
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await self._fetch_ok(prefill, decode, handoff)
+
+    async def test_release_is_idempotent_and_silent_for_unknown_ids(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff = prefill.publish([1, 2], owner="a")
+            await decode.fetcher.release(handoff)
+            await decode.fetcher.release(handoff)
+            await decode.fetcher.release(prefill.announce([1]))
+            assert prefill.leases.take_finished() == {"a"}
+            assert prefill.leases.take_finished() == set()
+            receipt = await decode.fetcher.fetch(handoff, 0, [1, 2], decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.UNKNOWN_HANDOFF)
+
+    async def test_release_that_overtakes_the_publication_frees_at_once(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff = prefill.announce([1, 2])
+            await decode.fetcher.release(handoff)
+            prefill.leases.publish(handoff.handoff_id, "a", [1, 2], 8, LEASE_S)
+            assert prefill.leases.take_finished() == {"a"}
+
+    async def test_release_while_reading_takes_effect_when_the_read_ends(self, harness):
+        async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
+            alter_frames(prefill, slowly)
+            handoff = prefill.publish([1, 2, 3], owner="a")
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            await decode.fetcher.release(handoff)
+            assert prefill.leases.take_finished() == set()
+            assert (await task).outcome == "ok"
+            await eventually(lambda: prefill.leases.stats().open_leases == 0)
+            assert prefill.leases.take_finished() == {"a"}
+
+    async def test_an_expired_lease_is_named_and_cannot_be_renewed(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff = prefill.publish([1], owner="a", lease_s=0.01)
+            await asyncio.sleep(0.02)
+            receipt = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.LEASE_EXPIRED)
+            with pytest.raises(errors.LeaseExpired):
+                await decode.fetcher.renew(handoff)
+            assert prefill.leases.take_finished() == {"a"}
+
+    async def test_renewal_keeps_a_lease_alive(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff = prefill.publish([1], lease_s=0.3)
+            for _ in range(4):
+                await asyncio.sleep(0.1)
+                await decode.fetcher.renew(handoff)
+            assert await self._fetch_ok(prefill, decode, handoff)
+
+    async def test_an_unknown_handoff_is_refused(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            prefill.source.server._publish_wait_s = 0.02
+            handoff = prefill.announce([1])
+            receipt = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.UNKNOWN_HANDOFF)
+            with pytest.raises(errors.UnknownHandoff):
+                await decode.fetcher.renew(handoff)
+
+    async def test_more_blocks_than_were_published_are_refused(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            short = prefill.announce([1, 2, 3])
+            prefill.leases.publish(short.handoff_id, "a", [1], 4, LEASE_S)
+            receipt = await decode.fetcher.fetch(short, 0, [1, 2, 3], decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.BAD_REQUEST)
+
+    @pytest.mark.parametrize("targets", [[1, 1], [32, 0], [-1, 0], [1, 2, 3]])
+    async def test_bad_targets_are_refused_before_anything_is_written(self, harness, targets):
+        async with self.nodes(harness) as (prefill, decode):
+            before = [layer.copy() for layer in decode.layers]
+            receipt = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, targets, decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.BAD_REQUEST)
+            np.testing.assert_array_equal(decode.layers, before)
+
+    async def test_a_source_that_is_gone_is_unreachable(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff = prefill.publish([1])
+            prefill.source.close()
+            receipt = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.UNREACHABLE)
+            with pytest.raises(errors.TransferFailed):
+                await decode.fetcher.release(handoff)
+
+    async def test_a_source_closed_in_mid_fetch_is_a_failure_not_a_hang(self, harness):
+        async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
+            alter_frames(prefill, slowly)
+            handoff = prefill.publish([1, 2, 3])
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            await asyncio.to_thread(prefill.source.close)
+            receipt = await asyncio.wait_for(task, 3)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.UNREACHABLE)
+
+    @pytest.mark.parametrize(("field", "value"), [("isa", "vec"), ("block_size_tokens", 8), ("wire_version", 99)])
+    async def test_a_layout_mismatch_names_the_field_before_any_byte(self, harness, field, value):
+        async with self.nodes(harness, (make_layout(**{field: value}), None)) as (prefill, decode):
+            receipt = await decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.LAYOUT_MISMATCH)
+            assert field in receipt.message
+            assert repr(value) in receipt.message
+            assert (receipt.num_bytes, prefill.source.bytes_sent_total) == (0, 0)
+            assert (await decode.fetcher.describe(prefill.source.address)).layout == prefill.layout
+
+    @pytest.mark.parametrize("position", [0, 4, 9, 13, 17, 21, frames.HEADER_BYTES - 1, frames.HEADER_BYTES, -1])
+    async def test_a_flipped_bit_anywhere_is_detected(self, harness, position):
+        def flip(index: int, frame: bytes) -> Iterator[bytes]:
+            damaged = bytearray(frame)
+            if index == 1:
+                damaged[position] ^= 0x10
+            yield bytes(damaged)
+
+        await self._expect_corrupted(harness, flip)
+
+    @pytest.mark.parametrize("fault", ["drop", "double", "cut", "lengthen", "end_early"])
+    async def test_lost_doubled_or_cut_frames_are_detected(self, harness, fault):
+        def spoil(index: int, frame: bytes) -> Iterator[bytes]:
+            faults = {
+                "drop": [],
+                "double": [frame, frame],
+                "cut": [frame[:-1]],
+                "lengthen": [frame + b"x"],
+                "end_early": [],
+            }
+            if index != (NUM_LAYERS - 1 if fault == "end_early" else 1):
+                yield frame
+            else:
+                yield from faults[fault]
+
+        await self._expect_corrupted(harness, spoil)
+
+    async def test_a_slow_reader_holds_the_source_back(self, harness):
+        layout = make_layout(num_layers=48, block_bytes=1 << 20)
+        async with self.nodes(harness, (layout, layout), num_blocks=2) as (prefill, decode):
+            gate = threading.Event()
+            write = decode.pool.write
+
+            def slow_write(layer, block_ids, payload):
+                gate.wait(5)
+                write(layer, block_ids, payload)
+
+            decode.pool.write = slow_write
+            handoff = prefill.publish([0, 1])
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [0, 1], decode.pool))
+            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            await asyncio.sleep(0.3)
+            ahead_bytes = prefill.source.bytes_sent_total
+            gate.set()
+            assert (await task).outcome == "ok"
+            assert ahead_bytes <= 24 << 20, f"{ahead_bytes >> 20} of 96 MiB left the source though nothing was read"
+
+    async def _expect_corrupted(self, harness, alter) -> None:
+        async with self.nodes(harness) as (prefill, decode):
+            before = [layer.copy() for layer in decode.layers]
+            alter_frames(prefill, alter)
+            handoff = prefill.publish([1, 2])
+            receipt = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.CORRUPTED), receipt
+            untouched = [block for block in range(32) if block not in (8, 3)]
+            for layer, seen in zip(decode.layers, before, strict=True):
+                np.testing.assert_array_equal(layer[untouched], seen[untouched])
+
+    async def _fetch_ok(self, prefill: Node, decode: Node, handoff: KvHandoff) -> bool:
+        targets = list(range(len(handoff.block_ids)))
+        receipt = await decode.fetcher.fetch(handoff, 0, targets, decode.pool)
+        ids = list(handoff.block_ids)
+        equal = all(
+            np.array_equal(ours[targets], theirs[ids])
+            for ours, theirs in zip(decode.layers, prefill.layers, strict=True)
+        )
+        return receipt.outcome == "ok" and equal
