@@ -1,0 +1,69 @@
+"""`ridgeline replay` and `ridgeline compare`: build the plan, start what must be started. Called by `cluster.cli`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from cluster.config import Mode, RidgelineConfig
+from cluster.deployment import ray_runtime
+from cluster.serve import refuse_unfit_machine, started
+from loadtest.compare import compare
+from loadtest.plan import ComparePlan, ReplayPlan
+from loadtest.records import RequestRecord
+from loadtest.replay import run_replay
+from loadtest.summary import FORMULAS, summarise
+from loadtest.tables import print_replay
+
+
+async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:
+    """Replay a trace against a running server and print the figures. Raises LoadTestError."""
+    result = await run_replay(url.rstrip("/").removesuffix("/v1"), plan, console)
+    figures = summarise(result.records, result.duration_s, plan.slo)
+    print_replay(figures, FORMULAS, console)
+    if out is not None:
+        _write(out, figures, result.records)
+        console.print(f"wrote {out}/summary.json and {out}/records.jsonl")
+
+
+def _write(out: Path, figures: Mapping[str, Any], records: Sequence[RequestRecord]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
+    (out / "records.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+
+
+async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console) -> None:
+    """Run both modes on the same cores in alternation and write the comparison. Raises LoadTestError and `serve`'s."""
+    modes: tuple[Mode, ...] = ("colocated", "disaggregated")
+    for mode in modes:
+        refuse_unfit_machine(config.model_copy(update={"mode": mode}))
+    async with ray_runtime(config):
+
+        @asynccontextmanager
+        async def serving(mode: Mode) -> AsyncIterator[str]:
+            async with started(config.model_copy(update={"mode": mode}), console) as deployment:
+                yield deployment.url
+
+        comparison = await compare(serving, plan, out, console)
+    console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {comparison.report}")
+
+
+def equal_hardware(config: RidgelineConfig) -> str | None:
+    """A sentence when the two modes would not run on the same number of cores and GPUs, else None."""
+    pools = config.pools
+    split = (pools.prefill, pools.decode)
+    for unit in ("cores", "gpus"):
+        per_worker = f"{unit}_per_worker"
+        disaggregated = sum(pool.workers * getattr(pool, per_worker) for pool in split)
+        colocated = pools.colocated.workers * getattr(pools.colocated, per_worker)
+        if disaggregated != colocated:
+            return (
+                f"the two modes must run on equal hardware: prefill and decode have {disaggregated} {unit}, colocated "
+                f"has {colocated}: change pools.colocated.workers or {per_worker}"
+            )
+    return None
