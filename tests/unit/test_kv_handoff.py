@@ -1,0 +1,79 @@
+"""The nouns: hashes, sentences, parameters, errors that travel."""
+
+import pickle
+
+import msgspec
+import pytest
+
+from kv_transfer import errors
+from kv_transfer.handoff import KvHandoff, KvLayout, explain_mismatch, new_handoff_id
+
+LAYOUT = KvLayout(
+    model="m",
+    dtype="bfloat16",
+    kv_dtype="auto",
+    block_size_tokens=32,
+    num_layers=30,
+    block_bytes=24576,
+    layout="LBHNC",
+    isa="amx",
+    engine_version="0.32.0",
+    tensor_parallel_size=1,
+)
+HANDOFF = KvHandoff(
+    handoff_id="id",
+    address="10.0.0.1:7000",
+    block_ids=(3, 1, 2),
+    num_tokens=70,
+    compatibility_hash=LAYOUT.compatibility_hash(),
+    lease_s=30.0,
+    num_bytes=123,
+)
+
+
+def test_equal_layouts_have_equal_hashes_and_nothing_to_explain():
+    twin = msgspec.structs.replace(LAYOUT)
+    assert twin.compatibility_hash() == LAYOUT.compatibility_hash()
+    assert explain_mismatch(LAYOUT, twin) is None
+
+
+@pytest.mark.parametrize("field", KvLayout.__struct_fields__)
+def test_every_field_counts_and_is_named(field):
+    value = getattr(LAYOUT, field)
+    other = msgspec.structs.replace(LAYOUT, **{field: value + 1 if isinstance(value, int) else f"{value}x"})
+    assert other.compatibility_hash() != LAYOUT.compatibility_hash()
+    sentence = explain_mismatch(LAYOUT, other)
+    assert sentence == (
+        "the engines cannot exchange KV blocks: "
+        f"{field} is {getattr(LAYOUT, field)!r} here and {getattr(other, field)!r} there."
+    )
+
+
+def test_a_handoff_survives_parameters_and_msgpack():
+    params = HANDOFF.to_params()
+    assert params["block_ids"] == [3, 1, 2]
+    assert KvHandoff.from_params(msgspec.msgpack.decode(msgspec.msgpack.encode(params))) == HANDOFF
+
+
+def test_bad_parameters_name_the_field():
+    with pytest.raises(msgspec.ValidationError, match="num_tokens"):
+        KvHandoff.from_params(HANDOFF.to_params() | {"num_tokens": "many"})
+
+
+def test_ids_are_long_and_differ():
+    ids = {new_handoff_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert min(map(len, ids)) >= 22
+
+
+@pytest.mark.parametrize("reason", errors.REASONS)
+def test_errors_survive_pickling_and_the_wire(reason):
+    error = errors.error_for(reason, "why")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert (copy.reason, copy.message, str(copy)) == (reason, "why", f"{reason}: why")
+
+
+def test_a_reason_from_a_newer_version_becomes_internal():
+    error = errors.error_for("sunspots", "why")
+    assert (error.reason, error.message) == (errors.INTERNAL, "sunspots: why")

@@ -1,0 +1,245 @@
+"""The lease table: examples for each rule, then a random walk against a model."""
+
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+
+from kv_transfer import errors
+from kv_transfer.lease import REMEMBERED_ENDINGS, LeaseTable
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def leases(clock):
+    return LeaseTable(clock=clock)
+
+
+def publish(leases, handoff_id="h", owner="r", lease_s=10.0):
+    leases.publish(handoff_id, owner, [1, 2], 5, lease_s)
+
+
+def test_a_released_owner_is_reported_exactly_once(leases):
+    publish(leases)
+    assert leases.take_finished() == set()
+    assert leases.release("h") is True
+    assert leases.release("h") is False
+    assert leases.take_finished() == {"r"}
+    assert leases.take_finished() == set()
+
+
+def test_a_lease_expires_at_its_time_and_not_before(leases, clock):
+    publish(leases)
+    clock.now_s += 9.99
+    assert leases.expire() == 0
+    clock.now_s += 0.01
+    assert leases.expire() == 1
+    assert leases.take_finished() == {"r"}
+    assert leases.stats().expired_leases_total == 1
+    with pytest.raises(errors.LeaseExpired):
+        leases.begin_read("h")
+
+
+def test_renewal_extends_from_now_and_never_shortens(leases, clock):
+    publish(leases)
+    clock.now_s += 9
+    assert leases.renew("h")
+    clock.now_s += 9
+    assert leases.expire() == 0
+    assert leases.stats().open_leases == 1
+
+
+def test_renewing_after_the_time_is_up_is_refused_even_if_nobody_looked(leases, clock):
+    publish(leases)
+    clock.now_s += 10
+    assert leases.renew("h") is False
+    assert leases.take_finished() == {"r"}
+
+
+def test_a_read_holds_off_expiry_and_release(leases, clock):
+    publish(leases)
+    with leases.reading("h") as blocks:
+        assert blocks.block_ids == (1, 2)
+        clock.now_s += 100
+        assert leases.expire() == 0
+        leases.release("h")
+        with pytest.raises(errors.UnknownHandoff):
+            leases.begin_read("h")
+        assert leases.renew("h") is False
+        assert leases.take_finished() == set()
+    assert leases.take_finished() == {"r"}
+    assert leases.stats().expired_leases_total == 0
+
+
+def test_two_reads_both_have_to_end(leases):
+    publish(leases)
+    leases.begin_read("h")
+    leases.begin_read("h")
+    leases.release("h")
+    leases.end_read("h")
+    assert leases.take_finished() == set()
+    leases.end_read("h")
+    assert leases.take_finished() == {"r"}
+
+
+def test_a_release_that_comes_first_frees_at_publication(leases):
+    assert leases.release("h") is True
+    publish(leases)
+    assert leases.take_finished() == {"r"}
+    assert leases.stats().open_leases == 0
+
+
+def test_an_owner_may_come_back_after_it_finished(leases):
+    publish(leases)
+    leases.release("h")
+    leases.take_finished()
+    publish(leases, "h2")
+    leases.release("h2")
+    assert leases.take_finished() == {"r"}
+
+
+def test_misuse_is_refused(leases):
+    publish(leases)
+    with pytest.raises(ValueError, match="already published"):
+        publish(leases, owner="other")
+    with pytest.raises(ValueError, match="has an open hand-off"):
+        publish(leases, "h2")
+    with pytest.raises(ValueError, match="positive"):
+        publish(leases, "h3", "r3", lease_s=0)
+
+
+def test_endings_are_forgotten_in_the_end(leases):
+    for index in range(REMEMBERED_ENDINGS + 10):
+        leases.release(f"unknown{index}")
+    assert len(leases._endings) == REMEMBERED_ENDINGS
+
+
+def test_finishing_tells_the_listener(clock):
+    told = []
+    leases = LeaseTable(clock=clock, on_finished=lambda: told.append(True))
+    publish(leases)
+    assert not told
+    leases.release("h")
+    assert told
+
+
+def test_waiting_ends_with_the_publication(leases):
+    assert leases.wait_published("h", 0.01) is False
+    threading.Timer(0.02, publish, [leases]).start()
+    assert leases.wait_published("h", 5.0) is True
+    leases.release("h")
+    assert leases.wait_published("h", 0.0) is True
+
+
+class LeaseWalk(RuleBasedStateMachine):
+    """Any order of calls: each owner is freed exactly once, never under a read, never early, never forgotten."""
+
+    handoffs = Bundle("handoffs")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.leases = LeaseTable(clock=self.clock)
+        self.deadline_s: dict[str, float] = {}
+        self.lease_s: dict[str, float] = {}
+        self.reads: dict[str, int] = {}
+        self.released: set[str] = set()
+        self.freed: set[str] = set()
+        self.serial = 0
+
+    def open_ids(self) -> set[str]:
+        return set(self.deadline_s) - self.freed
+
+    def collect(self) -> None:
+        for owner in self.leases.take_finished():
+            handoff_id = owner.removeprefix("owner-")
+            assert handoff_id not in self.freed, "freed twice"
+            assert self.reads[handoff_id] == 0, "freed under a read"
+            assert handoff_id in self.released or self.deadline_s[handoff_id] <= self.clock.now_s, "freed early"
+            self.freed.add(handoff_id)
+
+    @rule(target=handoffs, lease_s=st.integers(1, 20), announced=st.booleans())
+    def publish(self, lease_s, announced):
+        self.serial += 1
+        handoff_id = str(self.serial)
+        if announced:
+            self.leases.release(handoff_id)
+            self.released.add(handoff_id)
+        self.leases.publish(handoff_id, f"owner-{handoff_id}", [1], 1, lease_s)
+        self.deadline_s[handoff_id] = self.clock.now_s + lease_s
+        self.lease_s[handoff_id] = lease_s
+        self.reads[handoff_id] = 0
+        return handoff_id
+
+    @rule(handoff_id=handoffs)
+    def renew(self, handoff_id):
+        if self.leases.renew(handoff_id):
+            assert handoff_id not in self.released | self.freed
+            self.deadline_s[handoff_id] = max(self.deadline_s[handoff_id], self.clock.now_s + self.lease_s[handoff_id])
+
+    @rule(handoff_id=handoffs)
+    def release(self, handoff_id):
+        self.leases.release(handoff_id)
+        self.released.add(handoff_id)
+
+    @rule(handoff_id=handoffs)
+    def begin_read(self, handoff_id):
+        try:
+            self.leases.begin_read(handoff_id)
+        except errors.HandoffError:
+            assert handoff_id in self.released or self.deadline_s[handoff_id] <= self.clock.now_s
+        else:
+            assert handoff_id not in self.released | self.freed
+            self.reads[handoff_id] += 1
+
+    @precondition(lambda self: any(self.reads.values()))
+    @rule(data=st.data())
+    def end_read(self, data):
+        handoff_id = data.draw(st.sampled_from(sorted(h for h, count in self.reads.items() if count)))
+        self.reads[handoff_id] -= 1
+        self.leases.end_read(handoff_id)
+
+    @rule(seconds=st.integers(1, 15))
+    def time_passes(self, seconds):
+        self.clock.now_s += seconds
+
+    @rule()
+    def expire(self):
+        self.leases.expire()
+        self.collect()
+        overdue = [h for h in self.open_ids() if self.reads[h] == 0 and self.deadline_s[h] <= self.clock.now_s]
+        assert not overdue
+
+    @invariant()
+    def the_table_agrees_with_the_model(self):
+        self.collect()
+        assert self.leases.stats().open_leases == len(self.open_ids())
+        assert not {h for h in self.open_ids() if h in self.released and self.reads[h] == 0}
+
+    def teardown(self):
+        for handoff_id, count in self.reads.items():
+            for _ in range(count):
+                self.leases.end_read(handoff_id)
+        self.clock.now_s += 1000
+        self.reads = dict.fromkeys(self.reads, 0)
+        self.leases.expire()
+        self.collect()
+        assert self.freed == set(self.deadline_s)
+
+
+TestLeaseWalk = LeaseWalk.TestCase
+TestLeaseWalk.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
