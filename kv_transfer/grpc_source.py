@@ -7,6 +7,7 @@ so a slow reader costs one frame plus the flow-control window.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,8 @@ from kv_transfer.lease import LeaseTable
 MAX_CONCURRENT_FETCHES: Final = 24
 CONTROL_THREADS: Final = 4
 """Threads that fetches never take, so that renewals and releases get through."""
+LONGEST_FETCH_S: Final = 600
+"""A read pins blocks for as long as its call lives, so no call may live for ever."""
 
 Parsed = TypeVar("Parsed")
 
@@ -52,10 +55,8 @@ class GrpcKvSource(KvSource):
         self._host = host
         self._port = port
         self._fetch_slots = threading.BoundedSemaphore(max_concurrent_fetches)
-        self._grpc = grpc.server(
-            ThreadPoolExecutor(max_concurrent_fetches + CONTROL_THREADS, thread_name_prefix="kv-serve"),
-            options=grpc_wire.server_options(),
-        )
+        self._threads = ThreadPoolExecutor(max_concurrent_fetches + CONTROL_THREADS, thread_name_prefix="kv-serve")
+        self._grpc = grpc.server(self._threads, options=grpc_wire.server_options())
         self._grpc.add_generic_rpc_handlers((self._handlers(),))
 
     @property
@@ -75,6 +76,7 @@ class GrpcKvSource(KvSource):
 
     def close(self) -> None:
         self._grpc.stop(grace=None).wait()
+        self._threads.shutdown(wait=False)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         handlers = {
@@ -87,6 +89,9 @@ class GrpcKvSource(KvSource):
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """One thread for the length of the stream. gRPC drops this generator, and so ends the read, on any ending."""
+        if (context.time_remaining() or math.inf) > LONGEST_FETCH_S:
+            sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S} s"
+            grpc_wire.abort(context, errors.TransferFailed(errors.BAD_REQUEST, sentence))
         if not self._fetch_slots.acquire(blocking=False):
             grpc_wire.abort(context, errors.TransferFailed(errors.BUSY, "all fetch slots of this source are taken"))
         try:

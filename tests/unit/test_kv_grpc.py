@@ -1,0 +1,135 @@
+"""What is particular to the gRPC transport: slots, limits, hostile callers, the allocator."""
+
+import asyncio
+import sys
+import time
+
+import grpc
+import msgspec
+import numpy as np
+import pytest
+
+from kv_transfer import errors, grpc_wire
+from kv_transfer.allocator import keep_freed_memory
+from kv_transfer.block_server import FetchRequest
+from kv_transfer.blocks import BlockPool
+from kv_transfer.grpc_fetcher import GrpcKvFetcher
+from kv_transfer.grpc_source import GrpcKvSource
+from kv_transfer.handoff import KvHandoff, KvLayout
+from kv_transfer.lease import LeaseTable
+
+LAYOUT = KvLayout(
+    model="m",
+    dtype="bfloat16",
+    kv_dtype="auto",
+    block_size_tokens=4,
+    num_layers=4,
+    block_bytes=32,
+    layout="LBHNC",
+    isa="amx",
+    engine_version="0",
+    tensor_parallel_size=1,
+)
+
+
+@pytest.fixture
+def pool():
+    return BlockPool([np.full((8, 32), layer, np.uint8) for layer in range(4)])
+
+
+@pytest.fixture
+def source(pool):
+    source = GrpcKvSource(pool, LeaseTable(), LAYOUT, "127.0.0.1", max_concurrent_fetches=1)
+    source.start()
+    yield source
+    source.close()
+
+
+def published(source, owner):
+    source.server._leases.publish(owner, owner, [1, 2], 8, 30.0)
+    return handoff_at(source.address, owner)
+
+
+def handoff_at(address, handoff_id):
+    return KvHandoff(
+        handoff_id=handoff_id,
+        address=address,
+        block_ids=(1, 2),
+        num_tokens=8,
+        compatibility_hash="",
+        lease_s=30.0,
+        num_bytes=256,
+    )
+
+
+def refusal(source, method, message, **options):
+    with grpc.insecure_channel(source.address) as channel:
+        call = channel.unary_stream(f"/{grpc_wire.SERVICE}/{method}")(message, **options)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    return grpc_wire.error_of(caught.value, source.address)
+
+
+async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
+    real = source.server.frames
+
+    def slowly(request, wanted):
+        for frame in real(request, wanted):
+            time.sleep(0.01)
+            yield frame
+
+    source.server.frames = slowly
+    fetcher = GrpcKvFetcher(LAYOUT, fetch_deadline_s=5.0)
+    target = BlockPool([np.zeros((8, 32), np.uint8) for _ in range(4)])
+    fetches = [fetcher.fetch(published(source, f"r{n}"), 0, [2 * n, 2 * n + 1], target) for n in range(4)]
+    receipts = await asyncio.gather(*fetches)
+    await fetcher.close()
+    assert {receipt.outcome for receipt in receipts} == {"ok"}, receipts
+    assert all((layer == index).all() for index, layer in enumerate(target._layers))
+
+
+async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool):
+    source._fetch_slots.acquire()
+    fetcher = GrpcKvFetcher(LAYOUT, fetch_deadline_s=0.2)
+    receipt = await fetcher.fetch(published(source, "r"), 0, [1], pool)
+    await fetcher.close()
+    source._fetch_slots.release()
+    assert (receipt.outcome, receipt.reason) == ("failed", errors.BUSY)
+
+
+async def test_a_silent_source_is_a_timeout(source, pool):
+    fetcher = GrpcKvFetcher(LAYOUT, fetch_deadline_s=0.2)
+    receipt = await fetcher.fetch(handoff_at(source.address, "never published"), 0, [1], pool)
+    await fetcher.close()
+    assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT)
+    assert receipt.wait_s >= 0.15
+
+
+def test_a_fetch_without_a_deadline_is_refused(source):
+    request = FetchRequest(handoff_id="h", first_block=0, num_blocks=1, layout=LAYOUT)
+    error = refusal(source, grpc_wire.FETCH, msgspec.msgpack.encode(request))
+    assert (error.reason, "deadline" in error.message) == (errors.BAD_REQUEST, True)
+
+
+@pytest.mark.parametrize("message", [b"", b"\xc1", msgspec.msgpack.encode({"handoff_id": 7})])
+def test_an_unreadable_request_is_refused(source, message):
+    assert refusal(source, grpc_wire.FETCH, message, timeout=5).reason == errors.BAD_REQUEST
+    assert refusal(source, grpc_wire.RENEW, message, timeout=5).reason == errors.BAD_REQUEST
+
+
+def test_a_huge_request_is_refused_unread(source):
+    assert refusal(source, grpc_wire.RELEASE, bytes(1 << 20), timeout=5).reason != ""
+    assert source.server._leases.stats().open_leases == 0
+
+
+def test_positions_outside_the_publication_are_refused(source):
+    published(source, "r")
+    for first_block, num_blocks in ((-1, 1), (0, 3), (2, 1), (1, -1), (0, 1 << 40)):
+        request = FetchRequest(handoff_id="r", first_block=first_block, num_blocks=num_blocks, layout=LAYOUT)
+        error = refusal(source, grpc_wire.FETCH, msgspec.msgpack.encode(request), timeout=5)
+        assert error.reason == errors.BAD_REQUEST, (first_block, num_blocks)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_the_allocator_settings_take():
+    assert keep_freed_memory()

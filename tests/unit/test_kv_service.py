@@ -1,0 +1,242 @@
+"""The service two engines own, over the real transport: everything the connector relies on."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from kv_transfer import errors
+from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
+from kv_transfer.service import TransferService
+
+NUM_BLOCKS = 16
+
+
+def make_service(transport="grpc", lease_s=30.0, num_layers=2, **changes):
+    layers = {f"layer{n}": torch.randint(0, 255, (NUM_BLOCKS, 2, 4, 8), dtype=torch.uint8) for n in range(num_layers)}
+    fields = {
+        "model": "m",
+        "dtype": "bfloat16",
+        "kv_dtype": "auto",
+        "block_size_tokens": 4,
+        "num_layers": num_layers,
+        "block_bytes": 64,
+        "layout": "LBHNC",
+        "isa": "amx",
+        "engine_version": "0",
+        "tensor_parallel_size": 1,
+    }
+    layout = KvLayout(**(fields | changes))
+    service = TransferService(
+        layers, layout, "127.0.0.1", 0, lease_s=lease_s, fetch_deadline_s=5.0, transport=transport
+    )
+    service.start()
+    return service, layers
+
+
+@pytest.fixture(params=["grpc", "memory"])
+def pair(request):
+    prefill, decode = make_service(request.param), make_service(request.param)
+    yield *prefill, *decode
+    for service in (decode[0], prefill[0]):
+        service.close()
+
+
+def make_handoff(address, block_ids, lease_s=30.0):
+    return KvHandoff(
+        handoff_id=new_handoff_id(),
+        address=address,
+        block_ids=tuple(block_ids),
+        num_tokens=4 * len(block_ids),
+        compatibility_hash="",
+        lease_s=lease_s,
+        num_bytes=128 * len(block_ids),
+    )
+
+
+def offer(service, request_id, block_ids, lease_s=30.0):
+    handoff = make_handoff(service.address, block_ids, lease_s)
+    service.publish(request_id, handoff.handoff_id, block_ids, handoff.num_tokens)
+    return handoff
+
+
+def collect(service, wanted, timeout_s=5.0):
+    """Poll as an idle engine does until `wanted(sent, receipts)`; each id may come only once."""
+    sent, receipts = set(), {}
+    deadline_s = time.monotonic() + timeout_s
+    while not wanted(sent, receipts):
+        assert time.monotonic() < deadline_s, (sent, receipts)
+        service.wait(0.05)
+        completed = service.poll()
+        assert not completed.sent & sent
+        assert not completed.received & receipts.keys()
+        assert completed.received == completed.receipts.keys()
+        assert completed.failed == {r for r, receipt in completed.receipts.items() if receipt.outcome != "ok"}
+        sent |= completed.sent
+        receipts |= completed.receipts
+    return sent, receipts
+
+
+def test_a_handoff_ends_with_equal_blocks_and_nothing_held(pair):
+    prefill, source, decode, target = pair
+    handoff = offer(prefill, "p", [3, 1, 2])
+    decode.watch(handoff)
+    decode.start_fetch("d", handoff, 1, [7, 8])
+    _, receipts = collect(decode, lambda _sent, receipts: receipts)
+    assert receipts["d"].outcome == "ok"
+    assert receipts["d"].num_bytes == 2 * 2 * 64
+    for name in source:
+        assert torch.equal(target[name][[7, 8]], source[name][[1, 2]])
+    sent, _ = collect(prefill, lambda sent, _receipts: sent)
+    assert sent == {"p"}
+    assert (prefill.stats().open_leases, prefill.stats().pinned_blocks) == (0, 0)
+    stats = decode.stats()
+    assert (stats.active_fetches, stats.watched_handoffs) == (0, 0)
+    assert stats.fetches_total == {"ok": 1}
+    assert stats.bytes_received_total == prefill.stats().bytes_sent_total == 256
+
+
+def test_a_fetch_may_come_before_the_publication(pair):
+    prefill, _, decode, _ = pair
+    handoff = make_handoff(prefill.address, [1])
+    decode.start_fetch("d", handoff, 0, [1])
+    time.sleep(0.05)
+    prefill.publish("p", handoff.handoff_id, [1], 4)
+    _, receipts = collect(decode, lambda _sent, receipts: receipts)
+    assert receipts["d"].outcome == "ok"
+
+
+def test_cancel_ends_in_one_completion_and_frees_the_source(pair):
+    prefill, _, decode, _ = pair
+    handoffs = [offer(prefill, f"p{n}", [n]) for n in range(8)]
+    for n, handoff in enumerate(handoffs):
+        decode.start_fetch(f"d{n}", handoff, 0, [n])
+        decode.cancel(f"d{n}")
+        decode.cancel(f"d{n}")
+    decode.cancel("never started")
+    _, receipts = collect(decode, lambda _sent, receipts: len(receipts) == 8)
+    assert {receipt.outcome for receipt in receipts.values()} <= {"cancelled", "ok"}
+    sent, _ = collect(prefill, lambda sent, _receipts: len(sent) == 8)
+    assert sent == {f"p{n}" for n in range(8)}
+
+
+def test_release_without_a_fetch_frees_the_source_once(pair):
+    prefill, _, decode, _ = pair
+    handoff = offer(prefill, "p", [1])
+    decode.watch(handoff)
+    decode.release(handoff)
+    decode.release(handoff)
+    assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
+    assert decode.stats().watched_handoffs == 0
+
+
+def test_a_second_fetch_for_one_request_is_refused(pair):
+    prefill, _, decode, _ = pair
+    handoff = offer(prefill, "p", [1])
+    decode.start_fetch("d", handoff, 0, [1])
+    with pytest.raises(ValueError, match="already has a fetch"):
+        decode.start_fetch("d", handoff, 0, [1])
+
+
+def test_heartbeats_keep_the_lease_until_they_stop():
+    (prefill, _), (decode, _) = make_service(lease_s=0.3), make_service()
+    try:
+        handoff = offer(prefill, "p", [1], lease_s=0.3)
+        decode.watch(handoff)
+        time.sleep(0.7)
+        assert prefill.poll().sent == set()
+        decode.close()
+        assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
+        assert prefill.stats().expired_leases_total == 1
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def test_a_vanished_source_fails_the_fetch_and_stops_the_heartbeats():
+    (prefill, _), (decode, _) = make_service(), make_service()
+    try:
+        handoff = offer(prefill, "p", [1])
+        prefill.close()
+        decode.watch(handoff)
+        decode.start_fetch("d", handoff, 0, [1])
+        _, receipts = collect(decode, lambda _sent, receipts: receipts)
+        assert (receipts["d"].outcome, receipts["d"].reason) == ("failed", errors.UNREACHABLE)
+        assert decode.stats().watched_handoffs == 0
+        assert decode.stats().fetches_total == {errors.UNREACHABLE: 1}
+    finally:
+        decode.close()
+
+
+def test_a_layout_mismatch_is_counted_and_frees_the_source():
+    (prefill, _), (decode, _) = make_service(), make_service(isa="vec")
+    try:
+        decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
+        _, receipts = collect(decode, lambda _sent, receipts: receipts)
+        assert "isa is 'amx' here and 'vec' there" in receipts["d"].message
+        assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def test_an_error_nobody_foresaw_still_completes_the_fetch(pair, caplog):
+    prefill, _, decode, _ = pair
+
+    async def broken(*_args):
+        await asyncio.sleep(0)
+        raise ZeroDivisionError("a bug")
+
+    decode._fetcher.fetch = broken
+    decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
+    _, receipts = collect(decode, lambda _sent, receipts: receipts)
+    assert (receipts["d"].outcome, receipts["d"].reason) == ("failed", errors.INTERNAL)
+    assert "unforeseen" in caplog.text
+
+
+def test_close_completes_what_is_under_way_and_ends_the_threads():
+    before = set(threading.enumerate())
+    (prefill, _), (decode, _) = make_service(), make_service()
+    decode.start_fetch("d", make_handoff(prefill.address, [1]), 0, [1])  # never published: it waits
+    time.sleep(0.05)
+    decode.close()
+    decode.close()
+    assert decode.poll().receipts["d"].outcome == "cancelled"
+    decode.start_fetch("late", make_handoff(prefill.address, [1]), 0, [1])
+    assert decode.poll().receipts["late"].outcome == "cancelled"
+    prefill.close()
+    deadline_s = time.monotonic() + 5
+    while any("kv-" in thread.name for thread in set(threading.enumerate()) - before):
+        assert time.monotonic() < deadline_s, threading.enumerate()
+        time.sleep(0.02)
+
+
+def test_wait_returns_at_once_on_news_and_after_the_timeout_without(pair):
+    prefill, _, decode, _ = pair
+    decode.poll()
+    started_s = time.monotonic()
+    decode.wait(0.05)
+    assert time.monotonic() - started_s >= 0.04
+    decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
+    started_s = time.monotonic()
+    decode.wait(5.0)
+    assert time.monotonic() - started_s < 4.0
+    assert decode.poll().received == {"d"}
+
+
+def test_a_taken_port_and_a_wrong_layout_are_refused_at_start():
+    service, layers = make_service()
+    try:
+        layout = service._layout
+        other = TransferService(layers, layout, "127.0.0.1", int(service.address.rpartition(":")[2]))
+        with pytest.raises(OSError, match="is the port taken"):
+            other.start()
+        other.close()
+    finally:
+        service.close()
+    with pytest.raises(ValueError, match="the KV cache has"):
+        make_service(block_bytes=65)
+    with pytest.raises(ValueError, match="unknown KV transport"):
+        make_service(transport="pigeon")
