@@ -1,0 +1,162 @@
+"""Runs both modes on the same requests, in counterbalanced rounds; writes the result. Called by `ridgeline compare`.
+
+Order A B B A: a drift of the machine hits both modes alike. Round r sends the same prompts in both modes, and no two
+rounds share a prompt's beginning, so a server that stays up for two rounds meets both with a cold prefix cache.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from loadtest.errors import NotDisaggregatedError
+from loadtest.machine import describe_machine
+from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, Mode
+from loadtest.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
+from loadtest.records import RequestRecord
+from loadtest.replay import ReplayResult, run_replay
+from loadtest.report import write_report
+from loadtest.server_metrics import add_up
+from loadtest.summary import FORMULAS, summarise
+from loadtest.tables import print_comparison
+from loadtest.verdict import Verdict, judge
+
+MIN_DISAGGREGATED_FRACTION = 0.99
+Serve = Callable[[Mode], AbstractAsyncContextManager[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One replay in one mode; rounds of the two modes with equal `index` sent the same requests."""
+
+    mode: Mode
+    index: int
+    result: ReplayResult
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a comparison found; `summary` is what summary.json holds."""
+
+    summary: dict[str, Any]
+    records: dict[Mode, tuple[RequestRecord, ...]]
+    verdict: Verdict
+    report: Path
+
+
+async def compare(serve: Serve, plan: ComparePlan, out: Path, console: Console) -> Comparison:
+    """Run every round, write summary.json, records.jsonl and report.html into `out`, print the table and the verdict.
+
+    `serve(mode)` is entered once for each stretch of rounds in one mode and yields the server's base URL. Raises
+    LoadTestError; NotDisaggregatedError after the first disaggregated round that was not.
+    """
+    records_file = _fresh_records_file(out)
+    rounds: list[Round] = []
+    schedule = round_schedule(plan.rounds)
+    for mode, stretch in itertools.groupby(schedule, key=lambda step: step[0]):
+        async with serve(mode) as base_url:
+            for _, index in stretch:
+                label = f"round {len(rounds) + 1} of {len(schedule)}, {mode}"
+                result = await run_replay(base_url, plan, console, label=label, round_index=index)
+                rounds.append(Round(mode, index, result))
+                _append_records(records_file, rounds[-1])
+                if mode == DISAGGREGATED:
+                    require_disaggregated(result)
+    comparison = _conclude(rounds, plan, out)
+    print_comparison(comparison.summary, console)
+    return comparison
+
+
+def _fresh_records_file(out: Path) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "records.jsonl"
+    path.unlink(missing_ok=True)
+    return path
+
+
+def round_schedule(rounds: int) -> list[tuple[Mode, int]]:
+    """Counterbalanced order: A B, B A, A B, ... with the pair's number as round index."""
+    pairs = [(COLOCATED, DISAGGREGATED) if index % 2 == 0 else (DISAGGREGATED, COLOCATED) for index in range(rounds)]
+    return [(mode, index) for index, pair in enumerate(pairs) for mode in pair]
+
+
+def require_disaggregated(result: ReplayResult) -> None:
+    """Refuse a run that was disaggregated in name only."""
+    if result.metrics is None:
+        raise NotDisaggregatedError(
+            "the server publishes no ridgeline_ metrics on /metrics, so nothing shows that this run was disaggregated"
+        )
+    fraction = disaggregated_fraction(result.metrics)
+    if fraction is None:
+        raise NotDisaggregatedError("no request finished in a disaggregated run, so there is nothing to report")
+    if fraction < MIN_DISAGGREGATED_FRACTION:
+        raise NotDisaggregatedError(
+            f"only {fraction:.1%} of the eligible requests went through both pools and "
+            f"{MIN_DISAGGREGATED_FRACTION:.0%} must: this run was not disaggregated and is not reported as such "
+            f"(recomputed, by reason: {recomputes(result.metrics) or 'none'})"
+        )
+
+
+def _conclude(rounds: Sequence[Round], plan: ComparePlan, out: Path) -> Comparison:
+    records: dict[Mode, tuple[RequestRecord, ...]] = {
+        mode: _records_of(rounds, mode) for mode in (COLOCATED, DISAGGREGATED)
+    }
+    verdict = judge(records[COLOCATED], records[DISAGGREGATED], plan.slo, plan.seed)
+    trace = rounds[0].result.trace
+    summary = {
+        "verdict": msgspec.to_builtins(verdict),
+        "slo": plan.slo.model_dump(),
+        "modes": {mode: _mode_summary(rounds, mode, plan) for mode in records},
+        "rounds": [_round_summary(each, plan) for each in rounds],
+        "trace": {
+            "name": trace.name,
+            "requests": len(trace.rows),
+            "span_s": trace.span_s,
+            "mean_rate": trace.mean_rate,
+            "changes": trace.notes,
+        },
+        "plan": plan.model_dump(),
+        "machine": describe_machine(),
+        "formulas": FORMULAS | POOL_FORMULAS,
+    }
+    (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    report = write_report(out / "report.html", summary, records)
+    return Comparison(summary, records, verdict, report)
+
+
+def _records_of(rounds: Sequence[Round], mode: Mode) -> tuple[RequestRecord, ...]:
+    """Records of one mode in the order of the round index, so that position i is the same request in both modes."""
+    chosen = sorted((each for each in rounds if each.mode == mode), key=lambda each: each.index)
+    return tuple(record for each in chosen for record in each.result.records)
+
+
+def _mode_summary(rounds: Sequence[Round], mode: Mode, plan: ComparePlan) -> dict[str, Any]:
+    chosen = [each.result for each in rounds if each.mode == mode]
+    duration_s = sum(result.duration_s for result in chosen)
+    summary = summarise(_records_of(rounds, mode), duration_s, plan.slo, plan.seed)
+    deltas = [result.metrics for result in chosen if result.metrics is not None]
+    delta = add_up(deltas)
+    summary |= {
+        "pools": describe_pools(delta),
+        "stage_seconds": stage_seconds(delta),
+        "recomputes": recomputes(delta),
+        "warnings": [warning for result in chosen for warning in result.warnings],
+    }
+    if mode == DISAGGREGATED:
+        summary["disaggregated_fraction"] = disaggregated_fraction(delta)
+    return summary
+
+
+def _round_summary(each: Round, plan: ComparePlan) -> dict[str, Any]:
+    figures = summarise(each.result.records, each.result.duration_s, plan.slo, plan.seed)
+    return {"mode": each.mode, "round": each.index, **figures, "warnings": each.result.warnings}
+
+
+def _append_records(path: Path, each: Round) -> None:
+    with path.open("ab") as lines:
+        lines.writelines(record.as_line(mode=each.mode, round=each.index) for record in each.result.records)

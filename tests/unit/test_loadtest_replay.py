@@ -1,0 +1,223 @@
+"""Replay and comparison against a real local HTTP server with known timing."""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from plotly.offline import get_plotlyjs
+from rich.console import Console
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from openai_server import Behaviour, running
+
+from loadtest import replay as replay_module
+from loadtest.compare import compare, round_schedule
+from loadtest.errors import NotDisaggregatedError, ServerError
+from loadtest.plan import ComparePlan, ReplayPlan
+from loadtest.replay import ReplayResult, run_replay
+from loadtest.replay_output import report_replay
+
+SIX = "poisson:rate=50,input=40,output=6,n=6,seed=1"
+
+
+@pytest.fixture(autouse=True)
+def _plain_tokens(monkeypatch):
+    """Numbers instead of a tokenizer's ids: the text itself is tested elsewhere."""
+    monkeypatch.setattr(replay_module, "load_text_tokens", lambda _: tuple(range(5000)))
+
+
+@pytest.fixture
+def console():
+    with Path("/dev/null").open("w") as nowhere:
+        yield Console(file=nowhere)
+
+
+def _plan(**fields) -> ReplayPlan:
+    return ReplayPlan(**{"trace": SIX, "settle_s": 0.02, "tokenizer": "unused"} | fields)
+
+
+async def _replay(behaviour: Behaviour, console: Console, **fields) -> ReplayResult:
+    with running(behaviour) as url:
+        return await run_replay(url, _plan(**fields), console)
+
+
+async def test_ttft_tpot_and_second_token_are_the_servers_true_times(console):
+    result = await _replay(Behaviour(ttft_s=0.1, tpot_s=0.04), console)
+    assert [record.error for record in result.records] == [None] * 6
+    for record in result.records:
+        assert record.ttft_s == pytest.approx(0.1, abs=0.09)
+        assert record.tpot_s == pytest.approx(0.04, abs=0.02)
+        assert record.latency_s == pytest.approx(0.3, abs=0.1)
+        assert record.ttft_s < record.second_token_s < record.latency_s
+        assert len(record.itls_s) == 5
+        assert sum(record.itls_s) == pytest.approx(record.latency_s - record.ttft_s)
+        assert (record.input_tokens, record.output_tokens, record.finish_reason) == (40, 6, "length")
+
+
+async def test_requests_are_token_exact_greedy_and_leave_out_the_warm_up(console):
+    behaviour = Behaviour(ttft_s=0.01, tpot_s=0.002)
+    result = await _replay(behaviour, console, warmup_requests=3)
+    assert len(behaviour.bodies) == 9
+    assert len(result.records) == 6
+    assert [len(prompt) for prompt in behaviour.prompts] == [40] * 9
+    assert len({tuple(prompt[:16]) for prompt in behaviour.prompts}) == 9
+    wanted = {"max_tokens": 6, "min_tokens": 6, "ignore_eos": True, "temperature": 0, "stream": True}
+    assert wanted.items() <= behaviour.bodies[-1].items()
+    assert behaviour.bodies[-1]["stream_options"] == {"include_usage": True}
+    assert result.metrics.total("ridgeline_requests_total") == 6
+
+
+async def test_load_is_open_a_slow_server_does_not_delay_the_sending(console):
+    trace = "poisson:rate=40,input=20,output=2,n=10,seed=2"
+    result = await _replay(Behaviour(ttft_s=0.8), console, trace=trace, warmup_requests=0)
+    assert result.records[-1].sent_s < 0.8 < result.duration_s
+    assert result.p99_send_lag_s < 0.3
+    assert not result.warnings
+
+
+async def test_a_client_that_cannot_keep_up_is_warned_about(console, monkeypatch):
+    monkeypatch.setattr(replay_module, "encode_body", _slow_encode)
+    trace = "poisson:rate=1000,input=20,output=2,n=6,seed=2"
+    result = await _replay(Behaviour(ttft_s=0.01), console, trace=trace, warmup_requests=0)
+    assert result.p99_send_lag_s > 0.5
+    assert "send lag" in result.warnings[0]
+
+
+def _slow_encode(model, prompt, output_tokens):
+    time.sleep(0.15)
+    return json.dumps({"model": model, "prompt": prompt, "max_tokens": output_tokens}).encode()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "status"),
+    [
+        ("refuse", "HTTP 503", 503),
+        ("error", "engine died", 200),
+        ("cut", "ended before [DONE]", 200),
+        ("disconnect", "RemoteProtocolError", 200),
+        ("hang", "deadline of 1 s", 200),
+    ],
+)
+async def test_a_failed_request_is_a_record_and_harms_no_other(console, fault, error, status):
+    behaviour = Behaviour(ttft_s=0.01, tpot_s=0.002, faults={2: fault})
+    result = await _replay(behaviour, console, warmup_requests=0, deadline_s=1.0)
+    failed = [record for record in result.records if not record.ok]
+    assert len(failed) == 1
+    assert error in failed[0].error
+    assert failed[0].status == status
+    assert "1 of 6 requests failed" in result.warnings[0]
+
+
+async def test_cancelling_a_replay_ends_its_requests_at_once(console):
+    behaviour = Behaviour(ttft_s=20)
+    with running(behaviour) as url:
+        task = asyncio.create_task(run_replay(url, _plan(warmup_requests=0), console))
+        await asyncio.to_thread(behaviour.wait_for_requests, 6)
+        start = time.perf_counter()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert time.perf_counter() - start < 1
+        assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_server_that_is_not_there_or_fails_its_warm_up_is_named(console):
+    with pytest.raises(ServerError, match="no OpenAI-compatible server answers"):
+        await run_replay("http://127.0.0.1:9", _plan(), console)
+    with pytest.raises(ServerError, match="warm-up request 1 of 2 failed: HTTP 503"):
+        await _replay(Behaviour(faults={0: "refuse"}), console)
+    with pytest.raises(ServerError, match="it serves fake"):
+        await _replay(Behaviour(), console, model="other")
+
+
+async def test_a_server_without_our_metrics_can_be_replayed(console, tmp_path):
+    result = await _replay(Behaviour(ttft_s=0.01, has_metrics=False), console)
+    assert result.metrics is None
+    report_replay(result, _plan(), tmp_path, console)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["completed"] == 6
+    assert "pools" not in summary
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 6
+
+
+async def test_a_replay_of_our_server_reports_its_pools(console):
+    result = await _replay(Behaviour(ttft_s=0.01), console)
+    summary = report_replay(result, _plan(), None, console)
+    assert summary["pools"]["prefill"]["arithmetic_intensity"] == pytest.approx(50)
+    assert summary["disaggregated_fraction"] == 1.0
+
+
+def test_rounds_are_counterbalanced_and_pair_up():
+    modes = [(mode[0], index) for mode, index in round_schedule(3)]
+    assert modes == [("c", 0), ("d", 0), ("d", 1), ("c", 1), ("c", 2), ("d", 2)]
+
+
+class _Cluster:
+    """Stands in for cluster/: starts a fake server in the mode asked for and remembers it."""
+
+    def __init__(self, **disaggregated) -> None:
+        self.started: list[Behaviour] = []
+        self.disaggregated = disaggregated
+
+    @contextlib.asynccontextmanager
+    async def serve(self, mode):
+        behaviour = Behaviour(ttft_s=0.06, tpot_s=0.03, mode=mode)
+        if mode == "disaggregated":
+            behaviour = Behaviour(mode=mode, **{"ttft_s": 0.06, "tpot_s": 0.005} | self.disaggregated)
+        self.started.append(behaviour)
+        with running(behaviour) as url:
+            yield url
+
+
+def _compare_plan(**fields) -> ComparePlan:
+    return ComparePlan(**{"trace": SIX, "settle_s": 0.02, "tokenizer": "unused", "slo_tpot_ms": 20} | fields)
+
+
+async def test_compare_writes_the_contract_and_says_who_won(tmp_path, console):
+    cluster = _Cluster()
+    result = await compare(cluster.serve, _compare_plan(), tmp_path / "out", console)
+    assert [behaviour.mode for behaviour in cluster.started] == ["colocated", "disaggregated", "colocated"]
+    first, middle, last = ([tuple(prompt) for prompt in each.prompts] for each in cluster.started)
+    assert middle == first + last
+    assert len(set(middle)) == len(middle)
+
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    colocated, disaggregated = summary["modes"]["colocated"], summary["modes"]["disaggregated"]
+    assert (disaggregated["completed"], disaggregated["failed"]) == (12, 0)
+    assert disaggregated["disaggregated_fraction"] == 1.0
+    assert disaggregated["request_goodput"] > colocated["request_goodput"] == 0
+    assert set(disaggregated["pools"]) == {"prefill", "decode"}
+    assert set(colocated["pools"]) == {"colocated"}
+    decode = disaggregated["pools"]["decode"]
+    assert decode["arithmetic_intensity"] == pytest.approx(2)
+    assert decode["ridge"] == pytest.approx(10)
+    assert decode["mfu"] == pytest.approx(2e6 / (0.005 / 4) / 1e10)
+    assert decode["mbu"] == pytest.approx(1e6 / (0.005 / 4) / 1e9)
+    assert disaggregated["stage_seconds"]["prefill"] == pytest.approx(0.06 * 0.7)
+    assert summary["verdict"]["winner"] == "disaggregated"
+    assert "won under TTFT <= 2000 ms and TPOT <= 20 ms" in summary["verdict"]["sentence"]
+    assert {"slo", "plan", "rounds", "formulas", "machine", "trace"} <= set(summary)
+    assert len(summary["rounds"]) == 4
+    assert result.summary["modes"].keys() == summary["modes"].keys()
+
+    records = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
+    assert len(records) == 24
+    assert {(record["mode"], record["round"]) for record in records} == {
+        (mode, index) for mode in ("colocated", "disaggregated") for index in (0, 1)
+    }
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Disaggregated won" in page
+    assert page.count("Plotly.newPlot(") >= 5
+    assert "http" not in page.replace(get_plotlyjs(), "")
+
+
+async def test_a_run_that_was_disaggregated_in_name_only_is_refused(tmp_path, console):
+    with pytest.raises(NotDisaggregatedError, match=r"only .* of the eligible requests went through both pools"):
+        await compare(_Cluster(local_every=6).serve, _compare_plan(), tmp_path, console)
+    assert not (tmp_path / "summary.json").exists()
+    with pytest.raises(NotDisaggregatedError, match="publishes no ridgeline_ metrics"):
+        await compare(_Cluster(has_metrics=False).serve, _compare_plan(), tmp_path, console)
