@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(EXTRA)
 MODEL_READY := $(VENV)/.model-ready
 
-.PHONY: help setup model demo test unit lint clean
+.PHONY: help setup model demo test unit lint bench-unloaded clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -32,6 +32,9 @@ unit: setup      ## tests without an engine, under a minute
 
 test: lint model ## everything, real engines on real Ray included
 	@$(BIN)/pytest -v
+
+bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
+	@$(BIN)/python -m tests.bench.unloaded_ttft
 
 clean:           ## remove the environment and the runs
 	rm -rf $(VENV) runs

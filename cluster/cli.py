@@ -25,8 +25,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
-errors = Console(stderr=True)
+PIPED_WIDTH = 140
+"""Into a file or a pipe rich would assume 80 columns and cut tables and paths."""
+console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+errors = Console(stderr=True, width=None if sys.stderr.isatty() else PIPED_WIDTH)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file, for instance deploy/local.yaml")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="override one setting: section.key=value")]

@@ -1,0 +1,91 @@
+"""Unloaded TTFT and first-to-second-token gap, disaggregated against colocated, in alternation on the same cores.
+
+Both deployments are up at once; the idle one's engines sleep. Run: `make bench-unloaded`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import httpx
+from rich.console import Console
+
+from cluster.config import Mode, load_config
+from cluster.deployment import ray_runtime
+from cluster.serve import started
+
+PROMPT_TOKENS = 512
+OUTPUT_TOKENS = 8
+PAIRS = 20
+MODES: tuple[Mode, Mode] = ("colocated", "disaggregated")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One request as its client saw it, in milliseconds."""
+
+    ttft_ms: float
+    second_token_ms: float
+    itl_ms: float
+
+
+async def measure(client: httpx.AsyncClient, url: str, seed: int) -> Timing:
+    """One streamed request with a prompt no cache has seen."""
+    body = {
+        "model": "smollm2-135m",
+        "prompt": [1000 + (seed * 7919 + position * 104729) % 40000 for position in range(PROMPT_TOKENS)],
+        "max_tokens": OUTPUT_TOKENS,
+        "min_tokens": OUTPUT_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    began_s = time.perf_counter()
+    arrived_s: list[float] = []
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"]:
+                arrived_s.append(time.perf_counter())
+    gaps_ms = [1e3 * (b - a) for a, b in zip(arrived_s, arrived_s[1:], strict=False)]
+    return Timing(1e3 * (arrived_s[0] - began_s), gaps_ms[0], statistics.median(gaps_ms[1:]))
+
+
+async def run() -> None:
+    """Start both modes, alternate, print medians."""
+    console = Console(width=140)
+    loaded = {mode: load_config("deploy/local.yaml", {"mode": mode, "server.port": "0"}).config for mode in MODES}
+    timings: dict[Mode, list[Timing]] = {mode: [] for mode in MODES}
+    async with ray_runtime(loaded["colocated"]), httpx.AsyncClient(timeout=120) as client:
+        async with started(loaded["colocated"], console) as one, started(loaded["disaggregated"], console) as other:
+            urls = dict(zip(MODES, (one.url, other.url), strict=True))
+            for pair in range(-2, PAIRS):  # two pairs of warm-up; colocated has two replicas
+                order = MODES if pair % 2 else MODES[::-1]
+                for mode in order:
+                    timing = await measure(client, urls[mode], seed=pair + 100)
+                    if pair >= 0:
+                        timings[mode].append(timing)
+                        console.print(f"{pair + 1:2d} {mode:14s} TTFT {timing.ttft_ms:7.1f} ms")
+    medians = {
+        mode: Timing(*(statistics.median(getattr(t, name) for t in timings[mode]) for name in Timing.__annotations__))
+        for mode in MODES
+    }
+    for mode, median in medians.items():
+        console.print(
+            f"{mode:14s} median of {PAIRS}: TTFT {median.ttft_ms:.1f} ms, first to second token "
+            f"{median.second_token_ms:.1f} ms, decode step {median.itl_ms:.1f} ms"
+        )
+    split, whole = medians["disaggregated"], medians["colocated"]
+    console.print(f"TTFT disaggregated - colocated: {split.ttft_ms - whole.ttft_ms:+.1f} ms (limit +10)")
+    console.print(f"first to second token - decode step: {split.second_token_ms - split.itl_ms:+.1f} ms (limit +40)")
+    if split.ttft_ms - whole.ttft_ms > 10 or split.second_token_ms - split.itl_ms > 40:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    asyncio.run(run())
