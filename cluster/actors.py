@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 
 from engine.config import EngineConfig
@@ -42,7 +42,12 @@ class WorkerReady:
 
 def engine_environment(cores: int, *, on_cpu: bool) -> dict[str, str]:
     """Environment of an engine's process; vLLM reads it at import, so it must be there before."""
-    env = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
+    env = {
+        "GRPC_VERBOSITY": "ERROR",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+    }
     if on_cpu:
         # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -70,7 +75,6 @@ class WorkerActor:
         from prefill_worker.handler import PrefillHandler
 
         engine = VllmEngine(config)
-        before = set(_children())
         everywhere = os.sched_getaffinity(0)
         # The engine process inherits the cores; this front end then gives its own pinning up.
         if cores:
@@ -82,8 +86,7 @@ class WorkerActor:
         handler: Handler = PrefillHandler() if config.pool == "prefill" else DecodeHandler()
         self._host = WorkerHost(engine, handler)
         address = await self._host.start()
-        children = tuple(sorted(set(_children()) - before))
-        return WorkerReady(address, os.getpid(), children, engine.num_kv_blocks, cores)
+        return WorkerReady(address, os.getpid(), _engine_processes(), engine.num_kv_blocks, cores)
 
     async def wait_failed(self) -> None:
         """Return when the engine process is gone; until then, wait."""
@@ -142,12 +145,7 @@ def _place() -> NodePlace:
     return NodePlace(context.get_node_id(), ray.util.get_node_ip_address(), cores, os.getpid())
 
 
-def _children() -> list[int]:
-    if sys.platform != "linux":
-        return []
-    pid = os.getpid()
-    found: list[int] = []
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children") as children:
-            found += [int(child) for child in children.read().split()]
-    return found
+def _engine_processes() -> tuple[int, ...]:
+    """The engine's processes below this one, without Python's own resource tracker."""
+    children = psutil.Process().children(recursive=True)
+    return tuple(sorted(child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())))

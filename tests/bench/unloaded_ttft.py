@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import httpx
 from rich.console import Console
@@ -51,8 +52,8 @@ async def measure(client: httpx.AsyncClient, url: str, seed: int) -> Timing:
         response.raise_for_status()
         async for line in response.aiter_lines():
             if line.startswith("data: {") and json.loads(line[6:])["choices"]:
-                arrived_s.append(time.perf_counter())
-    gaps_ms = [1e3 * (b - a) for a, b in zip(arrived_s, arrived_s[1:], strict=False)]
+                arrived_s.append(time.perf_counter())  # noqa: PERF401 - each line is timed as it comes
+    gaps_ms = [1e3 * (later - earlier) for earlier, later in pairwise(arrived_s)]
     return Timing(1e3 * (arrived_s[0] - began_s), gaps_ms[0], statistics.median(gaps_ms[1:]))
 
 
@@ -61,16 +62,20 @@ async def run() -> None:
     console = Console(width=140)
     loaded = {mode: load_config("deploy/local.yaml", {"mode": mode, "server.port": "0"}).config for mode in MODES}
     timings: dict[Mode, list[Timing]] = {mode: [] for mode in MODES}
-    async with ray_runtime(loaded["colocated"]), httpx.AsyncClient(timeout=120) as client:
-        async with started(loaded["colocated"], console) as one, started(loaded["disaggregated"], console) as other:
-            urls = dict(zip(MODES, (one.url, other.url), strict=True))
-            for pair in range(-2, PAIRS):  # two pairs of warm-up; colocated has two replicas
-                order = MODES if pair % 2 else MODES[::-1]
-                for mode in order:
-                    timing = await measure(client, urls[mode], seed=pair + 100)
-                    if pair >= 0:
-                        timings[mode].append(timing)
-                        console.print(f"{pair + 1:2d} {mode:14s} TTFT {timing.ttft_ms:7.1f} ms")
+    async with (
+        ray_runtime(loaded["colocated"]),
+        httpx.AsyncClient(timeout=120) as client,
+        started(loaded["colocated"], console) as one,
+        started(loaded["disaggregated"], console) as other,
+    ):
+        urls = dict(zip(MODES, (one.url, other.url), strict=True))
+        for pair in range(-2, PAIRS):  # two pairs of warm-up; colocated has two replicas
+            order = MODES if pair % 2 else MODES[::-1]
+            for mode in order:
+                timing = await measure(client, urls[mode], seed=pair + 100)
+                if pair >= 0:
+                    timings[mode].append(timing)
+                    console.print(f"{pair + 1:2d} {mode:14s} TTFT {timing.ttft_ms:7.1f} ms")
     medians = {
         mode: Timing(*(statistics.median(getattr(t, name) for t in timings[mode]) for name in Timing.__annotations__))
         for mode in MODES
