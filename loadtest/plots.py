@@ -118,7 +118,7 @@ def roofline(pools: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
         )
     ridges = sorted(pool["ridge"] for pool in drawn.values())
     ends = list(dict.fromkeys(f"{ridge:.0f}" for ridge in (ridges[0], ridges[-1])))
-    _name_line(figure, ridges[-1], f"ridge {' to '.join(ends)}", log=True)
+    _name_line(figure, ridges[-1], f"ridge {' to '.join(ends)}", log=True, y=0.6)
     _style(figure, "Each pool under the roof of one worker", "arithmetic intensity, FLOP/byte", "FLOP/s while busy")
     figure.update_xaxes(type="log", tickvals=[10.0**power for power in range(-2, 6)], exponentformat="none")
     figure.update_xaxes(range=np.log10(span[[0, -1]]).tolist())
@@ -132,17 +132,16 @@ def _mark(figure: go.Figure, x: float, text: str, *, log: bool = False) -> None:
     _name_line(figure, x, text, log=log)
 
 
-def _name_line(figure: go.Figure, x: float, text: str, *, log: bool) -> None:
+def _name_line(figure: go.Figure, x: float, text: str, *, log: bool, y: float = 1) -> None:
     """On a log axis plotly wants an annotation's logarithm, but a line's own value."""
     figure.add_annotation(
         x=float(np.log10(x)) if log else x,
-        y=1,
+        y=y,
         yref="paper",
         text=text,
         showarrow=False,
         xanchor="left",
         xshift=4,
-        yshift=-8 if log else 0,
     )
 
 

@@ -112,12 +112,10 @@ def make_app(behaviour: Behaviour) -> Starlette:
 
 
 async def answer(behaviour: Behaviour, metrics: FakeMetrics, body: dict, number: int) -> AsyncIterator[bytes]:
-    """One streamed completion, every token at its due time, or the fault planned for this request."""
+    """One streamed completion, each token a pause after the last, or the fault planned for this request."""
     total, fault = body["max_tokens"], behaviour.faults.get(number, "")
-    start = time.perf_counter()
     for token in range(total):
-        due_s = behaviour.ttft_s + token * behaviour.tpot_s
-        await asyncio.sleep(max(0.0, due_s - (time.perf_counter() - start)))
+        await asyncio.sleep(behaviour.tpot_s if token else behaviour.ttft_s)
         if fault and token == 2:
             if fault == "hang":
                 await asyncio.sleep(30)
