@@ -146,6 +146,18 @@ def roofline(
         fail([str(error)])
 
 
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="a running server")] = "http://127.0.0.1:8000",
+    interval_s: Annotated[float, typer.Option(help="seconds between readings", min=0.2)] = 2.0,
+    count: Annotated[int, typer.Option(help="readings, then end; 0: until Ctrl-C")] = 0,
+) -> None:
+    """Watch each pool of a running server: load, free KV, arithmetic intensity against the ridge."""
+    from cluster.top_command import watch  # noqa: PLC0415
+
+    run(watch(url, interval_s, count, console))
+
+
 TraceOption = Annotated[
     str, typer.Option(help="demo, an Azure CSV, a Mooncake JSONL, or poisson:rate=2,input=512,output=64,n=100")
 ]

@@ -174,9 +174,9 @@ class WorkerCollector(Collector):
 
     def _pools(self, workers: list[WorkerView]) -> Iterator[Metric]:
         count = GaugeMetricFamily("ridgeline_workers", "Connected workers", labels=["pool"])
-        peak_flops = GaugeMetricFamily("ridgeline_peak_flops", "Peak FLOP/s of the pool", labels=["pool"])
+        peak_flops = GaugeMetricFamily("ridgeline_peak_flops", "Peak FLOP/s of one worker of the pool", labels=["pool"])
         peak_bytes = GaugeMetricFamily(
-            "ridgeline_peak_bytes_per_second", "Peak memory bandwidth of the pool", labels=["pool"]
+            "ridgeline_peak_bytes_per_second", "Peak memory bandwidth of one worker of the pool", labels=["pool"]
         )
         intensity = GaugeMetricFamily(
             "ridgeline_arithmetic_intensity", "FLOPs per byte moved, since start", labels=["pool"]
@@ -186,8 +186,8 @@ class WorkerCollector(Collector):
             count.add_metric([pool], len(members))
             hardware = self._hardware.get(pool)
             if hardware is not None:
-                peak_flops.add_metric([pool], hardware.peak_flops * len(members))
-                peak_bytes.add_metric([pool], hardware.peak_bytes_per_s * len(members))
+                peak_flops.add_metric([pool], hardware.peak_flops)
+                peak_bytes.add_metric([pool], hardware.peak_bytes_per_s)
             flops, moved = _total(members, "flops_total."), _total(members, "bytes_total.")
             if moved:
                 intensity.add_metric([pool], flops / moved)

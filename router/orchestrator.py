@@ -124,6 +124,9 @@ class Orchestrator:
                 return
             task = _task(request, "decode", emitted_token_ids=first.token_ids, first_token=mode, handoff=handoff)
             fetched = await self._decode(decode, task, emit, timeline, None)
+            receipt = timeline.decode_timing.receipt if timeline.decode_timing else None
+            if receipt is not None and receipt.outcome != "ok":
+                timeline.path = "local"  # decode computed the prompt itself: not disaggregated, whatever was planned
         finally:
             if not fetched:
                 self._release_handoff(handoff)
