@@ -1,0 +1,81 @@
+"""One real disaggregated deployment for all tests in this folder: real Ray, real engines, real gRPC, the real model."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = REPOSITORY / "deploy" / "local.yaml"
+TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
+OWN_PROCESSES = "test_processes.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick tests first, then those that start a server of their own, then those that share the deployment.
+
+    Two deployments at a time would fight for the cores.
+    """
+    items.sort(key=lambda item: (item.get_closest_marker("engines") is not None, item.path.name != OWN_PROCESSES))
+
+
+FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Tells a measured figure; all of them are printed at the end of the run, of tests that pass as well."""
+    figures = request.config.stash.setdefault(FIGURES, [])
+    return lambda sentence: figures.append(f"{request.node.name}\n    {sentence}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for sentence in config.stash.get(FIGURES, []):
+        terminalreporter.write_line(sentence)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engines() -> AsyncIterator[Any]:
+    """The deployment, once per session."""
+    from harness import Engines
+    from transformers import AutoTokenizer
+
+    from cluster.config import load_config
+    from cluster.deployment import deploy, ray_runtime
+    from cluster.plan import make_plan
+    from engine.data_plane import WorkerClient
+
+    config = load_config(CONFIG, {"server.port": "0"}).config
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(ray_runtime(config))
+        plan = await asyncio.to_thread(make_plan, config)
+        deployment = await stack.enter_async_context(deploy(plan, print))
+        clients = [WorkerClient(row.address, f"test-{secrets.token_hex(4)}") for row in deployment.rows]
+        running = [asyncio.create_task(client.run()) for client in clients]
+        for client in clients:
+            await client.wait_connected(10)
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=deployment.url, timeout=120))
+        tokenizer = AutoTokenizer.from_pretrained(plan.model_path)
+        try:
+            yield Engines(deployment.url, plan.served_name, plan.dtype, str(plan.model_path), tokenizer, http, clients)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            for client in clients:
+                await client.close()
+
+
+@pytest.fixture(scope="session")
+def text(engines: Any) -> list[int]:
+    """Tokens of a whole book, to cut prompts from."""
+    token_ids: list[int] = engines.tokenizer(TEXT.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
+    return token_ids

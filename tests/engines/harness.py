@@ -1,0 +1,198 @@
+"""A running deployment as the tests see it: its HTTP port, and its two workers without the router in between.
+
+The decode worker, asked for a whole answer without a hand-off, is the single engine everything is compared with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.sampling_params import SamplingParams
+
+from engine import sampling
+from engine.data_plane import WorkerClient
+from engine.messages import GenerateTask, PositionLogprobs, WorkerDescription, WorkerStatus
+from kv_transfer.handoff import KvHandoff
+
+Figure = Callable[[str], None]
+TIE_NAT = 0.1
+"""Two tokens this close are a tie: another batch shape may round the other way."""
+COLD_WITHIN_S = 5.0
+IDLE_WITHIN_S = 2.0
+MUST_BE_ZERO = ("open_leases", "pinned_blocks", "active_fetches", "watched_handoffs", "waiting_for_kv")
+
+
+@dataclass
+class Answer:
+    """What an engine said, straight from its worker."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Metrics:
+    """One reading of /metrics."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def sum(self, name: str, **labels: str) -> float:
+        """All samples of that name with these labels, added up; none is 0."""
+        return sum(
+            sample.value
+            for sample in self._samples
+            if sample.name == name and all(sample.labels.get(key) == value for key, value in labels.items())
+        )
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The samples of that name, added up by one label."""
+        values = {sample.labels[label] for sample in self._samples if sample.name == name}
+        return {value: self.sum(name, **{label: value}) for value in sorted(values)}
+
+
+class Increase:
+    """What was counted between two readings."""
+
+    def __init__(self, before: Metrics, after: Metrics) -> None:
+        self._before, self._after = before, after
+
+    def sum(self, name: str, **labels: str) -> float:
+        return self._after.sum(name, **labels) - self._before.sum(name, **labels)
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        before = self._before.by_label(name, label)
+        after = self._after.by_label(name, label)
+        return {value: after[value] - before.get(value, 0.0) for value in after if after[value] != before.get(value)}
+
+
+class Engines:
+    """One disaggregated deployment: one prefill worker, one decode worker."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        dtype: str,
+        model_path: str,
+        tokenizer: Any,
+        http: httpx.AsyncClient,
+        clients: Sequence[WorkerClient],
+    ) -> None:
+        self.url = url
+        self.model = model
+        self.dtype = dtype
+        self.model_path = model_path
+        self.tokenizer = tokenizer
+        self.http = http
+        self.prefill, self.decode = clients
+        self._ids = count()
+
+    async def cold(self) -> None:
+        """Forget every cached prefix on both workers; waits for blocks still in use."""
+        for worker in (self.prefill, self.decode):
+            async with asyncio.timeout(COLD_WITHIN_S):
+                while not await worker.reset_prefix_cache():  # noqa: ASYNC110 - the engine has no event for it
+                    await asyncio.sleep(0.05)
+
+    # --- through the front door
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON reply of a request that must succeed."""
+        response = await self.http.post(path, json={"model": self.model, **body})
+        assert response.status_code == 200, response.text
+        reply: dict[str, Any] = response.json()
+        return reply
+
+    async def complete(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> dict[str, Any]:
+        """The one choice of a completion of exactly `num_tokens` tokens, greedy unless the fields say otherwise."""
+        body = {"prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        reply = await self.post("/v1/completions", {**body, "return_token_ids": True, **fields})
+        choice: dict[str, Any] = reply["choices"][0]
+        assert len(choice["token_ids"]) == num_tokens
+        return choice
+
+    async def tokens(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> list[int]:
+        """Only its token ids."""
+        token_ids: list[int] = (await self.complete(prompt, num_tokens, **fields))["token_ids"]
+        return token_ids
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+        """(seconds since sending, event) of each server-sent event; leaving the loop closes the connection."""
+        began_s = time.monotonic()
+        request = {"model": self.model, "stream": True, **body}
+        async with self.http.stream("POST", path, json=request) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield time.monotonic() - began_s, json.loads(line.removeprefix("data: "))
+
+    async def metrics(self) -> Metrics:
+        """What /metrics says now."""
+        return Metrics((await self.http.get("/metrics")).text)
+
+    # --- past the router
+
+    async def run(self, worker: WorkerClient, **task: Any) -> tuple[Answer, KvHandoff | None]:
+        """One leg on one worker."""
+        answer, handoff = Answer(), None
+        async for delta in worker.generate(GenerateTask(request_id=f"test-{next(self._ids)}", **task)):
+            answer.token_ids += delta.token_ids
+            answer.logprobs += delta.logprobs or []
+            answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
+            answer.finish_reason = delta.finish_reason
+            handoff = delta.handoff or handoff
+        return answer, handoff
+
+    async def reference(self, prompt: Sequence[int], num_tokens: int, **params: Any) -> Answer:
+        """The single engine's answer to the same request."""
+        wish = {"temperature": 0.0, "ignore_eos": True, "max_tokens": num_tokens, **params}
+        leg = {"leg": "decode", "prompt_token_ids": list(prompt), "sampling": sampling.encode(SamplingParams(**wish))}
+        return (await self.run(self.decode, **leg))[0]
+
+    async def behind_best_nat(self, prompt: Sequence[int], common: Sequence[int], token: int) -> float:
+        """How far the single engine ranks `token` below its best one after prompt + common tokens."""
+        answer = await self.reference([*prompt, *common], 1, logprobs=20)
+        position = answer.logprobs[0]
+        by_token = dict(zip(position.token_ids, position.logprobs, strict=True))
+        return max(by_token.values()) - by_token.get(token, -float("inf"))
+
+    async def describe(self) -> tuple[WorkerDescription, WorkerDescription]:
+        """Prefill, decode."""
+        return await self.prefill.describe(), await self.decode.describe()
+
+    async def leftovers(self) -> dict[str, float]:
+        """Everything still held on either worker or in the router; empty when all is clean."""
+        left: dict[str, float] = {"in_flight": (await self.metrics()).sum("ridgeline_requests_in_flight")}
+        for worker in (self.prefill, self.decode):
+            left |= _held(await worker.status())
+        return {name: value for name, value in left.items() if value}
+
+    async def becomes_idle(self, within_s: float = IDLE_WITHIN_S) -> dict[str, float]:
+        """What is still held after at most `within_s`."""
+        deadline_s = time.monotonic() + within_s
+        while (left := await self.leftovers()) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        return left
+
+
+def _held(status: WorkerStatus) -> dict[str, float]:
+    held = {"running": status.running, "waiting": status.waiting, "tasks": status.tasks}
+    held["kv_blocks"] = status.kv_blocks_total - status.kv_blocks_free
+    held |= {name: status.counters.get(name, 0.0) for name in MUST_BE_ZERO}
+    return {f"{status.worker_id}.{name}": value for name, value in held.items()}
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first position at which two answers of the same length differ."""
+    pairs = zip(ours, theirs, strict=True)
+    return next((position for position, (one, other) in enumerate(pairs) if one != other), None)

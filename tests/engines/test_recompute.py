@@ -1,0 +1,97 @@
+"""A hand-off that fails costs a prefill, not the answer, and is counted by its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from harness import Engines
+from vllm.sampling_params import SamplingParams
+
+from engine import sampling
+from kv_transfer.handoff import KvHandoff
+
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
+
+OUTPUT_TOKENS = 6
+WISH = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=OUTPUT_TOKENS)
+
+SPOILED: dict[str, dict[str, Any]] = {
+    "unknown_handoff": {"handoff_id": "nobody-published-this"},
+    "unreachable": {"address": "127.0.0.1:1"},
+}
+
+
+async def prefilled(engines: Engines, prompt: list[int]) -> tuple[int, KvHandoff]:
+    """The prefill leg alone: its token and its offer."""
+    leg = {"leg": "prefill", "prompt_token_ids": prompt, "sampling": sampling.encode(WISH)}
+    answer, handoff = await engines.run(engines.prefill, **leg)
+    assert handoff is not None
+    return answer.token_ids[0], handoff
+
+
+async def decoded(engines: Engines, prompt: list[int], first: int, handoff: KvHandoff) -> list[int]:
+    answer, _ = await engines.run(
+        engines.decode,
+        leg="decode",
+        prompt_token_ids=prompt,
+        sampling=sampling.encode(WISH),
+        emitted_token_ids=[first],
+        handoff=handoff,
+    )
+    return [first, *answer.token_ids]
+
+
+async def recomputed(engines: Engines) -> dict[str, float]:
+    counters = (await engines.decode.status()).counters
+    return {name: value for name, value in counters.items() if name.startswith("recompute_total.")}
+
+
+@pytest.mark.parametrize("reason", SPOILED)
+async def test_a_failed_hand_off_is_recomputed_and_counted(engines: Engines, text: list[int], reason: str):
+    prompt = text[60_000:60_070]
+    await engines.cold()
+    reference = (await engines.reference(prompt, OUTPUT_TOKENS)).token_ids
+    await engines.cold()
+    first, handoff = await prefilled(engines, prompt)
+    before = await recomputed(engines)
+    spoiled = msgspec.structs.replace(handoff, **SPOILED[reason])
+    assert await decoded(engines, prompt, first, spoiled) == reference
+    after = await recomputed(engines)
+    name = f"recompute_total.{reason}"
+    assert after == {**before, name: before.get(name, 0) + 1}
+    # The real offer is still there: fetching it now works, and ends its lease.
+    await engines.decode.reset_prefix_cache()
+    assert await decoded(engines, prompt, first, handoff) == reference
+    assert await recomputed(engines) == after
+    assert await engines.becomes_idle() == {}
+
+
+async def test_a_hand_off_can_be_fetched_once_and_is_gone_then(engines: Engines, text: list[int]):
+    prompt = text[61_000:61_070]
+    await engines.cold()
+    first, handoff = await prefilled(engines, prompt)
+    pinned = (await engines.prefill.status()).counters["pinned_blocks"]
+    assert pinned == len(handoff.block_ids) == 3
+    answer = await decoded(engines, prompt, first, handoff)
+    before = await recomputed(engines)
+    await engines.decode.reset_prefix_cache()
+    assert await decoded(engines, prompt, first, handoff) == answer
+    after = await recomputed(engines)
+    name = "recompute_total.unknown_handoff"
+    assert after == {**before, name: before.get(name, 0) + 1}
+
+
+async def test_a_replica_answers_without_a_hand_off_and_counts_why(engines: Engines, text: list[int]):
+    before = await recomputed(engines)
+    answer, _ = await engines.run(
+        engines.decode,
+        leg="decode",
+        prompt_token_ids=text[62_000:62_020],
+        sampling=sampling.encode(WISH),
+        recompute_reason="short_prompt",
+    )
+    assert len(answer.token_ids) == OUTPUT_TOKENS
+    name = "recompute_total.short_prompt"
+    assert await recomputed(engines) == {**before, name: before.get(name, 0) + 1}
