@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -70,6 +71,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     from cluster.plan import PlacementError
     from cluster.serve import Unfit
 
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it prints a line per request
     try:
         asyncio.run(work)
     except Unfit as error:
@@ -153,7 +155,7 @@ def top(
     count: Annotated[int, typer.Option(help="readings, then end; 0: until Ctrl-C")] = 0,
 ) -> None:
     """Watch each pool of a running server: load, free KV, arithmetic intensity against the ridge."""
-    from cluster.top_command import watch  # noqa: PLC0415
+    from cluster.top_command import watch
 
     run(watch(url, interval_s, count, console))
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from cluster.config import Mode, RidgelineConfig
@@ -15,26 +13,14 @@ from cluster.deployment import ray_runtime
 from cluster.serve import refuse_unfit_machine, started
 from loadtest.compare import compare
 from loadtest.plan import ComparePlan, ReplayPlan
-from loadtest.records import RequestRecord
 from loadtest.replay import run_replay
-from loadtest.summary import FORMULAS, summarise
-from loadtest.tables import print_replay
+from loadtest.replay_output import report_replay
 
 
 async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:
     """Replay a trace against a running server and print the figures. Raises LoadTestError."""
     result = await run_replay(url.rstrip("/").removesuffix("/v1"), plan, console)
-    figures = summarise(result.records, result.duration_s, plan.slo)
-    print_replay(figures, FORMULAS, console)
-    if out is not None:
-        _write(out, figures, result.records)
-        console.print(f"wrote {out}/summary.json and {out}/records.jsonl")
-
-
-def _write(out: Path, figures: Mapping[str, Any], records: Sequence[RequestRecord]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
-    (out / "records.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    report_replay(result, plan, out, console)
 
 
 async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console) -> None:
