@@ -59,12 +59,12 @@ class FetchReceipts(KVConnectorWorkerMetadata):
     by_request: dict[str, FetchReceipt] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Join the ranks' receipts: the slowest rank is what the request waited for."""
+        """Join the ranks' receipts: one failure fails the request, else the slowest rank is what it waited for."""
         assert isinstance(other, FetchReceipts)
         joined = dict(self.by_request)
         for request_id, receipt in other.by_request.items():
             mine = joined.get(request_id)
-            if mine is None or receipt.outcome != "ok" or mine.wire_s < receipt.wire_s:
+            if mine is None or (mine.outcome == "ok" and (receipt.outcome != "ok" or mine.wire_s < receipt.wire_s)):
                 joined[request_id] = receipt
         return FetchReceipts(joined)
 

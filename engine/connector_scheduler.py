@@ -31,8 +31,10 @@ class SchedulerSide:
         self._next = StepInstructions()
         self._incoming: dict[str, KvHandoff] = {}
         """Requests whose KV lies elsewhere, until their fetch has been asked for."""
-        self._fetching: dict[str, KvHandoff] = {}
-        """Fetch asked for, its end not yet reported. vLLM holds the blocks as long, also after an abort."""
+        self._covered: set[str] = set()
+        """Those of them whose whole prompt was in the local prefix cache when vLLM last asked."""
+        self._fetching: dict[str, bool] = {}
+        """Fetch asked for, its end not yet reported; False once aborted. vLLM holds the blocks as long either way."""
         self._publishing: set[str] = set()
         """Finished requests whose blocks stay pinned until the worker side says they are sent."""
         self._receipts: dict[str, FetchReceipt] = {}
@@ -64,8 +66,14 @@ class SchedulerSide:
     def num_external_tokens(self, request: Any, num_local_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond the local prefix cache will arrive, and that they arrive asynchronously."""
         handoff = self._incoming.get(request.request_id)
-        missing = handoff.num_tokens - num_local_tokens if handoff else 0
-        return (missing, True) if missing > 0 else (0, False)
+        if handoff is None:
+            return 0, False
+        missing = handoff.num_tokens - num_local_tokens
+        if missing > 0:
+            self._covered.discard(request.request_id)
+            return missing, True
+        self._covered.add(request.request_id)
+        return 0, False
 
     def after_allocation(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are there: ask for the fetch. vLLM calls this again with 0 when the load has ended."""
@@ -73,15 +81,17 @@ class SchedulerSide:
         if handoff is None:
             return
         if num_external_tokens == 0:
-            # The local prefix cache had it all, or vLLM skipped the cache: the source may let go.
+            # The local prefix cache had it all, or vLLM skipped the cache: the source may let go. What vLLM found is
+            # known from its question alone: it sets request.num_computed_tokens after this call.
             self._next.release.append(handoff)
-            if request.num_computed_tokens == 0:
+            if request.request_id not in self._covered:
                 self._accountant.recompute(request.request_id, "prefix_cache_skipped")
+            self._covered.discard(request.request_id)
             return
         first_block = (handoff.num_tokens - num_external_tokens) // self._block_size_tokens
         needed = len(handoff.block_ids) - first_block
         targets = list(blocks.get_unhashed_block_ids_all_groups()[0])[:needed]
-        self._fetching[request.request_id] = handoff
+        self._fetching[request.request_id] = True
         self._next.fetch.append(Fetch(request.request_id, handoff, first_block, targets))
 
     # --- the step
@@ -107,7 +117,9 @@ class SchedulerSide:
         if output.finished_recving:
             output.finished_recving &= self._fetching.keys()
             for request_id in output.finished_recving:
-                del self._fetching[request_id]
+                if not self._fetching.pop(request_id):
+                    self._receipts.pop(request_id, None)  # nobody will ask for it any more
+                    continue
                 receipt = self._receipts.get(request_id)
                 if receipt is not None and receipt.outcome == "failed":
                     self._accountant.recompute(request_id, receipt.reason)
@@ -120,11 +132,13 @@ class SchedulerSide:
         """(keep the blocks?, what the output tells the worker's handler)."""
         request_id = request.request_id
         self._accountant.forget(request_id)
+        self._covered.discard(request_id)
         receipt = self._receipts.pop(request_id, None)
         waiting = self._incoming.pop(request_id, None)
         if waiting is not None:
             self._next.release.append(waiting)
         if request_id in self._fetching:
+            self._fetching[request_id] = False
             self._next.cancel.append(request_id)
             return False, None
         params = request.kv_transfer_params or {}

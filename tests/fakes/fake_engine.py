@@ -1,0 +1,217 @@
+"""A deterministic engine without a model, with VllmEngine's methods; the engine's own tests and the router's use it.
+
+Importing this module also imports vLLM, once, with its import-time deprecation warnings silenced: pytest turns warnings
+into errors, and these are not ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import engine.connector
+    import engine.host  # noqa: F401
+    import router.orchestrator  # noqa: F401
+
+from vllm.sampling_params import SamplingParams
+
+from engine import sampling
+from engine.config import EngineConfig
+from engine.messages import GenerateTask, LegTiming, Pool, TokenDelta
+from kv_transfer.handoff import KvHandoff, KvLayout
+
+LAYOUT = KvLayout(
+    model="fake",
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    block_size_tokens=32,
+    num_layers=2,
+    block_bytes=1024,
+    layout="LBHNC",
+    isa="amx",
+    engine_version="0",
+    tensor_parallel_size=1,
+)
+TIMING = LegTiming(queue_s=0.25, compute_s=0.5)
+
+
+class FakeClock:
+    """Stands still until told."""
+
+    def __init__(self, now_s: float = 100.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def eventually(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    """Wait for something that other tasks bring about."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        await asyncio.sleep(0.002)
+
+
+def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> EngineConfig:
+    return EngineConfig(
+        worker_id=worker_id or f"{pool}-0",
+        incarnation="i1",
+        pool=pool,
+        model_path="none",
+        dtype="bfloat16",
+        max_model_len_tokens=4096,
+        block_size_tokens=LAYOUT.block_size_tokens,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        kv_cache_bytes=None,
+        tensor_parallel_size=1,
+        enforce_eager=True,
+        host="127.0.0.1",
+        lease_s=30.0,
+        fetch_deadline_s=30.0,
+        on_cpu=True,
+    )
+
+
+def make_handoff(handoff_id: str = "h1", num_tokens: int = 70) -> KvHandoff:
+    blocks = -(-num_tokens // LAYOUT.block_size_tokens)
+    return KvHandoff(
+        handoff_id=handoff_id,
+        address="127.0.0.1:7001",
+        block_ids=tuple(range(11, 11 + blocks)),
+        num_tokens=num_tokens,
+        compatibility_hash=LAYOUT.compatibility_hash(),
+        lease_s=30.0,
+        num_bytes=blocks * 2048,
+    )
+
+
+def make_task(request_id: str = "r", leg: str = "decode", max_tokens: int = 3, **fields: Any) -> GenerateTask:
+    """A task; `params` replaces the sampling parameters that `max_tokens` would make."""
+    params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return GenerateTask(
+        request_id=request_id,
+        leg=leg,  # type: ignore[arg-type]
+        prompt_token_ids=fields.pop("prompt_token_ids", [5, 6, 7]),
+        sampling=sampling.encode(params),
+        **fields,
+    )
+
+
+def next_token(context: list[int]) -> int:
+    """What this engine "samples": a function of the whole context, so that a lost token shows in all that follow."""
+    return (sum(context) * 31 + len(context) * 7) % 1000
+
+
+@dataclass
+class Call:
+    """One call of `generate`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    reasoning_ended: bool | None
+    priority: int
+
+    @property
+    def transfer(self) -> dict[str, Any] | None:
+        """What the connector would see."""
+        return (self.params.extra_args or {}).get("kv_transfer_params")
+
+
+@dataclass
+class FakeStats:
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+class FakeEngine:
+    """Makes one token per `step()` for every request in it; with `stepping="auto"` each request runs by itself."""
+
+    num_kv_blocks = 100
+
+    def __init__(self, pool: Pool = "decode", *, stepping: str = "auto", tokens_per_step: int = 1) -> None:
+        self.config = engine_config(pool)
+        self.stats = FakeStats()
+        self.failed = False
+        self.closed = False
+        self.calls: list[Call] = []
+        self.aborted: list[str] = []
+        self.error: Exception | None = None
+        """Raised by the next steps instead of a token."""
+        self._stepping = stepping
+        self._tokens_per_step = tokens_per_step
+        self._waiting: dict[str, asyncio.Event] = {}
+
+    @property
+    def running(self) -> set[str]:
+        """Requests that wait for a step."""
+        return set(self._waiting)
+
+    def step(self) -> None:
+        """One engine step: wakes every request in this turn of the loop, as vLLM's output handler does."""
+        for event in self._waiting.values():
+            event.set()
+
+    async def describe(self) -> tuple[KvLayout, str]:
+        return LAYOUT, "127.0.0.1:7001"
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        reasoning_ended: bool | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        self.calls.append(Call(request_id, prompt_token_ids, params, reasoning_ended, priority))
+        call, context, event = self.calls[-1], list(prompt_token_ids), asyncio.Event()
+        self._waiting[request_id] = event
+        ended = False
+        try:
+            while not ended:
+                if self._stepping == "auto":
+                    await asyncio.sleep(0)
+                else:
+                    await event.wait()
+                    event.clear()
+                if self.error is not None:
+                    ended = True
+                    raise self.error
+                made = len(context) - len(prompt_token_ids)
+                count = min(self._tokens_per_step, (params.max_tokens or 16) - made)
+                token_ids = []
+                for _ in range(count):
+                    token_ids.append(next_token(context))
+                    context.append(token_ids[-1])
+                stopped = not params.ignore_eos and bool(set(token_ids) & set(params.stop_token_ids or []))
+                ended = stopped or made + count >= (params.max_tokens or 16)
+                publish = ended and not stopped and (call.transfer or {}).get("do_remote_decode")
+                yield TokenDelta(
+                    request_id=request_id,
+                    token_ids=token_ids,
+                    finished=ended,
+                    finish_reason=("stop" if stopped else "length") if ended else None,
+                    handoff=make_handoff(f"handoff-{request_id}", len(prompt_token_ids)) if publish else None,
+                    timing=TIMING if ended else None,
+                )
+        finally:
+            del self._waiting[request_id]
+            if not ended:
+                self.aborted.append(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        return not self._waiting
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,339 @@
+"""The connector's scheduler side, driven by the call sequences that vLLM's scheduler was seen to make.
+
+A prompt of 70 tokens in blocks of 32: three blocks.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from fake_engine import LAYOUT, make_handoff
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from engine.accounting import StepAccountant
+from engine.connector_messages import CounterStats, Endpoint, FetchReceipts
+from engine.connector_scheduler import SchedulerSide
+from kv_transfer.handoff import FetchReceipt, KvHandoff
+from roofline.cost import StepCostModel
+from roofline.model_shape import load_model_shape
+
+MODEL = StepCostModel(load_model_shape("smollm2-135m"))
+HANDOFF = make_handoff()
+IDLE = SimpleNamespace(total_num_scheduled_tokens=0)
+OK = FetchReceipt(outcome="ok", num_bytes=6144, wait_s=0.01, wire_s=0.02)
+TIMED_OUT = FetchReceipt(outcome="failed", reason="timeout")
+CANCELLED = FetchReceipt(outcome="cancelled", reason="cancelled")
+
+
+@pytest.fixture
+def side():
+    side = SchedulerSide(block_size_tokens=32, lease_s=30.0, accountant=StepAccountant(MODEL))
+    side.set_endpoint(Endpoint("127.0.0.1:7001", LAYOUT.compatibility_hash(), 100, 2048))
+    return side
+
+
+def a_request(request_id="r", prompt=70, **params):
+    return SimpleNamespace(
+        request_id=request_id,
+        num_prompt_tokens=prompt,
+        num_computed_tokens=0,
+        kv_transfer_params=params or None,
+        status=RequestStatus.WAITING,
+    )
+
+
+def a_fetching_request(request_id="r", prompt=71, handoff=HANDOFF):
+    return a_request(request_id, prompt, do_remote_prefill=True, handoff=handoff.to_params())
+
+
+def blocks(*ids):
+    return SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [list(ids)])
+
+
+def start_fetch(side, request, *ids):
+    side.on_new_request(request)
+    external, _ = side.num_external_tokens(request, 0)
+    side.after_allocation(request, blocks(*(ids or (1, 2, 3))), external)
+    return side.take_instructions(IDLE)
+
+
+def report(side, receipts=None, **ids):
+    output = KVConnectorOutput(
+        **ids, kv_connector_worker_meta=FetchReceipts(receipts) if receipts is not None else None
+    )
+    side.after_step(output)
+    return output
+
+
+def end(side, request, status=RequestStatus.FINISHED_ABORTED, block_ids=()):
+    request.status = status
+    return side.finished(request, list(block_ids))
+
+
+def recomputes(side):
+    return {name.split(".")[1]: int(n) for name, n in side.counters.items() if name.startswith("recompute_total.")}
+
+
+# --- (a) the producer
+
+
+def test_a_prefill_that_ends_at_its_one_token_publishes_its_blocks_and_keeps_them(side):
+    request = a_request(do_remote_decode=True)
+    side.on_new_request(request)
+    assert side.num_external_tokens(request, 0) == (0, False)
+    side.after_allocation(request, blocks(1, 2, 3), 0)
+    keep, told = end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
+    assert keep is True
+    handoff = KvHandoff.from_params(told["handoff"])
+    assert (handoff.block_ids, handoff.num_tokens, handoff.num_bytes) == ((1, 2, 3), 70, 3 * 2048)
+    assert (handoff.address, handoff.lease_s) == ("127.0.0.1:7001", 30.0)
+    assert handoff.compatibility_hash == LAYOUT.compatibility_hash()
+    [publish] = side.take_instructions(IDLE).publish
+    assert (publish.request_id, publish.handoff_id) == ("r", handoff.handoff_id)
+    assert (publish.block_ids, publish.num_tokens) == ([1, 2, 3], 70)
+
+
+def test_only_blocks_that_hold_the_prompt_are_published(side):
+    request = a_request(prompt=64, do_remote_decode=True)
+    side.on_new_request(request)
+    _, told = end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
+    assert told["handoff"]["block_ids"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR]
+)
+def test_a_prefill_that_ends_in_any_other_way_publishes_nothing(side, status):
+    request = a_request(do_remote_decode=True)
+    side.on_new_request(request)
+    assert end(side, request, status, [1, 2, 3]) == (False, None)
+    assert side.take_instructions(IDLE).publish == []
+
+
+def test_an_ordinary_request_that_ends_at_its_length_publishes_nothing(side):
+    request = a_request()
+    side.on_new_request(request)
+    assert end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3]) == (False, None)
+
+
+def test_two_handoffs_never_share_an_id(side):
+    ids = set()
+    for name in "ab":
+        request = a_request(name, do_remote_decode=True)
+        side.on_new_request(request)
+        ids.add(end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])[1]["handoff"]["handoff_id"])
+    assert len(ids) == 2
+
+
+# --- (b), (c) the consumer
+
+
+@pytest.mark.parametrize("prompt", [70, 71], ids=["resample", "continue"])
+def test_a_handed_over_prompt_is_watched_loaded_whole_and_asynchronously(side, prompt):
+    request = a_fetching_request(prompt=prompt)
+    side.on_new_request(request)
+    assert side.num_external_tokens(request, 0) == (70, True)
+    assert side.num_external_tokens(request, 0) == (70, True), "vLLM asks again when it had no room"
+    side.after_allocation(request, blocks(1, 2, 3), 70)
+    instructions = side.take_instructions(IDLE)
+    assert instructions.watch == [HANDOFF]
+    [fetch] = instructions.fetch
+    assert (fetch.request_id, fetch.handoff, fetch.first_block) == ("r", HANDOFF, 0)
+    assert fetch.target_block_ids == [1, 2, 3]
+    assert instructions.release == instructions.cancel == []
+
+
+def test_a_block_allocated_for_the_token_after_the_prompt_is_not_fetched(side):
+    handoff = make_handoff(num_tokens=64)
+    instructions = start_fetch(side, a_fetching_request(prompt=65, handoff=handoff), 1, 2, 3)
+    assert instructions.fetch[0].target_block_ids == [1, 2]
+
+
+def test_the_heartbeat_starts_with_the_request_not_with_its_load(side):
+    side.on_new_request(a_fetching_request())
+    assert side.take_instructions(IDLE).watch == [HANDOFF]
+    assert side.counters["waiting_for_kv"] == 1
+
+
+def test_the_second_allocation_call_after_a_load_is_ignored(side):
+    request = a_fetching_request()
+    start_fetch(side, request)
+    report(side, {"r": OK}, finished_recving={"r"})
+    side.after_allocation(request, blocks(), 0)
+    instructions = side.take_instructions(IDLE)
+    assert instructions.fetch == instructions.release == []
+    assert recomputes(side) == {}
+    assert side.counters["waiting_for_kv"] == 0
+
+
+def test_each_decision_is_told_once(side):
+    start_fetch(side, a_fetching_request())
+    again = side.take_instructions(IDLE)
+    assert again.watch == again.fetch == again.publish == again.cancel == again.release == []
+
+
+def test_a_step_without_tokens_is_told_to_be_idle(side):
+    busy = SimpleNamespace(
+        total_num_scheduled_tokens=1,
+        num_scheduled_tokens={"r": 1},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["r"], num_computed_tokens=[7]),
+    )
+    assert side.take_instructions(IDLE).idle is True
+    assert side.take_instructions(busy).idle is False
+
+
+def test_the_receipt_of_a_fetch_is_told_when_the_request_ends(side):
+    request = a_fetching_request()
+    start_fetch(side, request)
+    report(side, {"r": OK}, finished_recving={"r"})
+    assert end(side, request, RequestStatus.FINISHED_STOPPED, [1, 2, 3]) == (
+        False,
+        {"receipt": {"outcome": "ok", "reason": "", "message": "", "num_bytes": 6144, "wait_s": 0.01, "wire_s": 0.02}},
+    )
+
+
+# --- (d) the local prefix cache
+
+
+def test_a_local_prefix_hit_maps_to_the_first_block_that_is_missing(side):
+    request = a_fetching_request(prompt=70)
+    side.on_new_request(request)
+    assert side.num_external_tokens(request, 64) == (6, True)
+    side.after_allocation(request, blocks(3), 6)
+    [fetch] = side.take_instructions(IDLE).fetch
+    assert (fetch.first_block, fetch.target_block_ids) == (2, [3])
+
+
+def test_a_prompt_wholly_in_the_local_prefix_cache_releases_the_source_and_is_no_recompute(side):
+    handoff = make_handoff(num_tokens=64)
+    request = a_fetching_request(prompt=65, handoff=handoff)
+    side.on_new_request(request)
+    assert side.num_external_tokens(request, 64) == (0, False)
+    side.after_allocation(request, blocks(3), 0)  # vLLM sets num_computed_tokens only after this call
+    instructions = side.take_instructions(IDLE)
+    assert (instructions.release, instructions.fetch) == ([handoff], [])
+    assert recomputes(side) == {}
+
+
+def test_a_request_for_which_vllm_skips_the_transfer_releases_the_source_and_counts_as_recompute(side):
+    request = a_fetching_request()
+    side.on_new_request(request)
+    assert side.num_external_tokens(request, 0) == (70, True)  # asked, and then not used: prompt log-probabilities
+    side.after_allocation(request, blocks(1, 2, 3), 0)
+    assert side.take_instructions(IDLE).release == [HANDOFF]
+    assert recomputes(side) == {"prefix_cache_skipped": 1}
+
+
+# --- (e) failed loads
+
+
+def test_a_failed_fetch_is_counted_by_reason_and_not_asked_for_again(side):
+    request = a_fetching_request()
+    start_fetch(side, request)
+    output = report(side, {"r": TIMED_OUT}, finished_recving={"r"}, failed_recving={"r"})
+    assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
+    assert recomputes(side) == {"timeout": 1}
+    assert side.num_external_tokens(request, 0) == (0, False)
+    side.after_allocation(request, blocks(1, 2, 3), 0)
+    instructions = side.take_instructions(IDLE)
+    assert instructions.fetch == instructions.release == []
+    assert recomputes(side) == {"timeout": 1}, "counted once"
+
+
+def test_a_recompute_that_the_router_decided_is_counted_by_its_reason(side):
+    side.on_new_request(a_request(recompute_reason="short_prompt"))
+    assert recomputes(side) == {"short_prompt": 1}
+
+
+# --- (f), (g) aborts
+
+
+def test_an_abort_during_the_fetch_cancels_it_and_leaves_the_blocks_to_vllm_until_it_has_ended(side):
+    request = a_fetching_request()
+    start_fetch(side, request)
+    assert end(side, request, block_ids=[1, 2, 3]) == (False, None), "True would free the blocks twice"
+    instructions = side.take_instructions(IDLE)
+    assert (instructions.cancel, instructions.release) == (["r"], [])
+    output = report(side, {"r": CANCELLED}, finished_recving={"r"}, failed_recving={"r"})
+    assert output.finished_recving == {"r"}, "vLLM waits for this report"
+    assert recomputes(side) == {}
+
+
+def test_an_abort_before_scheduling_releases_the_source(side):
+    request = a_fetching_request()
+    side.on_new_request(request)
+    assert end(side, request) == (False, None)
+    instructions = side.take_instructions(IDLE)
+    assert (instructions.release, instructions.cancel) == ([HANDOFF], [])
+    assert side.counters["waiting_for_kv"] == 0
+
+
+def test_the_receipt_of_an_aborted_fetch_is_forgotten(side):
+    request = a_fetching_request()
+    start_fetch(side, request)
+    end(side, request)
+    report(side, {"r": CANCELLED}, finished_recving={"r"}, failed_recving={"r"})
+    again = a_request("r")
+    side.on_new_request(again)
+    assert end(side, again, RequestStatus.FINISHED_STOPPED) == (False, None)
+
+
+# --- what vLLM must never hear
+
+
+def test_ids_that_are_not_expected_are_taken_out_of_the_report(side):
+    request = a_request("sent", do_remote_decode=True)
+    side.on_new_request(request)
+    end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
+    start_fetch(side, a_fetching_request("received"))
+    output = report(
+        side,
+        {},
+        finished_sending={"sent", "ghost"},
+        finished_recving={"received", "ghost"},
+        failed_recving={"ghost"},
+    )
+    assert (output.finished_sending, output.finished_recving, output.failed_recving) == ({"sent"}, {"received"}, set())
+
+
+def test_a_completion_reported_twice_reaches_vllm_once(side):
+    request = a_request("sent", do_remote_decode=True)
+    side.on_new_request(request)
+    end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
+    start_fetch(side, a_fetching_request("received"))
+    report(side, {}, finished_sending={"sent"}, finished_recving={"received"})
+    output = report(side, {}, finished_sending={"sent"}, finished_recving={"received"})
+    assert (output.finished_sending, output.finished_recving) == (set(), set())
+
+
+def test_a_report_with_nothing_in_it_is_fine(side):
+    output = report(side)
+    assert not output.finished_sending
+    assert not output.finished_recving
+
+
+def test_a_handoff_that_is_not_one_is_refused_at_the_door(side):
+    with pytest.raises(Exception, match="handoff_id"):
+        side.on_new_request(a_request(do_remote_prefill=True, handoff={"address": "x"}))
+
+
+# --- messages of several ranks
+
+
+def test_a_fetch_took_as_long_as_its_slowest_rank_and_failed_if_one_rank_failed():
+    slow = FetchReceipt(outcome="ok", wire_s=0.5)
+    assert FetchReceipts({"r": OK}).aggregate(FetchReceipts({"r": slow})).by_request == {"r": slow}
+    assert FetchReceipts({"r": slow}).aggregate(FetchReceipts({"r": OK})).by_request == {"r": slow}
+    assert FetchReceipts({"r": OK}).aggregate(FetchReceipts({"r": TIMED_OUT})).by_request == {"r": TIMED_OUT}
+    assert FetchReceipts({"r": TIMED_OUT}).aggregate(FetchReceipts({"r": slow})).by_request == {"r": TIMED_OUT}
+
+
+def test_counters_of_both_sides_are_joined_and_those_of_ranks_summed():
+    joined = CounterStats(data={"open_leases": 1.0, "a": 2.0}).aggregate(CounterStats(data={"open_leases": 2.0}))
+    assert joined.reduce() == {"open_leases": 3.0, "a": 2.0}
+    assert CounterStats(data={}).is_empty()

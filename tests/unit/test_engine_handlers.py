@@ -1,0 +1,150 @@
+"""The two roles: what each asks of its engine for a task, and what it passes on."""
+
+import sys
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from fake_engine import TIMING, FakeEngine, make_handoff, make_task, next_token
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from decode_worker.handler import DecodeHandler
+from engine.errors import EngineFailed, InvalidTask
+from prefill_worker.handler import PrefillHandler
+
+PROMPT = [5, 6, 7]
+T1 = next_token(PROMPT)
+GRAMMAR = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(choice=["yes"]))
+
+
+async def deltas_of(handler, engine, task):
+    async with aclosing(handler.run(engine, task)) as stream:
+        return [delta async for delta in stream]
+
+
+@pytest.fixture
+def prefill():
+    return FakeEngine("prefill")
+
+
+@pytest.fixture
+def decode():
+    return FakeEngine("decode")
+
+
+# --- prefill
+
+
+async def test_prefill_gives_the_first_token_and_a_hand_off_and_leaves_the_request_open(prefill):
+    [delta] = await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill", priority=3))
+    assert (delta.token_ids, delta.finished, delta.finish_reason) == ([T1], True, None)
+    assert delta.handoff == make_handoff("handoff-r", 3)
+    assert delta.timing == TIMING
+    [call] = prefill.calls
+    assert (call.request_id, call.prompt_token_ids, call.priority) == ("r", PROMPT, 3)
+    assert call.params.max_tokens == 1
+    assert call.transfer == {"do_remote_decode": True}
+
+
+async def test_prefill_that_resamples_gives_a_hand_off_and_no_token(prefill):
+    task = make_task(leg="prefill", params=GRAMMAR, first_token="resample")
+    [delta] = await deltas_of(PrefillHandler(), prefill, task)
+    assert (delta.token_ids, delta.logprobs, delta.finished, delta.finish_reason) == ([], None, True, None)
+    assert delta.handoff is not None
+    assert prefill.calls[0].params.ignore_eos is True
+
+
+async def test_an_answer_of_one_token_ends_at_prefill_and_pins_nothing(prefill):
+    [delta] = await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill", max_tokens=1))
+    assert (delta.token_ids, delta.finish_reason, delta.handoff) == ([T1], "length", None)
+    assert prefill.calls[0].transfer is None
+
+
+async def test_one_token_that_decode_must_sample_is_still_handed_over(prefill):
+    params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(choice=["yes"]))
+    [delta] = await deltas_of(
+        PrefillHandler(), prefill, make_task(leg="prefill", params=params, first_token="resample")
+    )
+    assert delta.handoff is not None
+    assert delta.token_ids == []
+
+
+async def test_an_answer_that_stops_at_its_first_token_is_passed_on_as_it_is(prefill):
+    params = SamplingParams(max_tokens=9, stop_token_ids=[T1])
+    [delta] = await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill", params=params))
+    assert (delta.token_ids, delta.finish_reason, delta.handoff) == ([T1], "stop", None)
+
+
+async def test_prefill_of_a_request_that_goes_on_elsewhere_has_the_emitted_tokens_in_its_prompt(prefill):
+    task = make_task(leg="prefill", max_tokens=3, emitted_token_ids=[40, 41])
+    [delta] = await deltas_of(PrefillHandler(), prefill, task)
+    assert prefill.calls[0].prompt_token_ids == [*PROMPT, 40, 41]
+    assert delta.handoff is None, "two of three tokens are out: this is the last one"
+    assert delta.finish_reason == "length"
+
+
+# --- decode
+
+
+async def test_decode_attaches_the_hand_off_and_goes_on_after_the_first_token(decode):
+    handoff = make_handoff(num_tokens=3)
+    task = make_task(handoff=handoff, emitted_token_ids=[T1], reasoning_ended=True, priority=2)
+    deltas = await deltas_of(DecodeHandler(), decode, task)
+    [call] = decode.calls
+    assert call.transfer == {"do_remote_prefill": True, "handoff": handoff.to_params()}
+    assert call.prompt_token_ids == [*PROMPT, T1]
+    assert (call.params.max_tokens, call.reasoning_ended, call.priority) == (2, True, 2)
+    assert [delta.token_ids for delta in deltas] == [[next_token([*PROMPT, T1])], deltas[1].token_ids]
+    assert [delta.finished for delta in deltas] == [False, True]
+    assert deltas[-1].finish_reason == "length"
+
+
+async def test_decode_that_resamples_makes_every_token_itself(decode):
+    handoff = make_handoff(num_tokens=3)
+    task = make_task(handoff=handoff, params=GRAMMAR, first_token="resample")
+    deltas = await deltas_of(DecodeHandler(), decode, task)
+    assert decode.calls[0].prompt_token_ids == PROMPT
+    assert decode.calls[0].params.structured_outputs == GRAMMAR.structured_outputs
+    assert sum(len(delta.token_ids) for delta in deltas) == 4
+
+
+async def test_decode_without_a_hand_off_tells_the_connector_why(decode):
+    await deltas_of(DecodeHandler(), decode, make_task(recompute_reason="short_prompt"))
+    assert decode.calls[0].transfer == {"recompute_reason": "short_prompt"}
+
+
+async def test_a_whole_replica_has_no_transfer_at_all(decode):
+    await deltas_of(DecodeHandler(), decode, make_task())
+    assert decode.calls[0].transfer is None
+
+
+async def test_transfer_instructions_of_a_client_do_not_reach_the_engine(decode):
+    params = SamplingParams(max_tokens=2, extra_args={"kv_transfer_params": {"do_remote_prefill": True, "handoff": {}}})
+    await deltas_of(DecodeHandler(), decode, make_task(params=params))
+    assert decode.calls[0].transfer is None
+
+
+# --- both
+
+
+@pytest.mark.parametrize(("handler", "leg"), [(PrefillHandler(), "decode"), (DecodeHandler(), "prefill")])
+async def test_the_wrong_leg_is_refused_before_the_engine_hears_of_it(handler, leg, decode):
+    with pytest.raises(InvalidTask, match=f"cannot run a {leg} leg"):
+        await deltas_of(handler, decode, make_task(leg=leg))
+    assert decode.calls == []
+
+
+@pytest.mark.parametrize(("handler", "leg"), [(PrefillHandler(), "prefill"), (DecodeHandler(), "decode")])
+@pytest.mark.parametrize("error", [EngineFailed("gone"), InvalidTask("no")])
+async def test_an_engines_error_passes_through(handler, leg, error, decode):
+    decode.error = error
+    with pytest.raises(type(error), match=str(error)):
+        await deltas_of(handler, decode, make_task(leg=leg))
+
+
+async def test_closing_a_handler_aborts_its_request_in_the_engine_at_once(decode):
+    async with aclosing(DecodeHandler().run(decode, make_task(max_tokens=50))) as stream:
+        await anext(stream)
+    assert decode.aborted == ["r"]
