@@ -14,7 +14,8 @@ import psutil
 import ray
 
 from engine.config import EngineConfig
-from router.settings import RouterSettings
+from engine.messages import Pool
+from router.settings import PoolHardware, RouterSettings
 
 ENGINE_POLL_S = 0.5
 
@@ -54,6 +55,8 @@ def engine_environment(cores: int, *, on_cpu: bool) -> dict[str, str]:
         env |= {"OMP_NUM_THREADS": str(cores)}
         # Small helpers of vLLM's sampler are compiled at their first use: 20 s in the middle of serving, for everybody.
         env |= {"TORCH_COMPILE_DISABLE": "1"}
+        # Huge pages for weights and KV: a decode step reads all weights once, and fewer TLB misses make that faster.
+        env |= {"THP_MEM_ALLOC_ENABLE": "1"}
     return env
 
 
@@ -66,6 +69,12 @@ class WorkerActor:
     async def place(self) -> NodePlace:
         """Where Ray put it."""
         return _place()
+
+    async def hardware(self, dtype: str, cores: int, gpus: int) -> PoolHardware:
+        """The peaks of a worker on this node; measures it if nobody has yet."""
+        from cluster.node_hardware import worker_hardware
+
+        return worker_hardware(dtype, cores, gpus)
 
     async def start(self, config: EngineConfig, cores: tuple[int, ...]) -> WorkerReady:
         """Load the engine on `cores` and serve. Takes 10 to 60 s."""
@@ -120,9 +129,9 @@ class RouterActor:
 
         self._router = Router(settings)
 
-    async def serve(self, worker_addresses: list[str]) -> str:
+    async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
         """Connect, open the port, return the URL."""
-        return str(await self._router.serve(worker_addresses))
+        return str(await self._router.serve(worker_addresses, hardware))
 
     async def wait_failed(self) -> None:
         """Wait for ever: a router fails only as a whole process."""

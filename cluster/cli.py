@@ -135,7 +135,9 @@ def model(path: Annotated[str, typer.Argument(help="directory, hub name or smoll
 def roofline(
     model: ModelOption = "smollm2-135m",
     hardware: Annotated[str, typer.Option(help="a GPU such as h100-sxm, or `host` to measure this machine")] = "host",
-    dtype: Annotated[str, typer.Option(help="number format: bfloat16, float32, float8_e4m3fn, ...")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float32, float8_e4m3fn, ...; auto: what serve would use")
+    ] = "auto",
     cores: Annotated[int, typer.Option(help="threads, for --hardware host")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:

@@ -89,7 +89,7 @@ class PoolConfig(_Section):
 class PoolsConfig(_Section):
     """The pools. `prefill` and `decode` run in mode disaggregated, `colocated` in mode colocated."""
 
-    prefill: PoolConfig = PoolConfig(workers=1, max_num_seqs=32, max_num_batched_tokens=2048)
+    prefill: PoolConfig = PoolConfig(workers=1, max_num_seqs=32, max_num_batched_tokens=512)
     decode: PoolConfig = PoolConfig(workers=1, max_num_seqs=64, max_num_batched_tokens=512)
     colocated: PoolConfig = PoolConfig(workers=2, max_num_seqs=64, max_num_batched_tokens=512)
 
@@ -112,6 +112,9 @@ class RouterConfig(_Section):
     """What the router accepts and how it splits requests."""
 
     request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="custom Ray resources the router takes, to bind it to a node type"
+    )
     max_outstanding_requests: int = Field(
         default=512, ge=1, description="requests accepted at a time; more get HTTP 429"
     )
@@ -194,6 +197,11 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
         found.append(
             f"pools.prefill.gpus_per_worker ({prefill.gpus_per_worker}) and pools.decode.gpus_per_worker "
             f"({decode.gpus_per_worker}) must be equal, as KV blocks travel whole between equal ranks: set both alike."
+        )
+    if max(prefill.gpus_per_worker, decode.gpus_per_worker) > 1:
+        found.append(
+            "pools.prefill and pools.decode cannot use more than 1 GPU per worker yet: KV blocks are handed from one rank "
+            "to one rank. Set gpus_per_worker to 1 and raise workers; pools.colocated may use more."
         )
     if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
         found.append(

@@ -18,8 +18,9 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from cluster.actors import RouterActor, WorkerActor, WorkerReady, engine_environment
-from cluster.config import RidgelineConfig
+from cluster.config import PoolName, RidgelineConfig
 from cluster.plan import PlacementError, Plan, PlannedWorker, assign_cores
+from router.settings import PoolHardware
 
 PLACEMENT_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 900.0
@@ -80,7 +81,8 @@ async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[None]:
             cores = max(
                 len(os.sched_getaffinity(0)), sum(p.workers * p.cores_per_worker for p in config.all_pools().values())
             )
-            resources = {name: 1000.0 for pool in config.all_pools().values() for name in pool.resources}
+            resource_tables = [config.router.resources, *(pool.resources for pool in config.all_pools().values())]
+            resources = {name: 1000.0 for table in resource_tables for name in table}
             ray.init(
                 num_cpus=cores,
                 resources=resources,
@@ -108,7 +110,11 @@ async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
             actors[worker.worker_id] = _worker_actor(worker)
         actors["router"] = (
             ray.remote(RouterActor)
-            .options(num_cpus=0, runtime_env={"env_vars": engine_environment(1, on_cpu=not plan.config.uses_gpus())})
+            .options(
+                num_cpus=0,
+                resources=dict(plan.config.router.resources),
+                runtime_env={"env_vars": engine_environment(1, on_cpu=not plan.config.uses_gpus())},
+            )
             .remote()
         )
         yield await _start(plan, actors, say)
@@ -137,6 +143,7 @@ async def _start(plan: Plan, actors: dict[str, Any], say: Say) -> Deployment:
     places = await _placed(plan, actors)
     local_only = plan.config.ray.address is None
     cores = assign_cores(plan.workers, places)
+    hardware = await _hardware(plan, actors, say)
     router = asyncio.ensure_future(_call(actors, "router", "prepare", plan.router_settings()))
     starts = [
         _timed_start(plan, actors, worker, "127.0.0.1" if local_only else place.host, worker_cores, say)
@@ -145,7 +152,7 @@ async def _start(plan: Plan, actors: dict[str, Any], say: Say) -> Deployment:
     started = await _all_or_fail([*starts, router])
     ready: list[tuple[WorkerReady, float]] = started[:-1]
     say("connecting the router to the workers")
-    url = await _call(actors, "router", "serve", [worker.address for worker, _ in ready])
+    url = await _call(actors, "router", "serve", [worker.address for worker, _ in ready], hardware)
     rows = [
         Row(
             name=planned.worker_id,
@@ -179,6 +186,23 @@ async def _placed(plan: Plan, actors: dict[str, Any]) -> list[Any]:
         ) from error
     except RayError as error:
         raise DeploymentFailed(f"a worker process ended while starting: {error}") from error
+
+
+async def _hardware(plan: Plan, actors: dict[str, Any], say: Say) -> dict[PoolName, PoolHardware]:
+    """Peaks of one worker of each pool, measured one after the other and before any engine makes the node busy."""
+    say("reading or measuring peak FLOP/s and memory bandwidth")
+    first = {worker.pool: worker for worker in reversed(plan.workers)}
+    return {
+        pool: await _call(
+            actors,
+            worker.worker_id,
+            "hardware",
+            plan.dtype,
+            worker.settings.cores_per_worker,
+            worker.settings.gpus_per_worker,
+        )
+        for pool, worker in first.items()
+    }
 
 
 async def _timed_start(

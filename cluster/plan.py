@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,21 +11,7 @@ from cluster.config import PoolConfig, PoolName, RidgelineConfig
 from cluster.doctor import resolve_dtype
 from cluster.model_store import prepare_model
 from engine.config import EngineConfig
-from roofline.calibration import load_or_calibrate_host
-from roofline.hardware import Hardware, hardware_by_name
-from router.settings import PoolHardware, RouterSettings
-
-_GPU_NAMES = (
-    ("H200", "h200-sxm"),
-    ("H100 PCIe", "h100-pcie"),
-    ("H100", "h100-sxm"),
-    ("A100-PCI", "a100-pcie"),
-    ("A100", "a100-sxm"),
-    ("B200", "b200-sxm"),
-    ("L40S", "l40s"),
-    ("L4", "l4"),
-    ("A10G", "a10g"),
-)
+from router.settings import RouterSettings
 
 
 class PlacementError(RuntimeError):
@@ -52,7 +36,6 @@ class Plan:
     dtype: str
     served_name: str
     workers: tuple[PlannedWorker, ...]
-    hardware: dict[PoolName, PoolHardware]
 
     def router_settings(self) -> RouterSettings:
         """Settings of the router process."""
@@ -68,7 +51,6 @@ class Plan:
             request_deadline_s=config.router.request_deadline_s,
             max_outstanding_requests=config.router.max_outstanding_requests,
             min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
-            hardware=dict(self.hardware),
         )
 
     def engine_config(self, worker: PlannedWorker, host: str) -> EngineConfig:
@@ -112,35 +94,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
         dtype=dtype,
         served_name=config.model.served_name or config.model.path,
         workers=workers,
-        hardware={name: _pool_hardware(pool, dtype) for name, pool in config.active_pools().items()},
     )
-
-
-def cache_dir() -> Path:
-    """Where measured facts about this machine are kept, outside the repository."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ridgeline"
-
-
-def _pool_hardware(pool: PoolConfig, dtype: str) -> PoolHardware:
-    hardware = (
-        local_gpu() if pool.gpus_per_worker else load_or_calibrate_host(cache_dir(), pool.cores_per_worker, dtype)
-    )
-    if pool.gpus_per_worker > 1:
-        hardware = hardware.times(pool.gpus_per_worker)
-    return PoolHardware(hardware.name, hardware.peak_flops, hardware.peak_bytes_per_s)
-
-
-def local_gpu() -> Hardware:
-    """The published peaks of this node's first GPU. Raises PlacementError when it is not in the table."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        name = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError) as error:
-        raise PlacementError(f"nvidia-smi does not name a GPU on this node ({error}): install the driver") from error
-    for part, known in _GPU_NAMES:
-        if part in name:
-            return hardware_by_name(known)
-    raise PlacementError(f"no peak FLOP/s and bandwidth are known for {name!r}: add it to roofline/hardware.py")
 
 
 def assign_cores(workers: tuple[PlannedWorker, ...], places: list[NodePlace]) -> list[tuple[int, ...]]:

@@ -41,7 +41,6 @@ def resample_reason(params: SamplingParams) -> str | None:
         "seed": params.seed is not None and params.temperature > 0.0,
         "thinking_budget": getattr(params, "thinking_token_budget", None) is not None,
         "repetition_detection": getattr(params, "repetition_detection", None) is not None,
-        "logits_processors": bool(params.extra_args),
         "watermarking": bool(getattr(params, "watermarking", None)),
     }
     return next((name for name, present in reasons.items() if present), None)

@@ -24,16 +24,17 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.errors import EngineError
-from engine.messages import WorkerDescription
+from engine.messages import Pool, WorkerDescription
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet, PairingRefused
 from router.metrics import RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
 from router.releaser import HandoffReleaser
-from router.settings import RouterSettings
+from router.settings import PoolHardware, RouterSettings
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 DRAIN_POLL_S = 0.05
+RETRY_AFTER_S = b"1"
 
 
 class _Stopped(Exception):
@@ -46,14 +47,17 @@ class Router:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._args = _server_args(settings)
-        self._client = RouterEngineClient(_frontend_config(self._args), settings.max_outstanding_requests)
+        self._metrics = RequestMetrics(REGISTRY, settings.mode)
+        self._client = RouterEngineClient(
+            _frontend_config(self._args), settings.max_outstanding_requests, self._metrics
+        )
         self._fleet = Fleet(router_id=secrets.token_hex(8))
         self._releaser = HandoffReleaser()
-        self._metrics = RequestMetrics(REGISTRY, settings.mode)
         self._orchestrator = Orchestrator(self._fleet, settings, self._metrics, self._releaser.release)
         REGISTRY.register(
-            WorkerCollector(lambda: self._fleet.workers, settings.hardware, lambda: self._orchestrator.in_flight)
+            WorkerCollector(lambda: self._fleet.workers, lambda: self._hardware, lambda: self._orchestrator.in_flight)
         )
+        self._hardware: dict[Pool, PoolHardware] = {}
         self._stop = asyncio.Event()
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._running: asyncio.Task[None] | None = None
@@ -63,8 +67,12 @@ class Router:
         """The workers it is connected to."""
         return [worker.description for worker in self._fleet.workers]
 
-    async def serve(self, worker_addresses: list[str]) -> str:
-        """Connect to the workers, open the port, return the URL. Raises PairingRefused, WorkerLost, OSError."""
+    async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
+        """Connect to the workers, open the port, return the URL. Raises PairingRefused, WorkerLost, OSError.
+
+        `hardware` has the peaks of one worker of each pool, for the metrics.
+        """
+        self._hardware = hardware
         self._running = asyncio.create_task(self._run(worker_addresses), name="router")
         waiting: list[asyncio.Future[Any]] = [self._running, self._url]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -123,9 +131,20 @@ class Router:
         async def with_fresh_metrics(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http" and scope["path"].startswith("/metrics"):
                 await self._fleet.refresh()
-            await app(scope, receive, send)
+            await app(scope, receive, _with_retry_after(send))
 
         return with_fresh_metrics
+
+
+def _with_retry_after(send: Any) -> Any:
+    """Tell a refused client when to come back: vLLM's errors carry no headers."""
+
+    async def sending(message: Any) -> None:
+        if message["type"] == "http.response.start" and message["status"] in (429, 503):
+            message = {**message, "headers": [*message["headers"], (b"retry-after", RETRY_AFTER_S)]}
+        await send(message)
+
+    return sending
 
 
 def _server_args(settings: RouterSettings) -> Namespace:

@@ -28,6 +28,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from engine import logprobs, sampling
 from engine.errors import EngineError, InvalidTask
 from engine.messages import TokenDelta
+from router.metrics import RequestMetrics
 from router.orchestrator import DeadlineExceeded, Orchestrator, SequenceRequest
 from router.policy import NoWorker
 
@@ -38,13 +39,14 @@ SUPPORTED_TASKS = ("generate",)
 class RouterEngineClient(EngineClient):
     """One per router process."""
 
-    def __init__(self, vllm_config: VllmConfig, max_outstanding_requests: int) -> None:
+    def __init__(self, vllm_config: VllmConfig, max_outstanding_requests: int, metrics: RequestMetrics) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._max_outstanding_requests = max_outstanding_requests
+        self._metrics = metrics
         self._orchestrator: Orchestrator | None = None
         self._groups: dict[str, list[asyncio.Task[None]]] = {}
         self._draining = False
@@ -62,10 +64,13 @@ class RouterEngineClient(EngineClient):
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse before any work: 503 while no workers are connected, 429 over the limit."""
         if self._draining:
+            self._metrics.rejected.labels("draining").inc()
             raise GracefulHTTPError("the server is shutting down", HTTPStatus.SERVICE_UNAVAILABLE)
         if self._orchestrator is None:
+            self._metrics.rejected.labels("not_ready").inc()
             raise GracefulHTTPError("the workers are not ready yet", HTTPStatus.SERVICE_UNAVAILABLE)
         if self._orchestrator.in_flight + n > self._max_outstanding_requests:
+            self._metrics.rejected.labels("overload").inc()
             raise GracefulHTTPError(
                 f"{self._orchestrator.in_flight} requests are being served, the limit is "
                 f"{self._max_outstanding_requests} (router.max_outstanding_requests): try again later",

@@ -56,7 +56,10 @@ class RequestMetrics:
             registry=registry,
         )
         self.requests = Counter(
-            "ridgeline_requests", "Requests by path and outcome", ("path", "outcome"), registry=registry
+            "ridgeline_requests",
+            "Requests by outcome and path (local: whole on one worker; ineligible: so by configuration)",
+            ("path", "outcome"),
+            registry=registry,
         )
         self.first_token = Counter(
             "ridgeline_first_token",
@@ -127,7 +130,7 @@ class WorkerCollector(Collector):
     def __init__(
         self,
         workers: Callable[[], Iterable[WorkerView]],
-        hardware: dict[Pool, PoolHardware],
+        hardware: Callable[[], dict[Pool, PoolHardware]],
         in_flight: Callable[[], int],
     ) -> None:
         self._workers = workers
@@ -158,8 +161,10 @@ class WorkerCollector(Collector):
         for name, (series, text) in _WORKER_GAUGES.items():
             family = GaugeMetricFamily(series, text, labels=["pool", "worker"])
             for worker, status in statuses:
-                family.add_metric([worker.pool, worker.worker_id], status.counters.get(name, 0.0))
-            yield family
+                if name in status.counters:
+                    family.add_metric([worker.pool, worker.worker_id], status.counters[name])
+            if family.samples:
+                yield family
         for attribute, text in (
             ("running", "Sequences in the engine's batch"),
             ("waiting", "Requests in the engine's queue"),
@@ -184,7 +189,7 @@ class WorkerCollector(Collector):
         for pool in sorted({worker.pool for worker in workers}):
             members = [worker for worker in workers if worker.pool == pool]
             count.add_metric([pool], len(members))
-            hardware = self._hardware.get(pool)
+            hardware = self._hardware().get(pool)
             if hardware is not None:
                 peak_flops.add_metric([pool], hardware.peak_flops)
                 peak_bytes.add_metric([pool], hardware.peak_bytes_per_s)

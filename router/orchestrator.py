@@ -93,6 +93,7 @@ class Orchestrator:
         decode = self._fleet.get(pick([w.load() for w in self._fleet.pool("decode")], fewest_running_then_most_free))
         reason = local_prefill_reason(num_tokens, self._settings.min_remote_prefill_tokens)
         if reason is not None:
+            timeline.path = "ineligible"
             with decode.reserve(num_tokens) as reservation:
                 await self._decode(
                     decode, _task(request, "decode", recompute_reason=reason), emit, timeline, reservation

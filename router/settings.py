@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.messages import Pool
-
 
 @dataclass(frozen=True)
 class PoolHardware:
@@ -30,4 +28,3 @@ class RouterSettings:
     request_deadline_s: float
     max_outstanding_requests: int
     min_remote_prefill_tokens: int
-    hardware: dict[Pool, PoolHardware]

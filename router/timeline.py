@@ -12,7 +12,8 @@ from typing import Literal
 from engine.messages import LegTiming, Pool
 
 Outcome = Literal["finished", "failed", "cancelled"]
-Path = Literal["disaggregated", "local"]
+Path = Literal["disaggregated", "local", "ineligible"]
+"""`local`: whole on one worker. `ineligible`: so by configuration, in a disaggregated deployment."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class RequestTimeline:
 
     def stages_s(self) -> dict[str, float]:
         """Seconds in each stage; a stage that did not happen is absent, not zero."""
-        if self.path == "local":
+        if self.path != "disaggregated":
             return self._local_stages_s()
         stages: dict[str, float] = {}
         if self.prefill_timing is not None:
