@@ -27,6 +27,7 @@ TIE_NAT = 0.1
 """Two tokens this close are a tie: another batch shape may round the other way."""
 COLD_WITHIN_S = 5.0
 IDLE_WITHIN_S = 2.0
+LAST_STEP_S = 0.6
 MUST_BE_ZERO = ("open_leases", "pinned_blocks", "active_fetches", "watched_handoffs", "waiting_for_kv")
 
 
@@ -178,11 +179,15 @@ class Engines:
         return {name: value for name, value in left.items() if value}
 
     async def becomes_idle(self, within_s: float = IDLE_WITHIN_S) -> dict[str, float]:
-        """What is still held after at most `within_s`."""
+        """What is still held after at most `within_s`; nothing also has to stay nothing.
+
+        A worker tells what it held at the end of its last step, and one step may still be under way.
+        """
         deadline_s = time.monotonic() + within_s
         while (left := await self.leftovers()) and time.monotonic() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        return left
+        await asyncio.sleep(LAST_STEP_S)
+        return left or await self.leftovers()
 
 
 def _held(status: WorkerStatus) -> dict[str, float]:

@@ -35,7 +35,7 @@ def mixed_body(rng: random.Random, text: list[int]) -> dict[str, Any]:
         "plain": {},
         "seeded": {"temperature": 0.8, "seed": rng.randrange(1000)},
         "penalty": {"presence_penalty": 0.5},
-        "two": {"n": 2},
+        "two": {"n": 2, "temperature": 0.7},
         "logprobs": {"logprobs": 2},
         "stop": {"stop": ["e"]},
     }
@@ -76,7 +76,9 @@ async def test_300_requests_of_which_a_fifth_leave_hold_nothing_two_seconds_late
             return await one_client(engines, body, leave_at)
 
     before = await engines.metrics()
-    ends = Counter(await asyncio.gather(*(gated(*plan) for plan in plans)))
+    async with asyncio.TaskGroup() as group:
+        clients = [group.create_task(gated(*plan)) for plan in plans]
+    ends = Counter(client.result() for client in clients)
     left = await engines.becomes_idle()
     counted = Increase(before, await engines.metrics())
     outcomes = counted.by_label("ridgeline_requests_total", "outcome")

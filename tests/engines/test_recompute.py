@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -48,6 +49,10 @@ async def recomputed(engines: Engines) -> dict[str, float]:
     return {name: value for name, value in counters.items() if name.startswith("recompute_total.")}
 
 
+async def pinned_blocks(engines: Engines) -> float:
+    return (await engines.prefill.status()).counters["pinned_blocks"]
+
+
 @pytest.mark.parametrize("reason", SPOILED)
 async def test_a_failed_hand_off_is_recomputed_and_counted(engines: Engines, text: list[int], reason: str):
     prompt = text[60_000:60_070]
@@ -72,9 +77,12 @@ async def test_a_hand_off_can_be_fetched_once_and_is_gone_then(engines: Engines,
     prompt = text[61_000:61_070]
     await engines.cold()
     first, handoff = await prefilled(engines, prompt)
-    pinned = (await engines.prefill.status()).counters["pinned_blocks"]
-    assert pinned == len(handoff.block_ids) == 3
+    async with asyncio.timeout(1):
+        while await pinned_blocks(engines) != 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert len(handoff.block_ids) == 3
     answer = await decoded(engines, prompt, first, handoff)
+    assert await engines.becomes_idle() == {}
     before = await recomputed(engines)
     await engines.decode.reset_prefix_cache()
     assert await decoded(engines, prompt, first, handoff) == answer
