@@ -200,7 +200,7 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
         )
     if max(prefill.gpus_per_worker, decode.gpus_per_worker) > 1:
         found.append(
-            "pools.prefill and pools.decode cannot use more than 1 GPU per worker yet, as KV blocks go from one rank to "
+            "pools.prefill and pools.decode cannot use more than 1 GPU per worker yet, as KV goes from one rank to "
             "one rank: set gpus_per_worker to 1 and raise workers; pools.colocated may use more."
         )
     if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
