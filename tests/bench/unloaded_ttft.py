@@ -19,6 +19,8 @@ from rich.console import Console
 from cluster.config import Mode, load_config
 from cluster.deployment import ray_runtime
 from cluster.serve import started
+from loadtest.pools import stage_seconds
+from loadtest.server_metrics import MetricsDelta, parse_metrics
 
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 8
@@ -75,7 +77,15 @@ async def run() -> None:
                 timing = await measure(client, urls[mode], seed=pair + 100)
                 if pair >= 0:
                     timings[mode].append(timing)
-                    console.print(f"{pair + 1:2d} {mode:14s} TTFT {timing.ttft_ms:7.1f} ms")
+                    console.print(
+                        f"{pair + 1:2d} {mode:14s} TTFT {timing.ttft_ms:7.1f} ms, then {timing.second_token_ms:6.1f} ms, "
+                        f"decode step {timing.itl_ms:5.1f} ms"
+                    )
+        scraped = parse_metrics((await client.get(f"{urls['disaggregated']}/metrics", follow_redirects=True)).text)
+        stages = stage_seconds(MetricsDelta(scraped.counters, scraped.gauges, wall_s=1.0))
+        console.print(
+            "disaggregated, mean of each stage: " + ", ".join(f"{k} {1e3 * v:.1f} ms" for k, v in stages.items())
+        )
     medians = {
         mode: Timing(*(statistics.median(getattr(t, name) for t in timings[mode]) for name in Timing.__annotations__))
         for mode in MODES
