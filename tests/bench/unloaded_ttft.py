@@ -78,7 +78,7 @@ async def run() -> None:
                 if pair >= 0:
                     timings[mode].append(timing)
                     console.print(
-                        f"{pair + 1:2d} {mode:14s} TTFT {timing.ttft_ms:7.1f} ms, then {timing.second_token_ms:6.1f} ms, "
+                        f"{pair + 1:2d} {mode:14s} TTFT {timing.ttft_ms:7.1f} ms, t2 +{timing.second_token_ms:6.1f}, "
                         f"decode step {timing.itl_ms:5.1f} ms"
                     )
         scraped = parse_metrics((await client.get(f"{urls['disaggregated']}/metrics", follow_redirects=True)).text)
