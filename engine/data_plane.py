@@ -112,7 +112,7 @@ class WorkerClient:
             while not finished:
                 delta = await deltas.get()
                 if isinstance(delta, WorkerLost):
-                    finished = True
+                    # Aborted below all the same: the task may have come in on a stream that was up again already.
                     raise delta
                 finished = delta.finished
                 _raise_error(delta)
@@ -132,6 +132,8 @@ class WorkerClient:
                 await self._attach_once()
             except grpc.aio.AioRpcError as error:
                 self._lose(f"the connection to the worker at {self.address} broke: {error.details()}")
+            except WorkerLost as error:
+                self._lose(str(error))
             else:
                 self._lose(f"the worker at {self.address} closed its stream")
             await asyncio.sleep(0.2)
@@ -143,6 +145,7 @@ class WorkerClient:
         call = method(AttachRequest(self._router_id))
         try:
             async for batch in call:
+                self._require(batch, "Attach")
                 self._attached.set()  # the worker greets with an empty batch
                 for delta in batch.deltas:
                     stream = self._streams.get(delta.request_id)
@@ -171,9 +174,16 @@ class WorkerClient:
             f"/{SERVICE}/{name}", request_serializer=encode, response_deserializer=decoder(kind)
         )
         try:
-            return cast(T, await method(message, timeout=CONTROL_DEADLINE_S))
+            reply = await method(message, timeout=CONTROL_DEADLINE_S)
         except grpc.aio.AioRpcError as error:
             raise WorkerLost(f"{name} at {self.address}: {error.code().name}: {error.details()}") from error
+        self._require(reply, name)
+        return cast(T, reply)
+
+    def _require(self, reply: object, name: str) -> None:
+        """`grpc` logs an answer that cannot be decoded and gives None for it."""
+        if reply is None:
+            raise WorkerLost(f"{name} at {self.address}: the answer makes no sense; is it of the same version?")
 
 
 def _raise_error(delta: TokenDelta) -> None:

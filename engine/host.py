@@ -176,6 +176,10 @@ class WorkerHost:
         return Ack()
 
     async def _attach(self, request: AttachRequest) -> AsyncIterator[StepBatch]:
+        previous = self._sessions.get(request.router_id)
+        if previous is not None:
+            # It came back before we noticed that it was gone.
+            previous.abort(list(previous.tasks))
         session = self._sessions[request.router_id] = RouterSession()
         try:
             yield StepBatch([])  # tells the router that the session is open

@@ -119,9 +119,8 @@ class Fleet:
         return self._workers[worker_id]
 
     async def refresh(self) -> None:
-        """Read every worker's status now; one that does not answer keeps its last one."""
-        results = await asyncio.gather(*(self._refresh_one(worker) for worker in self.workers))
-        del results
+        """Read every worker's status now; one that does not answer has none."""
+        await asyncio.gather(*(self._refresh_one(worker) for worker in self.workers))
 
     async def _refresh_one(self, worker: Worker) -> None:
         try:

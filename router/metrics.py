@@ -188,7 +188,7 @@ class WorkerCollector(Collector):
         )
         for pool in sorted({worker.pool for worker in workers}):
             members = [worker for worker in workers if worker.pool == pool]
-            count.add_metric([pool], len(members))
+            count.add_metric([pool], sum(worker.status is not None for worker in members))
             hardware = self._hardware().get(pool)
             if hardware is not None:
                 peak_flops.add_metric([pool], hardware.peak_flops)

@@ -139,7 +139,7 @@ class FakeEngine:
 
     num_kv_blocks = 100
 
-    def __init__(self, pool: Pool = "decode", *, stepping: str = "auto", tokens_per_step: int = 1) -> None:
+    def __init__(self, pool: Pool = "decode", *, stepping: str = "auto") -> None:
         self.config = engine_config(pool)
         self.stats = FakeStats()
         self.failed = False
@@ -149,8 +149,7 @@ class FakeEngine:
         self.error: Exception | None = None
         """Raised by the next steps instead of a token."""
         self._stepping = stepping
-        self._tokens_per_step = tokens_per_step
-        self._waiting: dict[str, asyncio.Event] = {}
+        self._waiting: dict[str, asyncio.Semaphore] = {}
 
     @property
     def running(self) -> set[str]:
@@ -159,8 +158,8 @@ class FakeEngine:
 
     def step(self) -> None:
         """One engine step: wakes every request in this turn of the loop, as vLLM's output handler does."""
-        for event in self._waiting.values():
-            event.set()
+        for steps in self._waiting.values():
+            steps.release()
 
     async def describe(self) -> tuple[KvLayout, str]:
         return LAYOUT, "127.0.0.1:7001"
@@ -175,31 +174,25 @@ class FakeEngine:
         priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append(Call(request_id, prompt_token_ids, params, reasoning_ended, priority))
-        call, context, event = self.calls[-1], list(prompt_token_ids), asyncio.Event()
-        self._waiting[request_id] = event
+        call, context, steps = self.calls[-1], list(prompt_token_ids), asyncio.Semaphore(0)
+        self._waiting[request_id] = steps
         ended = False
         try:
             while not ended:
                 if self._stepping == "auto":
                     await asyncio.sleep(0)
                 else:
-                    await event.wait()
-                    event.clear()
+                    await steps.acquire()
                 if self.error is not None:
                     ended = True
                     raise self.error
-                made = len(context) - len(prompt_token_ids)
-                count = min(self._tokens_per_step, (params.max_tokens or 16) - made)
-                token_ids = []
-                for _ in range(count):
-                    token_ids.append(next_token(context))
-                    context.append(token_ids[-1])
-                stopped = not params.ignore_eos and bool(set(token_ids) & set(params.stop_token_ids or []))
-                ended = stopped or made + count >= (params.max_tokens or 16)
+                context.append(next_token(context))
+                stopped = not params.ignore_eos and context[-1] in (params.stop_token_ids or [])
+                ended = stopped or len(context) - len(prompt_token_ids) >= (params.max_tokens or 16)
                 publish = ended and not stopped and (call.transfer or {}).get("do_remote_decode")
                 yield TokenDelta(
                     request_id=request_id,
-                    token_ids=token_ids,
+                    token_ids=context[-1:],
                     finished=ended,
                     finish_reason=("stop" if stopped else "length") if ended else None,
                     handoff=make_handoff(f"handoff-{request_id}", len(prompt_token_ids)) if publish else None,

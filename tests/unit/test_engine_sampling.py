@@ -40,7 +40,6 @@ def wish(**fields):
         ({"bad_words": ["no"]}, "bad_words"),
         ({"seed": 0, "temperature": 0.7}, "seed"),
         ({"thinking_token_budget": 8}, "thinking_budget"),
-        ({"extra_args": {"processor": 1}}, "logits_processors"),
     ],
 )
 def test_what_depends_on_earlier_output_tokens_makes_decode_sample_the_first_one(fields, reason):

@@ -1,0 +1,459 @@
+"""The worker host and the router's client over real gRPC on loopback, with an engine that needs no model."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from fake_engine import LAYOUT, FakeEngine, eventually, make_handoff, make_task
+
+from decode_worker.handler import DecodeHandler
+from engine.data_plane import OPTIONS, SERVICE, WorkerClient, decoder, encode
+from engine.errors import EngineFailed, InvalidTask, TaskRejected, WorkerLost
+from engine.host import WorkerHost
+from engine.messages import AbortRequest, Ack, AttachRequest, StepBatch, SubmitRequest, TokenDelta
+from prefill_worker.handler import PrefillHandler
+
+METHODS = ("Describe", "Status", "ResetPrefixCache", "Submit", "Abort", "Attach")
+
+
+class Worker:
+    """A host that serves, its engine, and one attached router."""
+
+    def __init__(self, engine: FakeEngine, host: WorkerHost, client: WorkerClient) -> None:
+        self.engine, self.host, self.client = engine, host, client
+
+    async def tokens(self, task) -> list[int]:
+        async with aclosing(self.client.generate(task)) as deltas:
+            return [token async for delta in deltas for token in delta.token_ids]
+
+
+@asynccontextmanager
+async def connected(address: str, router_id: str = "router") -> AsyncIterator[WorkerClient]:
+    client = WorkerClient(address, router_id)
+    running = asyncio.create_task(client.run())
+    try:
+        await client.wait_connected(5.0)
+        yield client
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await client.close()
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine | None = None, handler=None) -> AsyncIterator[Worker]:
+    engine = engine or FakeEngine(stepping="manual")
+    host = WorkerHost(engine, handler or DecodeHandler())
+    address = await host.start()
+    try:
+        async with asyncio.timeout(20), connected(address) as client:
+            yield Worker(engine, host, client)
+    finally:
+        await host.stop()
+
+
+class Proxy:
+    """A wire that can be cut."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._writers: list[asyncio.StreamWriter] = []
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    async def __aenter__(self) -> "Proxy":
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *args: object) -> None:
+        self._server.close()
+        self.cut()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._target.rpartition(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        self._writers += [writer, far_writer]
+        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def raw_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
+        yield channel
+
+
+def attach(channel: grpc.aio.Channel, router_id: str):
+    method = channel.unary_stream(
+        f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
+    )
+    return method(AttachRequest(router_id))
+
+
+async def call(channel: grpc.aio.Channel, name: str, message):
+    method = channel.unary_unary(f"/{SERVICE}/{name}", request_serializer=encode, response_deserializer=decoder(Ack))
+    return await method(message, timeout=5)
+
+
+# --- the way of a task
+
+
+async def test_a_task_streams_its_deltas_and_ends_with_one_that_says_why():
+    async with serving(FakeEngine()) as worker:
+        task = make_task(max_tokens=4)
+        async with aclosing(worker.client.generate(task)) as stream:
+            deltas = [delta async for delta in stream]
+        assert [delta.finished for delta in deltas] == [False, False, False, True]
+        assert deltas[-1].finish_reason == "length"
+        assert deltas[-1].timing is not None
+        assert await worker.tokens(make_task("again", max_tokens=4)) == [d.token_ids[0] for d in deltas]
+
+
+async def test_a_hand_off_crosses_the_wire_unchanged():
+    async with serving(FakeEngine("prefill"), PrefillHandler()) as worker:
+        async with aclosing(worker.client.generate(make_task(leg="prefill"))) as stream:
+            [delta] = [delta async for delta in stream]
+        assert delta.handoff == make_handoff("handoff-r", 3)
+
+
+async def test_all_deltas_of_one_engine_step_arrive_in_one_batch():
+    engine = FakeEngine(stepping="manual")
+    async with serving(engine) as worker, raw_channel(worker.host.address) as channel:
+        stream = attach(channel, "raw")
+        assert (await stream.read()).deltas == [], "the greeting that says the session is open"
+        names = [f"r{number}" for number in range(12)]
+        for name in names:
+            assert (await call(channel, "Submit", SubmitRequest("raw", make_task(name, max_tokens=3)))).accepted
+        await eventually(lambda: engine.running == set(names))
+        for _ in range(3):
+            engine.step()
+            batch = await stream.read()
+            assert sorted(delta.request_id for delta in batch.deltas) == sorted(names)
+
+
+async def test_each_router_gets_only_its_own_deltas():
+    async with serving() as worker, connected(worker.host.address, "other") as other:
+        mine = asyncio.create_task(worker.tokens(make_task("r", prompt_token_ids=[1], max_tokens=2)))
+        theirs = Worker(worker.engine, worker.host, other)
+        other_task = asyncio.create_task(theirs.tokens(make_task("r2", prompt_token_ids=[2], max_tokens=2)))
+        await eventually(lambda: len(worker.engine.calls) == 2)
+        worker.engine.step()
+        worker.engine.step()
+        assert [len(await mine), len(await other_task)] == [2, 2]
+        assert await mine != await other_task
+
+
+# --- aborting
+
+
+async def test_closing_a_stream_early_cancels_the_engines_request():
+    async with serving() as worker:
+        async with aclosing(worker.client.generate(make_task(max_tokens=50))) as stream:
+            first = asyncio.create_task(anext(stream))
+            await eventually(lambda: worker.engine.running)
+            worker.engine.step()
+            await first
+        await eventually(lambda: worker.engine.aborted == ["r"])
+        await eventually(lambda: not worker.engine.running)
+        assert (await worker.client.status()).tasks == 0
+
+
+async def test_a_task_that_ended_by_itself_is_not_aborted():
+    async with serving(FakeEngine()) as worker:
+        await worker.tokens(make_task())
+        await worker.client.status()  # a later message of the same router, so an abort would have come
+        assert worker.engine.aborted == []
+
+
+async def test_aborting_an_unknown_request_or_router_is_harmless():
+    async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
+        assert (await call(channel, "Abort", AbortRequest("router", ["ghost"]))).accepted
+        assert (await call(channel, "Abort", AbortRequest("stranger", ["ghost"]))).accepted
+        assert len(await worker.tokens(make_task())) == 3
+
+
+async def test_a_router_whose_stream_breaks_loses_all_its_tasks_and_nobody_elses():
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        stream = attach(channel, "raw")
+        await stream.read()
+        for name in ("a", "b"):
+            await call(channel, "Submit", SubmitRequest("raw", make_task(name)))
+        others = asyncio.create_task(worker.tokens(make_task("mine", max_tokens=1)))
+        await eventually(lambda: worker.engine.running == {"a", "b", "mine"})
+        stream.cancel()
+        await eventually(lambda: sorted(worker.engine.aborted) == ["a", "b"])
+        worker.engine.step()
+        assert len(await others) == 1
+        assert (await worker.client.status()).tasks == 0
+
+
+class Flood:
+    """A handler that makes more than any wire takes, until it is closed."""
+
+    closed = False
+
+    async def run(self, engine, task):
+        try:
+            while True:
+                yield TokenDelta(request_id=task.request_id, token_ids=[1] * 100_000)
+                await asyncio.sleep(0.001)
+        finally:
+            self.closed = True
+
+
+async def test_a_router_that_stopped_reading_and_then_left_loses_its_tasks_too():
+    flood = Flood()
+    async with serving(handler=flood) as worker, raw_channel(worker.host.address) as channel:
+        stream = attach(channel, "raw")
+        await stream.read()
+        await call(channel, "Submit", SubmitRequest("raw", make_task("slow")))
+        await asyncio.sleep(0.01)  # the wire's window fills
+        stream.cancel()
+        await eventually(lambda: flood.closed)
+
+
+async def test_attaching_again_under_the_same_name_ends_what_the_first_stream_asked_for():
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        first = attach(channel, "raw")
+        await first.read()
+        await call(channel, "Submit", SubmitRequest("raw", make_task("old")))
+        await eventually(lambda: worker.engine.running == {"old"})
+        second = attach(channel, "raw")
+        await second.read()
+        await eventually(lambda: worker.engine.aborted == ["old"])
+        await call(channel, "Submit", SubmitRequest("raw", make_task("new", max_tokens=1)))
+        await eventually(lambda: worker.engine.running == {"new"})
+        first.cancel()  # the old stream's end must not take the new session along
+        await worker.client.status()
+        worker.engine.step()
+        [delta] = (await second.read()).deltas
+        assert (delta.request_id, delta.finished) == ("new", True)
+
+
+# --- broken connections
+
+
+async def test_a_cut_wire_is_told_to_every_open_stream_and_the_client_comes_back_by_itself():
+    async with serving() as worker, Proxy(worker.host.address) as proxy, connected(proxy.address, "far") as far:
+        remote = Worker(worker.engine, worker.host, far)
+        open_streams = [asyncio.create_task(remote.tokens(make_task(name))) for name in ("a", "b")]
+        await eventually(lambda: worker.engine.running == {"a", "b"})
+        proxy.cut()
+        for stream in open_streams:
+            with pytest.raises(WorkerLost, match=proxy.address):
+                await stream
+        assert not far.connected
+        await eventually(lambda: sorted(worker.engine.aborted) == ["a", "b"])
+        await far.wait_connected(5.0)
+        again = asyncio.create_task(remote.tokens(make_task("c", max_tokens=1)))
+        await eventually(lambda: worker.engine.running == {"c"})
+        worker.engine.step()
+        assert len(await again) == 1
+
+
+async def test_a_worker_that_dies_is_lost_to_its_streams_and_to_every_later_call():
+    async with serving() as worker:
+        stream = asyncio.create_task(worker.tokens(make_task()))
+        await eventually(lambda: worker.engine.running)
+        await worker.host.stop()
+        with pytest.raises(WorkerLost):
+            await stream
+        assert worker.engine.closed
+        assert not worker.client.connected
+        with pytest.raises(WorkerLost):
+            await worker.client.status()
+        with pytest.raises(WorkerLost):
+            await worker.tokens(make_task("late"))
+
+
+async def test_a_worker_that_is_not_there_is_lost_after_the_timeout_and_named():
+    client = WorkerClient("127.0.0.1:9", "router")
+    running = asyncio.create_task(client.run())
+    with pytest.raises(WorkerLost, match=r"127\.0\.0\.1:9"):
+        await client.wait_connected(0.01)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    await client.close()
+
+
+async def test_a_task_lost_between_its_acceptance_and_its_first_delta_is_aborted_on_the_worker():
+    async with serving() as worker:
+        stream = asyncio.create_task(worker.tokens(make_task()))
+        await eventually(lambda: worker.engine.running)
+        worker.client._lose("the stream broke and is back already")
+        with pytest.raises(WorkerLost):
+            await stream
+        await eventually(lambda: worker.engine.aborted == ["r"])
+
+
+# --- refusing and failing
+
+
+async def test_a_draining_worker_takes_no_new_task_and_finishes_the_running_ones():
+    async with serving() as worker:
+        stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
+        await eventually(lambda: worker.engine.running)
+        assert await worker.host.drain(0.001) is False
+        assert (await worker.client.status()).draining
+        with pytest.raises(TaskRejected, match="decode-0 is draining"):
+            await worker.tokens(make_task("new"))
+        drained = asyncio.create_task(worker.host.drain(5))
+        await asyncio.sleep(0)
+        worker.engine.step()
+        assert len(await stream) == 1
+        assert await drained is True
+        assert worker.engine.aborted == []
+
+
+async def test_a_rejected_task_is_not_aborted_since_it_never_began():
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        ack = await call(channel, "Submit", SubmitRequest("never-attached", make_task()))
+        assert (ack.accepted, ack.reason) == (False, "attach a stream first")
+        assert worker.engine.calls == []
+
+
+async def test_a_wrong_leg_reaches_the_client_as_an_invalid_task():
+    async with serving(FakeEngine()) as worker:
+        with pytest.raises(InvalidTask, match="decode pool and cannot run a prefill leg"):
+            await worker.tokens(make_task(leg="prefill"))
+        assert worker.engine.aborted == []
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (InvalidTask("too long"), InvalidTask, "^too long$"),
+        (EngineFailed("it is gone"), EngineFailed, "^it is gone$"),
+        (RuntimeError("unforeseen"), EngineFailed, "^RuntimeError: unforeseen$"),
+        (KeyError("x"), EngineFailed, "KeyError"),
+    ],
+)
+async def test_an_error_of_the_engine_reaches_the_client_as_what_it_is(error, kind, message):
+    engine = FakeEngine()
+    engine.error = error
+    async with serving(engine) as worker:
+        with pytest.raises(kind, match=message):
+            await worker.tokens(make_task())
+        engine.error = None
+        assert len(await worker.tokens(make_task("next"))) == 3, "one bad task does not harm the next"
+        assert (await worker.client.status()).tasks == 0
+
+
+async def test_sampling_bytes_that_are_none_fail_their_task_only():
+    async with serving(FakeEngine()) as worker:
+        broken = make_task()
+        broken = type(broken)(request_id="bad", leg="decode", prompt_token_ids=[1], sampling=b"\xc1")
+        with pytest.raises((InvalidTask, EngineFailed)):
+            await worker.tokens(broken)
+        assert len(await worker.tokens(make_task())) == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("body", [b"", b"\xc1garbage", b"\x93\x01\x02\x03", encode({"router_id": 7}), b"\xff" * 5000])
+async def test_garbage_to_any_method_is_answered_with_an_error_and_harms_nothing(method, body):
+    async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
+        path = f"/{SERVICE}/{method}"
+        accepted_anything = method in ("Describe", "Status", "ResetPrefixCache") and body == encode({"router_id": 7})
+        if method == "Attach":
+            answer = anext(aiter(channel.unary_stream(path)(body, timeout=5)))
+        else:
+            answer = channel.unary_unary(path)(body, timeout=5)
+        if accepted_anything:
+            await answer
+        else:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await answer
+        assert len(await worker.tokens(make_task())) == 3
+
+
+async def test_a_method_that_does_not_exist_is_an_error():
+    async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary(f"/{SERVICE}/Nonsense")(b"", timeout=5)
+
+
+class Babbler:
+    """A worker of another version: attaches properly, then says what nobody understands."""
+
+    async def __aenter__(self) -> str:
+        self.server = grpc.aio.server()
+
+        async def stream(request, context):
+            yield encode(StepBatch([]))
+            yield b"\xc1"
+            yield encode(StepBatch([TokenDelta(request_id="r")]))
+
+        async def unary(request, context):
+            return b"\xc1"
+
+        handlers = {name: grpc.unary_unary_rpc_method_handler(unary) for name in METHODS}
+        handlers["Attach"] = grpc.unary_stream_rpc_method_handler(stream)
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        return f"127.0.0.1:{port}"
+
+    async def __aexit__(self, *args: object) -> None:
+        await self.server.stop(grace=None)
+
+
+async def test_answers_that_make_no_sense_lose_the_worker_and_do_not_end_the_router():
+    async with Babbler() as address:
+        client = WorkerClient(address, "router")
+        running = asyncio.create_task(client.run())
+        await client.wait_connected(5)
+        with pytest.raises(WorkerLost, match="makes no sense"):
+            await client.status()
+        await eventually(lambda: not client.connected)
+        assert not running.done(), "it keeps trying: the worker may come back in order"
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await client.close()
+
+
+# --- what a worker says about itself
+
+
+async def test_a_worker_describes_itself_and_its_state():
+    engine = FakeEngine()
+    engine.stats.running, engine.stats.waiting, engine.stats.kv_usage = 3, 2, 0.25
+    engine.stats.counters = {"steps_total.decode": 5.0}
+    async with serving(engine) as worker:
+        description = await worker.client.describe()
+        assert (description.worker_id, description.incarnation, description.pool) == ("decode-0", "i1", "decode")
+        assert (description.layout, description.transfer_address) == (LAYOUT, "127.0.0.1:7001")
+        assert (description.num_kv_blocks, description.block_size_tokens) == (100, 32)
+        status = await worker.client.status()
+        assert (status.running, status.waiting, status.kv_blocks_free, status.kv_blocks_total) == (3, 2, 75, 100)
+        assert status.counters == {"steps_total.decode": 5.0}
+        assert await worker.client.reset_prefix_cache() is True
+
+
+async def test_a_failed_engine_shows_on_its_host():
+    async with serving(FakeEngine()) as worker:
+        assert worker.host.engine_failed is False
+        worker.engine.failed = True
+        assert worker.host.engine_failed is True

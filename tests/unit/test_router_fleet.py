@@ -1,0 +1,136 @@
+"""The connected workers: what is reserved on them, how they pair, what is known when they do not answer."""
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from fake_engine import LAYOUT, FakeEngine, eventually
+
+from decode_worker.handler import DecodeHandler
+from engine.errors import WorkerLost
+from engine.host import WorkerHost
+from engine.messages import WorkerDescription, WorkerStatus
+from prefill_worker.handler import PrefillHandler
+from router.fleet import Fleet, PairingRefused, Worker
+
+
+class Client:
+    connected = True
+
+
+def a_worker():
+    description = WorkerDescription(
+        worker_id="d0",
+        incarnation="i",
+        pool="decode",
+        pid=1,
+        host="h",
+        layout=LAYOUT,
+        transfer_address="a",
+        num_kv_blocks=100,
+        block_size_tokens=32,
+        max_model_len_tokens=4096,
+    )
+    return Worker(Client(), description)
+
+
+def test_a_reservation_counts_a_sequence_and_its_prompt_until_the_prompt_is_done():
+    worker = a_worker()
+    with worker.reserve(70) as first, worker.reserve(30):
+        assert (worker.load().running, worker.load().outstanding_prompt_tokens) == (2, 100)
+        first.prompt_done()
+        first.prompt_done()
+        assert (worker.load().running, worker.load().outstanding_prompt_tokens) == (2, 30)
+    assert (worker.load().running, worker.load().outstanding_prompt_tokens) == (0, 0)
+
+
+def test_a_reservation_ends_with_an_exception_too():
+    worker = a_worker()
+    with pytest.raises(RuntimeError), worker.reserve(70):
+        raise RuntimeError
+    assert (worker.load().running, worker.load().outstanding_prompt_tokens) == (0, 0)
+
+
+def test_a_load_is_what_the_worker_last_said_and_what_was_sent_there():
+    worker = a_worker()
+    assert (worker.load().kv_blocks_free, worker.load().kv_blocks_total) == (100, 100)
+    worker.status = WorkerStatus(worker_id="d0", kv_blocks_free=7, draining=True, running=99)
+    load = worker.load()
+    assert (load.kv_blocks_free, load.draining, load.running) == (7, True, 0)
+    worker.client.connected = False
+    assert worker.load().connected is False
+
+
+@contextlib.asynccontextmanager
+async def hosts(**layouts):
+    """Hosts on loopback: pool -> layout."""
+    started = []
+    for pool, layout in layouts.items():
+        engine = FakeEngine(pool)
+
+        async def describe(layout=layout):
+            return layout, "127.0.0.1:7001"
+
+        engine.describe = describe
+        host = WorkerHost(engine, PrefillHandler() if pool == "prefill" else DecodeHandler())
+        await host.start()
+        started.append(host)
+    try:
+        yield started
+    finally:
+        await asyncio.gather(*(host.stop() for host in started))
+
+
+class Done(Exception):
+    """Ends the task group that a fleet lives in."""
+
+
+async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():
+    async with asyncio.timeout(20), hosts(prefill=LAYOUT, decode=LAYOUT) as started:
+        fleet, checked = Fleet("router"), False
+        with contextlib.suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                await fleet.connect([host.address for host in started], group)
+                assert [worker.worker_id for worker in fleet.workers] == ["prefill-0", "decode-0"]
+                assert [worker.worker_id for worker in fleet.pool("decode")] == ["decode-0"]
+                assert fleet.pool("colocated") == []
+                assert fleet.get("prefill-0").pool == "prefill"
+                assert all(worker.status is not None for worker in fleet.workers)
+                await started[1].stop()
+                await eventually(lambda: not fleet.get("decode-0").load().connected)
+                await fleet.refresh()
+                assert fleet.get("decode-0").status is None, "a worker that does not answer has no figures"
+                assert fleet.get("prefill-0").status is not None
+                checked = True
+                raise Done
+        assert checked
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("isa", "vec"), ("block_size_tokens", 16), ("model", "another"), ("engine_version", "1")]
+)
+async def test_workers_that_cannot_exchange_kv_are_refused_with_the_field_that_differs(field, value):
+    other = msgspec.structs.replace(LAYOUT, **{field: value})
+    async with asyncio.timeout(20), hosts(prefill=LAYOUT, decode=other) as started:
+        with pytest.raises(ExceptionGroup) as refused:
+            async with asyncio.TaskGroup() as group:
+                await Fleet("router").connect([host.address for host in started], group)
+        [error] = refused.value.exceptions
+        assert isinstance(error, PairingRefused)
+        for part in ("prefill-0", "decode-0", field, repr(value), repr(getattr(LAYOUT, field))):
+            assert part in str(error)
+
+
+async def test_a_worker_that_cannot_be_reached_is_named(monkeypatch):
+    monkeypatch.setattr("router.fleet.CONNECT_TIMEOUT_S", 0.01)
+    with pytest.raises(ExceptionGroup) as lost:
+        async with asyncio.TaskGroup() as group:
+            await Fleet("router").connect(["127.0.0.1:9"], group)
+    [error] = lost.value.exceptions
+    assert isinstance(error, WorkerLost)
+    assert "127.0.0.1:9" in str(error)

@@ -1,0 +1,407 @@
+"""The way of a request through fake workers: order, hand-offs, reservations, outcomes."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from fake_engine import LAYOUT, TIMING, eventually, make_handoff
+from vllm.sampling_params import SamplingParams
+
+from engine import sampling
+from engine.errors import EngineFailed, InvalidTask, TaskRejected, WorkerLost
+from engine.messages import TokenDelta, WorkerDescription
+from router.fleet import Worker
+from router.metrics import RequestMetrics
+from router.orchestrator import DeadlineExceeded, Orchestrator, SequenceRequest
+from router.policy import NoWorker
+from router.settings import RouterSettings
+
+PROMPT = list(range(70))
+HANDOFF = make_handoff()
+FIRST = TokenDelta(request_id="r", token_ids=[1], finished=True, handoff=HANDOFF, timing=TIMING)
+WHOLE = TokenDelta(request_id="r", token_ids=[1], finished=True, finish_reason="stop", timing=TIMING)
+SECOND = TokenDelta(request_id="r", token_ids=[2])
+LAST = TokenDelta(request_id="r", token_ids=[3], finished=True, finish_reason="length", timing=TIMING)
+FOREVER = "waits until it is closed"
+
+
+class FakeClient:
+    """Plays a script of deltas, exceptions and FOREVER for every task."""
+
+    def __init__(self, log, name, script):
+        self.connected = True
+        self.tasks, self.closed_early, self.script = [], 0, script
+        self._log, self._name = log, name
+
+    async def generate(self, task):
+        self.tasks.append(task)
+        self._log.append(f"{self._name} asked")
+        ended = False
+        try:
+            for step in self.script:
+                await asyncio.sleep(0)
+                if step is FOREVER:
+                    await asyncio.Event().wait()
+                if isinstance(step, Exception):
+                    ended = True
+                    raise step
+                ended = step.finished
+                yield step
+        finally:
+            self.closed_early += not ended
+
+
+class FakeFleet:
+    """Workers by pool, as `router.fleet.Fleet` gives them."""
+
+    def __init__(self, log, scripts):
+        self.workers = []
+        for worker_id, script in scripts.items():
+            description = WorkerDescription(
+                worker_id=worker_id,
+                incarnation="i",
+                pool=worker_id.split("-")[0],
+                pid=1,
+                host="h",
+                layout=LAYOUT,
+                transfer_address="a",
+                num_kv_blocks=100,
+                block_size_tokens=32,
+                max_model_len_tokens=4096,
+            )
+            self.workers.append(Worker(FakeClient(log, worker_id, script), description))
+
+    def pool(self, name):
+        return [worker for worker in self.workers if worker.pool == name]
+
+    def get(self, worker_id):
+        return next(worker for worker in self.workers if worker.worker_id == worker_id)
+
+
+class Bench:
+    """An orchestrator over fake workers, and everything that came out of it."""
+
+    def __init__(self, mode="disaggregated", deadline_s=5.0, min_remote=0, **scripts):
+        self.log, self.emitted, self.released = [], [], []
+        self.stop_at = None
+        names = {"prefill": "prefill-0", "decode": "decode-0", "colocated": "colocated-0"}
+        self.fleet = FakeFleet(self.log, {names.get(name, name): script for name, script in scripts.items()})
+        self.registry = CollectorRegistry()
+        settings = RouterSettings(
+            model_path="m",
+            served_name="m",
+            dtype="bfloat16",
+            max_model_len_tokens=4096,
+            host="h",
+            port=0,
+            mode=mode,
+            request_deadline_s=deadline_s,
+            max_outstanding_requests=10,
+            min_remote_prefill_tokens=min_remote,
+        )
+        metrics = RequestMetrics(self.registry, mode)
+        self.orchestrator = Orchestrator(self.fleet, settings, metrics, self.released.append)
+
+    def emit(self, delta):
+        self.emitted.append(delta)
+        self.log.append(f"emitted {delta.token_ids}")
+        return self.stop_at is not None and self.stop_at in delta.token_ids
+
+    async def run(self, **params):
+        wish = SamplingParams(**{"max_tokens": 3, "temperature": 0.0} | params)
+        request = SequenceRequest("r", PROMPT, wish, reasoning_ended=True, priority=4)
+        await self.orchestrator.run(request, self.emit)
+
+    def client(self, name):
+        return self.fleet.get(f"{name}-0").client
+
+    @property
+    def tokens(self):
+        return [token for delta in self.emitted for token in delta.token_ids]
+
+    def count(self, **labels):
+        return self.registry.get_sample_value("ridgeline_requests_total", labels)
+
+    def assert_idle(self):
+        assert self.orchestrator.in_flight == 0
+        for worker in self.fleet.workers:
+            assert (worker.load().running, worker.load().outstanding_prompt_tokens) == (0, 0)
+
+
+def split(**fields):
+    return Bench(**{"prefill": [FIRST], "decode": [SECOND, LAST]} | fields)
+
+
+# --- the whole way
+
+
+async def test_the_first_token_goes_out_before_decode_is_asked():
+    bench = split()
+    await bench.run()
+    assert bench.log == ["prefill-0 asked", "emitted [1]", "decode-0 asked", "emitted [2]", "emitted [3]"]
+    assert [delta.finished for delta in bench.emitted] == [False, False, True]
+    assert bench.emitted[0].handoff is None, "clients do not see hand-offs"
+    assert bench.count(path="disaggregated", outcome="finished") == 1
+    bench.assert_idle()
+
+
+async def test_each_leg_is_told_what_it_needs():
+    bench = split()
+    await bench.run()
+    [prefill], [decode] = bench.client("prefill").tasks, bench.client("decode").tasks
+    assert (prefill.request_id, prefill.leg, prefill.handoff, prefill.emitted_token_ids) == (
+        "r-prefill",
+        "prefill",
+        None,
+        [],
+    )
+    assert (decode.request_id, decode.leg, decode.handoff, decode.emitted_token_ids) == (
+        "r-decode",
+        "decode",
+        HANDOFF,
+        [1],
+    )
+    for task in (prefill, decode):
+        assert (task.prompt_token_ids, task.first_token) == (PROMPT, "continue")
+        assert (task.reasoning_ended, task.priority) == (True, 4)
+        assert sampling.decode(task.sampling).max_tokens == 3
+
+
+async def test_a_fetched_hand_off_is_not_released_again():
+    bench = split()
+    await bench.run()
+    assert bench.released == []
+
+
+async def test_what_needs_resampling_is_told_to_both_legs_and_counted_with_its_reason():
+    bench = split(prefill=[msgspec.structs.replace(FIRST, token_ids=[])])
+    await bench.run(presence_penalty=0.5)
+    assert bench.client("prefill").tasks[0].first_token == "resample"
+    assert bench.client("decode").tasks[0].first_token == "resample"
+    assert bench.client("decode").tasks[0].emitted_token_ids == []
+    assert bench.tokens == [2, 3]
+    labels = {"mode": "resample", "reason": "presence_penalty"}
+    assert bench.registry.get_sample_value("ridgeline_first_token_total", labels) == 1
+
+
+async def test_an_answer_of_one_token_never_touches_decode():
+    bench = split(prefill=[WHOLE])
+    await bench.run()
+    assert bench.emitted == [WHOLE]
+    assert bench.client("decode").tasks == []
+    assert bench.released == []
+    assert bench.count(path="disaggregated", outcome="finished") == 1
+    bench.assert_idle()
+
+
+async def test_a_colocated_replica_does_it_all():
+    bench = Bench("colocated", colocated=[SECOND, LAST], prefill=[FIRST], decode=[LAST])
+    await bench.run()
+    assert bench.log == ["colocated-0 asked", "emitted [2]", "emitted [3]"]
+    [task] = bench.client("colocated").tasks
+    assert (task.leg, task.handoff, task.recompute_reason) == ("decode", None, "")
+    assert bench.count(path="local", outcome="finished") == 1
+    bench.assert_idle()
+
+
+async def test_a_short_prompt_is_computed_on_decode_which_is_told_why():
+    bench = split(min_remote=71)
+    await bench.run()
+    assert bench.client("prefill").tasks == []
+    [task] = bench.client("decode").tasks
+    assert (task.handoff, task.recompute_reason) == (None, "short_prompt")
+    assert bench.count(path="ineligible", outcome="finished") == 1
+    bench.assert_idle()
+
+
+async def test_a_prompt_at_the_limit_is_prefilled_remotely():
+    bench = split(min_remote=70)
+    await bench.run()
+    assert len(bench.client("prefill").tasks) == 1
+
+
+# --- what is reserved meanwhile
+
+
+async def test_the_prompt_counts_on_prefill_and_the_sequence_on_decode_from_the_start():
+    bench = split(prefill=[FOREVER])
+    running = asyncio.create_task(bench.run())
+    await eventually(lambda: bench.client("prefill").tasks)
+    prefill, decode = bench.fleet.get("prefill-0").load(), bench.fleet.get("decode-0").load()
+    assert (prefill.running, prefill.outstanding_prompt_tokens) == (1, 70)
+    assert (decode.running, decode.outstanding_prompt_tokens) == (1, 0)
+    assert bench.orchestrator.in_flight == 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    bench.assert_idle()
+
+
+async def test_prefill_is_free_again_while_decode_goes_on():
+    bench = split(decode=[SECOND, FOREVER])
+    running = asyncio.create_task(bench.run())
+    await eventually(lambda: bench.tokens == [1, 2])
+    assert bench.fleet.get("prefill-0").load().running == 0
+    assert bench.fleet.get("decode-0").load().running == 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize(("script", "outstanding"), [([FOREVER], 70), ([SECOND, FOREVER], 0)])
+async def test_a_replicas_prompt_counts_until_its_first_token(script, outstanding):
+    bench = Bench("colocated", colocated=script)
+    running = asyncio.create_task(bench.run())
+    await eventually(lambda: bench.client("colocated").tasks)
+    await eventually(lambda: len(bench.emitted) == len(script) - 1)
+    load = bench.fleet.get("colocated-0").load()
+    assert (load.running, load.outstanding_prompt_tokens) == (1, outstanding)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    bench.assert_idle()
+
+
+async def test_requests_at_a_time_spread_over_the_workers():
+    bench = Bench(**{"prefill-0": [FIRST], "decode-0": [FOREVER], "decode-1": [FOREVER]})
+    running = [asyncio.create_task(bench.run()) for _ in range(4)]
+    decoders = bench.fleet.pool("decode")
+    await eventually(lambda: sum(len(worker.client.tasks) for worker in decoders) == 4)
+    assert [worker.load().running for worker in decoders] == [2, 2]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    bench.assert_idle()
+
+
+# --- ends between and in the legs
+
+
+async def test_a_stop_string_in_the_first_token_releases_the_hand_off_without_decode():
+    bench = split()
+    bench.stop_at = 1
+    await bench.run()
+    assert bench.released == [HANDOFF]
+    assert bench.client("decode").tasks == []
+    assert bench.count(path="disaggregated", outcome="finished") == 1
+    bench.assert_idle()
+
+
+async def test_a_stop_string_in_a_later_token_aborts_decode_and_releases_nothing():
+    bench = split(decode=[SECOND, FOREVER])
+    bench.stop_at = 2
+    await bench.run()
+    assert bench.client("decode").closed_early == 1
+    assert bench.released == [], "decode has fetched and released it"
+    assert bench.count(path="disaggregated", outcome="finished") == 1
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("scripts", "released"),
+    [
+        ({"prefill": [FOREVER]}, []),
+        ({"decode": [FOREVER]}, [HANDOFF]),
+        ({"decode": [SECOND, FOREVER]}, None),
+    ],
+    ids=["while prefilling", "before decode's first token", "while decoding"],
+)
+async def test_a_client_that_leaves_aborts_the_leg_that_runs_and_frees_the_hand_off(scripts, released):
+    bench = split(**scripts)
+    running = asyncio.create_task(bench.run())
+    leg = "prefill" if "prefill" in scripts else "decode"
+    await eventually(lambda: bench.client(leg).tasks)
+    await asyncio.sleep(0.005)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert bench.client(leg).closed_early == 1
+    if released is not None:  # once decode has produced a token, the fetch has released it; again does no harm
+        assert bench.released == released
+    assert bench.count(path="disaggregated", outcome="cancelled") == 1
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerLost("gone"), EngineFailed("dead"), TaskRejected("draining"), InvalidTask("no")]
+)
+async def test_a_failure_of_decode_before_its_first_token_frees_the_hand_off(error):
+    bench = split(decode=[error])
+    with pytest.raises(type(error), match=str(error)):
+        await bench.run()
+    assert bench.released == [HANDOFF]
+    assert bench.tokens == [1]
+    assert bench.count(path="disaggregated", outcome="failed") == 1
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("error", [WorkerLost("gone"), EngineFailed("dead"), InvalidTask("no")])
+async def test_a_failure_of_prefill_emits_nothing_and_asks_no_decode(error):
+    bench = split(prefill=[error])
+    with pytest.raises(type(error), match=str(error)):
+        await bench.run()
+    assert bench.log == ["prefill-0 asked"]
+    assert bench.released == []
+    assert bench.count(path="disaggregated", outcome="failed") == 1
+    bench.assert_idle()
+
+
+async def test_an_emit_that_fails_between_the_legs_frees_the_hand_off():
+    bench = split()
+
+    def emit(delta):
+        raise RuntimeError("no listener")
+
+    bench.emit = emit
+    with pytest.raises(RuntimeError, match="no listener"):
+        await bench.run()
+    assert bench.released == [HANDOFF]
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("scripts", "released"),
+    [({"prefill": [FOREVER]}, []), ({"decode": [FOREVER]}, [HANDOFF])],
+    ids=["prefill", "decode"],
+)
+async def test_a_request_past_its_deadline_fails_naming_the_setting_and_leaves_nothing_behind(scripts, released):
+    bench = split(deadline_s=0.01, **scripts)
+    with pytest.raises(DeadlineExceeded, match=r"router\.request_deadline_s"):
+        await bench.run()
+    assert bench.released == released
+    assert bench.client(next(iter(scripts))).closed_early == 1
+    assert bench.count(path="disaggregated", outcome="failed") == 1
+    bench.assert_idle()
+
+
+async def test_without_a_usable_decode_worker_no_prefill_is_wasted():
+    bench = split()
+    bench.client("decode").connected = False
+    with pytest.raises(NoWorker):
+        await bench.run()
+    assert bench.log == []
+    bench.assert_idle()
+
+
+async def test_without_a_usable_prefill_worker_the_request_fails_and_decode_is_free_again():
+    bench = split()
+    bench.client("prefill").connected = False
+    with pytest.raises(NoWorker):
+        await bench.run()
+    assert bench.count(path="disaggregated", outcome="failed") == 1
+    bench.assert_idle()
+
+
+async def test_every_request_has_exactly_one_outcome():
+    bench = split()
+    for _ in range(5):
+        await bench.run()
+    bench.client("decode").script = [EngineFailed("dead")]
+    with pytest.raises(EngineFailed):
+        await bench.run()
+    assert bench.count(path="disaggregated", outcome="finished") == 5
+    assert bench.count(path="disaggregated", outcome="failed") == 1
+    assert bench.count(path="disaggregated", outcome="cancelled") is None
