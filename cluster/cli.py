@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 
 from cluster import doctor as doctor_checks
 from cluster.config import ConfigError, LoadedConfig, Mode, explain, load_config
@@ -45,7 +46,7 @@ def main() -> None:
 def fail(sentences: list[str], status: int = 1) -> None:
     """Print what is wrong, one sentence a line, and end."""
     for sentence in sentences:
-        errors.print(f"[red]error:[/] {sentence}", highlight=False)
+        errors.print("[red]error:[/]", escape(sentence), highlight=False)
     raise typer.Exit(status)
 
 

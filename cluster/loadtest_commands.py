@@ -15,6 +15,8 @@ from loadtest.compare import compare
 from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.replay import run_replay
 from loadtest.replay_output import report_replay
+from loadtest.trace_readers import load_trace
+from loadtest.trace_shape import shape_trace
 
 
 async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:
@@ -25,6 +27,7 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
 
 async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console) -> None:
     """Run both modes on the same cores in alternation and write the comparison. Raises LoadTestError and `serve`'s."""
+    shape_trace(load_trace(plan.trace), plan)  # a wrong trace is told before anything starts
     modes: tuple[Mode, ...] = ("colocated", "disaggregated")
     for mode in modes:
         refuse_unfit_machine(config.model_copy(update={"mode": mode}))

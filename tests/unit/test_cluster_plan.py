@@ -1,0 +1,120 @@
+"""What will run where: cores, and the settings made from the one configuration."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+import fake_engine  # noqa: F401 - imports vLLM quietly
+
+from cluster import plan as plan_module
+from cluster.actors import NodePlace
+from cluster.config import PoolConfig, load_config
+from cluster.plan import PlacementError, PlannedWorker, assign_cores, make_plan
+
+
+def a_worker(name="prefill-0", cores=1, gpus=0):
+    settings = PoolConfig(
+        workers=1, cores_per_worker=cores, gpus_per_worker=gpus, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    return PlannedWorker(name, name.split("-")[0], settings)
+
+
+def a_place(node="n1", cores=(0, 1, 2, 3)):
+    return NodePlace(node_id=node, host=f"host-{node}", cores=tuple(cores), pid=1)
+
+
+@given(
+    wanted=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["n1", "n2"])), min_size=1, max_size=6),
+    cores=st.lists(st.integers(0, 63), min_size=18, max_size=18, unique=True),
+)
+@settings(max_examples=50, deadline=None)
+def test_workers_of_one_node_get_disjoint_cores_of_that_node(wanted, cores):
+    workers = tuple(a_worker(f"decode-{index}", count) for index, (count, _) in enumerate(wanted))
+    assigned = assign_cores(workers, [a_place(node, cores) for _, node in wanted])
+    assert [len(mine) for mine in assigned] == [count for count, _ in wanted]
+    for node in ("n1", "n2"):
+        taken = [core for mine, (_, place) in zip(assigned, wanted, strict=True) if place == node for core in mine]
+        assert len(taken) == len(set(taken))
+        assert set(taken) <= set(cores)
+
+
+def test_the_same_core_numbers_on_another_node_are_other_cores():
+    workers = (a_worker("prefill-0", 2), a_worker("decode-0", 2))
+    assert assign_cores(workers, [a_place("n1", (4, 5)), a_place("n2", (4, 5))]) == [(4, 5), (4, 5)]
+
+
+def test_a_gpu_worker_takes_no_cores_away():
+    workers = (a_worker("prefill-0", 2, gpus=1), a_worker("decode-0", 2))
+    assert assign_cores(workers, [a_place(cores=(0, 1)), a_place(cores=(0, 1))]) == [(), (0, 1)]
+
+
+def test_too_few_cores_is_a_sentence_that_names_worker_node_numbers_and_fix():
+    workers = (a_worker("prefill-0", 3), a_worker("decode-0", 2))
+    with pytest.raises(PlacementError) as refused:
+        assign_cores(workers, [a_place(), a_place()])
+    assert str(refused.value) == (
+        "decode-0 needs 2 cores of its own on host-n1 and 1 are left: lower pools.decode.workers or cores_per_worker, "
+        "or add a machine"
+    )
+
+
+@pytest.fixture
+def planned(monkeypatch, tmp_path):
+    """A plan made without a model: {setting: value} on top of the defaults."""
+    monkeypatch.setattr(plan_module, "prepare_model", lambda path: tmp_path)
+    return lambda **settings: make_plan(
+        load_config(None, {k.replace("__", "."): v for k, v in settings.items()}).config
+    )
+
+
+def test_every_worker_of_the_mode_is_planned_and_no_other(planned):
+    split = planned(pools__prefill__workers="2")
+    assert [worker.worker_id for worker in split.workers] == ["prefill-0", "prefill-1", "decode-0"]
+    whole = planned(mode="colocated")
+    assert [worker.worker_id for worker in whole.workers] == ["colocated-0", "colocated-1"]
+    assert {worker.pool for worker in whole.workers} == {"colocated"}
+
+
+def test_an_engine_gets_its_own_pools_limits_and_the_shared_ones(planned, tmp_path):
+    plan = planned(
+        pools__prefill__max_num_batched_tokens="1000",
+        pools__decode__kv_cache_bytes="64 MiB",
+        model__max_model_len_tokens="512",
+        model__dtype="float32",
+        transfer__lease_s="7",
+    )
+    prefill, decode = (plan.engine_config(worker, "10.0.0.1") for worker in plan.workers)
+    assert (prefill.worker_id, prefill.pool, prefill.max_num_batched_tokens) == ("prefill-0", "prefill", 1000)
+    assert (decode.worker_id, decode.pool, decode.kv_cache_bytes) == ("decode-0", "decode", 64 * 1024**2)
+    for engine in (prefill, decode):
+        assert (engine.max_model_len_tokens, engine.block_size_tokens, engine.dtype) == (512, 32, "float32")
+        assert (engine.lease_s, engine.host, engine.model_path) == (7.0, "10.0.0.1", str(tmp_path))
+        assert (engine.on_cpu, engine.enforce_eager, engine.tensor_parallel_size) == (True, True, 1)
+
+
+def test_a_configured_transfer_interface_beats_the_nodes_address(planned):
+    plan = planned(transfer__host="192.168.0.9")
+    assert plan.engine_config(plan.workers[0], "10.0.0.1").host == "192.168.0.9"
+
+
+def test_each_start_of_a_worker_is_another_incarnation(planned):
+    plan = planned()
+    starts = {plan.engine_config(plan.workers[0], "h").incarnation for _ in range(5)}
+    assert len(starts) == 5
+
+
+def test_the_router_is_told_its_limits_and_the_name_clients_use(planned):
+    router = planned(
+        model__served_name="mine",
+        server__port="1234",
+        router__min_remote_prefill_tokens="99",
+        router__max_outstanding_requests="5",
+        router__request_deadline_s="8",
+    ).router_settings()
+    assert (router.served_name, router.port, router.mode) == ("mine", 1234, "disaggregated")
+    assert (router.min_remote_prefill_tokens, router.max_outstanding_requests, router.request_deadline_s) == (99, 5, 8)
+    assert planned().router_settings().served_name == "smollm2-135m"
