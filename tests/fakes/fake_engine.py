@@ -156,10 +156,11 @@ class FakeEngine:
         """Requests that wait for a step."""
         return set(self._waiting)
 
-    def step(self) -> None:
-        """One engine step: wakes every request in this turn of the loop, as vLLM's output handler does."""
-        for steps in self._waiting.values():
-            steps.release()
+    def step(self, *only: str) -> None:
+        """One engine step: wakes every request in this turn of the loop, as vLLM's output handler does; or some."""
+        for request_id, steps in self._waiting.items():
+            if not only or request_id in only:
+                steps.release()
 
     async def describe(self) -> tuple[KvLayout, str]:
         return LAYOUT, "127.0.0.1:7001"

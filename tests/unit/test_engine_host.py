@@ -152,6 +152,21 @@ async def test_all_deltas_of_one_engine_step_arrive_in_one_batch():
             assert sorted(delta.request_id for delta in batch.deltas) == sorted(names)
 
 
+async def test_a_step_that_vllm_hands_out_in_portions_is_still_one_batch():
+    engine = FakeEngine(stepping="manual")
+    async with serving(engine) as worker, raw_channel(worker.host.address) as channel:
+        stream = attach(channel, "raw")
+        await stream.read()
+        names = [f"r{number}" for number in range(6)]
+        for name in names:
+            await call(channel, "Submit", SubmitRequest("raw", make_task(name)))
+        await eventually(lambda: engine.running == set(names))
+        for portion in (names[:2], names[2:4], names[4:]):  # vLLM lets the loop turn after every 128 outputs
+            engine.step(*portion)
+            await asyncio.sleep(0)
+        assert sorted(delta.request_id for delta in (await stream.read()).deltas) == names
+
+
 async def test_each_router_gets_only_its_own_deltas():
     async with serving() as worker, connected(worker.host.address, "other") as other:
         mine = asyncio.create_task(worker.tokens(make_task("r", prompt_token_ids=[1], max_tokens=2)))
