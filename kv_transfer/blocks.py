@@ -1,43 +1,51 @@
 """One engine's paged KV cache as bytes: layers, each of numbered blocks, each block one contiguous run of bytes.
 
-The transports' only view of the engine's memory. It copies nothing until asked and never looks inside a block: on CPUs
-the bytes inside are packed for the instruction set, so only whole blocks mean anything. Reads and writes may come from
-any thread; that nobody uses a block at the same time is what leases (source) and reserved blocks (target) ensure.
+The transports' only view of the engine's memory, on a CPU (`block_memory`) or a GPU (`device_memory`). It copies
+nothing until asked and never looks inside a block: on CPUs the bytes inside are packed for the instruction set, so only
+whole blocks mean anything. Reads and writes may come from any thread; that nobody uses a block at the same time is what
+leases (source) and reserved blocks (target) ensure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-ByteMatrix: TypeAlias = npt.NDArray[np.uint8]
-"""uint8 [num_blocks, block_bytes], a view into the cache."""
+from kv_transfer.block_memory import BlockMemory, ByteMatrix, HostMemory
+from kv_transfer.device_memory import DeviceMemory
 
 
 class BlockPool:
-    """The blocks of one engine. `layers[i]` is uint8 [num_blocks, block_bytes], sharing the engine's memory."""
+    """The blocks of one engine, checked access to them, and how many there are."""
 
-    def __init__(self, layers: Sequence[ByteMatrix]) -> None:
-        if not layers:
+    def __init__(self, layers: BlockMemory | Sequence[ByteMatrix]) -> None:
+        """Byte matrices are views into host memory."""
+        self._memory = layers if isinstance(layers, BlockMemory) else HostMemory(layers)
+        shapes = self._memory.shapes
+        if not shapes:
             raise ValueError("a block pool needs at least one layer")
-        if len({layer.shape for layer in layers}) != 1:
-            raise ValueError(f"all layers must have the same shape, not {sorted({layer.shape for layer in layers})}")
-        self._layers = tuple(layers)
-        self.num_layers = len(self._layers)
-        self.num_blocks, self.block_bytes = self._layers[0].shape
+        if len(set(shapes)) != 1:
+            raise ValueError(f"all layers must have the same shape, not {sorted(set(shapes))}")
+        self.num_layers = len(shapes)
+        self.num_blocks, self.block_bytes = shapes[0]
 
     @classmethod
     def from_layer_tensors(cls, layers: Sequence[torch.Tensor]) -> BlockPool:
-        """View each layer's tensor [num_blocks, ...] as bytes, without copying.
+        """View each layer's tensor [num_blocks, ...] as bytes where it lies, without copying.
 
         A layer may be a strided view into storage shared by all layers, as long as each of its blocks is one run of
-        bytes; which of the inner dimensions comes first in memory does not matter.
+        bytes; which of the inner dimensions comes first in memory does not matter. ValueError if it is not, or if a
+        layer is neither in host memory nor on a CUDA device.
         """
-        return cls([_byte_matrix(index, tensor) for index, tensor in enumerate(layers)])
+        rows = [byte_rows(index, tensor) for index, tensor in enumerate(layers)]
+        kinds = {tensor.device.type for tensor in rows}
+        if kinds <= {"cpu"}:
+            return cls([tensor.numpy() for tensor in rows])
+        if kinds == {"cuda"}:
+            return cls(DeviceMemory(rows))
+        raise ValueError(f"layers are on {sorted(kinds)}: blocks must all be in host memory or all on a CUDA device")
 
     def check_block_ids(self, block_ids: Sequence[int]) -> None:
         """Raise ValueError unless every id names a block; negative ids do not count from the end."""
@@ -45,39 +53,47 @@ class BlockPool:
             bad = [block_id for block_id in block_ids if not 0 <= block_id < self.num_blocks]
             raise ValueError(f"block ids {bad[:5]} are outside the pool's {self.num_blocks} blocks")
 
+    def commit(self) -> None:
+        """Make every page of the cache real, so that no transfer pays for that. What it holds does not change.
+
+        Only while nobody else writes to it.
+        """
+        self._memory.commit()
+
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """The blocks' bytes in the order asked for, as views: valid only while the blocks are pinned."""
+        """The blocks' bytes in the order asked for: valid while the blocks are pinned, until this thread's next call.
+
+        In host memory they are views of the blocks, from a GPU a copy in a buffer that each thread reuses.
+        """
         self.check_block_ids(block_ids)
-        rows = self._layers[layer]
-        return [memoryview(rows[block_id]) for block_id in block_ids]
+        return self._memory.read(layer, block_ids)
 
     def write(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
-        """Copy `payload`, the bytes of these blocks in order, into the pool; touches nothing else."""
+        """Copy `payload`, the bytes of these distinct blocks in order, into the pool; touches nothing else.
+
+        Returns when the bytes are there, on a GPU too.
+        """
         self.check_block_ids(block_ids)
         if payload.nbytes != len(block_ids) * self.block_bytes:
             raise ValueError(f"{payload.nbytes} bytes do not fill {len(block_ids)} blocks of {self.block_bytes}")
         source = np.frombuffer(payload, dtype=np.uint8).reshape(len(block_ids), self.block_bytes)
-        self._layers[layer][list(block_ids)] = source
+        self._memory.write(layer, block_ids, source)
 
 
-def _byte_matrix(index: int, tensor: torch.Tensor) -> ByteMatrix:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"layer {index} is on {tensor.device}: this pool reads blocks in host memory only")
+def byte_rows(index: int, tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [num_blocks, block_bytes] on the memory of layer `index`."""
     if tensor.dim() < 2:
         raise ValueError(f"layer {index} has shape {tuple(tensor.shape)}: expected [num_blocks, ...]")
     _require_contiguous_blocks(index, tensor)
     item_bytes = tensor.element_size()
     num_blocks = tensor.shape[0]
     block_bytes = tensor[0].numel() * item_bytes
-    view = torch.empty(0, dtype=torch.uint8)
-    view.set_(
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
         tensor.untyped_storage(),
         tensor.storage_offset() * item_bytes,
         (num_blocks, block_bytes),
         (tensor.stride(0) * item_bytes, 1),
     )
-    matrix: ByteMatrix = view.numpy()
-    return matrix
 
 
 def _require_contiguous_blocks(index: int, tensor: torch.Tensor) -> None:

@@ -70,6 +70,7 @@ class TransferService:
 
     def start(self) -> None:
         """Bind and begin; returns once peers can connect. Raises OSError if the port is taken."""
+        self._pool.commit()
         self._source.start()
         self._thread.start()
 

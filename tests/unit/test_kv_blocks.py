@@ -1,5 +1,8 @@
 """The byte view of a paged cache."""
 
+import mmap
+import resource
+
 import numpy as np
 import pytest
 import torch
@@ -82,3 +85,31 @@ def test_ids_outside_the_pool_are_refused(block_ids):
 def test_a_payload_of_the_wrong_size_is_refused():
     with pytest.raises(ValueError, match="do not fill"):
         BlockPool([np.zeros((5, 8), np.uint8)]).write(0, [1, 2], memoryview(bytes(15)))
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC"])
+def test_committing_keeps_what_the_cache_holds(order):
+    layers = layers_in_one_storage(order)
+    before = [layer.clone() for layer in layers]
+    BlockPool.from_layer_tensors(layers).commit()
+    assert all(torch.equal(seen, was) for seen, was in zip(layers, before, strict=True))
+
+
+def minor_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_after_committing_a_lazily_allocated_cache_writes_cause_no_page_faults():
+    pages = 2000
+    with mmap.mmap(-1, (pages + 2) * mmap.PAGESIZE) as memory:
+        cache = np.frombuffer(memory, np.uint8)[123 : 123 + pages * mmap.PAGESIZE]  # blocks that begin within pages
+        pool = BlockPool([cache.reshape(pages // 4, -1)])
+        payload = memoryview(b"x" * cache.nbytes)
+        before = minor_faults()
+        pool.commit()
+        committed = minor_faults()
+        pool.write(0, range(pool.num_blocks), payload)
+        written = minor_faults()
+        del cache, pool
+    assert committed - before >= pages
+    assert written - committed < pages / 20

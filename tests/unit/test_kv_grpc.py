@@ -80,12 +80,13 @@ async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
 
     source.server.frames = slowly
     fetcher = GrpcKvFetcher(LAYOUT, fetch_deadline_s=5.0)
-    target = BlockPool([np.zeros((8, 32), np.uint8) for _ in range(4)])
+    layers = [np.zeros((8, 32), np.uint8) for _ in range(4)]
+    target = BlockPool(layers)
     fetches = [fetcher.fetch(published(source, f"r{n}"), 0, [2 * n, 2 * n + 1], target) for n in range(4)]
     receipts = await asyncio.gather(*fetches)
     await fetcher.close()
     assert {receipt.outcome for receipt in receipts} == {"ok"}, receipts
-    assert all((layer == index).all() for index, layer in enumerate(target._layers))
+    assert all((layer == index).all() for index, layer in enumerate(layers))
 
 
 async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool):
