@@ -16,9 +16,9 @@ from router.settings import PoolHardware
 
 _GPU_NAMES = (
     ("H200", "h200-sxm"),
-    ("H100 PCIe", "h100-pcie"),
+    ("H100 PCIE", "h100-pcie"),
     ("H100", "h100-sxm"),
-    ("A100-PCI", "a100-pcie"),
+    ("A100 PCIE", "a100-pcie"),
     ("A100", "a100-sxm"),
     ("B200", "b200-sxm"),
     ("L40S", "l40s"),
@@ -49,7 +49,8 @@ def local_gpu() -> Hardware:
         name = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise UnknownHardware(f"nvidia-smi does not name a GPU on this node ({error}): install the driver") from error
-    for part, known in _GPU_NAMES:
-        if part in name:
+    words = name.upper().replace("-", " ").split()
+    for known_words, known in _GPU_NAMES:
+        if set(known_words.split()) <= set(words):
             return hardware_by_name(known)
     raise UnknownHardware(f"no peak FLOP/s and bandwidth are known for {name!r}: add it to roofline/hardware.py")

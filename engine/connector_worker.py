@@ -14,8 +14,12 @@ from engine.connector_messages import CounterStats, Endpoint, FetchReceipts, Ste
 from kv_transfer.handoff import KvLayout
 from kv_transfer.service import TransferService
 
-IDLE_WAIT_S = 0.002
-"""How long a step without work waits for a transfer to end, instead of spinning at 1 kHz against the copy."""
+IDLE_WAIT_S = 0.02
+"""How long a step without work waits for a transfer to end.
+
+vLLM would spin at 1 kHz instead and send statistics to the front end every time: on a small machine that is the CPU
+time the copy needs. The end of a transfer wakes it at once; a new request may wait this long.
+"""
 
 
 class WorkerSide:

@@ -26,6 +26,7 @@ from engine.messages import (
     WorkerDescription,
     WorkerStatus,
 )
+from kv_transfer.handoff import KvHandoff
 
 SERVICE = "ridgeline.Worker"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -42,6 +43,8 @@ OPTIONS = [
 ]
 
 T = TypeVar("T")
+OnUnclaimed = Callable[[KvHandoff], None]
+"""Called with a hand-off whose request has been given up: nobody else will release it before its lease ends."""
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -57,9 +60,10 @@ class WorkerClient:
     the stream breaks, every open `generate` raises WorkerLost, and the worker aborts what this router had asked for.
     """
 
-    def __init__(self, address: str, router_id: str) -> None:
+    def __init__(self, address: str, router_id: str, on_unclaimed: OnUnclaimed = lambda _: None) -> None:
         self.address = address
         self._router_id = router_id
+        self._on_unclaimed = on_unclaimed
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._streams: dict[str, asyncio.Queue[TokenDelta | WorkerLost]] = {}
         self._attached = asyncio.Event()
@@ -121,6 +125,8 @@ class WorkerClient:
             self._streams.pop(task.request_id, None)
             if not finished:
                 self._aborts.put_nowait(task.request_id)
+            while not deltas.empty():
+                self._unclaimed(deltas.get_nowait())
 
     async def close(self) -> None:
         """Close the channel; call after `run` has been cancelled."""
@@ -151,8 +157,14 @@ class WorkerClient:
                     stream = self._streams.get(delta.request_id)
                     if stream is not None:
                         stream.put_nowait(delta)
+                    else:
+                        self._unclaimed(delta)
         finally:
             call.cancel()
+
+    def _unclaimed(self, delta: TokenDelta | WorkerLost) -> None:
+        if isinstance(delta, TokenDelta) and delta.handoff is not None:
+            self._on_unclaimed(delta.handoff)
 
     def _lose(self, reason: str) -> None:
         self._attached.clear()

@@ -164,6 +164,8 @@ class WorkerHost:
         if self._draining:
             return Ack(accepted=False, reason=f"worker {self._engine.config.worker_id} is draining")
         request_id = request.task.request_id
+        if request_id in session.tasks:
+            return Ack(accepted=False, reason=f"request {request_id} is running already")
         task = asyncio.create_task(self._run(session, request.task), name=request_id)
         session.tasks[request_id] = task
         task.add_done_callback(lambda _: session.tasks.pop(request_id, None))

@@ -18,7 +18,7 @@ from kv_transfer.blocks import BlockPool
 from kv_transfer.handoff import KvLayout, explain_mismatch
 from kv_transfer.lease import LeaseTable
 
-PUBLISH_WAIT_S: Final = 5.0
+PUBLISH_WAIT_S: Final = 1.0
 """How long a fetch may wait for a hand-off that is announced but not yet published."""
 _WAIT_SLICE_S: Final = 0.25
 

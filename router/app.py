@@ -51,8 +51,8 @@ class Router:
         self._client = RouterEngineClient(
             _frontend_config(self._args), settings.max_outstanding_requests, self._metrics
         )
-        self._fleet = Fleet(router_id=secrets.token_hex(8))
         self._releaser = HandoffReleaser()
+        self._fleet = Fleet(router_id=secrets.token_hex(8), on_unclaimed=self._releaser.release)
         self._orchestrator = Orchestrator(self._fleet, settings, self._metrics, self._releaser.release)
         REGISTRY.register(
             WorkerCollector(lambda: self._fleet.workers, lambda: self._hardware, lambda: self._orchestrator.in_flight)

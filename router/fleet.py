@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.data_plane import WorkerClient
+from engine.data_plane import OnUnclaimed, WorkerClient
 from engine.errors import WorkerLost
 from engine.messages import Pool, WorkerDescription, WorkerStatus
 from kv_transfer.handoff import explain_mismatch
@@ -86,8 +86,9 @@ class PromptReservation:
 class Fleet:
     """All workers by pool."""
 
-    def __init__(self, router_id: str) -> None:
+    def __init__(self, router_id: str, on_unclaimed: OnUnclaimed = lambda _: None) -> None:
         self._router_id = router_id
+        self._on_unclaimed = on_unclaimed
         self._workers: dict[str, Worker] = {}
 
     @property
@@ -101,7 +102,7 @@ class Fleet:
         Raises WorkerLost or PairingRefused.
         """
         for address in addresses:
-            client = WorkerClient(address, self._router_id)
+            client = WorkerClient(address, self._router_id, self._on_unclaimed)
             group.create_task(client.run(), name=f"client-{address}")
             await client.wait_connected(CONNECT_TIMEOUT_S)
             worker = Worker(client, await client.describe())

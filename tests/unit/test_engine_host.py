@@ -472,3 +472,13 @@ async def test_a_failed_engine_shows_on_its_host():
         assert worker.host.engine_failed is False
         worker.engine.failed = True
         assert worker.host.engine_failed is True
+
+
+async def test_a_handoff_that_nobody_claims_any_more_is_given_to_the_owner_for_release():
+    unclaimed = []
+    client = WorkerClient("127.0.0.1:9", "router", unclaimed.append)
+    offered = make_handoff("h", 3)
+    client._unclaimed(TokenDelta(request_id="gone", finished=True, handoff=offered))
+    client._unclaimed(TokenDelta(request_id="gone", finished=True))
+    await client.close()
+    assert unclaimed == [offered]
