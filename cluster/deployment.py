@@ -88,6 +88,8 @@ async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[None]:
                 resources=resources,
                 object_store_memory=config.ray.object_store_bytes,
                 include_dashboard=False,
+                # Ray runs workers at niceness 15, where any other process on the machine delays a token or a KV frame.
+                _system_config={"worker_niceness": 0},
                 **common,
             )
         else:

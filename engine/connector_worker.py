@@ -5,13 +5,14 @@ Runs in the process that holds the KV cache. The service has a thread of its own
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from engine.connector_messages import CounterStats, Endpoint, FetchReceipts, StepInstructions
-from kv_transfer.handoff import KvLayout
+from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
 from kv_transfer.service import TransferService
 
 IDLE_WAIT_S = 0.02
@@ -20,6 +21,11 @@ IDLE_WAIT_S = 0.02
 vLLM would spin at 1 kHz instead and send statistics to the front end every time: on a small machine that is the CPU
 time the copy needs. The end of a transfer wakes it at once; a new request may wait this long.
 """
+
+
+WARM_UP_BLOCKS = 17
+WARM_UP_ROUNDS = 4
+WARM_UP_LEASE_S = 5.0
 
 
 class WorkerSide:
@@ -35,7 +41,35 @@ class WorkerSide:
             layers=layers, layout=layout, host=host, port=0, lease_s=lease_s, fetch_deadline_s=deadline_s
         )
         self._service.start()
+        self._warm_up()
         self._receipts = FetchReceipts()
+
+    def _warm_up(self) -> None:
+        """Hand blocks over to ourselves, so that buffers and connections are there before the first client's KV.
+
+        The cache is empty yet, and each block is copied onto itself. A failure is not one of ours to judge: the first
+        real transfer will report it.
+        """
+        blocks = list(range(1, min(self._num_blocks, WARM_UP_BLOCKS)))
+        for number in range(WARM_UP_ROUNDS):
+            name = f"warm-up-{number}"
+            handoff = KvHandoff(
+                handoff_id=new_handoff_id(),
+                address=self._service.address,
+                block_ids=tuple(blocks),
+                num_tokens=len(blocks) * self.layout.block_size_tokens,
+                compatibility_hash=self.layout.compatibility_hash(),
+                lease_s=WARM_UP_LEASE_S,
+                num_bytes=len(blocks) * self.endpoint.block_bytes_all_layers,
+            )
+            self._service.publish(name, handoff.handoff_id, blocks, handoff.num_tokens)
+            self._service.start_fetch(name, handoff, 0, blocks)
+            open_ends = {"sent", "received"}
+            give_up_s = time.monotonic() + WARM_UP_LEASE_S
+            while open_ends and time.monotonic() < give_up_s:
+                self._service.wait(IDLE_WAIT_S)
+                done = self._service.poll()
+                open_ends -= ({"sent"} if done.sent else set()) | ({"received"} if done.received else set())
 
     @property
     def endpoint(self) -> Endpoint:
