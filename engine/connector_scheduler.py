@@ -106,7 +106,7 @@ class SchedulerSide:
     def after_step(self, output: Any) -> None:
         """Read the worker side's report.
 
-        VLLM reads the same object next and dies on an unknown id, hence the guards.
+        vLLM reads the same object next and dies on an unknown id, hence the guards.
         """
         self._accountant.end()
         if isinstance(output.kv_connector_worker_meta, FetchReceipts):
