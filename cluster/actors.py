@@ -15,6 +15,7 @@ import ray
 
 from engine.config import EngineConfig
 from engine.messages import Pool
+from router.fleet import KvPair
 from router.settings import PoolHardware, RouterSettings
 
 ENGINE_POLL_S = 0.5
@@ -132,6 +133,10 @@ class RouterActor:
     async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
         """Connect, open the port, return the URL."""
         return str(await self._router.serve(worker_addresses, hardware))
+
+    async def kv_pairs(self) -> list[KvPair]:
+        """What carries KV between which workers."""
+        return list(self._router.kv_pairs)
 
     async def wait_failed(self) -> None:
         """Wait for ever: a router fails only as a whole process."""

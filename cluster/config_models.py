@@ -103,6 +103,13 @@ class TransferConfig(_Section):
     fetch_deadline_s: float = Field(
         default=30.0, gt=0, description="how long one fetch may take before prompt is recomputed"
     )
+    transport: Literal["auto", "shm", "grpc"] = Field(
+        default="auto",
+        description="what carries the bytes: shm (one copy, same host), grpc (any host); auto picks for each pair",
+    )
+    overlap: bool = Field(
+        default=True, description="fetch the KV of a long prompt's first chunks while the later ones are prefilled"
+    )
     host: str | None = Field(
         default=None, description="address workers offer to each other; null: the Ray node's address"
     )

@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from cluster.actors import RouterActor, WorkerActor, WorkerReady, engine_environment
 from cluster.config import PoolName, RidgelineConfig
 from cluster.plan import PlacementError, Plan, PlannedWorker, assign_cores
+from router.fleet import KvPair
 from router.settings import PoolHardware
 
 PLACEMENT_TIMEOUT_S = 120.0
@@ -51,9 +52,10 @@ class Row:
 class Deployment:
     """Running actors; made by `deploy`."""
 
-    def __init__(self, url: str, rows: list[Row], actors: dict[str, Any]) -> None:
+    def __init__(self, url: str, rows: list[Row], kv_pairs: list[KvPair], actors: dict[str, Any]) -> None:
         self.url = url
         self.rows = rows
+        self.kv_pairs = kv_pairs
         self._actors = actors
 
     async def watch(self) -> None:
@@ -169,7 +171,7 @@ async def _start(plan: Plan, actors: dict[str, Any], say: Say) -> Deployment:
         )
         for planned, place, (worker, start_s) in zip(plan.workers, places, ready, strict=True)
     ]
-    return Deployment(url, rows, actors)
+    return Deployment(url, rows, await _call(actors, "router", "kv_pairs"), actors)
 
 
 async def _placed(plan: Plan, actors: dict[str, Any]) -> list[Any]:

@@ -50,6 +50,7 @@ class Plan:
             mode=config.mode,
             request_deadline_s=config.router.request_deadline_s,
             max_outstanding_requests=config.router.max_outstanding_requests,
+            overlap=config.transfer.overlap,
             min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
         )
 
@@ -73,6 +74,7 @@ class Plan:
             host=self.config.transfer.host or host,
             lease_s=self.config.transfer.lease_s,
             fetch_deadline_s=self.config.transfer.fetch_deadline_s,
+            transport=self.config.transfer.transport,
             on_cpu=on_cpu,
         )
 

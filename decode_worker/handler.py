@@ -10,30 +10,62 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from engine import sampling
-from engine.errors import InvalidTask
+from engine.errors import HandoffLost, InvalidTask
 from engine.messages import GenerateTask, TokenDelta
+from engine.notices import Notice, with_notice
 from engine.vllm_engine import VllmEngine
+from kv_transfer.handoff import KvHandoff
 
 
 class DecodeHandler:
     """Streams one delta per engine step."""
 
     async def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the rest of the answer after `task.emitted_token_ids`. Raises InvalidTask, EngineFailed."""
+        """Yield the rest of the answer after `task.emitted_token_ids`.
+
+        Raises InvalidTask, EngineFailed, and HandoffLost if a hand-off that was followed came to nothing.
+        """
         if task.leg != "decode":
             raise InvalidTask(f"this worker is in the {engine.config.pool} pool and cannot run a {task.leg} leg")
+        if task.handoff is not None and not task.handoff.complete:
+            followed = self._follow(engine, task, task.handoff)
+        else:
+            followed = self._stream(engine, task, task.emitted_token_ids, _transfer(task))
+        async with aclosing(followed) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _follow(
+        self, engine: VllmEngine, task: GenerateTask, handoff: KvHandoff
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Take the request in while its prompt is still computed elsewhere.
+
+        To continue after the first token, which nobody knows yet, the engine gets a placeholder for it.
+        """
+        transfer: dict[str, object] = {"do_remote_prefill": True, "handoff": handoff.to_params()}
+        emitted = task.emitted_token_ids
+        if task.first_token == "continue":
+            transfer["first_token_follows"] = True
+            emitted = [*emitted, task.prompt_token_ids[-1]]
+        stream = self._stream(engine, task, emitted, transfer)
+        with engine.notices.expect(handoff.handoff_id) as notice:
+            async with aclosing(stream), aclosing(with_notice(stream, notice)) as deltas:
+                async for delta in deltas:
+                    if isinstance(delta, Notice):
+                        raise HandoffLost(delta.failed)
+                    yield delta
+
+    async def _stream(
+        self, engine: VllmEngine, task: GenerateTask, emitted: list[int], transfer: dict[str, object] | None
+    ) -> AsyncGenerator[TokenDelta, None]:
         leg = sampling.decode_leg(
-            sampling.decode(task.sampling),
-            emitted_token_ids=task.emitted_token_ids,
-            has_handoff=task.handoff is not None,
+            sampling.decode(task.sampling), emitted_token_ids=emitted, has_handoff=task.handoff is not None
         )
-        if task.handoff is not None:
-            leg = sampling.with_transfer(leg, {"do_remote_prefill": True, "handoff": task.handoff.to_params()})
-        elif task.recompute_reason:
-            leg = sampling.with_transfer(leg, {"recompute_reason": task.recompute_reason})
+        if transfer is not None:
+            leg = sampling.with_transfer(leg, transfer)
         stream = engine.generate(
             task.request_id,
-            task.prompt_token_ids + task.emitted_token_ids,
+            task.prompt_token_ids + emitted,
             leg,
             reasoning_ended=task.reasoning_ended,
             priority=task.priority,
@@ -41,3 +73,9 @@ class DecodeHandler:
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 yield delta
+
+
+def _transfer(task: GenerateTask) -> dict[str, object] | None:
+    if task.handoff is not None:
+        return {"do_remote_prefill": True, "handoff": task.handoff.to_params()}
+    return {"recompute_reason": task.recompute_reason} if task.recompute_reason else None

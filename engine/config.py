@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.messages import Pool
+from kv_transfer.transports import TransportName
 
 
 @dataclass(frozen=True)
@@ -27,4 +28,6 @@ class EngineConfig:
     """The interface on which the worker's data plane and its KV source listen."""
     lease_s: float
     fetch_deadline_s: float
+    transport: TransportName
+    """What this engine's fetches use; `auto` picks for each source."""
     on_cpu: bool

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from engine.accounting import StepAccountant
-from engine.connector_messages import CounterStats, Endpoint, StepInstructions
+from engine.connector_messages import NOTICES, CounterStats, Endpoint, StepInstructions
 from engine.connector_scheduler import SchedulerSide
 from engine.connector_worker import WorkerSide
 from engine.parent_watch import exit_with_parent
 from kv_transfer.handoff import KvLayout
+from kv_transfer.shared_pool import KvCacheAllocation
 from roofline.cost import StepCostModel
 from roofline.model_shape import ModelShape
 
@@ -50,6 +53,7 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._allocation = KvCacheAllocation()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 block_size_tokens=vllm_config.cache_config.block_size,
@@ -77,14 +81,13 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler role
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        endpoint = metadata[0]
-        assert isinstance(endpoint, Endpoint)
-        self.scheduler.set_endpoint(endpoint)
+        endpoints = [metadata[rank] for rank in sorted(metadata)]
+        self.scheduler.set_endpoints([endpoint for endpoint in endpoints if isinstance(endpoint, Endpoint)])
 
     def on_new_request(self, request: Any) -> None:
         self.scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler.num_external_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -106,6 +109,12 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- worker role
 
+    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
+        """Around vLLM's allocation of the cache: puts it where decode workers of this host can map it."""
+        if not self._settings["share_kv_cache"]:
+            return None
+        return self._allocation.serving_torch_zeros()
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker = WorkerSide(
             layers=kv_caches,
@@ -113,6 +122,9 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
             host=str(self._settings["host"]),
             lease_s=float(self._settings["lease_s"]),
             deadline_s=float(self._settings["fetch_deadline_s"]),
+            transport=self._settings["transport"],
+            rank=get_tensor_model_parallel_rank(),
+            shared=self._allocation.offer(list(kv_caches.values())),
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -144,13 +156,15 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.results(idle=instructions.idle)
 
     def build_connector_worker_meta(self) -> Any:
-        return self.worker.take_receipts()
+        instructions = self._get_connector_metadata()
+        assert isinstance(instructions, StepInstructions)
+        return self.worker.take_receipts(None if instructions.idle else instructions.step)
 
     # --- both
 
     def get_kv_connector_stats(self) -> CounterStats:
         if self._scheduler is not None:
-            return CounterStats(data=dict(self._scheduler.counters))
+            return CounterStats(data={**self._scheduler.counters, NOTICES: self._scheduler.take_notices()})
         return self.worker.stats()
 
     @classmethod
@@ -189,6 +203,7 @@ def kv_layout(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> Kv
         kv_dtype=str(first.dtype).removeprefix("torch."),
         block_size_tokens=vllm_config.cache_config.block_size,
         num_layers=len(kv_caches),
+        num_kv_heads=model.get_total_num_kv_heads(),
         block_bytes=first[0].numel() * first.element_size(),
         layout="LBHNC",
         isa=_instruction_set(vllm_config, first),
@@ -199,6 +214,9 @@ def kv_layout(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> Kv
 
 def _instruction_set(vllm_config: VllmConfig, layer: torch.Tensor) -> str:
     """vLLM packs the bytes inside a CPU block for one instruction set; on a GPU the layout does not depend on it."""
+    if layer.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(layer.device)
+        return f"sm{major}{minor}"
     if layer.device.type != "cpu":
         return layer.device.type
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

@@ -26,6 +26,16 @@ class Publish:
     handoff_id: str
     block_ids: list[int]
     num_tokens: int
+    first_token: int | None = None
+
+
+@dataclass
+class Grow:
+    """Prefill: these blocks of a prompt that is still computed are final."""
+
+    request_id: str
+    handoff_id: str
+    block_ids: list[int]
 
 
 @dataclass
@@ -42,7 +52,11 @@ class Fetch:
 class StepInstructions(KVConnectorMetadata):
     """Scheduler side to worker side."""
 
+    step: int = 0
     idle: bool = False
+    withdraw: list[str] = field(default_factory=list)
+    """Ids of hand-offs whose blocks this step may overwrite."""
+    grow: list[Grow] = field(default_factory=list)
     publish: list[Publish] = field(default_factory=list)
     watch: list[KvHandoff] = field(default_factory=list)
     fetch: list[Fetch] = field(default_factory=list)
@@ -54,9 +68,11 @@ class StepInstructions(KVConnectorMetadata):
 
 @dataclass
 class FetchReceipts(KVConnectorWorkerMetadata):
-    """Worker side to scheduler side: how each fetch that ended went."""
+    """Worker side to scheduler side: how each fetch that ended went, and which step this is the output of."""
 
     by_request: dict[str, FetchReceipt] = field(default_factory=dict)
+    step: int | None = None
+    """None for a step that computed nothing."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the ranks' receipts: one failure fails the request, else the slowest rank is what it waited for."""
@@ -66,7 +82,7 @@ class FetchReceipts(KVConnectorWorkerMetadata):
             mine = joined.get(request_id)
             if mine is None or (mine.outcome == "ok" and (receipt.outcome != "ok" or mine.wire_s < receipt.wire_s)):
                 joined[request_id] = receipt
-        return FetchReceipts(joined)
+        return FetchReceipts(joined, self.step)
 
 
 @dataclass
@@ -79,6 +95,10 @@ class Endpoint(KVConnectorHandshakeMetadata):
     block_bytes_all_layers: int
 
 
+NOTICES = "notices"
+"""The one entry that is no number: a list of `engine.notices.Notice` as plain data, from the scheduler side only."""
+
+
 @dataclass
 class CounterStats(KVConnectorStats):
     """Flat counters and gauges, cumulative since the engine's start; the two sides use different names."""
@@ -89,7 +109,7 @@ class CounterStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Join the two sides' names; the same name from several ranks is summed."""
         for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
+            self.data[name] = self.data[name] + value if name in self.data else value
         return self
 
     def reduce(self) -> dict[str, Any]:

@@ -14,10 +14,15 @@ from vllm.v1.request import RequestStatus
 
 from engine.accounting import StepAccountant
 from engine.connector_messages import Endpoint, Fetch, FetchReceipts, Publish, StepInstructions
-from kv_transfer.handoff import FetchReceipt, KvHandoff, new_handoff_id
+from engine.growth import GrowingPrompts
+from engine.notices import Notice
+from kv_transfer import errors
+from kv_transfer.handoff import FetchReceipt, KvHandoff
 
 FETCH = "do_remote_prefill"
 PUBLISH = "do_remote_decode"
+FIRST_TOKEN_FOLLOWS = "first_token_follows"
+"""Set when the last token of the prompt is a placeholder, to be replaced by the one that comes with the KV."""
 
 
 class SchedulerSide:
@@ -27,8 +32,9 @@ class SchedulerSide:
         self._block_size_tokens = block_size_tokens
         self._lease_s = lease_s
         self._accountant = accountant
-        self._endpoint: Endpoint | None = None
-        self._next = StepInstructions()
+        self._endpoints: list[Endpoint] = []
+        self._step = 0
+        self._next = StepInstructions(step=1)
         self._incoming: dict[str, KvHandoff] = {}
         """Requests whose KV lies elsewhere, until their fetch has been asked for."""
         self._covered: set[str] = set()
@@ -38,15 +44,26 @@ class SchedulerSide:
         self._publishing: set[str] = set()
         """Finished requests whose blocks stay pinned until the worker side says they are sent."""
         self._receipts: dict[str, FetchReceipt] = {}
+        self._growing = GrowingPrompts(block_size_tokens)
+        self._following: dict[str, Any] = {}
+        """vLLM's requests that came before their prompt's first token: it arrives with the KV."""
+        self._held: set[str] = set()
+        """Those of them that cannot have it. They never run; their handler is told and aborts them."""
+        self._notices: list[Notice] = []
 
-    def set_endpoint(self, endpoint: Endpoint) -> None:
-        """Where the blocks of this engine can be fetched; told once, before the first request."""
-        self._endpoint = endpoint
+    def set_endpoints(self, endpoints: list[Endpoint]) -> None:
+        """Where the blocks of each rank can be fetched; told once, before the first request."""
+        self._endpoints = endpoints
 
     @property
     def counters(self) -> dict[str, float]:
         """Cumulative counters of this side, plus requests that still wait for KV."""
         return {**self._accountant.counters, "waiting_for_kv": float(len(self._incoming) + len(self._fetching))}
+
+    def take_notices(self) -> list[Any]:
+        """For handlers, as plain data; each is returned once."""
+        notices, self._notices = self._notices, []
+        return [msgspec.to_builtins(notice) for notice in notices]
 
     # --- admission
 
@@ -59,12 +76,21 @@ class SchedulerSide:
             external = handoff.num_tokens
             self._incoming[request.request_id] = handoff
             self._next.watch.append(handoff)
+            if params.get(FIRST_TOKEN_FOLLOWS):
+                self._following[request.request_id] = request
+        if params.get(PUBLISH):
+            self._growing.track(request.request_id, params["handoff_id"], request.num_prompt_tokens)
         self._accountant.expect(request.request_id, request.num_prompt_tokens, external)
         if params.get("recompute_reason"):
             self._accountant.count(f"recompute_total.{params['recompute_reason']}")
 
-    def num_external_tokens(self, request: Any, num_local_tokens: int) -> tuple[int, bool]:
-        """How many tokens beyond the local prefix cache will arrive, and that they arrive asynchronously."""
+    def num_external_tokens(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the local prefix cache will arrive, and that they arrive asynchronously.
+
+        None as the number keeps the request out of every step.
+        """
+        if request.request_id in self._held:
+            return None, False
         handoff = self._incoming.get(request.request_id)
         if handoff is None:
             return 0, False
@@ -72,6 +98,9 @@ class SchedulerSide:
         if missing > 0:
             self._covered.discard(request.request_id)
             return missing, True
+        if request.request_id in self._following:
+            self._hold(request.request_id, handoff, "already_cached")
+            return None, False
         self._covered.add(request.request_id)
         return 0, False
 
@@ -89,7 +118,7 @@ class SchedulerSide:
             self._covered.discard(request.request_id)
             return
         first_block = (handoff.num_tokens - num_external_tokens) // self._block_size_tokens
-        needed = len(handoff.block_ids) - first_block
+        needed = handoff.num_blocks - first_block
         targets = list(blocks.get_unhashed_block_ids_all_groups()[0])[:needed]
         self._fetching[request.request_id] = True
         self._next.fetch.append(Fetch(request.request_id, handoff, first_block, targets))
@@ -99,7 +128,11 @@ class SchedulerSide:
     def take_instructions(self, scheduled: Any) -> StepInstructions:
         """Everything decided since the last step, and the accounting of this one."""
         self._accountant.begin(scheduled)
-        instructions, self._next = self._next, StepInstructions()
+        self._step += 1
+        self._growing.begin(self._step, scheduled)
+        instructions, self._next = self._next, StepInstructions(step=self._step + 1)
+        instructions.withdraw = self._growing.take_withdrawn()
+        instructions.grow = self._growing.take()
         instructions.idle = scheduled.total_num_scheduled_tokens == 0
         return instructions
 
@@ -108,9 +141,13 @@ class SchedulerSide:
 
         vLLM reads the same object next and dies on an unknown id, hence the guards.
         """
-        self._accountant.end()
-        if isinstance(output.kv_connector_worker_meta, FetchReceipts):
-            self._receipts.update(output.kv_connector_worker_meta.by_request)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, FetchReceipts):
+            self._receipts.update(report.by_request)
+            if report.step is not None:
+                self._accountant.end()
+                for request_id in self._growing.end(report.step):
+                    self._announce(request_id)
         if output.finished_sending:
             output.finished_sending &= self._publishing
             self._publishing -= output.finished_sending
@@ -121,7 +158,9 @@ class SchedulerSide:
                     self._receipts.pop(request_id, None)  # nobody will ask for it any more
                     continue
                 receipt = self._receipts.get(request_id)
-                if receipt is not None and receipt.outcome == "failed":
+                if request_id in self._following:
+                    self._complete(request_id, receipt)
+                elif receipt is not None and receipt.outcome == "failed":
                     self._accountant.recompute(request_id, receipt.reason)
         if output.failed_recving and output.finished_recving:
             output.failed_recving &= output.finished_recving
@@ -134,6 +173,8 @@ class SchedulerSide:
         self._accountant.forget(request_id)
         self._covered.discard(request_id)
         receipt = self._receipts.pop(request_id, None)
+        self._following.pop(request_id, None)
+        self._held.discard(request_id)
         waiting = self._incoming.pop(request_id, None)
         if waiting is not None:
             self._next.release.append(waiting)
@@ -143,24 +184,64 @@ class SchedulerSide:
             return False, None
         params = request.kv_transfer_params or {}
         if params.get(PUBLISH) and request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+            self._growing.complete(request_id)
             return True, {"handoff": self._publish(request, block_ids).to_params()}
+        self._growing.drop(request_id)
         if receipt is not None:
             return False, {"receipt": msgspec.to_builtins(receipt)}
         return False, None
 
     def _publish(self, request: Any, block_ids: list[int]) -> KvHandoff:
-        assert self._endpoint is not None
+        handoff_id = request.kv_transfer_params["handoff_id"]
         num_tokens = request.num_prompt_tokens
-        used = list(block_ids[: -(-num_tokens // self._block_size_tokens)])
-        handoff = KvHandoff(
-            handoff_id=new_handoff_id(),
-            address=self._endpoint.address,
-            block_ids=tuple(used),
-            num_tokens=num_tokens,
-            compatibility_hash=self._endpoint.layout_hash,
-            lease_s=self._lease_s,
-            num_bytes=len(used) * self._endpoint.block_bytes_all_layers,
-        )
+        used = list(block_ids[: self._num_blocks(num_tokens)])
         self._publishing.add(request.request_id)
-        self._next.publish.append(Publish(request.request_id, handoff.handoff_id, used, num_tokens))
-        return handoff
+        first_token = request.output_token_ids[-1] if request.output_token_ids else None
+        self._next.publish.append(Publish(request.request_id, handoff_id, used, num_tokens, first_token))
+        return self._handoff(handoff_id, num_tokens, complete=True)
+
+    # --- hand-offs that are followed while they grow
+
+    def _announce(self, request_id: str) -> None:
+        """Prefill: the first chunk of a long prompt is final."""
+        handoff_id, num_tokens = self._growing.describe(request_id)
+        handoff = self._handoff(handoff_id, num_tokens, complete=False)
+        self._notices.append(Notice(handoff_id=handoff_id, handoff=handoff))
+
+    def _complete(self, request_id: str, receipt: FetchReceipt | None) -> None:
+        """Decode: the KV is here, or will not come. Put the first token where its placeholder stood."""
+        request = self._following.pop(request_id)
+        if receipt is None or receipt.outcome != "ok" or receipt.first_token is None:
+            self._held.add(request_id)
+            handoff_id = request.kv_transfer_params["handoff"]["handoff_id"]
+            reason = receipt.reason if receipt is not None and receipt.reason else errors.INTERNAL
+            self._notices.append(Notice(handoff_id=handoff_id, failed=reason))
+            return
+        request.prompt_token_ids[-1] = receipt.first_token
+        request._all_token_ids[-1] = receipt.first_token
+        if request.num_tokens % self._block_size_tokens == 0 and request.block_hashes:
+            request.block_hashes.pop()  # it covered the placeholder
+            request.update_block_hashes()
+
+    def _hold(self, request_id: str, handoff: KvHandoff, reason: str) -> None:
+        del self._following[request_id]
+        del self._incoming[request_id]
+        self._held.add(request_id)
+        self._notices.append(Notice(handoff_id=handoff.handoff_id, failed=reason))
+
+    def _handoff(self, handoff_id: str, num_tokens: int, *, complete: bool) -> KvHandoff:
+        assert self._endpoints
+        num_blocks = self._num_blocks(num_tokens)
+        return KvHandoff(
+            handoff_id=handoff_id,
+            addresses=tuple(endpoint.address for endpoint in self._endpoints),
+            num_blocks=num_blocks,
+            num_tokens=num_tokens,
+            compatibility_hash=self._endpoints[0].layout_hash,
+            lease_s=self._lease_s,
+            num_bytes=num_blocks * sum(endpoint.block_bytes_all_layers for endpoint in self._endpoints),
+            complete=complete,
+        )
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size_tokens)

@@ -6,14 +6,16 @@ Runs in the process that holds the KV cache. The service has a thread of its own
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from engine.connector_messages import CounterStats, Endpoint, FetchReceipts, StepInstructions
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
-from kv_transfer.service import TransferService
+from kv_transfer.service import PairedTransport, TransferService
+from kv_transfer.shared_pool import SharedOffer
+from kv_transfer.transports import TransportName
 
 IDLE_WAIT_S = 0.02
 """How long a step without work waits for a transfer to end.
@@ -32,13 +34,29 @@ class WorkerSide:
     """One rank's end of the hand-over."""
 
     def __init__(
-        self, layers: Mapping[str, torch.Tensor], layout: KvLayout, host: str, lease_s: float, deadline_s: float
+        self,
+        layers: Mapping[str, torch.Tensor],
+        layout: KvLayout,
+        host: str,
+        lease_s: float,
+        deadline_s: float,
+        transport: TransportName,
+        rank: int,
+        shared: SharedOffer | None,
     ) -> None:
         self.layout = layout
         first = next(iter(layers.values()))
         self._num_blocks = int(first.shape[0])
         self._service = TransferService(
-            layers=layers, layout=layout, host=host, port=0, lease_s=lease_s, fetch_deadline_s=deadline_s
+            layers=layers,
+            layout=layout,
+            host=host,
+            port=0,
+            lease_s=lease_s,
+            fetch_deadline_s=deadline_s,
+            transport=transport,
+            rank=rank,
+            shared=shared,
         )
         self._service.start()
         self._warm_up()
@@ -55,8 +73,8 @@ class WorkerSide:
             name = f"warm-up-{number}"
             handoff = KvHandoff(
                 handoff_id=new_handoff_id(),
-                address=self._service.address,
-                block_ids=tuple(blocks),
+                addresses=(self._service.address,),
+                num_blocks=len(blocks),
                 num_tokens=len(blocks) * self.layout.block_size_tokens,
                 compatibility_hash=self.layout.compatibility_hash(),
                 lease_s=WARM_UP_LEASE_S,
@@ -70,6 +88,10 @@ class WorkerSide:
                 self._service.wait(IDLE_WAIT_S)
                 done = self._service.poll()
                 open_ends -= ({"sent"} if done.sent else set()) | ({"received"} if done.received else set())
+
+    def pair(self, addresses: Sequence[str]) -> dict[str, PairedTransport | str]:
+        """As `TransferService.pair`; blocks the step loop, so only before the first request."""
+        return self._service.pair(addresses)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -86,8 +108,14 @@ class WorkerSide:
         if instructions.applied:
             return
         instructions.applied = True
+        for handoff_id in instructions.withdraw:
+            self._service.withdraw(handoff_id)
+        for grow in instructions.grow:
+            self._service.grow(grow.request_id, grow.handoff_id, grow.block_ids)
         for publish in instructions.publish:
-            self._service.publish(publish.request_id, publish.handoff_id, publish.block_ids, publish.num_tokens)
+            self._service.publish(
+                publish.request_id, publish.handoff_id, publish.block_ids, publish.num_tokens, publish.first_token
+            )
         for handoff in instructions.watch:
             self._service.watch(handoff)
         for fetch in instructions.fetch:
@@ -107,10 +135,11 @@ class WorkerSide:
             finished_sending=set(done.sent), finished_recving=set(done.received), failed_recving=set(done.failed)
         )
 
-    def take_receipts(self) -> FetchReceipts | None:
-        """The receipts belonging to the last `results`."""
+    def take_receipts(self, step: int | None) -> FetchReceipts | None:
+        """The receipts belonging to the last `results`, of this step; None if there is nothing to say."""
         receipts, self._receipts = self._receipts, FetchReceipts()
-        return receipts if receipts.by_request else None
+        receipts.step = step
+        return None if step is None and not receipts.by_request else receipts
 
     def stats(self) -> CounterStats:
         """Gauges and counters of the transfer service."""

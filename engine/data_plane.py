@@ -20,6 +20,8 @@ from engine.messages import (
     Ack,
     AttachRequest,
     GenerateTask,
+    PairAnswer,
+    PairRequest,
     StepBatch,
     SubmitRequest,
     TokenDelta,
@@ -31,6 +33,7 @@ from kv_transfer.handoff import KvHandoff
 SERVICE = "ridgeline.Worker"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CONTROL_DEADLINE_S = 10.0
+PAIR_DEADLINE_S = 30.0
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -95,6 +98,10 @@ class WorkerClient:
     async def status(self) -> WorkerStatus:
         """How it is doing. Raises WorkerLost."""
         return await self._unary("Status", Ack(), WorkerStatus)
+
+    async def pair(self, addresses: list[str]) -> PairAnswer:
+        """Have it agree with the sources it will fetch from, before the first request. Raises WorkerLost."""
+        return await self._unary("Pair", PairRequest(addresses), PairAnswer, deadline_s=PAIR_DEADLINE_S)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False when some are in use. Raises WorkerLost."""
@@ -181,12 +188,14 @@ class WorkerClient:
             except WorkerLost:
                 continue  # the worker aborts everything of a router whose stream is gone
 
-    async def _unary(self, name: str, message: msgspec.Struct, kind: type[T]) -> T:
+    async def _unary(
+        self, name: str, message: msgspec.Struct, kind: type[T], deadline_s: float = CONTROL_DEADLINE_S
+    ) -> T:
         method = self._channel.unary_unary(
             f"/{SERVICE}/{name}", request_serializer=encode, response_deserializer=decoder(kind)
         )
         try:
-            reply = await method(message, timeout=CONTROL_DEADLINE_S)
+            reply = await method(message, timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             raise WorkerLost(f"{name} at {self.address}: {error.code().name}: {error.details()}") from error
         self._require(reply, name)
@@ -201,6 +210,8 @@ class WorkerClient:
 def _raise_error(delta: TokenDelta) -> None:
     if delta.error is None:
         return
+    if delta.error_kind == "handoff":
+        raise HandoffLost(delta.error)
     raise (InvalidTask if delta.error_kind == "invalid" else EngineFailed)(delta.error)
 
 

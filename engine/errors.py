@@ -19,5 +19,13 @@ class WorkerLost(EngineError):
     """The connection to a worker broke, or it did not answer in time."""
 
 
+class HandoffLost(EngineError):
+    """A decode leg that followed a prefill cannot go on; nothing was emitted, and the prefill may well succeed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"following the hand-off failed: {reason}")
+        self.reason = reason
+
+
 class TaskRejected(EngineError):
     """The worker does not take new work (draining)."""

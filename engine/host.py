@@ -16,12 +16,14 @@ from typing import Protocol
 import grpc.aio
 
 from engine.data_plane import OPTIONS, SERVICE, stream_handler, unary_handler
-from engine.errors import EngineFailed, InvalidTask
+from engine.errors import EngineFailed, HandoffLost, InvalidTask
 from engine.messages import (
     AbortRequest,
     Ack,
     AttachRequest,
     GenerateTask,
+    PairAnswer,
+    PairRequest,
     StepBatch,
     SubmitRequest,
     TokenDelta,
@@ -86,7 +88,7 @@ class WorkerHost:
     async def start(self) -> str:
         """Serve on the engine's interface; returns host:port."""
         config = self._engine.config
-        layout, transfer_address = await self._engine.describe()
+        layout, transfer_addresses = await self._engine.describe()
         self._description = WorkerDescription(
             worker_id=config.worker_id,
             incarnation=config.incarnation,
@@ -94,7 +96,7 @@ class WorkerHost:
             pid=os.getpid(),
             host=config.host,
             layout=layout,
-            transfer_address=transfer_address,
+            transfer_addresses=transfer_addresses,
             num_kv_blocks=self._engine.num_kv_blocks,
             block_size_tokens=config.block_size_tokens,
             max_model_len_tokens=config.max_model_len_tokens,
@@ -103,6 +105,7 @@ class WorkerHost:
             "Describe": unary_handler(self._describe, Ack),
             "Status": unary_handler(self._status, Ack),
             "ResetPrefixCache": unary_handler(self._reset_prefix_cache, Ack),
+            "Pair": unary_handler(self._pair, PairRequest),
             "Submit": unary_handler(self._submit, SubmitRequest),
             "Abort": unary_handler(self._abort, AbortRequest),
             "Attach": stream_handler(self._attach, AttachRequest),
@@ -154,6 +157,16 @@ class WorkerHost:
             draining=self._draining,
         )
 
+    async def _pair(self, request: PairRequest) -> PairAnswer:
+        answers = await self._engine.pair(request.addresses)
+        refused = {address: answer for address, answer in answers.items() if isinstance(answer, str)}
+        paired = {
+            address: (answer.transport, answer.why)
+            for address, answer in answers.items()
+            if not isinstance(answer, str)
+        }
+        return PairAnswer(paired=paired, refused=refused)
+
     async def _reset_prefix_cache(self, request: Ack) -> Ack:
         return Ack(accepted=await self._engine.reset_prefix_cache())
 
@@ -201,6 +214,8 @@ class WorkerHost:
                     session.send(delta)
         except InvalidTask as error:
             session.send(TokenDelta(request_id=task.request_id, finished=True, error=str(error), error_kind="invalid"))
+        except HandoffLost as error:
+            session.send(TokenDelta(request_id=task.request_id, finished=True, error=error.reason, error_kind="handoff"))
         except EngineFailed as error:
             session.send(TokenDelta(request_id=task.request_id, finished=True, error=str(error), error_kind="engine"))
         except Exception as error:

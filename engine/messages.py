@@ -22,7 +22,8 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
 
     `sampling` is the client's whole wish (`engine.sampling.encode`): each worker derives its own leg from it.
     `emitted_token_ids` are output tokens the client already has; decode goes on after them.
-    `handoff` tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker computes it.
+    `handoff` tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker computes it. One that
+    is not complete is followed while prefill computes it, and brings the first token along.
     """
 
     request_id: str
@@ -68,9 +69,10 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
     handoff: KvHandoff | None = None
+    """Of a prefill leg. Not complete: it can be followed from now on, and the leg's token is still to come."""
     timing: LegTiming | None = None
     error: str | None = None
-    error_kind: Literal["", "invalid", "engine"] = ""
+    error_kind: Literal["", "invalid", "engine", "handoff"] = ""
 
 
 class StepBatch(msgspec.Struct, frozen=True):
@@ -88,7 +90,8 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     host: str
     layout: KvLayout
-    transfer_address: str
+    transfer_addresses: list[str]
+    """Where its KV blocks can be fetched, one for each tensor parallel rank."""
     num_kv_blocks: int
     block_size_tokens: int
     max_model_len_tokens: int
@@ -126,6 +129,19 @@ class AbortRequest(msgspec.Struct, frozen=True):
 
     router_id: str
     request_ids: list[str]
+
+
+class PairRequest(msgspec.Struct, frozen=True):
+    """A router tells a decode worker which sources it will fetch from."""
+
+    addresses: list[str]
+
+
+class PairAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """For each source: transport and what stood in the way of better, or why there can be no hand-over."""
+
+    paired: dict[str, tuple[str, str]]
+    refused: dict[str, str]
 
 
 class Ack(msgspec.Struct, frozen=True):

@@ -22,8 +22,11 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from engine import logprobs
 from engine.config import EngineConfig
 from engine.errors import EngineFailed, InvalidTask
+from engine.connector_messages import NOTICES
 from engine.messages import LegTiming, TokenDelta
+from engine.notices import NoticeBoard
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
+from kv_transfer.service import PairedTransport
 
 
 class EngineStats(StatLoggerBase):
@@ -34,6 +37,7 @@ class EngineStats(StatLoggerBase):
         self.waiting = 0
         self.kv_usage = 0.0
         self.counters: dict[str, float] = {}
+        self.notices = NoticeBoard()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM for every batch of outputs, in this process."""
@@ -43,7 +47,8 @@ class EngineStats(StatLoggerBase):
         self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         self.kv_usage = scheduler_stats.kv_cache_usage
         if scheduler_stats.kv_connector_stats:
-            self.counters = scheduler_stats.kv_connector_stats
+            self.counters = dict(scheduler_stats.kv_connector_stats)
+            self.notices.deliver(self.counters.pop(NOTICES, ()))
 
     def log_engine_initialized(self) -> None:
         """Nothing to log."""
@@ -70,12 +75,25 @@ class VllmEngine:
         assert self._llm is not None
         return int(self._llm.vllm_config.cache_config.num_gpu_blocks or 0)
 
-    async def describe(self) -> tuple[KvLayout, str]:
-        """The KV layout and the address at which this engine's blocks can be fetched."""
+    async def describe(self) -> tuple[KvLayout, list[str]]:
+        """The KV layout and the addresses at which this engine's blocks can be fetched, one for each rank."""
         assert self._llm is not None
         described = await self._llm.collective_rpc("ridgeline_describe")
-        layout, address = described[0]
-        return msgspec.convert(layout, KvLayout), str(address)
+        return msgspec.convert(described[0][0], KvLayout), [str(address) for _, address in described]
+
+    async def pair(self, addresses: list[str]) -> dict[str, PairedTransport | str]:
+        """What will carry KV from each of these sources, or a sentence why nothing can. Stops the step loop meanwhile.
+
+        Of several ranks the first one speaks, unless another has an objection.
+        """
+        assert self._llm is not None
+        by_rank = await self._llm.collective_rpc("ridgeline_pair", args=(addresses,))
+        paired: dict[str, PairedTransport | str] = {}
+        for answers in reversed(by_rank):
+            paired.update({address: _paired(answer) for address, answer in answers.items()})
+        for answers in by_rank:
+            paired.update({address: answer for address, answer in answers.items() if isinstance(answer, str)})
+        return paired
 
     async def generate(
         self,
@@ -111,6 +129,11 @@ class VllmEngine:
         """Forget cached prefixes; False when some are in use. For tests and cold measurements."""
         assert self._llm is not None
         return bool(await self._llm.reset_prefix_cache())
+
+    @property
+    def notices(self) -> NoticeBoard:
+        """What the connector says about hand-offs while their requests run."""
+        return self.stats.notices
 
     @property
     def failed(self) -> bool:
@@ -150,12 +173,18 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
                 "host": config.host,
                 "lease_s": config.lease_s,
                 "fetch_deadline_s": config.fetch_deadline_s,
+                "transport": config.transport,
+                "share_kv_cache": config.on_cpu and config.pool == "prefill",
             },
         ),
     }
     if config.kv_cache_bytes is not None:
         args["kv_cache_memory_bytes"] = config.kv_cache_bytes
     return args
+
+
+def _paired(answer: Any) -> PairedTransport | str:
+    return answer if isinstance(answer, str) else PairedTransport(answer["transport"], answer["why"])
 
 
 def _delta(request_id: str, output: Any) -> TokenDelta:

@@ -1,4 +1,4 @@
-"""Methods added to vLLM's worker, so that the front end can ask it about the connector once at start."""
+"""Methods added to vLLM's worker, so that the front end can ask its connector a few things at start."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ class RidgelineWorkerExtension:
         connector = get_kv_transfer_group()
         assert isinstance(connector, RidgelineConnector)
         return msgspec.to_builtins(connector.worker.layout), connector.worker.endpoint.address
+
+    def ridgeline_pair(self, addresses: list[str]) -> dict[str, Any]:
+        """What will carry KV from each of these sources to this rank, or a sentence why nothing can."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, RidgelineConnector)
+        paired: dict[str, Any] = msgspec.to_builtins(connector.worker.pair(addresses))
+        return paired

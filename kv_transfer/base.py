@@ -1,7 +1,14 @@
-"""The interface every transport implements, and the part of a fetch that is the same for all.
+"""What a transport is made of, and the words its parts share.
 
-`TransferService` is the only production caller; it runs the fetcher on its own event loop, beside the engine's step
-loop. A transport adds a `KvSource` and a `KvFetcher` and must pass `tests/conformance/check_transport.py`.
+A hand-over has a control side, the same for all transports (describe, renew, release: a few small messages), and a side
+that moves bytes, which is what transports differ in:
+
+    KvSource        one per engine rank: serves the blocks that its lease table holds open, in every way it can
+    SourceControl   asks any source for its description, renews and releases
+    Puller          moves the bytes of one fetch; one class per transport
+
+`fetcher.KvFetcher` joins a control and some pullers, picks one for each source, and is what the service uses. A transport
+must pass `tests/conformance/check_transport.py`.
 """
 
 from __future__ import annotations
@@ -13,22 +20,41 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import msgspec
 
 from kv_transfer import errors
 from kv_transfer.blocks import BlockPool
-from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
+from kv_transfer.handoff import FetchReceipt, KvLayout
 
 
 class SourceDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a source says about itself, so that two workers can be refused when they pair, before any request."""
 
     layout: KvLayout
+    incarnation: str
+    """Another one means another process, whatever its address: nothing known of the old one holds."""
+    offers: dict[str, dict[str, Any]]
+    """By transport, what its puller needs to know."""
     open_leases: int
     pinned_blocks: int
     expired_leases_total: int
     bytes_sent_total: int
+
+
+class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for positions `first_block` to `first_block + num_blocks` of a hand-off, in the asker's layout.
+
+    Of every block, bytes [part_start, part_start + part_bytes): all of it unless the ranks differ in number.
+    """
+
+    handoff_id: str
+    first_block: int
+    num_blocks: int
+    layout: KvLayout
+    part_start: int
+    part_bytes: int
 
 
 class KvSource(ABC):
@@ -53,27 +79,58 @@ class KvSource(ABC):
         """Stop serving; running fetches end with `unreachable` at their fetchers. Idempotent."""
 
 
+class SourceControl(ABC):
+    """The small messages of a hand-over. Its methods run on one event loop; each has a deadline of seconds."""
+
+    @abstractmethod
+    async def describe(self, address: str) -> SourceDescription:
+        """Raises TransferFailed if the source is unreachable."""
+
+    @abstractmethod
+    async def renew(self, address: str, handoff_id: str) -> None:
+        """Extend the lease; raises LeaseExpired or UnknownHandoff if it is gone, TransferFailed if unreachable.
+
+        A hand-off that is announced but not yet published counts as unknown: its lease has not begun.
+        """
+
+    @abstractmethod
+    async def release(self, address: str, handoff_id: str, reader: int, readers: int) -> None:
+        """Give the blocks back; idempotent, silent for an unknown id. Raises TransferFailed only if unreachable."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Drop connections. Idempotent."""
+
+
 @dataclass(slots=True)
 class FetchProgress:
-    """Filled in by a transport as bytes land in the pool."""
+    """Filled in by a puller as bytes land in the pool."""
 
     started_s: float
+    transport: str = ""
     first_byte_s: float | None = None
+    last_first_byte_s: float | None = None
     num_bytes: int = 0
+    first_token: int | None = None
 
     def landed(self, num_bytes: int) -> None:
-        """Note that a frame of this many payload bytes was written to the pool."""
+        """Note that this many payload bytes were written to the pool."""
+        self.first_byte()
         self.num_bytes += num_bytes
 
     def first_byte(self) -> None:
-        """Note that a frame arrived; only the first call counts."""
+        """Note that bytes arrived; of a segment only the first call counts."""
         if self.first_byte_s is None:
             self.first_byte_s = time.monotonic()
+
+    def segment_ends(self) -> None:
+        """Note that what comes next is another segment, if anything: the wire's time is that of the last one."""
+        self.last_first_byte_s, self.first_byte_s = self.first_byte_s, None
 
     def receipt(self, error: errors.HandoffError | None) -> FetchReceipt:
         """Close the books."""
         ended_s = time.monotonic()
-        first_byte_s = ended_s if self.first_byte_s is None else self.first_byte_s
+        first_byte_s = self.first_byte_s or self.last_first_byte_s or ended_s
         return FetchReceipt(
             outcome="ok" if error is None else "cancelled" if error.reason == errors.CANCELLED else "failed",
             reason="" if error is None else error.reason,
@@ -81,73 +138,43 @@ class FetchProgress:
             num_bytes=self.num_bytes,
             wait_s=first_byte_s - self.started_s,
             wire_s=ended_s - first_byte_s,
+            transport=self.transport,
+            first_token=self.first_token,
         )
 
 
-class KvFetcher(ABC):
-    """Pulls blocks from any number of sources. Its methods run on one event loop; fetches may run concurrently."""
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One transfer from one source: what is asked for and where it goes."""
 
-    async def fetch(
-        self, handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int], pool: BlockPool
-    ) -> FetchReceipt:
-        """Pull source blocks `handoff.block_ids[first_block : first_block + len(target_block_ids)]` into the targets.
+    address: str
+    source: SourceDescription
+    request: FetchRequest
+    target_block_ids: Sequence[int]
+    pool: BlockPool
+    """Narrowed to the part of each block that this source fills."""
+    progress: FetchProgress
+    lease_s: float
+    give_up_at_s: float
+    """On time.monotonic's scale."""
 
-        Every failure becomes a receipt. A task cancelled here stops the transfer and raises CancelledError. However
-        this ends, nothing writes to `pool` after it returned or raised; on failure the targets hold garbage.
-        """
-        progress = FetchProgress(started_s=time.monotonic())
-        try:
-            check_fetch(handoff, first_block, target_block_ids, pool)
-            if target_block_ids:
-                await self._pull(handoff, first_block, target_block_ids, pool, progress)
-        except errors.HandoffError as error:
-            return progress.receipt(error)
-        return progress.receipt(None)
 
-    @abstractmethod
-    async def _pull(
-        self,
-        handoff: KvHandoff,
-        first_block: int,
-        target_block_ids: Sequence[int],
-        pool: BlockPool,
-        progress: FetchProgress,
-    ) -> None:
-        """Move the bytes or raise a HandoffError; on cancellation return only when `pool` is no longer written."""
+class Puller(ABC):
+    """Moves bytes. Its methods run on the fetcher's event loop; pulls may run concurrently."""
+
+    name: ClassVar[str]
 
     @abstractmethod
-    async def renew(self, handoff: KvHandoff) -> None:
-        """Extend the lease; raises LeaseExpired or UnknownHandoff if it is gone, TransferFailed if unreachable.
-
-        A hand-off that is announced but not yet published counts as unknown: its lease has not begun.
-        """
+    def obstacle(self, source: SourceDescription) -> str | None:
+        """Why this transport cannot reach that source, in words; None if it can. May try, and keep what it opened."""
 
     @abstractmethod
-    async def release(self, handoff: KvHandoff) -> None:
-        """Give the blocks back; idempotent, silent for an unknown id. Raises TransferFailed only if unreachable."""
-
-    @abstractmethod
-    async def describe(self, address: str) -> SourceDescription:
-        """Ask a source for its layout and counts; raises TransferFailed if unreachable."""
+    async def pull(self, pull: Pull) -> None:
+        """Move the bytes or raise a HandoffError; on cancellation return only when `pull.pool` is no longer written."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Drop connections. Idempotent."""
-
-
-def check_fetch(handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int], pool: BlockPool) -> None:
-    """Refuse, before anything is sent, a fetch that cannot be right."""
-    if first_block < 0 or first_block + len(target_block_ids) > len(handoff.block_ids):
-        raise errors.TransferFailed(
-            errors.BAD_REQUEST,
-            f"blocks {first_block} to {first_block + len(target_block_ids)} of a hand-off of {len(handoff.block_ids)}",
-        )
-    if len(set(target_block_ids)) != len(target_block_ids):
-        raise errors.TransferFailed(errors.BAD_REQUEST, "the target blocks are not distinct")
-    try:
-        pool.check_block_ids(target_block_ids)
-    except ValueError as error:
-        raise errors.TransferFailed(errors.BAD_REQUEST, str(error)) from error
+        """Idempotent."""
 
 
 async def run_in_thread(threads: ThreadPoolExecutor, work: Callable[[], None], stop: Callable[[], None]) -> None:

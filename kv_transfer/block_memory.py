@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -32,6 +32,10 @@ class BlockMemory(ABC):
         """Copy row i of `source` to block `block_ids[i]`; returns when the bytes are there."""
 
     @abstractmethod
+    def part(self, start: int, num_bytes: int) -> BlockMemory:
+        """Views of bytes [start, start + num_bytes) of every block."""
+
+    @abstractmethod
     def commit(self) -> None:
         """As `BlockPool.commit`."""
 
@@ -42,6 +46,7 @@ class HostMemory(BlockMemory):
     def __init__(self, layers: Sequence[ByteMatrix]) -> None:
         self._layers = tuple(layers)
         self.shapes = tuple(layer.shape for layer in layers)
+        self._stacks = _stacks(self._layers)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         rows = self._layers[layer]
@@ -50,8 +55,50 @@ class HostMemory(BlockMemory):
     def write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
         self._layers[layer][list(block_ids)] = source
 
+    def part(self, start: int, num_bytes: int) -> HostMemory:
+        return HostMemory([layer[:, start : start + num_bytes] for layer in self._layers])
+
+    def copy_from(self, source: HostMemory, source_first: int, first: int, count: int) -> None:
+        """Neighbouring blocks of all layers in one call: NumPy lets other threads run meanwhile."""
+        if len(self._stacks) == len(source._stacks):
+            pairs = zip(self._stacks, source._stacks, strict=True)
+        else:
+            pairs = zip(
+                [layer[np.newaxis] for layer in self._layers],
+                [layer[np.newaxis] for layer in source._layers],
+                strict=True,
+            )
+        for target, from_ in pairs:
+            target[:, first : first + count] = from_[:, source_first : source_first + count]
+
     def commit(self) -> None:
         """Rewrite one byte of every page with itself: what the cache holds stays, whatever it is."""
         for layer in self._layers:
             for touched in (layer[:, :: mmap.PAGESIZE], layer[:, -1:]):
                 np.bitwise_or(touched, 0, out=touched)
+
+
+def _stacks(layers: Sequence[ByteMatrix]) -> list[npt.NDArray[np.uint8]]:
+    """The layers as one uint8 [layers, num_blocks, block_bytes], if they lie at equal distances; else one by one."""
+    starts = [layer.__array_interface__["data"][0] for layer in layers]
+    distances = {after - before for before, after in zip(starts, starts[1:], strict=False)}
+    alike = len({(layer.shape, layer.strides) for layer in layers}) == 1
+    if len(distances) != 1 or not alike:
+        return [layer[np.newaxis] for layer in layers]
+    shape, strides = (len(layers), *layers[0].shape), (*distances, *layers[0].strides)
+    return [np.lib.stride_tricks.as_strided(layers[0], shape, strides)]
+
+
+def runs(source_ids: Sequence[int], target_ids: Sequence[int], most: int) -> Iterator[tuple[int, int, int]]:
+    """(first source, first target, count) of stretches, at most `most` long, that ascend by one on both sides."""
+    start = 0
+    for index in range(1, len(source_ids) + 1):
+        steps = index - start
+        if (
+            index == len(source_ids)
+            or steps == most
+            or source_ids[index] != source_ids[start] + steps
+            or target_ids[index] != target_ids[start] + steps
+        ):
+            yield source_ids[start], target_ids[start], steps
+            start = index

@@ -1,4 +1,4 @@
-"""What every source does with a fetch request, whatever carries the bytes: check it, pin the blocks, make frames.
+"""What every source does with a request, whatever carries the bytes: check it, pin the blocks, say which are final.
 
 Called from a transport's server threads. The peer names a hand-off and positions in its block list; which blocks those
 are is read from the lease table, so a peer can never ask for a block by number.
@@ -7,91 +7,151 @@ are is read from the lease table, so a peer can never ask for a block by number.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
-from typing import Final
-
-import msgspec
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
 
 from kv_transfer import errors, frames
-from kv_transfer.base import SourceDescription
+from kv_transfer.base import FetchRequest, SourceDescription
 from kv_transfer.blocks import BlockPool
-from kv_transfer.handoff import KvLayout, explain_mismatch
-from kv_transfer.lease import LeaseTable
+from kv_transfer.handoff import KvLayout, explain_mismatch, new_handoff_id
+from kv_transfer.lease import LeaseRead, LeaseTable
 
 PUBLISH_WAIT_S: Final = 1.0
 """How long a fetch may wait for a hand-off that is announced but not yet published."""
 _WAIT_SLICE_S: Final = 0.25
 
+Wanted = Callable[[], bool]
+"""Asked now and then, while waiting, whether the peer is still there."""
 
-class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for positions `first_block` to `first_block + num_blocks` of a hand-off, in the asker's layout."""
 
-    handoff_id: str
-    first_block: int
-    num_blocks: int
-    layout: KvLayout
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Blocks that became final together; there is always a last one, perhaps empty."""
+
+    first: int
+    """Position of the first one, relative to the request's."""
+    block_ids: tuple[int, ...]
+    last: bool
+    first_token: int | None
+    """Of the last segment, the token that prefill sampled."""
+
+
+class BlockRead:
+    """One request being answered: its blocks stay readable until the read ends."""
+
+    def __init__(self, request: FetchRequest, lease: LeaseRead, pool: BlockPool) -> None:
+        self.pool = pool
+        """Narrowed to the part of each block that was asked for."""
+        self._request = request
+        self._lease = lease
+
+    def segments(self, wanted: Wanted = lambda: True) -> Iterator[Segment]:
+        """In order, as prefill makes them final.
+
+        Raises TransferFailed(`withdrawn`) if prefill gave up, BAD_REQUEST if fewer were published than asked for. Ends
+        early when nobody wants them.
+        """
+        first, stop = self._request.first_block, self._request.first_block + self._request.num_blocks
+        sent = first
+        while wanted():
+            blocks = self._lease.wait(sent, _WAIT_SLICE_S)
+            if blocks.complete and len(blocks.block_ids) < stop:
+                raise errors.TransferFailed(errors.BAD_REQUEST, f"blocks {first} to {stop} of {len(blocks.block_ids)}")
+            ready = min(stop, len(blocks.block_ids))
+            if ready > sent or blocks.complete:
+                token = blocks.first_token if blocks.complete else None
+                yield Segment(sent - first, blocks.block_ids[sent:ready], blocks.complete, token)
+                sent = max(sent, ready)
+            if blocks.complete:
+                return
 
 
 class BlockServer:
     """The transport-independent half of a source."""
 
     def __init__(
-        self, pool: BlockPool, leases: LeaseTable, layout: KvLayout, publish_wait_s: float = PUBLISH_WAIT_S
+        self,
+        pool: BlockPool,
+        leases: LeaseTable,
+        layout: KvLayout,
+        offers: Mapping[str, dict[str, Any]] | None = None,
+        publish_wait_s: float = PUBLISH_WAIT_S,
     ) -> None:
+        self.incarnation = new_handoff_id()
         self._pool = pool
         self._leases = leases
         self._layout = layout
+        self._offers = dict(offers or {})
         self._publish_wait_s = publish_wait_s
         self._counter_lock = threading.Lock()
         self._bytes_sent_total = 0
 
     @property
     def bytes_sent_total(self) -> int:
-        """KV bytes put into frames so far."""
+        """KV bytes handed to transports so far."""
         return self._bytes_sent_total
 
-    def frames(self, request: FetchRequest, wanted: Callable[[], bool] = lambda: True) -> Generator[bytes]:
-        """The answer; raises a HandoffError before its first frame or not at all.
+    def count_sent(self, num_bytes: int) -> None:
+        """Called by whatever moves bytes."""
+        with self._counter_lock:
+            self._bytes_sent_total += num_bytes
 
-        The blocks stay pinned until the iterator is exhausted or closed. While it waits for the publication it asks
-        now and then whether the answer is still `wanted`.
+    @contextmanager
+    def read(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Iterator[BlockRead]:
+        """Check the request, wait for the hand-off to be published, pin it while the block runs.
+
+        Raises a HandoffError that says what is wrong.
         """
         mismatch = explain_mismatch(self._layout, request.layout)
         if mismatch is not None:
             raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
+        try:
+            pool = self._pool.part(request.part_start, request.part_bytes)
+        except ValueError as error:
+            raise errors.TransferFailed(errors.BAD_REQUEST, str(error)) from error
+        if request.first_block < 0 or request.num_blocks < 0:
+            raise errors.TransferFailed(errors.BAD_REQUEST, f"{request.num_blocks} blocks from {request.first_block}")
         self._wait_published(request.handoff_id, wanted)
-        with self._leases.reading(request.handoff_id) as published:
-            stop = request.first_block + request.num_blocks
-            if not 0 <= request.first_block <= stop <= len(published.block_ids):
-                raise errors.TransferFailed(
-                    errors.BAD_REQUEST, f"blocks {request.first_block} to {stop} of {len(published.block_ids)}"
-                )
-            for frame in frames.write_frames(self._pool, published.block_ids[request.first_block : stop]):
-                with self._counter_lock:
-                    self._bytes_sent_total += frames.payload_bytes(frame)
-                yield frame
+        with self._leases.reading(request.handoff_id) as lease:
+            yield BlockRead(request, lease, pool)
+
+    def frames(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Generator[bytes, None, int | None]:
+        """The answer as frames, and the first token as the generator's return value. The blocks stay pinned until the
+        generator is exhausted or closed."""
+        with self.read(request, wanted) as read:
+            first_token = None
+            for segment in read.segments(wanted):
+                for frame in frames.write_frames(read.pool, segment.block_ids, segment.first):
+                    self.count_sent(frames.payload_bytes(frame))
+                    yield frame
+                first_token = segment.first_token
+            return first_token
 
     def renew(self, handoff_id: str) -> None:
         """Extend a lease or raise why not."""
         if not self._leases.renew(handoff_id):
             raise self._leases.refusal(handoff_id)
 
-    def release(self, handoff_id: str) -> None:
-        """Close a lease; an unknown id is none of the caller's faults."""
-        self._leases.release(handoff_id)
+    def release(self, handoff_id: str, reader: int, readers: int) -> None:
+        """Note that a reader is done; an unknown id is none of the caller's faults."""
+        self._leases.release(handoff_id, reader, readers)
 
     def describe(self) -> SourceDescription:
         """What a peer may know before it asks for anything."""
         leases = self._leases.stats()
         return SourceDescription(
             layout=self._layout,
+            incarnation=self.incarnation,
+            offers=self._offers,
             open_leases=leases.open_leases,
             pinned_blocks=leases.pinned_blocks,
             expired_leases_total=leases.expired_leases_total,
             bytes_sent_total=self._bytes_sent_total,
         )
 
-    def _wait_published(self, handoff_id: str, wanted: Callable[[], bool]) -> None:
+    def _wait_published(self, handoff_id: str, wanted: Wanted) -> None:
         left_s = self._publish_wait_s
         while not self._leases.wait_published(handoff_id, min(left_s, _WAIT_SLICE_S)):
             left_s -= _WAIT_SLICE_S

@@ -8,20 +8,24 @@ leases (source) and reserved blocks (target) ensure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
-from kv_transfer.block_memory import BlockMemory, ByteMatrix, HostMemory
+from kv_transfer.block_memory import BlockMemory, ByteMatrix, HostMemory, runs
 from kv_transfer.device_memory import DeviceMemory
+
+
+COPY_STEP_BYTES: Final = 8 << 20
 
 
 class BlockPool:
     """The blocks of one engine, checked access to them, and how many there are."""
 
     def __init__(self, layers: BlockMemory | Sequence[ByteMatrix]) -> None:
-        """Byte matrices are views into host memory."""
+        """Byte matrices are views into host memory: uint8 [num_blocks, block_bytes] for each layer."""
         self._memory = layers if isinstance(layers, BlockMemory) else HostMemory(layers)
         shapes = self._memory.shapes
         if not shapes:
@@ -46,6 +50,17 @@ class BlockPool:
         if kinds == {"cuda"}:
             return cls(DeviceMemory(rows))
         raise ValueError(f"layers are on {sorted(kinds)}: blocks must all be in host memory or all on a CUDA device")
+
+    def part(self, start: int, num_bytes: int) -> BlockPool:
+        """The same blocks, narrowed to `num_bytes` of each from `start` on: the heads of one rank. No copy.
+
+        ValueError if a block has no such bytes.
+        """
+        if (start, num_bytes) == (0, self.block_bytes):
+            return self
+        if start < 0 or num_bytes <= 0 or start + num_bytes > self.block_bytes:
+            raise ValueError(f"bytes {start} to {start + num_bytes} are not inside a block of {self.block_bytes}")
+        return BlockPool(self._memory.part(start, num_bytes))
 
     def check_block_ids(self, block_ids: Sequence[int]) -> None:
         """Raise ValueError unless every id names a block; negative ids do not count from the end."""
@@ -78,6 +93,24 @@ class BlockPool:
             raise ValueError(f"{payload.nbytes} bytes do not fill {len(block_ids)} blocks of {self.block_bytes}")
         source = np.frombuffer(payload, dtype=np.uint8).reshape(len(block_ids), self.block_bytes)
         self._memory.write(layer, block_ids, source)
+
+    def copies_from(self, source: BlockPool, source_ids: Sequence[int], block_ids: Sequence[int]) -> Iterator[int]:
+        """Copy blocks of another pool that this process maps, each byte once; both pools lie in host memory.
+
+        Works while it is iterated over, and yields the bytes of each step, a few milliseconds each.
+        """
+        source.check_block_ids(source_ids)
+        self.check_block_ids(block_ids)
+        if (source.num_layers, source.block_bytes) != (self.num_layers, self.block_bytes):
+            raise ValueError("the pools do not match")
+        if len(source_ids) != len(block_ids):
+            raise ValueError(f"{len(source_ids)} blocks for {len(block_ids)} places")
+        assert isinstance(self._memory, HostMemory)
+        assert isinstance(source._memory, HostMemory)
+        most = max(1, COPY_STEP_BYTES // (self.num_layers * self.block_bytes))
+        for source_first, first, count in runs(source_ids, block_ids, most):
+            self._memory.copy_from(source._memory, source_first, first, count)
+            yield count * self.num_layers * self.block_bytes
 
 
 def byte_rows(index: int, tensor: torch.Tensor) -> torch.Tensor:

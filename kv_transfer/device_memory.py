@@ -52,6 +52,11 @@ class DeviceMemory(BlockMemory):
             on_device.copy_(on_host, non_blocking=True)
             rows.index_copy_(0, lane.indices(block_ids), on_device)
 
+    def part(self, start: int, num_bytes: int) -> DeviceMemory:
+        narrowed = DeviceMemory([layer[:, start : start + num_bytes] for layer in self._layers])
+        narrowed._lanes = self._lanes  # a thread's stream and page-locked buffers serve every part
+        return narrowed
+
     def commit(self) -> None:
         """Nothing: a GPU's memory is there once it is allocated."""
 

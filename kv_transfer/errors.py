@@ -5,7 +5,7 @@
     ├── LeaseExpired        the source freed the blocks before they were asked for
     ├── UnknownHandoff      wrong, released or never published id
     ├── TransferCancelled   the receiving side gave up
-    └── TransferFailed      unreachable, timeout, corrupted, busy, or a request the source refuses
+    └── TransferFailed      unreachable, timeout, corrupted, busy, withdrawn, or a request the source refuses
 
 `reason` comes from a closed set and is a metric label; `message` is a sentence for a person. Transports raise these,
 `KvFetcher.fetch` turns them into a `FetchReceipt`, and so does nobody else. All survive pickling.
@@ -24,6 +24,8 @@ TIMEOUT: Final = "timeout"
 CORRUPTED: Final = "corrupted"
 BUSY: Final = "busy"
 BAD_REQUEST: Final = "bad_request"
+WITHDRAWN: Final = "withdrawn"
+STALE_PAIRING: Final = "stale_pairing"
 INTERNAL: Final = "internal"
 
 REASONS: Final = (
@@ -36,6 +38,8 @@ REASONS: Final = (
     CORRUPTED,
     BUSY,
     BAD_REQUEST,
+    WITHDRAWN,
+    STALE_PAIRING,
     INTERNAL,
 )
 

@@ -1,8 +1,9 @@
 """The unit that streaming transports send: some whole blocks of one layer behind a fixed header with a checksum.
 
-The source's `FrameWriter` and the target's `FrameReader` are the only two who know the format. Frames come in one fixed
-order (layer by layer, positions ascending), so a frame that is lost, doubled or out of place is an error at once, and
-everything a header claims is checked against what is expected before a byte is written.
+`write_frames` and the target's `FrameReader` are the only two who know the format. Blocks come in segments, as prefill
+makes them final: each covers the positions after the last one's, layer by layer, positions ascending. So a frame that is
+lost, doubled or out of place is an error at once, and everything a header claims is checked against what is expected
+before a byte is written.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from kv_transfer.blocks import BlockPool
 from kv_transfer.handoff import WIRE_VERSION, KvLayout
 
 MAGIC: Final = 0x524B5631
-_PREFIX: Final = struct.Struct("<IHxxIIIQ")
-"""magic, wire version, layer, first position, block count, payload bytes."""
+RAW: Final = 0
+"""The codec of a payload that is the blocks' own bytes."""
+_PREFIX: Final = struct.Struct("<IHHIIIIQ")
+"""magic, wire version, codec, layer, first position, block count, position after the segment, payload bytes."""
 _CHECKSUM: Final = struct.Struct("<Q")
 """xxh3_64 of prefix and payload."""
 HEADER_BYTES: Final = _PREFIX.size + _CHECKSUM.size
@@ -40,14 +43,20 @@ def largest_frame_bytes(layout: KvLayout) -> int:
     return HEADER_BYTES + max(TARGET_FRAME_BYTES, layout.block_bytes)
 
 
-def write_frames(pool: BlockPool, block_ids: Sequence[int], target_bytes: int = TARGET_FRAME_BYTES) -> Generator[bytes]:
-    """All layers of these blocks; each byte is copied once, when its frame is asked for."""
+def write_frames(
+    pool: BlockPool, block_ids: Sequence[int], position: int = 0, target_bytes: int = TARGET_FRAME_BYTES
+) -> Generator[bytes]:
+    """One segment: all layers of these blocks, the first of which has this position in the hand-off.
+
+    Each byte is copied once, when its frame is asked for.
+    """
     if not block_ids:
         return
     step = blocks_per_frame(pool.block_bytes, len(block_ids), target_bytes)
+    end = position + len(block_ids)
     for layer in range(pool.num_layers):
         for first in range(0, len(block_ids), step):
-            yield _frame(layer, first, pool.read(layer, block_ids[first : first + step]))
+            yield _frame(layer, position + first, end, pool.read(layer, block_ids[first : first + step]))
 
 
 def payload_bytes(frame: bytes) -> int:
@@ -55,9 +64,9 @@ def payload_bytes(frame: bytes) -> int:
     return len(frame) - HEADER_BYTES
 
 
-def _frame(layer: int, first: int, blocks: Sequence[memoryview]) -> bytes:
+def _frame(layer: int, first: int, end: int, blocks: Sequence[memoryview]) -> bytes:
     num_bytes = sum(block.nbytes for block in blocks)
-    prefix = _PREFIX.pack(MAGIC, WIRE_VERSION, layer, first, len(blocks), num_bytes)
+    prefix = _PREFIX.pack(MAGIC, WIRE_VERSION, RAW, layer, first, len(blocks), end, num_bytes)
     checksum = xxhash.xxh3_64(prefix)
     for block in blocks:
         checksum.update(block)
@@ -71,34 +80,47 @@ class FrameReader:
         self._pool = pool
         self._targets = target_block_ids
         self._progress = progress
+        self._segment_start = 0
+        self._segment_end = 0
         self._layer = 0
-        self._first = 0
+        self._next = 0
 
     def accept(self, frame: bytes) -> None:
         """Check one frame and write it."""
         self._progress.first_byte()
         count, payload = self._check(memoryview(frame))
-        self._pool.write(self._layer, self._targets[self._first : self._first + count], payload)
+        self._pool.write(self._layer, self._targets[self._next : self._next + count], payload)
         self._progress.landed(payload.nbytes)
-        self._first += count
-        if self._first == len(self._targets):
-            self._layer, self._first = self._layer + 1, 0
+        self._next += count
+        if self._next == self._segment_end:
+            self._layer += 1
+            self._next = self._segment_start
+            if self._layer == self._pool.num_layers:
+                self._layer, self._next = 0, self._segment_end
+                self._segment_start = self._segment_end
+                self._progress.segment_ends()
 
     def finish(self) -> None:
         """The stream has ended: everything must have come."""
-        if self._layer != self._pool.num_layers:
-            raise _corrupted(f"the stream ended at layer {self._layer} of {self._pool.num_layers}, block {self._first}")
+        if self._layer or self._next != len(self._targets):
+            raise _corrupted(f"the stream ended at block {self._next} of {len(self._targets)}, layer {self._layer}")
 
     def _check(self, frame: memoryview) -> tuple[int, memoryview]:
+        """(blocks in it, their bytes). Until the checksum is seen to fit, nothing is kept of what the header says."""
         if frame.nbytes < HEADER_BYTES:
             raise _corrupted(f"a frame of {frame.nbytes} bytes is shorter than its header")
-        magic, version, layer, first, count, num_bytes = _PREFIX.unpack_from(frame)
-        if (magic, version) != (MAGIC, WIRE_VERSION):
-            raise _corrupted(f"not a frame of wire version {WIRE_VERSION}: magic {magic:#x}, version {version}")
-        if (layer, first) != (self._layer, self._first) or layer >= self._pool.num_layers:
-            raise _corrupted(f"layer {layer} block {first} came where layer {self._layer} block {self._first} was due")
-        if not 1 <= count <= len(self._targets) - first:
-            raise _corrupted(f"{count} blocks came where at most {len(self._targets) - first} were due")
+        magic, version, codec, layer, first, count, end, num_bytes = _PREFIX.unpack_from(frame)
+        if (magic, version, codec) != (MAGIC, WIRE_VERSION, RAW):
+            raise _corrupted(
+                f"not a frame of wire version {WIRE_VERSION}: magic {magic:#x}, version {version}, codec {codec}"
+            )
+        if (layer, first) != (self._layer, self._next):
+            raise _corrupted(f"layer {layer} block {first} came where layer {self._layer} block {self._next} was due")
+        begins = layer == 0 and first == self._segment_start
+        if not first < end <= len(self._targets) or not (begins or end == self._segment_end):
+            raise _corrupted(f"a segment ends at {end} of {len(self._targets)} blocks, {self._segment_end} was due")
+        if not 1 <= count <= end - first:
+            raise _corrupted(f"{count} blocks came where at most {end - first} were due")
         payload = frame[HEADER_BYTES:]
         if not num_bytes == payload.nbytes == count * self._pool.block_bytes:
             raise _corrupted(f"{payload.nbytes} bytes came for {count} blocks, the header says {num_bytes}")
@@ -107,6 +129,7 @@ class FrameReader:
         seen.update(payload)
         if seen.intdigest() != checksum:
             raise _corrupted(f"the checksum of layer {layer} block {first} is wrong")
+        self._segment_end = end
         return count, payload
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
 import grpc
 import msgspec
 
 from kv_transfer import errors, grpc_wire
 from kv_transfer.allocator import keep_freed_memory
-from kv_transfer.base import KvSource
-from kv_transfer.block_server import BlockServer, FetchRequest
+from kv_transfer.base import FetchRequest, KvSource
+from kv_transfer.block_server import BlockServer, Segment
 from kv_transfer.blocks import BlockPool
 from kv_transfer.handoff import KvLayout
 from kv_transfer.lease import LeaseTable
@@ -34,6 +35,7 @@ Parsed = TypeVar("Parsed")
 
 _decode_request: Final = msgspec.msgpack.Decoder(FetchRequest).decode
 _decode_id: Final = msgspec.msgpack.Decoder(str).decode
+_decode_release: Final = msgspec.msgpack.Decoder(grpc_wire.Release).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -47,11 +49,12 @@ class GrpcKvSource(KvSource):
         layout: KvLayout,
         host: str,
         port: int = 0,
+        offers: Mapping[str, dict[str, Any]] | None = None,
         max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES,
     ) -> None:
-        """Port 0 takes a free one."""
+        """Port 0 takes a free one. `offers`: how else than by streams the blocks can be had."""
         keep_freed_memory()
-        self.server = BlockServer(pool, leases, layout)
+        self.server = BlockServer(pool, leases, layout, offers)
         self._host = host
         self._port = port
         self._fetch_slots = threading.BoundedSemaphore(max_concurrent_fetches)
@@ -81,41 +84,74 @@ class GrpcKvSource(KvSource):
     def _handlers(self) -> grpc.GenericRpcHandler:
         handlers = {
             grpc_wire.FETCH: grpc.unary_stream_rpc_method_handler(self._fetch),
-            grpc_wire.RENEW: grpc.unary_unary_rpc_method_handler(_by_id(lambda id_: self.server.renew(id_))),
-            grpc_wire.RELEASE: grpc.unary_unary_rpc_method_handler(_by_id(lambda id_: self.server.release(id_))),
+            grpc_wire.PIN: grpc.unary_stream_rpc_method_handler(self._pin),
+            grpc_wire.RENEW: grpc.unary_unary_rpc_method_handler(self._renew),
+            grpc_wire.RELEASE: grpc.unary_unary_rpc_method_handler(self._release),
             grpc_wire.DESCRIBE: grpc.unary_unary_rpc_method_handler(self._describe),
         }
         return grpc.method_handlers_generic_handler(grpc_wire.SERVICE, handlers)
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """One thread for the length of the stream. gRPC drops this generator, and so ends the read, on any ending."""
+        with self._slot(context):
+            request = _parse(_decode_request, message)
+            first_token = yield from self.server.frames(request, context.is_active)
+            grpc_wire.end_with_first_token(context, first_token)
+
+    def _pin(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Say where the blocks lie and keep them there until the reader closes the stream, or dies."""
+        closed = threading.Event()
+        with self._slot(context):
+            context.add_callback(closed.set)
+            request = _parse(_decode_request, message)
+            with self.server.read(request, context.is_active) as read:
+                for segment in read.segments(context.is_active):
+                    self.server.count_sent(len(segment.block_ids) * read.pool.block_bytes * read.pool.num_layers)
+                    yield self._pinned(segment)
+                closed.wait(LONGEST_FETCH_S)
+
+    def _pinned(self, segment: Segment) -> bytes:
+        return _encode(
+            grpc_wire.PinnedBlocks(
+                incarnation=self.server.incarnation,
+                block_ids=list(segment.block_ids),
+                complete=segment.last,
+                first_token=segment.first_token,
+            )
+        )
+
+    @contextmanager
+    def _slot(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Room for one stream; a HandoffError inside becomes the call's status."""
         if (context.time_remaining() or math.inf) > LONGEST_FETCH_S:
             sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S} s"
             grpc_wire.abort(context, errors.TransferFailed(errors.BAD_REQUEST, sentence))
         if not self._fetch_slots.acquire(blocking=False):
             grpc_wire.abort(context, errors.TransferFailed(errors.BUSY, "all fetch slots of this source are taken"))
         try:
-            yield from self.server.frames(_parse(_decode_request, message), context.is_active)
+            yield
         except errors.HandoffError as error:
             grpc_wire.abort(context, error)
         finally:
             self._fetch_slots.release()
 
-    def _describe(self, _message: bytes, _context: grpc.ServicerContext) -> bytes:
-        return _encode(self.server.describe())
-
-
-def _by_id(action: Callable[[str], None]) -> Callable[[bytes, grpc.ServicerContext], bytes]:
-    """A handler for the calls that carry nothing but a hand-off id."""
-
-    def handle(message: bytes, context: grpc.ServicerContext) -> bytes:
+    def _renew(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         try:
-            action(_parse(_decode_id, message))
+            self.server.renew(_parse(_decode_id, message))
         except errors.HandoffError as error:
             grpc_wire.abort(context, error)
         return b""
 
-    return handle
+    def _release(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            release = _parse(_decode_release, message)
+        except errors.HandoffError as error:
+            grpc_wire.abort(context, error)
+        self.server.release(release.handoff_id, release.reader, release.readers)
+        return b""
+
+    def _describe(self, _message: bytes, _context: grpc.ServicerContext) -> bytes:
+        return _encode(self.server.describe())
 
 
 def _parse(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:

@@ -9,16 +9,16 @@ worker's own `grpc.aio` data plane in the same process it would wake both for ev
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
+import msgspec
 
 from kv_transfer import errors
-from kv_transfer.frames import largest_frame_bytes
-from kv_transfer.handoff import KvLayout
 
 SERVICE: Final = "ridgeline.KvTransfer"
 FETCH: Final = "Fetch"
+PIN: Final = "Pin"
 RENEW: Final = "Renew"
 RELEASE: Final = "Release"
 DESCRIBE: Final = "Describe"
@@ -29,12 +29,14 @@ KEEPALIVE_TIMEOUT_S: Final = 5
 CONNECT_TIMEOUT_S: Final = 3
 
 _REASON_KEY: Final = "kv-reason"
+_FIRST_TOKEN_KEY: Final = "kv-first-token"
 _STATUS: Final = {
     errors.LAYOUT_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LEASE_EXPIRED: grpc.StatusCode.NOT_FOUND,
     errors.UNKNOWN_HANDOFF: grpc.StatusCode.NOT_FOUND,
     errors.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.WITHDRAWN: grpc.StatusCode.ABORTED,
 }
 _REASON: Final = {
     grpc.StatusCode.UNAVAILABLE: errors.UNREACHABLE,
@@ -44,6 +46,23 @@ _REASON: Final = {
 }
 
 Options = list[tuple[str, int]]
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True):
+    """Reader `reader` of `readers` is done with a hand-off."""
+
+    handoff_id: str
+    reader: int = 0
+    readers: int = 1
+
+
+class PinnedBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """One segment of a pin: where the next blocks lie. The blocks stay until the stream is closed by the reader."""
+
+    incarnation: str
+    block_ids: list[int]
+    complete: bool
+    first_token: int | None = None
 
 
 def server_options() -> Options:
@@ -56,10 +75,10 @@ def server_options() -> Options:
     ]
 
 
-def channel_options(layout: KvLayout) -> Options:
-    """Accept one frame at a time; notice a silent or unreachable peer within seconds."""
+def channel_options(largest_message_bytes: int) -> Options:
+    """Accept nothing larger; notice a silent or unreachable peer within seconds."""
     return [
-        ("grpc.max_receive_message_length", max(largest_frame_bytes(layout), CONTROL_MESSAGE_BYTES)),
+        ("grpc.max_receive_message_length", max(largest_message_bytes, CONTROL_MESSAGE_BYTES)),
         ("grpc.max_send_message_length", CONTROL_MESSAGE_BYTES),
         ("SingleThreadedUnaryStream", 1),  # a fetch's thread reads for itself: a sixth less CPU than by gRPC's own
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
@@ -70,10 +89,25 @@ def channel_options(layout: KvLayout) -> Options:
     ]
 
 
-def abort(context: grpc.ServicerContext, error: errors.HandoffError) -> None:
+def abort(context: grpc.ServicerContext, error: errors.HandoffError) -> NoReturn:
     """End the call with this error; raises, as gRPC's own `abort` does."""
     context.set_trailing_metadata(((_REASON_KEY, error.reason),))
     context.abort(_STATUS.get(error.reason, grpc.StatusCode.INTERNAL), error.message)
+    raise AssertionError("gRPC's abort returned")
+
+
+def end_with_first_token(context: grpc.ServicerContext, first_token: int | None) -> None:
+    """Tell the fetching side, at the end of a stream, what prefill sampled."""
+    if first_token is not None:
+        context.set_trailing_metadata(((_FIRST_TOKEN_KEY, str(first_token)),))
+
+
+def first_token_of(call: Any) -> int | None:
+    """The inverse, when the stream has ended."""
+    for key, value in call.trailing_metadata() or ():
+        if key == _FIRST_TOKEN_KEY:
+            return int(value)
+    return None
 
 
 def error_of(failure: Any, address: str) -> errors.HandoffError:

@@ -13,20 +13,27 @@ from typing import Any, Literal
 
 import msgspec
 
-WIRE_VERSION = 1
-"""History, one line each: 1 = checksummed frames of whole blocks, one layer per frame, msgpack control messages."""
+WIRE_VERSION = 2
+"""What two workers must speak alike. History, one line each:
+
+1 = checksummed frames of whole blocks, one layer per frame, msgpack control messages.
+2 = hand-offs that grow (frames in segments, a first token at the end), parts of blocks for unequal tensor parallelism,
+    releases counted by reader, pins for shared memory, encoded payloads (a codec number in each frame).
+"""
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decides what a block's bytes mean. Two engines may exchange KV only if theirs are equal."""
+    """Everything that decides what a block's bytes mean. `explain_mismatch` says which two can exchange KV."""
 
     model: str
     dtype: str
     kv_dtype: str
     block_size_tokens: int
     num_layers: int
+    num_kv_heads: int
+    """Of the model, over all ranks; heads come before tokens in a block, so a rank's heads are one run of bytes."""
     block_bytes: int
-    """Bytes of one block in one layer."""
+    """Bytes of one block in one layer on one rank."""
     layout: str
     isa: str
     """The instruction set a CPU packs its blocks for, or the GPU's architecture."""
@@ -40,12 +47,20 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain_mismatch(ours: KvLayout, theirs: KvLayout) -> str | None:
-    """A sentence naming each field that differs with both its values; None if the layouts are equal."""
+    """A sentence naming each field that differs with both its values; None if blocks of one mean the same to the other.
+
+    Tensor parallelism may differ where one side's ranks hold a whole number of the other's: heads are split or joined.
+    """
     differing = [
         f"{name} is {getattr(ours, name)!r} here and {getattr(theirs, name)!r} there"
         for name in KvLayout.__struct_fields__
-        if getattr(ours, name) != getattr(theirs, name)
+        if name not in ("tensor_parallel_size", "block_bytes") and getattr(ours, name) != getattr(theirs, name)
     ]
+    tp = (ours.tensor_parallel_size, theirs.tensor_parallel_size)
+    if max(tp) % min(tp):
+        differing.append(f"tensor_parallel_size is {tp[0]} here and {tp[1]} there, and neither divides the other")
+    elif ours.block_bytes * tp[0] != theirs.block_bytes * tp[1]:
+        differing.append(f"block_bytes is {ours.block_bytes} on {tp[0]} ranks here and {theirs.block_bytes} on {tp[1]} there")
     if not differing:
         return None
     return "the engines cannot exchange KV blocks: " + "; ".join(differing) + "."
@@ -57,24 +72,27 @@ def new_handoff_id() -> str:
 
 
 class KvHandoff(msgspec.Struct, frozen=True, kw_only=True):
-    """An offer: these blocks of this source hold the KV of `num_tokens` tokens, kept for `lease_s` after each renewal.
+    """An offer: these sources hold the KV of `num_tokens` tokens, kept for `lease_s` after each renewal.
 
-    `block_ids` are the source's and are listed in token order; a fetch names positions in this list, never raw ids.
+    A fetch names positions from 0 to `num_blocks`, in token order, never a source's own block numbers.
     """
 
     handoff_id: str
-    address: str
-    """host:port of the source."""
-    block_ids: tuple[int, ...]
+    addresses: tuple[str, ...]
+    """host:port of each of the source's tensor parallel ranks, in rank order."""
+    num_blocks: int
     num_tokens: int
     compatibility_hash: str
     lease_s: float
     num_bytes: int
+    """Over all layers and ranks."""
+    complete: bool = True
+    """False while prefill still computes: a fetch then follows it, and its receipt brings the first token."""
 
     def to_params(self) -> dict[str, Any]:
         """As plain msgpack types, for vLLM's `kv_transfer_params`."""
         params: dict[str, Any] = msgspec.to_builtins(self)
-        return params | {"block_ids": list(self.block_ids)}
+        return params | {"addresses": list(self.addresses)}
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> KvHandoff:
@@ -94,6 +112,10 @@ class FetchReceipt(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     """Payload bytes that reached the local pool."""
     wait_s: float = 0.0
-    """From asking to the first byte; the whole time if no byte came."""
+    """From asking to the first byte, of a hand-off that grew to its last segment's; the whole time if no byte came."""
     wire_s: float = 0.0
-    """From the first byte to the last."""
+    """From the first byte to the last; of a hand-off that grew, of its last segment."""
+    transport: str = ""
+    """What carried the bytes; empty if no source was reached."""
+    first_token: int | None = None
+    """The token prefill sampled, if the hand-off was followed while it grew."""

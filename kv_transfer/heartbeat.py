@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from kv_transfer import errors
-from kv_transfer.base import KvFetcher
+from kv_transfer.fetcher import KvFetcher
 from kv_transfer.handoff import KvHandoff
 
 log = logging.getLogger(__name__)
@@ -68,18 +69,18 @@ class Heartbeats:
                 give_up_at_s = loop.time() + handoff.lease_s
             except errors.HandoffError as error:
                 if error.reason == errors.LEASE_EXPIRED or loop.time() >= give_up_at_s:
-                    log.warning("stopped renewing hand-off %s of %s: %s", handoff.handoff_id, handoff.address, error)
+                    log.warning("stopped renewing hand-off %s of %s: %s", handoff.handoff_id, handoff.addresses, error)
                     return
 
 
-async def release_with_retries(fetcher: KvFetcher, handoff: KvHandoff) -> None:
+async def release_with_retries(release: Callable[[KvHandoff], Awaitable[None]], handoff: KvHandoff) -> None:
     """Release; if the source stays unreachable, leave the blocks to their lease's end."""
     for delay_s in (*RELEASE_RETRY_DELAYS_S, None):
         try:
-            await fetcher.release(handoff)
+            await release(handoff)
             return
         except errors.HandoffError as error:
             if delay_s is None:
-                log.warning("could not release hand-off %s of %s: %s", handoff.handoff_id, handoff.address, error)
+                log.warning("could not release hand-off %s of %s: %s", handoff.handoff_id, handoff.addresses, error)
                 return
             await asyncio.sleep(delay_s)

@@ -1,27 +1,30 @@
 """Which of this engine's blocks are promised to somebody, and until when.
 
 vLLM cannot take back the blocks of a finished prefill by itself: somebody must say "sent". That is this table. The
-engine's step loop publishes and collects (`take_finished`); server threads read, renew and release; the service's
-thread expires. Pure logic under one lock with an injected clock; it never touches a block.
+engine's step loop grows, publishes, withdraws and collects (`take_finished`); server threads read, renew and release;
+the service's thread expires. Pure logic under one lock with an injected clock; it never touches a block.
 
-A hand-off's life: announced (its id travels, nothing is here yet) > open > released or expired. It closes when it is
-released or its time is up, but never under a read: then it closes when the last read ends.
+A hand-off's life: announced (its id travels, nothing is here yet) > growing (prefill still computes; the blocks so far
+are final) > complete > released or expired. A growing one has no owner to free blocks for and no time limit: its
+request still runs. It ends early if withdrawn, which fails its readers. A complete one closes when every reader has
+released it or its time is up, but never under a read: then it closes when the last read ends.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kv_transfer import errors
 
 Clock = Callable[[], float]
-Ending = Literal["released", "expired"]
+Ending = Literal["released", "expired", "withdrawn"]
 
 REMEMBERED_ENDINGS: Final = 4096
 """How many closed ids are remembered, to name the reason to a late caller and to honour a release that came first."""
@@ -38,10 +41,13 @@ class LeaseStats:
 
 @dataclass(frozen=True, slots=True)
 class PublishedBlocks:
-    """What a reader may read."""
+    """What a reader may read. More may come while it is not `complete`."""
 
     block_ids: tuple[int, ...]
     num_tokens: int
+    complete: bool = True
+    first_token: int | None = None
+    """The token that prefill sampled; known when complete, if at all."""
 
 
 @dataclass(slots=True)
@@ -51,11 +57,13 @@ class _Lease:
     lease_s: float
     expires_at_s: float
     active_reads: int = 0
+    readers_done: set[int] = field(default_factory=set)
     released: bool = False
+    withdrawn: bool = False
 
 
 class LeaseTable:
-    """All methods are safe from any thread and never block, but for `wait_published`."""
+    """All methods are safe from any thread and never block, but for `wait_published` and `wait_blocks`."""
 
     def __init__(self, clock: Clock = time.monotonic, on_finished: Callable[[], None] = lambda: None) -> None:
         """`on_finished` is called, without the lock, whenever `take_finished` has something new."""
@@ -67,24 +75,76 @@ class LeaseTable:
         self._finished_owners: set[str] = set()
         self._expired_total = 0
 
-    def publish(self, handoff_id: str, owner: str, block_ids: Sequence[int], num_tokens: int, lease_s: float) -> None:
-        """Open a lease. If its release came first, the owner is finished at once. An id is published only once."""
+    # --- the engine's side
+
+    def grow(self, handoff_id: str, owner: str, block_ids: Sequence[int]) -> None:
+        """These blocks, in token order from the first, are final while the owner computes the next ones.
+
+        Nothing happens if the hand-off was released meanwhile: nobody reads it.
+        """
+        with self._changed:
+            if handoff_id in self._endings:
+                return
+            lease = self._open.get(handoff_id)
+            if lease is None:
+                lease = self._open[handoff_id] = _Lease(owner, PublishedBlocks((), 0, complete=False), 0.0, math.inf)
+            lease.blocks = PublishedBlocks(_extended(lease.blocks, block_ids, handoff_id), 0, complete=False)
+            self._changed.notify_all()
+
+    def publish(
+        self,
+        handoff_id: str,
+        owner: str,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        lease_s: float,
+        first_token: int | None = None,
+    ) -> None:
+        """Open a lease, or complete a growing one; from now on its time counts and its owner waits to free the blocks.
+
+        If its release came first, the owner is finished at once. An id is published only once.
+        """
         if lease_s <= 0:
             raise ValueError(f"lease_s must be positive, not {lease_s}")
         with self._changed:
-            if handoff_id in self._open or self._endings.get(handoff_id) == "expired":
+            growing = self._open.get(handoff_id)
+            if (growing is not None and growing.blocks.complete) or self._endings.get(handoff_id) == "expired":
                 raise ValueError(f"hand-off {handoff_id} of {owner} is already published")
-            if any(lease.owner == owner for lease in self._open.values()):
+            if any(lease.owner == owner and lease is not growing for lease in self._open.values()):
                 raise ValueError(
                     f"{owner} already has an open hand-off: its blocks would be freed under the other's lease"
                 )
-            blocks = PublishedBlocks(tuple(block_ids), num_tokens)
-            lease = _Lease(owner, blocks, lease_s, self._clock() + lease_s)
+            lease = growing or _Lease(owner, PublishedBlocks((), 0, complete=False), lease_s, 0.0)
+            lease.blocks = PublishedBlocks(
+                _extended(lease.blocks, block_ids, handoff_id), num_tokens, complete=True, first_token=first_token
+            )
+            lease.lease_s = lease_s
+            lease.expires_at_s = self._clock() + lease_s
             self._open[handoff_id] = lease
-            if handoff_id in self._endings:
+            if self._endings.pop(handoff_id, None) == "released":
                 self._close(handoff_id, "released")
             self._changed.notify_all()
         self._tell_if_finished()
+
+    def withdraw(self, handoff_id: str) -> None:
+        """The owner of a growing hand-off lost its blocks or will not complete it: every reader fails.
+
+        Call it before another request writes to the blocks. A complete one is left alone; one that was withdrawn may
+        still be published, whole, when its owner has computed it again.
+        """
+        with self._changed:
+            lease = self._open.get(handoff_id)
+            if lease is not None and not lease.blocks.complete:
+                lease.withdrawn = True
+                self._close(handoff_id, "withdrawn")
+
+    def take_finished(self) -> set[str]:
+        """Owners whose blocks may be freed now; each is returned exactly once per publication."""
+        with self._changed:
+            finished, self._finished_owners = self._finished_owners, set()
+            return finished
+
+    # --- the readers' side
 
     def renew(self, handoff_id: str) -> bool:
         """Extend to a full lease from now, never shorten. False if it is not open."""
@@ -95,8 +155,11 @@ class LeaseTable:
         self._tell_if_finished()
         return lease is not None and not lease.released
 
-    def release(self, handoff_id: str) -> bool:
-        """Close now, or when the last read ends. True the first time; an id not yet published is remembered."""
+    def release(self, handoff_id: str, reader: int = 0, readers: int = 1) -> bool:
+        """Close when all of `readers` have released: now, or when the last read ends.
+
+        True the first time that this closes it; an id not yet published is remembered.
+        """
         with self._changed:
             lease = self._open.get(handoff_id)
             if lease is None:
@@ -104,6 +167,9 @@ class LeaseTable:
                 if first:
                     self._remember(handoff_id, "released")
                 return first
+            lease.readers_done.add(reader)
+            if len(lease.readers_done) < readers:
+                return False
             first = not lease.released
             lease.released = True
             if lease.active_reads == 0:
@@ -111,34 +177,48 @@ class LeaseTable:
         self._tell_if_finished()
         return first
 
-    def begin_read(self, handoff_id: str) -> PublishedBlocks:
-        """Pin against expiry and release until `end_read`; raises LeaseExpired or UnknownHandoff."""
+    @contextmanager
+    def reading(self, handoff_id: str) -> Iterator[LeaseRead]:
+        """Pin against expiry and release while the block runs; raises LeaseExpired or UnknownHandoff.
+
+        It also renews the lease: a reader whose connection breaks unnoticed still has that long.
+        """
         with self._changed:
             lease = self._live(handoff_id)
             if lease is not None and not lease.released:
                 lease.active_reads += 1
-                return lease.blocks
+                lease.expires_at_s = max(lease.expires_at_s, self._clock() + lease.lease_s)
         self._tell_if_finished()
-        raise self.refusal(handoff_id)
-
-    def end_read(self, handoff_id: str) -> None:
-        """Undo one `begin_read`."""
-        with self._changed:
-            lease = self._open[handoff_id]
-            lease.active_reads -= 1
-            assert lease.active_reads >= 0, "end_read without begin_read"
-            if lease.active_reads == 0 and lease.released:
-                self._close(handoff_id, "released")
-        self._tell_if_finished()
-
-    @contextmanager
-    def reading(self, handoff_id: str) -> Iterator[PublishedBlocks]:
-        """`begin_read` and `end_read` around a block of code."""
-        blocks = self.begin_read(handoff_id)
+        if lease is None or lease.released:
+            raise self.refusal(handoff_id)
         try:
-            yield blocks
+            yield LeaseRead(self, handoff_id, lease)
         finally:
-            self.end_read(handoff_id)
+            with self._changed:
+                lease.active_reads -= 1
+                if lease.active_reads == 0 and lease.released and self._open.get(handoff_id) is lease:
+                    self._close(handoff_id, "released")
+            self._tell_if_finished()
+
+    def wait_published(self, handoff_id: str, timeout_s: float) -> bool:
+        """Wait for an announced hand-off. False if it is still unknown; a growing or closed one counts as known."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: handoff_id in self._open or handoff_id in self._endings, timeout=timeout_s
+            )
+
+    def wait_blocks(self, lease: _Lease, more_than: int, timeout_s: float) -> PublishedBlocks:
+        """Used by `LeaseRead.wait`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(lease.blocks.block_ids) > more_than or lease.blocks.complete or lease.withdrawn,
+                timeout=timeout_s,
+            )
+            if lease.withdrawn:
+                raise errors.TransferFailed(errors.WITHDRAWN, "the prefill that computed these blocks was given up")
+            return lease.blocks
+
+    # --- time, counts, reasons
 
     def expire(self, now_s: float | None = None) -> int:
         """Close every lease whose time is up and which nobody reads; returns how many."""
@@ -154,19 +234,6 @@ class LeaseTable:
         self._tell_if_finished()
         return len(due)
 
-    def take_finished(self) -> set[str]:
-        """Owners whose blocks may be freed now; each is returned exactly once per publication."""
-        with self._changed:
-            finished, self._finished_owners = self._finished_owners, set()
-            return finished
-
-    def wait_published(self, handoff_id: str, timeout_s: float) -> bool:
-        """Wait for an announced hand-off. False if it is still unknown; a closed one counts as known."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: handoff_id in self._open or handoff_id in self._endings, timeout=timeout_s
-            )
-
     def stats(self) -> LeaseStats:
         """Counts at this moment."""
         with self._changed:
@@ -175,8 +242,11 @@ class LeaseTable:
 
     def refusal(self, handoff_id: str) -> errors.HandoffError:
         """The error for a hand-off that is not open."""
-        if self._endings.get(handoff_id) == "expired":
+        ending = self._endings.get(handoff_id)
+        if ending == "expired":
             return errors.LeaseExpired(errors.LEASE_EXPIRED, f"the lease of hand-off {handoff_id} ran out")
+        if ending == "withdrawn":
+            return errors.TransferFailed(errors.WITHDRAWN, f"the prefill of hand-off {handoff_id} was given up")
         return errors.UnknownHandoff(errors.UNKNOWN_HANDOFF, f"no hand-off {handoff_id} is open here")
 
     def _live(self, handoff_id: str) -> _Lease | None:
@@ -188,7 +258,9 @@ class LeaseTable:
         return lease
 
     def _close(self, handoff_id: str, ending: Ending) -> None:
-        self._finished_owners.add(self._open.pop(handoff_id).owner)
+        lease = self._open.pop(handoff_id)
+        if lease.blocks.complete:
+            self._finished_owners.add(lease.owner)
         self._expired_total += ending == "expired"
         self._remember(handoff_id, ending)
         self._changed.notify_all()
@@ -202,3 +274,31 @@ class LeaseTable:
     def _tell_if_finished(self) -> None:
         if self._finished_owners:
             self._on_finished()
+
+
+class LeaseRead:
+    """One open read: the blocks so far, and a way to wait for more of a growing hand-off."""
+
+    def __init__(self, table: LeaseTable, handoff_id: str, lease: _Lease) -> None:
+        self._table = table
+        self._lease = lease
+        self.handoff_id = handoff_id
+
+    @property
+    def blocks(self) -> PublishedBlocks:
+        """What is final at this moment."""
+        return self._lease.blocks
+
+    def wait(self, more_than: int, timeout_s: float) -> PublishedBlocks:
+        """Until there are more than this many blocks or all of them, at most `timeout_s`.
+
+        Raises TransferFailed(`withdrawn`) if prefill gave the blocks up: what was read of them means nothing.
+        """
+        return self._table.wait_blocks(self._lease, more_than, timeout_s)
+
+
+def _extended(before: PublishedBlocks, block_ids: Sequence[int], handoff_id: str) -> tuple[int, ...]:
+    now = tuple(block_ids)
+    if now[: len(before.block_ids)] != before.block_ids:
+        raise ValueError(f"hand-off {handoff_id} changed blocks that were final")
+    return now

@@ -18,9 +18,11 @@ import torch
 
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
 from kv_transfer.service import TransferService
+from kv_transfer.shared_pool import KvCacheAllocation
+from kv_transfer.transports import TRANSPORT_NAMES, TransportName
 
 
-def make_service(layers: int, blocks: int, block_bytes: int) -> TransferService:
+def make_service(layers: int, blocks: int, block_bytes: int, transport: TransportName) -> TransferService:
     """A service over a cache of this shape, filled with noise."""
     layout = KvLayout(
         model="measure",
@@ -28,36 +30,41 @@ def make_service(layers: int, blocks: int, block_bytes: int) -> TransferService:
         kv_dtype="auto",
         block_size_tokens=32,
         num_layers=layers,
+        num_kv_heads=1,
         block_bytes=block_bytes,
         layout="LBHNC",
         isa="measure",
         engine_version="0",
         tensor_parallel_size=1,
     )
-    cache = {
-        f"layer{index}": torch.randint(0, 255, (blocks, block_bytes), dtype=torch.uint8) for index in range(layers)
-    }
-    return TransferService(cache, layout, "127.0.0.1", 0)
+    allocation = KvCacheAllocation()
+    with allocation.serving_torch_zeros():
+        buffer = torch.zeros(layers * blocks * block_bytes, dtype=torch.int8, device="cpu")
+    tensors = buffer.view(torch.uint8).view(layers, blocks, block_bytes)
+    tensors.random_(0, 255)
+    cache = {f"layer{index}": layer for index, layer in enumerate(tensors)}
+    shared = allocation.offer(list(tensors))
+    return TransferService(cache, layout, "127.0.0.1", 0, transport=transport, shared=shared)
 
 
-def serve(pipe: Connection, shape: tuple[int, int, int], rounds: int, core: int | None) -> None:
+def serve(pipe: Connection, shape: tuple[int, int, int], rounds: int, core: int | None, transport: TransportName) -> None:
     """The child: publish one hand-off for each round, keep serving until told to stop."""
     if core is not None:
         os.sched_setaffinity(0, {core})
-    service = make_service(*shape)
+    service = make_service(*shape, transport)
     service.start()
     layers, blocks, block_bytes = shape
     for index in range(rounds):
         handoff = KvHandoff(
             handoff_id=new_handoff_id(),
-            address=service.address,
-            block_ids=tuple(reversed(range(blocks))),
+            addresses=(service.address,),
+            num_blocks=blocks,
             num_tokens=blocks * 32,
             compatibility_hash="",
             lease_s=30.0,
             num_bytes=layers * blocks * block_bytes,
         )
-        service.publish(f"request-{index}", handoff.handoff_id, handoff.block_ids, handoff.num_tokens)
+        service.publish(f"request-{index}", handoff.handoff_id, list(reversed(range(blocks))), handoff.num_tokens)
         pipe.send(handoff.to_params())
     pipe.recv()
     service.close()
@@ -66,7 +73,7 @@ def serve(pipe: Connection, shape: tuple[int, int, int], rounds: int, core: int 
 def fetch_once(service: TransferService, request_id: str, handoff: KvHandoff) -> float:
     """Seconds from asking to the completion that the engine's step loop sees."""
     started_s = time.perf_counter()
-    service.start_fetch(request_id, handoff, 0, range(len(handoff.block_ids)))
+    service.start_fetch(request_id, handoff, 0, range(handoff.num_blocks))
     while True:
         service.wait(1.0)
         completed = service.poll()
@@ -96,15 +103,17 @@ def main() -> None:
     parser.add_argument("--block-bytes", type=int, default=24 << 10)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--pin", action="store_true", help="one core for each side, as in production")
+    parser.add_argument("--transport", default="auto", choices=TRANSPORT_NAMES)
     options = parser.parse_args()
+    transport: TransportName = options.transport
     shape = (options.layers, options.blocks, options.block_bytes)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=serve, args=(theirs, shape, options.rounds, 1 if options.pin else None))
+    child = context.Process(daemon=True, target=serve, args=(theirs, shape, options.rounds, 1 if options.pin else None, transport))
     child.start()
     if options.pin:
         os.sched_setaffinity(0, {0})
-    service = make_service(*shape)
+    service = make_service(*shape, transport)
     service.start()
     handoffs = [KvHandoff.from_params(ours.recv()) for _ in range(options.rounds)]
     before_s = time.process_time()
@@ -116,7 +125,7 @@ def main() -> None:
     num_bytes = handoffs[0].num_bytes
     median_s = statistics.median(seconds)
     sys.stdout.write(
-        f"{num_bytes / 1e6:.1f} MB per hand-off: "
+        f"{transport}: {num_bytes / 1e6:.1f} MB per hand-off: "
         f"median {num_bytes / median_s / 1e9:.2f} GB/s ({median_s * 1e3:.1f} ms), "
         f"best {num_bytes / min(seconds) / 1e9:.2f} GB/s, first {seconds[0] * 1e3:.1f} ms, "
         f"fetcher CPU {cpu_s * 1e3:.1f} ms; memcpy {memcpy_gb_s(num_bytes):.1f} GB/s\n"

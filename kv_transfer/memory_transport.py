@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Final
+from typing import ClassVar, Final
 
 from kv_transfer import errors
-from kv_transfer.base import FetchProgress, KvFetcher, KvSource, SourceDescription, run_in_thread
-from kv_transfer.block_server import BlockServer, FetchRequest
+from kv_transfer.base import KvSource, Pull, Puller, SourceControl, SourceDescription, run_in_thread
+from kv_transfer.block_server import BlockServer
 from kv_transfer.blocks import BlockPool
 from kv_transfer.frames import FrameReader
-from kv_transfer.handoff import KvHandoff, KvLayout
+from kv_transfer.handoff import KvLayout
 from kv_transfer.lease import LeaseTable
 
 _servers: Final[dict[str, BlockServer]] = {}
@@ -25,7 +25,7 @@ class MemoryKvSource(KvSource):
     """Found by address in a table of this process."""
 
     def __init__(self, pool: BlockPool, leases: LeaseTable, layout: KvLayout) -> None:
-        self.server = BlockServer(pool, leases, layout, publish_wait_s=1.0)
+        self.server = BlockServer(pool, leases, layout)
         self._address = f"memory:{next(_ports)}"
 
     @property
@@ -43,52 +43,59 @@ class MemoryKvSource(KvSource):
         _servers.pop(self._address, None)
 
 
-class MemoryKvFetcher(KvFetcher):
-    """Copies frame by frame on a thread."""
-
-    def __init__(self, layout: KvLayout) -> None:
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="kv-fetch")
-        self._layout = layout
-
-    async def _pull(
-        self,
-        handoff: KvHandoff,
-        first_block: int,
-        target_block_ids: Sequence[int],
-        pool: BlockPool,
-        progress: FetchProgress,
-    ) -> None:
-        request = FetchRequest(
-            handoff_id=handoff.handoff_id,
-            first_block=first_block,
-            num_blocks=len(target_block_ids),
-            layout=self._layout,
-        )
-        stopped = threading.Event()
-        reader = FrameReader(pool, target_block_ids, progress)
-        await run_in_thread(self._threads, lambda: _copy(handoff.address, request, reader, stopped), stopped.set)
-
-    async def renew(self, handoff: KvHandoff) -> None:
-        _server(handoff.address).renew(handoff.handoff_id)
-
-    async def release(self, handoff: KvHandoff) -> None:
-        _server(handoff.address).release(handoff.handoff_id)
+class MemoryControl(SourceControl):
+    """Calls the server's methods."""
 
     async def describe(self, address: str) -> SourceDescription:
         return _server(address).describe()
+
+    async def renew(self, address: str, handoff_id: str) -> None:
+        _server(address).renew(handoff_id)
+
+    async def release(self, address: str, handoff_id: str, reader: int = 0, readers: int = 1) -> None:
+        _server(address).release(handoff_id, reader, readers)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class MemoryPuller(Puller):
+    """Copies frame by frame on a thread."""
+
+    name: ClassVar[str] = "memory"
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="kv-fetch")
+
+    def obstacle(self, source: SourceDescription) -> str | None:
+        return None
+
+    async def pull(self, pull: Pull) -> None:
+        stopped = threading.Event()
+        await run_in_thread(self._threads, lambda: _copy(pull, stopped), stopped.set)
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _copy(address: str, request: FetchRequest, reader: FrameReader, stopped: threading.Event) -> None:
+def _copy(pull: Pull, stopped: threading.Event) -> None:
     """Runs on a fetch thread; looks between frames whether both sides are still there."""
-    with closing(_server(address).frames(request)) as frames:
-        for frame in frames:
+    reader = FrameReader(pull.pool, pull.target_block_ids, pull.progress)
+
+    def accept_all(frames: Generator[bytes, None, int | None]) -> int | None:
+        while True:
+            try:
+                frame = next(frames)
+            except StopIteration as end:
+                first_token: int | None = end.value
+                return first_token
             if stopped.is_set():
                 raise errors.TransferCancelled(errors.CANCELLED, "cancelled by the fetching side")
-            _server(address)
+            _server(pull.address)
             reader.accept(frame)
+
+    with closing(_server(pull.address).frames(pull.request, lambda: not stopped.is_set())) as frames:
+        pull.progress.first_token = accept_all(frames)
     reader.finish()
 
 

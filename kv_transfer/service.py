@@ -11,8 +11,10 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from kv_transfer import errors
@@ -21,16 +23,26 @@ from kv_transfer.completions import Completed, CompletionBoard, TransferStats
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.heartbeat import Heartbeats, release_with_retries
 from kv_transfer.lease import LeaseTable
-from kv_transfer.transports import TransportSettings, make_transport
+from kv_transfer.shared_pool import SharedOffer
+from kv_transfer.transports import TransportName, TransportSettings, make_transport
 
 log = logging.getLogger(__name__)
 
 EXPIRY_CHECK_S: Final = 1.0
 """How often the service's thread looks for expired leases; an engine that polls finds them sooner."""
 CLOSE_S: Final = 10.0
+PAIR_S: Final = 20.0
 LAST_RELEASES_S: Final = 1.0
 """What releases under way get when the service closes; what they miss, the leases' ends free."""
 CANCELLED_RECEIPT: Final = FetchReceipt(outcome="cancelled", reason=errors.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class PairedTransport:
+    """What will carry the bytes from one source, and what stood in the way of better."""
+
+    transport: str
+    why: str
 
 
 class TransferService:
@@ -44,16 +56,30 @@ class TransferService:
         port: int,
         lease_s: float = 30.0,
         fetch_deadline_s: float = 30.0,
-        transport: str = "grpc",
+        transport: TransportName = "auto",
+        rank: int = 0,
+        shared: SharedOffer | None = None,
     ) -> None:
-        """`layers` in forward order, the same on every engine: a layer is known to its peers by its position."""
+        """`layers` in forward order, the same on every engine: a layer is known to its peers by its position.
+
+        `shared`: where peers on this host can map these layers, if they can.
+        """
         self._pool = BlockPool.from_layer_tensors(list(layers.values()))
         check_layout(self._pool, layout)
         self._layout = layout
         self._lease_s = lease_s
         self._board = CompletionBoard()
         self._leases = LeaseTable(on_finished=self._board.wake)
-        settings = TransportSettings(self._pool, self._leases, layout, host, port, fetch_deadline_s)
+        settings = TransportSettings(
+            pool=self._pool,
+            leases=self._leases,
+            layout=layout,
+            host=host,
+            port=port,
+            rank=rank,
+            fetch_deadline_s=fetch_deadline_s,
+            offers={} if shared is None else {"shm": msgspec.to_builtins(shared)},
+        )
         self._source, self._fetcher = make_transport(transport, settings)
         self._heartbeats = Heartbeats(self._fetcher)
         self._fetches: dict[str, asyncio.Task[FetchReceipt]] = {}
@@ -74,9 +100,32 @@ class TransferService:
         self._source.start()
         self._thread.start()
 
-    def publish(self, request_id: str, handoff_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
+    def pair(self, addresses: Sequence[str]) -> dict[str, PairedTransport | str]:
+        """Agree now with sources that will be fetched from; waits for them, at most `PAIR_S`.
+
+        For each address the transport that was picked, or a sentence that says why there can be no hand-over.
+        """
+        pairing = asyncio.run_coroutine_threadsafe(self._pair_all(addresses), self._loop)
+        return pairing.result(PAIR_S)
+
+    def publish(
+        self,
+        request_id: str,
+        handoff_id: str,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        first_token: int | None = None,
+    ) -> None:
         """Offer finished blocks; `poll().sent` names the request when they may be freed."""
-        self._leases.publish(handoff_id, request_id, block_ids, num_tokens, self._lease_s)
+        self._leases.publish(handoff_id, request_id, block_ids, num_tokens, self._lease_s, first_token)
+
+    def grow(self, request_id: str, handoff_id: str, block_ids: Sequence[int]) -> None:
+        """Offer the blocks that a running prefill has made final so far; `publish` or `withdraw` must follow."""
+        self._leases.grow(handoff_id, request_id, block_ids)
+
+    def withdraw(self, handoff_id: str) -> None:
+        """The blocks of a growing hand-off are about to be overwritten: fail whoever reads them."""
+        self._leases.withdraw(handoff_id)
 
     def watch(self, handoff: KvHandoff) -> None:
         """Keep the lease alive until its fetch ends or `release`: for a hand-off whose load has not begun."""
@@ -146,6 +195,16 @@ class TransferService:
         if not self._thread.is_alive():
             self._loop.close()
 
+    async def _pair_all(self, addresses: Sequence[str]) -> dict[str, PairedTransport | str]:
+        return dict(zip(addresses, await asyncio.gather(*map(self._pair_one, addresses)), strict=True))
+
+    async def _pair_one(self, address: str) -> PairedTransport | str:
+        try:
+            pairing = await self._fetcher.pair(address)
+        except errors.HandoffError as error:
+            return error.message
+        return PairedTransport(pairing.puller.name, pairing.why)
+
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._expiry = self._loop.create_task(self._expire_forever())
@@ -189,7 +248,7 @@ class TransferService:
 
     def _begin_release(self, handoff: KvHandoff) -> None:
         self._heartbeats.stop(handoff)
-        self._spawn(release_with_retries(self._fetcher, handoff))
+        self._spawn(release_with_retries(self._fetcher.release, handoff))
 
     async def _expire_forever(self) -> None:
         while True:

@@ -10,7 +10,9 @@ import msgspec
 from engine import sampling
 from engine.errors import InvalidTask
 from engine.messages import GenerateTask, TokenDelta
+from engine.notices import Notice, with_notice
 from engine.vllm_engine import VllmEngine
+from kv_transfer.handoff import new_handoff_id
 
 
 class PrefillHandler:
@@ -18,6 +20,8 @@ class PrefillHandler:
 
     async def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
         """Yield one finished delta: the first token and the hand-off, or the whole answer if it is that short.
+
+        Of a prompt that takes several steps a delta without tokens comes first: its hand-off can be followed.
 
         With a hand-off `finish_reason` is None: the request goes on elsewhere. Raises InvalidTask, EngineFailed.
         """
@@ -27,15 +31,20 @@ class PrefillHandler:
         resample = task.first_token == "resample"
         goes_on = resample or params.max_tokens is None or params.max_tokens - len(task.emitted_token_ids) > 1
         leg = sampling.prefill_leg(params, resample=resample)
+        handoff_id = new_handoff_id()
         if goes_on:
-            leg = sampling.with_transfer(leg, {"do_remote_decode": True})
+            leg = sampling.with_transfer(leg, {"do_remote_decode": True, "handoff_id": handoff_id})
         prompt = task.prompt_token_ids + task.emitted_token_ids
         stream = engine.generate(task.request_id, prompt, leg, priority=task.priority)
-        async with aclosing(stream) as deltas:
-            async for delta in deltas:
-                if delta.handoff is None:
-                    yield delta
-                elif resample:
-                    yield msgspec.structs.replace(delta, token_ids=[], logprobs=None, finish_reason=None)
-                else:
-                    yield msgspec.structs.replace(delta, finish_reason=None)
+        with engine.notices.expect(handoff_id) as notice:
+            async with aclosing(stream), aclosing(with_notice(stream, notice)) as deltas:
+                async for delta in deltas:
+                    if isinstance(delta, Notice):
+                        yield TokenDelta(request_id=task.request_id, handoff=delta.handoff)
+                        continue
+                    if delta.handoff is None:
+                        yield delta
+                    elif resample:
+                        yield msgspec.structs.replace(delta, token_ids=[], logprobs=None, finish_reason=None)
+                    else:
+                        yield msgspec.structs.replace(delta, finish_reason=None)

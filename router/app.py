@@ -26,7 +26,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
-from router.fleet import Fleet, PairingRefused
+from router.fleet import Fleet, KvPair, PairingRefused
 from router.metrics import RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
 from router.releaser import HandoffReleaser
@@ -55,7 +55,12 @@ class Router:
         self._fleet = Fleet(router_id=secrets.token_hex(8), on_unclaimed=self._releaser.release)
         self._orchestrator = Orchestrator(self._fleet, settings, self._metrics, self._releaser.release)
         REGISTRY.register(
-            WorkerCollector(lambda: self._fleet.workers, lambda: self._hardware, lambda: self._orchestrator.in_flight)
+            WorkerCollector(
+                workers=lambda: self._fleet.workers,
+                hardware=lambda: self._hardware,
+                in_flight=lambda: self._orchestrator.in_flight,
+                kv_pairs=lambda: self._fleet.kv_pairs,
+            )
         )
         self._hardware: dict[Pool, PoolHardware] = {}
         self._stop = asyncio.Event()
@@ -66,6 +71,11 @@ class Router:
     def workers(self) -> list[WorkerDescription]:
         """The workers it is connected to."""
         return [worker.description for worker in self._fleet.workers]
+
+    @property
+    def kv_pairs(self) -> list[KvPair]:
+        """What carries KV between which workers."""
+        return self._fleet.kv_pairs
 
     async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
         """Connect to the workers, open the port, return the URL. Raises PairingRefused, WorkerLost, OSError.
@@ -110,7 +120,7 @@ class Router:
     async def _serve_until_stopped(self, worker_addresses: list[str], group: asyncio.TaskGroup) -> None:
         with _bound_socket(self._settings.host, self._settings.port) as sock:
             await self._fleet.connect(worker_addresses, group)
-            group.create_task(self._releaser.run(self.workers[0].layout), name="handoff-releaser")
+            group.create_task(self._releaser.run(), name="handoff-releaser")
             self._client.bind(self._orchestrator)
             server = uvicorn.Server(uvicorn.Config(await self._build_app(), log_level="warning", access_log=False))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")

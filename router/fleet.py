@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from engine.data_plane import OnUnclaimed, WorkerClient
 from engine.errors import WorkerLost
@@ -18,6 +19,17 @@ CONNECT_TIMEOUT_S = 30.0
 
 class PairingRefused(Exception):
     """A prefill and a decode worker cannot exchange KV; the message names what differs."""
+
+
+@dataclass(frozen=True)
+class KvPair:
+    """What carries KV blocks from a prefill worker to a decode worker."""
+
+    prefill: str
+    decode: str
+    transport: str
+    why: str
+    """What stood in the way of a better transport; empty if nothing."""
 
 
 class Worker:
@@ -90,6 +102,7 @@ class Fleet:
         self._router_id = router_id
         self._on_unclaimed = on_unclaimed
         self._workers: dict[str, Worker] = {}
+        self.kv_pairs: list[KvPair] = []
 
     @property
     def workers(self) -> list[Worker]:
@@ -108,6 +121,7 @@ class Fleet:
             worker = Worker(client, await client.describe())
             self._workers[worker.worker_id] = worker
         self._check_pairs()
+        await self._pair()
         await self.refresh()
         group.create_task(self._keep_fresh(), name="fleet-status")
 
@@ -133,6 +147,18 @@ class Fleet:
         while True:
             await asyncio.sleep(STATUS_INTERVAL_S)
             await self.refresh()
+
+    async def _pair(self) -> None:
+        """Every decode worker agrees with every prefill worker on what will carry the bytes, before any request."""
+        sources = {address: worker for worker in self.pool("prefill") for address in worker.description.transfer_addresses}
+        for decode in self.pool("decode"):
+            answer = await decode.client.pair(list(sources))
+            for address, sentence in answer.refused.items():
+                raise PairingRefused(f"{sources[address].worker_id} and {decode.worker_id} cannot exchange KV: {sentence}")
+            for address, (transport, why) in answer.paired.items():
+                pair = KvPair(sources[address].worker_id, decode.worker_id, transport, why)
+                if pair not in self.kv_pairs:
+                    self.kv_pairs.append(pair)
 
     def _check_pairs(self) -> None:
         for prefill in self.pool("prefill"):

@@ -67,6 +67,12 @@ class RequestMetrics:
             ("mode", "reason"),
             registry=registry,
         )
+        self.followed = Counter(
+            "ridgeline_followed_handoffs",
+            "Prompts of several chunks by whether decode fetched their KV while prefill went on; else why not",
+            ("result",),
+            registry=registry,
+        )
         self.rejected = Counter(
             "ridgeline_rejected", "Requests refused before any work", ("reason",), registry=registry
         )
@@ -98,6 +104,17 @@ class WorkerView(Protocol):
     def worker_id(self) -> str: ...
     @property
     def status(self) -> WorkerStatus | None: ...
+
+
+class KvPairView(Protocol):
+    """What the collector reads of a pairing."""
+
+    @property
+    def prefill(self) -> str: ...
+    @property
+    def decode(self) -> str: ...
+    @property
+    def transport(self) -> str: ...
 
 
 # counter name's first part -> (series, help, names of the labels its other parts give)
@@ -132,18 +149,31 @@ class WorkerCollector(Collector):
         workers: Callable[[], Iterable[WorkerView]],
         hardware: Callable[[], dict[Pool, PoolHardware]],
         in_flight: Callable[[], int],
+        kv_pairs: Callable[[], Iterable[KvPairView]],
     ) -> None:
         self._workers = workers
         self._hardware = hardware
         self._in_flight = in_flight
+        self._kv_pairs = kv_pairs
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client at each scrape."""
         workers = list(self._workers())
         yield GaugeMetricFamily("ridgeline_requests_in_flight", "Requests the router is serving", self._in_flight())
+        yield self._pairs()
         yield from self._counters(workers)
         yield from self._gauges(workers)
         yield from self._pools(workers)
+
+    def _pairs(self) -> Metric:
+        family = GaugeMetricFamily(
+            "ridgeline_kv_pair",
+            "1 for each prefill and decode worker that exchange KV, with what carries it",
+            labels=["prefill", "decode", "transport"],
+        )
+        for pair in self._kv_pairs():
+            family.add_metric([pair.prefill, pair.decode, pair.transport], 1)
+        return family
 
     def _counters(self, workers: list[WorkerView]) -> Iterator[Metric]:
         for prefix, (series, text, labels) in _WORKER_COUNTERS.items():

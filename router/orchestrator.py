@@ -1,6 +1,10 @@
 """The way of one request through the workers: decode is chosen first, then prefill; t1 goes out before the KV moves.
 
-`engine_client.py` calls `run` for every sequence. What happens in each state on each kind of end:
+`engine_client.py` calls `run` for every sequence. A prompt that prefill computes in several steps is followed: its decode
+leg begins after the first step, with blocks of its own, and fetches what is final while the rest is computed; t1 reaches
+it with the last blocks. If that fails, the leg begins again after prefill, as it does for a short prompt.
+
+What happens in each state on each kind of end:
 
     state       worker fails                            client leaves / deadline / stop string
     PREFILLING  the request fails                       prefill is aborted
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -20,11 +24,19 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 
 from engine import sampling
+from engine.errors import HandoffLost
 from engine.messages import FirstToken, GenerateTask, Leg, TokenDelta
 from kv_transfer.handoff import KvHandoff
 from router.fleet import Fleet, PromptReservation, Worker
 from router.metrics import RequestMetrics
-from router.policy import fewest_running_then_most_free, least_prompt_tokens, least_work, local_prefill_reason, pick
+from router.policy import (
+    fewest_running_then_most_free,
+    least_prompt_tokens,
+    least_work,
+    local_prefill_reason,
+    pick,
+    room_to_follow,
+)
 from router.settings import RouterSettings
 from router.timeline import Outcome, RequestTimeline
 
@@ -95,9 +107,8 @@ class Orchestrator:
         if reason is not None:
             timeline.path = "ineligible"
             with decode.reserve(num_tokens) as reservation:
-                await self._decode(
-                    decode, _task(request, "decode", recompute_reason=reason), emit, timeline, reservation
-                )
+                leg = decode.client.generate(_task(request, "decode", recompute_reason=reason))
+                await self._stream(leg, emit, timeline, reservation)
             return
         timeline.path = "disaggregated"
         with decode.reserve():
@@ -106,54 +117,93 @@ class Orchestrator:
     async def _whole(self, request: SequenceRequest, emit: Emit, timeline: RequestTimeline) -> None:
         replica = self._fleet.get(pick([w.load() for w in self._fleet.pool("colocated")], least_work))
         with replica.reserve(len(request.prompt_token_ids)) as reservation:
-            await self._decode(replica, _task(request, "decode"), emit, timeline, reservation)
+            await self._stream(replica.client.generate(_task(request, "decode")), emit, timeline, reservation)
 
     async def _prefill_then_decode(
         self, request: SequenceRequest, decode: Worker, emit: Emit, timeline: RequestTimeline
     ) -> None:
         resample = sampling.resample_reason(request.params)
         mode: FirstToken = "continue" if resample is None else "resample"
-        first = await self._prefill(request, mode, timeline)
-        handoff = first.handoff
-        if handoff is None:
-            emit(first)  # the whole answer was one token
-            return
-        self._metrics.first_token.labels(mode, resample or "").inc()
-        fetched = False
-        try:
-            if emit(msgspec.structs.replace(first, finished=False, handoff=None)):
-                return
-            task = _task(request, "decode", emitted_token_ids=first.token_ids, first_token=mode, handoff=handoff)
-            fetched = await self._decode(decode, task, emit, timeline, None)
-            receipt = timeline.decode_timing.receipt if timeline.decode_timing else None
-            if receipt is not None and receipt.outcome != "ok":
-                timeline.path = "local"  # decode computed the prompt itself: not disaggregated, whatever was planned
-        finally:
-            if not fetched:
-                self._release_handoff(handoff)
+        early: _EarlyLeg | None = None
 
-    async def _prefill(self, request: SequenceRequest, mode: FirstToken, timeline: RequestTimeline) -> TokenDelta:
+        def follow(handoff: KvHandoff) -> None:
+            nonlocal early
+            if not self._settings.overlap or not room_to_follow(decode.load(), handoff.num_blocks):
+                self._metrics.followed.labels("no_room" if self._settings.overlap else "off").inc()
+                return
+            task = _task(request, "decode", first_token=mode, handoff=handoff)
+            early = _EarlyLeg(decode.client.generate(task))
+
+        try:
+            first = await self._prefill(request, mode, timeline, follow)
+            handoff = first.handoff
+            if handoff is None:
+                emit(first)  # the whole answer was one token
+                return
+            self._metrics.first_token.labels(mode, resample or "").inc()
+            fetched = False
+            try:
+                if emit(msgspec.structs.replace(first, finished=False, handoff=None)):
+                    return
+                task = _task(request, "decode", emitted_token_ids=first.token_ids, first_token=mode, handoff=handoff)
+                fetched = await self._hand_over(decode, task, early, emit, timeline)
+                receipt = timeline.decode_timing.receipt if timeline.decode_timing else None
+                if receipt is not None and receipt.outcome != "ok":
+                    timeline.path = "local"  # decode computed the prompt itself: not disaggregated, whatever was planned
+            finally:
+                if not fetched:
+                    self._release_handoff(handoff)
+        finally:
+            if early is not None:
+                await early.close()
+
+    async def _prefill(
+        self,
+        request: SequenceRequest,
+        mode: FirstToken,
+        timeline: RequestTimeline,
+        follow: Callable[[KvHandoff], None],
+    ) -> TokenDelta:
+        """The leg's last delta; `follow` is called before, if the hand-off can be followed while it grows."""
         worker = self._fleet.get(pick([w.load() for w in self._fleet.pool("prefill")], least_prompt_tokens))
         task = _task(request, "prefill", first_token=mode)
         with worker.reserve(len(request.prompt_token_ids)):
             async with aclosing(worker.client.generate(task)) as deltas:
                 async for delta in deltas:
+                    if delta.handoff is not None and not delta.handoff.complete:
+                        follow(delta.handoff)
+                        continue
                     timeline.tokens(len(delta.token_ids))
                     timeline.prefill_timing = delta.timing
                     return delta
         raise AssertionError("a prefill leg ends with one delta or an error")
 
-    async def _decode(
+    async def _hand_over(
+        self, decode: Worker, task: GenerateTask, early: _EarlyLeg | None, emit: Emit, timeline: RequestTimeline
+    ) -> bool:
+        """Stream the leg that followed the prefill; if that came to nothing, or there is none, begin one now."""
+        if early is not None:
+            try:
+                timeline.followed = True
+                fetched = await self._stream(early.deltas(), emit, timeline)
+                self._metrics.followed.labels("ok").inc()
+                return fetched
+            except HandoffLost as lost:
+                timeline.followed = False
+                self._metrics.followed.labels(lost.reason).inc()
+                task = msgspec.structs.replace(task, request_id=f"{task.request_id}-again")
+        return await self._stream(decode.client.generate(task), emit, timeline)
+
+    async def _stream(
         self,
-        worker: Worker,
-        task: GenerateTask,
+        leg: AsyncGenerator[TokenDelta, None],
         emit: Emit,
         timeline: RequestTimeline,
-        reservation: PromptReservation | None,
+        reservation: PromptReservation | None = None,
     ) -> bool:
         """Stream one decode leg; True once the worker has produced a token, that is, has fetched the KV."""
         produced = False
-        async with aclosing(worker.client.generate(task)) as deltas:
+        async with aclosing(leg) as deltas:
             async for delta in deltas:
                 produced = True
                 if reservation is not None:
@@ -163,6 +213,28 @@ class Orchestrator:
                 if emit(delta):
                     break
         return produced
+
+
+class _EarlyLeg:
+    """A decode leg begun while its prompt is still prefilled: its first delta is awaited in the background."""
+
+    def __init__(self, leg: AsyncGenerator[TokenDelta, None]) -> None:
+        self._leg = leg
+        self._first = asyncio.ensure_future(anext(leg))
+
+    async def deltas(self) -> AsyncGenerator[TokenDelta, None]:
+        """All of the leg's deltas; raises HandoffLost before the first one if following failed."""
+        yield await asyncio.shield(self._first)
+        async for delta in self._leg:
+            yield delta
+
+    async def close(self) -> None:
+        """End it, which aborts it on the worker unless it has finished."""
+        self._first.cancel()
+        await asyncio.wait((self._first,))
+        if not self._first.cancelled():
+            self._first.exception()  # reported already, or of no interest any more
+        await self._leg.aclose()
 
 
 def _task(

@@ -25,6 +25,9 @@ class WorkerLoad:
     kv_blocks_total: int
 
 
+SPARE_FRACTION = 0.25
+"""Of a decode worker's KV blocks, what prompts that are not prefilled yet must leave free."""
+
 Score = Callable[[WorkerLoad], tuple[float, ...]]
 
 
@@ -49,6 +52,11 @@ def pick(loads: Sequence[WorkerLoad], score: Score, needed_blocks: int = 0) -> s
     if not usable:
         raise NoWorker("no worker is connected and accepting work")
     return min(usable, key=score).worker_id
+
+
+def room_to_follow(load: WorkerLoad, needed_blocks: int) -> bool:
+    """May a prompt hold blocks on the decode worker while it is still prefilled? Not if decoding might miss them."""
+    return load.kv_blocks_free - needed_blocks >= SPARE_FRACTION * load.kv_blocks_total
 
 
 def local_prefill_reason(num_prompt_tokens: int, min_remote_prefill_tokens: int) -> str | None:

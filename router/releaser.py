@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
-from kv_transfer.grpc_fetcher import GrpcKvFetcher
-from kv_transfer.handoff import KvHandoff, KvLayout
+from kv_transfer.grpc_control import GrpcControl
+from kv_transfer.handoff import KvHandoff
 from kv_transfer.heartbeat import release_with_retries
 
 
@@ -22,13 +22,18 @@ class HandoffReleaser:
         """Queue one; never blocks. Releasing what was fetched already does nothing."""
         self._queue.put_nowait(handoff)
 
-    async def run(self, layout: KvLayout) -> None:
-        """Release what is queued, several at a time, until cancelled. Only addresses are used of `layout`'s channel."""
-        fetcher = GrpcKvFetcher(layout)
+    async def run(self) -> None:
+        """Release what is queued, several at a time, until cancelled."""
+        control = GrpcControl()
+
+        async def release(handoff: KvHandoff) -> None:
+            for address in handoff.addresses:
+                await control.release(address, handoff.handoff_id)
+
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
                     handoff = await self._queue.get()
-                    group.create_task(release_with_retries(fetcher, handoff))
+                    group.create_task(release_with_retries(release, handoff))
         finally:
-            await fetcher.close()
+            await control.close()

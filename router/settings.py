@@ -27,4 +27,6 @@ class RouterSettings:
     mode: str
     request_deadline_s: float
     max_outstanding_requests: int
+    overlap: bool
+    """Whether decode may fetch the KV of a long prompt while its later chunks are prefilled."""
     min_remote_prefill_tokens: int

@@ -29,7 +29,8 @@ class RequestTimeline:
     num_output_tokens: int = 0
     prefill_timing: LegTiming | None = None
     decode_timing: LegTiming | None = None
-    handed_off_s: float | None = None
+    followed: bool = False
+    """The KV was fetched while prefill went on: waiting for it cost nothing but the last segment."""
 
     def __post_init__(self) -> None:
         self.arrived_s = self.clock()
@@ -73,7 +74,7 @@ class RequestTimeline:
         if self.decode_timing is not None:
             receipt = self.decode_timing.receipt
             wait_s, wire_s = (receipt.wait_s, receipt.wire_s) if receipt else (0.0, 0.0)
-            stages["handoff_wait"] = wait_s
+            stages["handoff_wait"] = 0.0 if self.followed else wait_s
             stages["wire"] = wire_s
             stages["decode_queue"] = max(0.0, self.decode_timing.queue_s - wait_s - wire_s)
             stages["decode"] = self.decode_timing.compute_s

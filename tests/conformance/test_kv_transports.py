@@ -1,36 +1,44 @@
 """Each transport against the conformance suite."""
 
 import pytest
-from check_transport import TransportConformance
+from check_transport import FrameConformance, TransportConformance, slow_copies, slow_frames
 
-from kv_transfer.grpc_fetcher import GrpcKvFetcher
-from kv_transfer.grpc_source import GrpcKvSource
-from kv_transfer.memory_transport import MemoryKvFetcher, MemoryKvSource
+from kv_transfer.transports import make_transport
 
 
-class MemoryHarness:
-    def make_source(self, pool, leases, layout):
-        return MemoryKvSource(pool, leases, layout)
+class Harness:
+    def __init__(self, name, slow_down):
+        self._name = name
+        self.slow_down = slow_down
 
-    def make_fetcher(self, layout):
-        return MemoryKvFetcher(layout)
-
-
-class GrpcHarness:
-    def make_source(self, pool, leases, layout):
-        return GrpcKvSource(pool, leases, layout, "127.0.0.1")
-
-    def make_fetcher(self, layout):
-        return GrpcKvFetcher(layout, fetch_deadline_s=5.0)
+    def make(self, settings):
+        return make_transport(self._name, settings)
 
 
-class TestMemory(TransportConformance):
+class TestMemory(FrameConformance, TransportConformance):
     @pytest.fixture
     def harness(self):
-        return MemoryHarness()
+        return Harness("memory", slow_frames)
+
+    def restarted(self, harness, node):
+        pytest.skip("an address in this process is never used again")
 
 
-class TestGrpc(TransportConformance):
+class TestGrpc(FrameConformance, TransportConformance):
     @pytest.fixture
     def harness(self):
-        return GrpcHarness()
+        return Harness("grpc", slow_frames)
+
+
+class TestShm(TransportConformance):
+    @pytest.fixture
+    def harness(self):
+        return Harness("shm", slow_copies)
+
+
+class TestAuto(TransportConformance):
+    """On one host it is shm."""
+
+    @pytest.fixture
+    def harness(self):
+        return Harness("auto", slow_copies)

@@ -32,6 +32,7 @@ LAYOUT = KvLayout(
     kv_dtype="bfloat16",
     block_size_tokens=32,
     num_layers=2,
+    num_kv_heads=2,
     block_bytes=1024,
     layout="LBHNC",
     isa="amx",
@@ -84,8 +85,8 @@ def make_handoff(handoff_id: str = "h1", num_tokens: int = 70) -> KvHandoff:
     blocks = -(-num_tokens // LAYOUT.block_size_tokens)
     return KvHandoff(
         handoff_id=handoff_id,
-        address="127.0.0.1:7001",
-        block_ids=tuple(range(11, 11 + blocks)),
+        addresses=("127.0.0.1:7001",),
+        num_blocks=blocks,
         num_tokens=num_tokens,
         compatibility_hash=LAYOUT.compatibility_hash(),
         lease_s=30.0,

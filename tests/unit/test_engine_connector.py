@@ -32,7 +32,7 @@ CANCELLED = FetchReceipt(outcome="cancelled", reason="cancelled")
 @pytest.fixture
 def side():
     side = SchedulerSide(block_size_tokens=32, lease_s=30.0, accountant=StepAccountant(MODEL))
-    side.set_endpoint(Endpoint("127.0.0.1:7001", LAYOUT.compatibility_hash(), 100, 2048))
+    side.set_endpoints([Endpoint("127.0.0.1:7001", LAYOUT.compatibility_hash(), 100, 2048)])
     return side
 
 
@@ -89,8 +89,8 @@ def test_a_prefill_that_ends_at_its_one_token_publishes_its_blocks_and_keeps_the
     keep, told = end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
     assert keep is True
     handoff = KvHandoff.from_params(told["handoff"])
-    assert (handoff.block_ids, handoff.num_tokens, handoff.num_bytes) == ((1, 2, 3), 70, 3 * 2048)
-    assert (handoff.address, handoff.lease_s) == ("127.0.0.1:7001", 30.0)
+    assert (handoff.num_blocks, handoff.num_tokens, handoff.num_bytes) == (3, 70, 3 * 2048)
+    assert (handoff.addresses, handoff.lease_s) == (("127.0.0.1:7001",), 30.0)
     assert handoff.compatibility_hash == LAYOUT.compatibility_hash()
     [publish] = side.take_instructions(IDLE).publish
     assert (publish.request_id, publish.handoff_id) == ("r", handoff.handoff_id)
@@ -101,7 +101,8 @@ def test_only_blocks_that_hold_the_prompt_are_published(side):
     request = a_request(prompt=64, do_remote_decode=True)
     side.on_new_request(request)
     _, told = end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
-    assert told["handoff"]["block_ids"] == [1, 2]
+    assert told["handoff"]["num_blocks"] == 2
+    assert side.take_instructions(IDLE).publish[0].block_ids == [1, 2]
 
 
 @pytest.mark.parametrize(

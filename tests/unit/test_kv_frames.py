@@ -25,7 +25,7 @@ def test_what_is_written_is_read(num_layers, block_ids, target_bytes):
     target = [np.zeros((20, 16), np.uint8) for _ in range(num_layers)]
     progress = FetchProgress(started_s=0.0)
     reader = frames.FrameReader(BlockPool(target), block_ids[::-1], progress)
-    for frame in frames.write_frames(BlockPool(source), block_ids, target_bytes):
+    for frame in frames.write_frames(BlockPool(source), block_ids, 0, target_bytes):
         reader.accept(frame)
     if block_ids:
         reader.finish()
@@ -41,3 +41,30 @@ def test_a_frame_after_the_last_is_refused():
     reader.accept(frame)
     with pytest.raises(errors.TransferFailed, match="due"):
         reader.accept(frame)
+
+
+def test_segments_arrive_in_the_order_prefill_makes_them_final():
+    random = np.random.default_rng(1)
+    source = [random.integers(0, 256, (20, 16), dtype=np.uint8) for _ in range(3)]
+    target = [np.zeros((20, 16), np.uint8) for _ in range(3)]
+    ids = [5, 9, 1, 2, 3, 0, 17]
+    reader = frames.FrameReader(BlockPool(target), range(7), FetchProgress(started_s=0.0))
+    for start, stop in ((0, 3), (3, 4), (4, 7)):
+        for frame in frames.write_frames(BlockPool(source), ids[start:stop], start, target_bytes=40):
+            reader.accept(frame)
+    reader.finish()
+    for ours, theirs in zip(target, source, strict=True):
+        np.testing.assert_array_equal(ours[:7], theirs[ids])
+
+
+@pytest.mark.parametrize("skipped", range(8))
+def test_a_stream_of_segments_with_a_frame_missing_is_refused(skipped):
+    pool = BlockPool([np.zeros((8, 16), np.uint8) for _ in range(2)])
+    reader = frames.FrameReader(pool, range(8), FetchProgress(started_s=0.0))
+    stream = [*frames.write_frames(pool, range(4), 0, 32), *frames.write_frames(pool, range(4, 8), 4, 32)]
+    assert len(stream) == 8
+    with pytest.raises(errors.TransferFailed, match="due|ended"):
+        for index, frame in enumerate(stream):
+            if index != skipped:
+                reader.accept(frame)
+        reader.finish()

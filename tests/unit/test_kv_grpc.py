@@ -11,9 +11,11 @@ import pytest
 
 from kv_transfer import errors, grpc_wire
 from kv_transfer.allocator import keep_freed_memory
-from kv_transfer.block_server import FetchRequest
+from kv_transfer.base import FetchRequest
 from kv_transfer.blocks import BlockPool
-from kv_transfer.grpc_fetcher import GrpcKvFetcher
+from kv_transfer.fetcher import KvFetcher
+from kv_transfer.grpc_control import GrpcControl
+from kv_transfer.grpc_puller import GrpcPuller
 from kv_transfer.grpc_source import GrpcKvSource
 from kv_transfer.handoff import KvHandoff, KvLayout
 from kv_transfer.lease import LeaseTable
@@ -24,6 +26,7 @@ LAYOUT = KvLayout(
     kv_dtype="auto",
     block_size_tokens=4,
     num_layers=4,
+    num_kv_heads=2,
     block_bytes=32,
     layout="LBHNC",
     isa="amx",
@@ -53,12 +56,28 @@ def published(source, owner):
 def handoff_at(address, handoff_id):
     return KvHandoff(
         handoff_id=handoff_id,
-        address=address,
-        block_ids=(1, 2),
+        addresses=(address,),
+        num_blocks=2,
         num_tokens=8,
         compatibility_hash="",
         lease_s=30.0,
         num_bytes=256,
+    )
+
+
+def make_fetcher(fetch_deadline_s):
+    control = GrpcControl()
+    return KvFetcher(LAYOUT, control, [GrpcPuller(control)], fetch_deadline_s=fetch_deadline_s)
+
+
+def request_for(handoff_id, first_block=0, num_blocks=1):
+    return FetchRequest(
+        handoff_id=handoff_id,
+        first_block=first_block,
+        num_blocks=num_blocks,
+        layout=LAYOUT,
+        part_start=0,
+        part_bytes=LAYOUT.block_bytes,
     )
 
 
@@ -77,9 +96,10 @@ async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
         for frame in real(request, wanted):
             time.sleep(0.01)
             yield frame
+        return None
 
     source.server.frames = slowly
-    fetcher = GrpcKvFetcher(LAYOUT, fetch_deadline_s=5.0)
+    fetcher = make_fetcher(5.0)
     layers = [np.zeros((8, 32), np.uint8) for _ in range(4)]
     target = BlockPool(layers)
     fetches = [fetcher.fetch(published(source, f"r{n}"), 0, [2 * n, 2 * n + 1], target) for n in range(4)]
@@ -91,7 +111,7 @@ async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
 
 async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool):
     source._fetch_slots.acquire()
-    fetcher = GrpcKvFetcher(LAYOUT, fetch_deadline_s=0.2)
+    fetcher = make_fetcher(0.2)
     receipt = await fetcher.fetch(published(source, "r"), 0, [1], pool)
     await fetcher.close()
     source._fetch_slots.release()
@@ -99,7 +119,7 @@ async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool):
 
 
 async def test_a_silent_source_is_a_timeout(source, pool):
-    fetcher = GrpcKvFetcher(LAYOUT, fetch_deadline_s=0.2)
+    fetcher = make_fetcher(0.2)
     receipt = await fetcher.fetch(handoff_at(source.address, "never published"), 0, [1], pool)
     await fetcher.close()
     assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT)
@@ -107,7 +127,7 @@ async def test_a_silent_source_is_a_timeout(source, pool):
 
 
 def test_a_fetch_without_a_deadline_is_refused(source):
-    request = FetchRequest(handoff_id="h", first_block=0, num_blocks=1, layout=LAYOUT)
+    request = request_for("h")
     error = refusal(source, grpc_wire.FETCH, msgspec.msgpack.encode(request))
     assert (error.reason, "deadline" in error.message) == (errors.BAD_REQUEST, True)
 
@@ -126,7 +146,7 @@ def test_a_huge_request_is_refused_unread(source):
 def test_positions_outside_the_publication_are_refused(source):
     published(source, "r")
     for first_block, num_blocks in ((-1, 1), (0, 3), (2, 1), (1, -1), (0, 1 << 40)):
-        request = FetchRequest(handoff_id="r", first_block=first_block, num_blocks=num_blocks, layout=LAYOUT)
+        request = request_for("r", first_block, num_blocks)
         error = refusal(source, grpc_wire.FETCH, msgspec.msgpack.encode(request), timeout=5)
         assert error.reason == errors.BAD_REQUEST, (first_block, num_blocks)
 

@@ -14,6 +14,7 @@ LAYOUT = KvLayout(
     kv_dtype="auto",
     block_size_tokens=32,
     num_layers=30,
+    num_kv_heads=2,
     block_bytes=24576,
     layout="LBHNC",
     isa="amx",
@@ -22,8 +23,8 @@ LAYOUT = KvLayout(
 )
 HANDOFF = KvHandoff(
     handoff_id="id",
-    address="10.0.0.1:7000",
-    block_ids=(3, 1, 2),
+    addresses=("10.0.0.1:7000",),
+    num_blocks=3,
     num_tokens=70,
     compatibility_hash=LAYOUT.compatibility_hash(),
     lease_s=30.0,
@@ -37,7 +38,7 @@ def test_equal_layouts_have_equal_hashes_and_nothing_to_explain():
     assert explain_mismatch(LAYOUT, twin) is None
 
 
-@pytest.mark.parametrize("field", KvLayout.__struct_fields__)
+@pytest.mark.parametrize("field", sorted({*KvLayout.__struct_fields__} - {"tensor_parallel_size", "block_bytes"}))
 def test_every_field_counts_and_is_named(field):
     value = getattr(LAYOUT, field)
     other = msgspec.structs.replace(LAYOUT, **{field: value + 1 if isinstance(value, int) else f"{value}x"})
@@ -49,9 +50,27 @@ def test_every_field_counts_and_is_named(field):
     )
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "named"),
+    [
+        ((2, 1200), (1, 2400), None),
+        ((1, 2400), (4, 600), None),
+        ((2, 1200), (3, 800), "tensor_parallel_size is 2 here and 3 there, and neither divides the other"),
+        ((2, 1200), (1, 2401), "block_bytes is 1200 on 2 ranks here and 2401 on 1 there"),
+    ],
+)
+def test_ranks_may_differ_in_number_if_their_heads_add_up(ours, theirs, named):
+    here, there = (
+        msgspec.structs.replace(LAYOUT, tensor_parallel_size=ranks, block_bytes=size) for ranks, size in (ours, theirs)
+    )
+    assert here.compatibility_hash() != there.compatibility_hash()
+    sentence = explain_mismatch(here, there)
+    assert sentence is None if named is None else named in sentence
+
+
 def test_a_handoff_survives_parameters_and_msgpack():
     params = HANDOFF.to_params()
-    assert params["block_ids"] == [3, 1, 2]
+    assert params["addresses"] == ["10.0.0.1:7000"]
     assert KvHandoff.from_params(msgspec.msgpack.decode(msgspec.msgpack.encode(params))) == HANDOFF
 
 

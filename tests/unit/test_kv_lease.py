@@ -1,6 +1,7 @@
 """The lease table: examples for each rule, then a random walk against a model."""
 
 import threading
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import settings
@@ -50,8 +51,8 @@ def test_a_lease_expires_at_its_time_and_not_before(leases, clock):
     assert leases.expire() == 1
     assert leases.take_finished() == {"r"}
     assert leases.stats().expired_leases_total == 1
-    with pytest.raises(errors.LeaseExpired):
-        leases.begin_read("h")
+    with pytest.raises(errors.LeaseExpired), leases.reading("h"):
+        pass
 
 
 def test_renewal_extends_from_now_and_never_shortens(leases, clock):
@@ -72,13 +73,13 @@ def test_renewing_after_the_time_is_up_is_refused_even_if_nobody_looked(leases, 
 
 def test_a_read_holds_off_expiry_and_release(leases, clock):
     publish(leases)
-    with leases.reading("h") as blocks:
-        assert blocks.block_ids == (1, 2)
+    with leases.reading("h") as read:
+        assert read.blocks.block_ids == (1, 2)
         clock.now_s += 100
         assert leases.expire() == 0
         leases.release("h")
-        with pytest.raises(errors.UnknownHandoff):
-            leases.begin_read("h")
+        with pytest.raises(errors.UnknownHandoff), leases.reading("h"):
+            pass
         assert leases.renew("h") is False
         assert leases.take_finished() == set()
     assert leases.take_finished() == {"r"}
@@ -87,12 +88,10 @@ def test_a_read_holds_off_expiry_and_release(leases, clock):
 
 def test_two_reads_both_have_to_end(leases):
     publish(leases)
-    leases.begin_read("h")
-    leases.begin_read("h")
-    leases.release("h")
-    leases.end_read("h")
-    assert leases.take_finished() == set()
-    leases.end_read("h")
+    with leases.reading("h"):
+        with leases.reading("h"):
+            leases.release("h")
+        assert leases.take_finished() == set()
     assert leases.take_finished() == {"r"}
 
 
@@ -145,6 +144,88 @@ def test_waiting_ends_with_the_publication(leases):
     assert leases.wait_published("h", 0.0) is True
 
 
+def test_a_growing_handoff_gives_its_blocks_as_they_become_final(leases):
+    leases.grow("h", "r", [4, 5])
+    with leases.reading("h") as read:
+        assert read.wait(0, 0.0).block_ids == (4, 5)
+        assert read.wait(2, 0.01).complete is False
+        leases.grow("h", "r", [4, 5, 6])
+        assert read.wait(2, 0.0).block_ids == (4, 5, 6)
+        threading.Timer(0.02, lambda: leases.publish("h", "r", [4, 5, 6, 9], 100, 10.0, first_token=42)).start()
+        whole = read.wait(3, 5.0)
+        assert (whole.block_ids, whole.complete, whole.first_token) == ((4, 5, 6, 9), True, 42)
+        leases.release("h")
+        assert leases.take_finished() == set()
+    assert leases.take_finished() == {"r"}
+
+
+def test_a_growing_handoff_has_no_time_limit_until_it_is_complete(leases, clock):
+    leases.grow("h", "r", [4])
+    clock.now_s += 1000
+    assert leases.expire() == 0
+    assert leases.renew("h")
+    leases.publish("h", "r", [4, 5], 8, 10.0)
+    clock.now_s += 10
+    assert leases.expire() == 1
+    assert leases.take_finished() == {"r"}
+
+
+def test_withdrawing_fails_readers_and_frees_nobody(leases):
+    leases.grow("h", "r", [4])
+    with leases.reading("h") as read:
+        leases.withdraw("h")
+        with pytest.raises(errors.TransferFailed, match="given up"):
+            read.wait(0, 0.0)
+    with pytest.raises(errors.TransferFailed, match="withdrawn"), leases.reading("h"):
+        pass
+    assert leases.take_finished() == set(), "its request still runs: vLLM was never asked to keep the blocks"
+    assert leases.stats().open_leases == 0
+
+
+def test_a_withdrawn_handoff_may_be_published_when_it_was_computed_again(leases):
+    leases.grow("h", "r", [4])
+    leases.withdraw("h")
+    leases.grow("h", "r", [7])
+    assert leases.stats().open_leases == 0, "nobody follows it any more"
+    leases.publish("h", "r", [7, 8], 8, 10.0)
+    with leases.reading("h") as read:
+        assert read.wait(0, 0.0).block_ids == (7, 8)
+
+
+def test_a_complete_handoff_cannot_be_withdrawn(leases):
+    publish(leases)
+    leases.withdraw("h")
+    with leases.reading("h") as read:
+        assert read.wait(0, 0.0).block_ids == (1, 2)
+
+
+def test_a_growing_handoff_released_early_is_freed_at_its_publication(leases):
+    leases.grow("h", "r", [4])
+    leases.release("h")
+    assert leases.take_finished() == set()
+    leases.grow("h", "r", [4, 5])
+    assert leases.stats().open_leases == 0
+    leases.publish("h", "r", [4, 5], 8, 10.0)
+    assert leases.take_finished() == {"r"}
+
+
+def test_final_blocks_may_not_change(leases):
+    leases.grow("h", "r", [4, 5])
+    with pytest.raises(ValueError, match="final"):
+        leases.grow("h", "r", [4, 6, 7])
+    with pytest.raises(ValueError, match="final"):
+        leases.publish("h", "r", [4], 4, 10.0)
+
+
+def test_every_reader_has_to_release(leases):
+    publish(leases)
+    assert leases.release("h", reader=1, readers=2) is False
+    assert leases.release("h", reader=1, readers=2) is False
+    assert leases.take_finished() == set()
+    assert leases.release("h", reader=0, readers=2) is True
+    assert leases.take_finished() == {"r"}
+
+
 class LeaseWalk(RuleBasedStateMachine):
     """Any order of calls: each owner is freed exactly once, never under a read, never early, never forgotten."""
 
@@ -157,6 +238,7 @@ class LeaseWalk(RuleBasedStateMachine):
         self.deadline_s: dict[str, float] = {}
         self.lease_s: dict[str, float] = {}
         self.reads: dict[str, int] = {}
+        self.contexts: dict[str, list[ExitStack]] = {}
         self.released: set[str] = set()
         self.freed: set[str] = set()
         self.serial = 0
@@ -198,20 +280,22 @@ class LeaseWalk(RuleBasedStateMachine):
 
     @rule(handoff_id=handoffs)
     def begin_read(self, handoff_id):
+        read = ExitStack()
         try:
-            self.leases.begin_read(handoff_id)
+            read.enter_context(self.leases.reading(handoff_id))
         except errors.HandoffError:
             assert handoff_id in self.released or self.deadline_s[handoff_id] <= self.clock.now_s
         else:
             assert handoff_id not in self.released | self.freed
             self.reads[handoff_id] += 1
+            self.contexts.setdefault(handoff_id, []).append(read)
 
     @precondition(lambda self: any(self.reads.values()))
     @rule(data=st.data())
     def end_read(self, data):
         handoff_id = data.draw(st.sampled_from(sorted(h for h, count in self.reads.items() if count)))
         self.reads[handoff_id] -= 1
-        self.leases.end_read(handoff_id)
+        self.contexts[handoff_id].pop().close()
 
     @rule(seconds=st.integers(1, 15))
     def time_passes(self, seconds):
@@ -231,9 +315,9 @@ class LeaseWalk(RuleBasedStateMachine):
         assert not {h for h in self.open_ids() if h in self.released and self.reads[h] == 0}
 
     def teardown(self):
-        for handoff_id, count in self.reads.items():
-            for _ in range(count):
-                self.leases.end_read(handoff_id)
+        for reads in self.contexts.values():
+            for read in reads:
+                read.close()
         self.clock.now_s += 1000
         self.reads = dict.fromkeys(self.reads, 0)
         self.leases.expire()

@@ -10,18 +10,29 @@ import torch
 from kv_transfer import errors
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
 from kv_transfer.service import TransferService
+from kv_transfer.shared_pool import KvCacheAllocation
 
 NUM_BLOCKS = 16
+LAYER_STRIDE = 1 << 20
 
 
 def make_service(transport="grpc", lease_s=30.0, num_layers=2, **changes):
-    layers = {f"layer{n}": torch.randint(0, 255, (NUM_BLOCKS, 2, 4, 8), dtype=torch.uint8) for n in range(num_layers)}
+    allocation = KvCacheAllocation()
+    with allocation.serving_torch_zeros():
+        buffer = torch.zeros(num_layers * LAYER_STRIDE, dtype=torch.int8, device="cpu")
+    layers = {
+        f"layer{n}": buffer[n * LAYER_STRIDE :][: NUM_BLOCKS * 64].view(torch.uint8).view(NUM_BLOCKS, 2, 4, 8)
+        for n in range(num_layers)
+    }
+    for layer in layers.values():
+        layer.random_(0, 255)
     fields = {
         "model": "m",
         "dtype": "bfloat16",
         "kv_dtype": "auto",
         "block_size_tokens": 4,
         "num_layers": num_layers,
+        "num_kv_heads": 2,
         "block_bytes": 64,
         "layout": "LBHNC",
         "isa": "amx",
@@ -30,13 +41,20 @@ def make_service(transport="grpc", lease_s=30.0, num_layers=2, **changes):
     }
     layout = KvLayout(**(fields | changes))
     service = TransferService(
-        layers, layout, "127.0.0.1", 0, lease_s=lease_s, fetch_deadline_s=5.0, transport=transport
+        layers,
+        layout,
+        "127.0.0.1",
+        0,
+        lease_s=lease_s,
+        fetch_deadline_s=5.0,
+        transport=transport,
+        shared=allocation.offer(list(layers.values())),
     )
     service.start()
     return service, layers
 
 
-@pytest.fixture(params=["grpc", "memory"])
+@pytest.fixture(params=["grpc", "shm", "memory"])
 def pair(request):
     prefill, decode = make_service(request.param), make_service(request.param)
     yield *prefill, *decode
@@ -47,8 +65,8 @@ def pair(request):
 def make_handoff(address, block_ids, lease_s=30.0):
     return KvHandoff(
         handoff_id=new_handoff_id(),
-        address=address,
-        block_ids=tuple(block_ids),
+        addresses=(address,),
+        num_blocks=len(block_ids),
         num_tokens=4 * len(block_ids),
         compatibility_hash="",
         lease_s=lease_s,
@@ -175,7 +193,7 @@ def test_a_layout_mismatch_is_counted_and_frees_the_source():
     try:
         decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
         _, receipts = collect(decode, lambda _sent, receipts: receipts)
-        assert "isa is 'amx' here and 'vec' there" in receipts["d"].message
+        assert "isa is 'vec' here and 'amx' there" in receipts["d"].message
         assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
     finally:
         prefill.close()

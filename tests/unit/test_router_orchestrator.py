@@ -102,6 +102,7 @@ class Bench:
             mode=mode,
             request_deadline_s=deadline_s,
             max_outstanding_requests=10,
+            overlap=True,
             min_remote_prefill_tokens=min_remote,
         )
         metrics = RequestMetrics(self.registry, mode)

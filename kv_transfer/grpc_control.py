@@ -1,0 +1,64 @@
+"""Asks sources, over gRPC: who are you, keep my blocks, I am done with them.
+
+Used by every transport between processes, and by the router. Its methods run on one event loop and take no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import grpc
+import msgspec
+
+from kv_transfer import grpc_wire
+from kv_transfer.base import SourceControl, SourceDescription
+
+CONTROL_DEADLINE_S: Final = 3.0
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode_description: Final = msgspec.msgpack.Decoder(SourceDescription).decode
+
+
+class GrpcControl(SourceControl):
+    """One channel for each source, kept until `close`; pullers borrow it."""
+
+    def __init__(self, largest_message_bytes: int = grpc_wire.CONTROL_MESSAGE_BYTES) -> None:
+        self._options = grpc_wire.channel_options(largest_message_bytes)
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def channel(self, address: str) -> grpc.Channel:
+        """Opened when first asked for; only on the event loop's thread."""
+        if address not in self._channels:
+            self._channels[address] = grpc.insecure_channel(address, options=self._options)
+        return self._channels[address]
+
+    async def describe(self, address: str) -> SourceDescription:
+        return _decode_description(await self._call(address, grpc_wire.DESCRIBE, None))
+
+    async def renew(self, address: str, handoff_id: str) -> None:
+        await self._call(address, grpc_wire.RENEW, handoff_id)
+
+    async def release(self, address: str, handoff_id: str, reader: int = 0, readers: int = 1) -> None:
+        await self._call(address, grpc_wire.RELEASE, grpc_wire.Release(handoff_id, reader, readers))
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+    async def _call(self, address: str, method: str, argument: Any) -> bytes:
+        loop = asyncio.get_running_loop()
+        answered = asyncio.Event()
+        method_call = self.channel(address).unary_unary(f"/{grpc_wire.SERVICE}/{method}")
+        call = method_call.future(_encode(argument), timeout=CONTROL_DEADLINE_S)
+        call.add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
+        try:
+            await answered.wait()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if call.code() is not grpc.StatusCode.OK:
+            raise grpc_wire.error_of(call, address)
+        answer: bytes = call.result()
+        return answer

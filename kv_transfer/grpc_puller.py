@@ -1,0 +1,45 @@
+"""The `grpc` transport's receiving end: reaches any host, checks every frame, holds one frame in memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, Final
+
+from kv_transfer import grpc_wire
+from kv_transfer.allocator import keep_freed_memory
+from kv_transfer.base import Pull, Puller, SourceDescription, run_in_thread
+from kv_transfer.frames import FrameReader
+from kv_transfer.grpc_control import GrpcControl
+from kv_transfer.grpc_stream import SourceStream
+
+MAX_CONCURRENT_FETCHES: Final = 8
+"""Threads; a fetch that follows a growing prefill holds one, mostly asleep, as long as that lasts."""
+
+
+class GrpcPuller(Puller):
+    """Each pull borrows one thread, which writes every frame straight into the pool."""
+
+    name: ClassVar[str] = "grpc"
+
+    def __init__(self, control: GrpcControl, max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES) -> None:
+        keep_freed_memory()
+        self._control = control
+        self._threads = ThreadPoolExecutor(max_concurrent_fetches, thread_name_prefix="kv-fetch")
+
+    def obstacle(self, source: SourceDescription) -> str | None:
+        return None  # who answered `describe` can be reached
+
+    async def pull(self, pull: Pull) -> None:
+        stream = SourceStream(self._control.channel(pull.address), grpc_wire.FETCH, pull)
+        reader = FrameReader(pull.pool, pull.target_block_ids, pull.progress)
+
+        def consume(call: Any) -> None:
+            for frame in call:
+                reader.accept(frame)
+            reader.finish()
+            pull.progress.first_token = grpc_wire.first_token_of(call)
+
+        await run_in_thread(self._threads, lambda: stream.run(consume), stream.cancel)
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,42 @@
+"""Which bytes of whose blocks make up this rank's blocks, when the two sides split the KV heads over their ranks.
+
+Heads come first in a block, so the heads of a rank are one run of bytes and splitting or joining is slicing. With three
+heads per rank here and one rank there, our second rank reads bytes [1/3, 2/3) of each of its blocks; the other way
+round our only rank reads three whole blocks and lays them side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """Bytes [source_start, source_start + num_bytes) of each block of `source_rank` go to [target_start, ...) of ours."""
+
+    source_rank: int
+    source_start: int
+    target_start: int
+    num_bytes: int
+
+
+def parts_for_rank(rank: int, our_ranks: int, their_ranks: int, our_block_bytes: int) -> list[RankPart]:
+    """What rank `rank` of `our_ranks` needs from `their_ranks`, in the order it lies in our block.
+
+    Raises ValueError if neither number of ranks divides the other.
+    """
+    if their_ranks >= our_ranks:
+        ratio, rest = divmod(their_ranks, our_ranks)
+        if rest or our_block_bytes % ratio:
+            raise ValueError(f"the KV heads of {their_ranks} ranks cannot be joined on {our_ranks}")
+        share = our_block_bytes // ratio
+        return [RankPart(rank * ratio + i, 0, i * share, share) for i in range(ratio)]
+    ratio, rest = divmod(our_ranks, their_ranks)
+    if rest:
+        raise ValueError(f"the KV heads of {their_ranks} ranks cannot be split over {our_ranks}")
+    return [RankPart(rank // ratio, (rank % ratio) * our_block_bytes, 0, our_block_bytes)]
+
+
+def readers_per_source(our_ranks: int, their_ranks: int) -> int:
+    """How many of our ranks read from one of theirs, and so must release before its blocks are free."""
+    return max(1, our_ranks // their_ranks)
