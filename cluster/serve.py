@@ -61,7 +61,9 @@ async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, 
         ready.set()
         console.print(what_runs_where(deployment))
         for pair in deployment.kv_pairs:
-            console.print(f"KV {pair.prefill} -> {pair.decode}: {pair.transport}" + (f" ({pair.why})" if pair.why else ""))
+            console.print(
+                f"KV {pair.prefill} -> {pair.decode}: {pair.transport}" + (f" ({pair.why})" if pair.why else "")
+            )
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
         watching = asyncio.create_task(deployment.watch())
         stopped = asyncio.create_task(stop.wait())

@@ -35,6 +35,7 @@ from engine.connector_scheduler import SchedulerSide
 from engine.connector_worker import WorkerSide
 from engine.parent_watch import exit_with_parent
 from kv_transfer.handoff import KvLayout
+from kv_transfer.service import TransferOptions
 from kv_transfer.shared_pool import KvCacheAllocation
 from roofline.cost import StepCostModel
 from roofline.model_shape import ModelShape
@@ -119,11 +120,13 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerSide(
             layers=kv_caches,
             layout=kv_layout(self._vllm_config, kv_caches),
-            host=str(self._settings["host"]),
-            lease_s=float(self._settings["lease_s"]),
-            deadline_s=float(self._settings["fetch_deadline_s"]),
-            transport=self._settings["transport"],
-            rank=get_tensor_model_parallel_rank(),
+            options=TransferOptions(
+                host=str(self._settings["host"]),
+                rank=get_tensor_model_parallel_rank(),
+                transport=self._settings["transport"],
+                lease_s=float(self._settings["lease_s"]),
+                fetch_deadline_s=float(self._settings["fetch_deadline_s"]),
+            ),
             shared=self._allocation.offer(list(kv_caches.values())),
         )
 

@@ -141,13 +141,8 @@ class SchedulerSide:
 
         vLLM reads the same object next and dies on an unknown id, hence the guards.
         """
-        report = output.kv_connector_worker_meta
-        if isinstance(report, FetchReceipts):
-            self._receipts.update(report.by_request)
-            if report.step is not None:
-                self._accountant.end()
-                for request_id in self._growing.end(report.step):
-                    self._announce(request_id)
+        if isinstance(output.kv_connector_worker_meta, FetchReceipts):
+            self._read(output.kv_connector_worker_meta)
         if output.finished_sending:
             output.finished_sending &= self._publishing
             self._publishing -= output.finished_sending
@@ -157,13 +152,22 @@ class SchedulerSide:
                 if not self._fetching.pop(request_id):
                     self._receipts.pop(request_id, None)  # nobody will ask for it any more
                     continue
-                receipt = self._receipts.get(request_id)
-                if request_id in self._following:
-                    self._complete(request_id, receipt)
-                elif receipt is not None and receipt.outcome == "failed":
-                    self._accountant.recompute(request_id, receipt.reason)
+                self._fetched(request_id, self._receipts.get(request_id))
         if output.failed_recving and output.finished_recving:
             output.failed_recving &= output.finished_recving
+
+    def _read(self, report: FetchReceipts) -> None:
+        self._receipts.update(report.by_request)
+        if report.step is not None:
+            self._accountant.end()
+            for request_id in self._growing.end(report.step):
+                self._announce(request_id)
+
+    def _fetched(self, request_id: str, receipt: FetchReceipt | None) -> None:
+        if request_id in self._following:
+            self._complete(request_id, receipt)
+        elif receipt is not None and receipt.outcome == "failed":
+            self._accountant.recompute(request_id, receipt.reason)
 
     # --- the end of a request
 

@@ -13,9 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from engine.connector_messages import CounterStats, Endpoint, FetchReceipts, StepInstructions
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
-from kv_transfer.service import PairedTransport, TransferService
+from kv_transfer.service import PairedTransport, TransferOptions, TransferService
 from kv_transfer.shared_pool import SharedOffer
-from kv_transfer.transports import TransportName
 
 IDLE_WAIT_S = 0.02
 """How long a step without work waits for a transfer to end.
@@ -37,27 +36,13 @@ class WorkerSide:
         self,
         layers: Mapping[str, torch.Tensor],
         layout: KvLayout,
-        host: str,
-        lease_s: float,
-        deadline_s: float,
-        transport: TransportName,
-        rank: int,
+        options: TransferOptions,
         shared: SharedOffer | None,
     ) -> None:
         self.layout = layout
         first = next(iter(layers.values()))
         self._num_blocks = int(first.shape[0])
-        self._service = TransferService(
-            layers=layers,
-            layout=layout,
-            host=host,
-            port=0,
-            lease_s=lease_s,
-            fetch_deadline_s=deadline_s,
-            transport=transport,
-            rank=rank,
-            shared=shared,
-        )
+        self._service = TransferService(layers, layout, options, shared)
         self._service.start()
         self._warm_up()
         self._receipts = FetchReceipts()

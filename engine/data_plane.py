@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from engine.errors import EngineFailed, InvalidTask, TaskRejected, WorkerLost
+from engine.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerLost
 from engine.messages import (
     AbortRequest,
     Ack,

@@ -1,4 +1,4 @@
-"""Which blocks of prompts that are still being prefilled are final, step by step. Used by the connector's scheduler side.
+"""Which blocks of prompts that are still prefilled are final, step by step. Used by the connector's scheduler side.
 
 A long prompt is computed in chunks, one per engine step. Once a step has its outputs, the KV of its tokens never
 changes again, so whole blocks of it can travel while the next chunk is computed. Steps may overlap (on GPUs vLLM

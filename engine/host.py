@@ -215,7 +215,9 @@ class WorkerHost:
         except InvalidTask as error:
             session.send(TokenDelta(request_id=task.request_id, finished=True, error=str(error), error_kind="invalid"))
         except HandoffLost as error:
-            session.send(TokenDelta(request_id=task.request_id, finished=True, error=error.reason, error_kind="handoff"))
+            session.send(
+                TokenDelta(request_id=task.request_id, finished=True, error=error.reason, error_kind="handoff")
+            )
         except EngineFailed as error:
             session.send(TokenDelta(request_id=task.request_id, finished=True, error=str(error), error_kind="engine"))
         except Exception as error:

@@ -21,8 +21,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine import logprobs
 from engine.config import EngineConfig
-from engine.errors import EngineFailed, InvalidTask
 from engine.connector_messages import NOTICES
+from engine.errors import EngineFailed, InvalidTask
 from engine.messages import LegTiming, TokenDelta
 from engine.notices import NoticeBoard
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
@@ -47,8 +47,9 @@ class EngineStats(StatLoggerBase):
         self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         self.kv_usage = scheduler_stats.kv_cache_usage
         if scheduler_stats.kv_connector_stats:
-            self.counters = dict(scheduler_stats.kv_connector_stats)
-            self.notices.deliver(self.counters.pop(NOTICES, ()))
+            stats = dict(scheduler_stats.kv_connector_stats)
+            self.notices.deliver(stats.pop(NOTICES, ()))
+            self.counters = stats
 
     def log_engine_initialized(self) -> None:
         """Nothing to log."""

@@ -7,8 +7,8 @@ that moves bytes, which is what transports differ in:
     SourceControl   asks any source for its description, renews and releases
     Puller          moves the bytes of one fetch; one class per transport
 
-`fetcher.KvFetcher` joins a control and some pullers, picks one for each source, and is what the service uses. A transport
-must pass `tests/conformance/check_transport.py`.
+`fetcher.KvFetcher` joins a control and some pullers, picks one for each source, and is what the service uses. A
+transport must pass `tests/conformance/check_transport.py`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -81,7 +82,7 @@ class HostMemory(BlockMemory):
 def _stacks(layers: Sequence[ByteMatrix]) -> list[npt.NDArray[np.uint8]]:
     """The layers as one uint8 [layers, num_blocks, block_bytes], if they lie at equal distances; else one by one."""
     starts = [layer.__array_interface__["data"][0] for layer in layers]
-    distances = {after - before for before, after in zip(starts, starts[1:], strict=False)}
+    distances = {after - before for before, after in pairwise(starts)}
     alike = len({(layer.shape, layer.strides) for layer in layers}) == 1
     if len(distances) != 1 or not alike:
         return [layer[np.newaxis] for layer in layers]

@@ -17,7 +17,6 @@ import torch
 from kv_transfer.block_memory import BlockMemory, ByteMatrix, HostMemory, runs
 from kv_transfer.device_memory import DeviceMemory
 
-
 COPY_STEP_BYTES: Final = 8 << 20
 
 

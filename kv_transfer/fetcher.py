@@ -62,7 +62,7 @@ class KvFetcher:
         mismatch = explain_mismatch(self._layout, source.layout)
         if mismatch is not None:
             raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
-        obstacles = []
+        obstacles: list[str] = []
         for puller in self._pullers:
             obstacle = puller.obstacle(source)
             if obstacle is None:
@@ -144,7 +144,8 @@ class KvFetcher:
                 give_up_at_s=progress.started_s + allowed_s,
             )
             try:
-                return await pairing.puller.pull(pull)
+                await pairing.puller.pull(pull)
+                return
             except errors.TransferFailed as error:
                 if error.reason == errors.UNREACHABLE:
                     self._pairings.pop(address, None)

@@ -1,8 +1,8 @@
 """The unit that streaming transports send: some whole blocks of one layer behind a fixed header with a checksum.
 
 `write_frames` and the target's `FrameReader` are the only two who know the format. Blocks come in segments, as prefill
-makes them final: each covers the positions after the last one's, layer by layer, positions ascending. So a frame that is
-lost, doubled or out of place is an error at once, and everything a header claims is checked against what is expected
+makes them final: each covers the positions after the last one's, layer by layer, positions ascending. So a frame that
+is lost, doubled or out of place is an error at once, and everything a header claims is checked against what is expected
 before a byte is written.
 """
 

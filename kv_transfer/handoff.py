@@ -60,7 +60,9 @@ def explain_mismatch(ours: KvLayout, theirs: KvLayout) -> str | None:
     if max(tp) % min(tp):
         differing.append(f"tensor_parallel_size is {tp[0]} here and {tp[1]} there, and neither divides the other")
     elif ours.block_bytes * tp[0] != theirs.block_bytes * tp[1]:
-        differing.append(f"block_bytes is {ours.block_bytes} on {tp[0]} ranks here and {theirs.block_bytes} on {tp[1]} there")
+        differing.append(
+            f"block_bytes is {ours.block_bytes} on {tp[0]} ranks here and {theirs.block_bytes} on {tp[1]} there"
+        )
     if not differing:
         return None
     return "the engines cannot exchange KV blocks: " + "; ".join(differing) + "."

@@ -183,22 +183,11 @@ class LeaseTable:
 
         It also renews the lease: a reader whose connection breaks unnoticed still has that long.
         """
-        with self._changed:
-            lease = self._live(handoff_id)
-            if lease is not None and not lease.released:
-                lease.active_reads += 1
-                lease.expires_at_s = max(lease.expires_at_s, self._clock() + lease.lease_s)
-        self._tell_if_finished()
-        if lease is None or lease.released:
-            raise self.refusal(handoff_id)
+        lease = self._begin_read(handoff_id)
         try:
             yield LeaseRead(self, handoff_id, lease)
         finally:
-            with self._changed:
-                lease.active_reads -= 1
-                if lease.active_reads == 0 and lease.released and self._open.get(handoff_id) is lease:
-                    self._close(handoff_id, "released")
-            self._tell_if_finished()
+            self._end_read(handoff_id, lease)
 
     def wait_published(self, handoff_id: str, timeout_s: float) -> bool:
         """Wait for an announced hand-off. False if it is still unknown; a growing or closed one counts as known."""
@@ -248,6 +237,23 @@ class LeaseTable:
         if ending == "withdrawn":
             return errors.TransferFailed(errors.WITHDRAWN, f"the prefill of hand-off {handoff_id} was given up")
         return errors.UnknownHandoff(errors.UNKNOWN_HANDOFF, f"no hand-off {handoff_id} is open here")
+
+    def _begin_read(self, handoff_id: str) -> _Lease:
+        with self._changed:
+            lease = self._live(handoff_id)
+            if lease is not None and not lease.released:
+                lease.active_reads += 1
+                lease.expires_at_s = max(lease.expires_at_s, self._clock() + lease.lease_s)
+                return lease
+        self._tell_if_finished()
+        raise self.refusal(handoff_id)
+
+    def _end_read(self, handoff_id: str, lease: _Lease) -> None:
+        with self._changed:
+            lease.active_reads -= 1
+            if lease.active_reads == 0 and lease.released and self._open.get(handoff_id) is lease:
+                self._close(handoff_id, "released")
+        self._tell_if_finished()
 
     def _live(self, handoff_id: str) -> _Lease | None:
         """The open lease, after closing it if its time is up."""

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
-from kv_transfer.service import TransferService
+from kv_transfer.service import TransferOptions, TransferService
 from kv_transfer.shared_pool import KvCacheAllocation
 from kv_transfer.transports import TRANSPORT_NAMES, TransportName
 
@@ -44,10 +44,12 @@ def make_service(layers: int, blocks: int, block_bytes: int, transport: Transpor
     tensors.random_(0, 255)
     cache = {f"layer{index}": layer for index, layer in enumerate(tensors)}
     shared = allocation.offer(list(tensors))
-    return TransferService(cache, layout, "127.0.0.1", 0, transport=transport, shared=shared)
+    return TransferService(cache, layout, TransferOptions(host="127.0.0.1", transport=transport), shared)
 
 
-def serve(pipe: Connection, shape: tuple[int, int, int], rounds: int, core: int | None, transport: TransportName) -> None:
+def serve(
+    pipe: Connection, shape: tuple[int, int, int], rounds: int, core: int | None, transport: TransportName
+) -> None:
     """The child: publish one hand-off for each round, keep serving until told to stop."""
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -109,7 +111,9 @@ def main() -> None:
     shape = (options.layers, options.blocks, options.block_bytes)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(daemon=True, target=serve, args=(theirs, shape, options.rounds, 1 if options.pin else None, transport))
+    child = context.Process(
+        daemon=True, target=serve, args=(theirs, shape, options.rounds, 1 if options.pin else None, transport)
+    )
     child.start()
     if options.pin:
         os.sched_setaffinity(0, {0})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """Bytes [source_start, source_start + num_bytes) of each block of `source_rank` go to [target_start, ...) of ours."""
+    """Bytes [source_start, source_start + num_bytes) of each block of `source_rank` go to `target_start` of ours."""
 
     source_rank: int
     source_start: int

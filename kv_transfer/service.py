@@ -38,6 +38,21 @@ CANCELLED_RECEIPT: Final = FetchReceipt(outcome="cancelled", reason=errors.CANCE
 
 
 @dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """What one engine rank's service is told."""
+
+    host: str
+    """The interface peers reach it on."""
+    port: int = 0
+    rank: int = 0
+    """Which tensor parallel rank this is."""
+    transport: TransportName = "auto"
+    """What its own fetches use; others may use anything that it offers."""
+    lease_s: float = 30.0
+    fetch_deadline_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
 class PairedTransport:
     """What will carry the bytes from one source, and what stood in the way of better."""
 
@@ -52,12 +67,7 @@ class TransferService:
         self,
         layers: Mapping[str, torch.Tensor],
         layout: KvLayout,
-        host: str,
-        port: int,
-        lease_s: float = 30.0,
-        fetch_deadline_s: float = 30.0,
-        transport: TransportName = "auto",
-        rank: int = 0,
+        options: TransferOptions,
         shared: SharedOffer | None = None,
     ) -> None:
         """`layers` in forward order, the same on every engine: a layer is known to its peers by its position.
@@ -67,20 +77,20 @@ class TransferService:
         self._pool = BlockPool.from_layer_tensors(list(layers.values()))
         check_layout(self._pool, layout)
         self._layout = layout
-        self._lease_s = lease_s
+        self._lease_s = options.lease_s
         self._board = CompletionBoard()
         self._leases = LeaseTable(on_finished=self._board.wake)
         settings = TransportSettings(
             pool=self._pool,
             leases=self._leases,
             layout=layout,
-            host=host,
-            port=port,
-            rank=rank,
-            fetch_deadline_s=fetch_deadline_s,
+            host=options.host,
+            port=options.port,
+            rank=options.rank,
+            fetch_deadline_s=options.fetch_deadline_s,
             offers={} if shared is None else {"shm": msgspec.to_builtins(shared)},
         )
-        self._source, self._fetcher = make_transport(transport, settings)
+        self._source, self._fetcher = make_transport(options.transport, settings)
         self._heartbeats = Heartbeats(self._fetcher)
         self._fetches: dict[str, asyncio.Task[FetchReceipt]] = {}
         self._background: set[asyncio.Task[None]] = set()

@@ -1,9 +1,9 @@
 """A KV cache in memory that other processes of this host can map: anonymous, named through /proc, gone with its owner.
 
 The prefill engine allocates its cache in here (`serving_torch_zeros`), offers it (`offer`), and a decode engine maps it
-read-only (`MappedPool`). It is a memfd: unlike a file in /dev/shm it leaves nothing behind however the process ends, and
-does not count against the size of /dev/shm, which is 64 MiB in a container by default. A peer opens it by process id and
-descriptor, which the kernel allows to the same user in the same process namespace only.
+read-only (`MappedPool`). It is a memfd: unlike a file in /dev/shm it leaves nothing behind however the process ends,
+and does not count against the size of /dev/shm, which is 64 MiB in a container by default. A peer opens it by process
+id and descriptor, which the kernel allows to the same user in the same process namespace only.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class KvCacheAllocation:
         )
 
 
-class _SharedZeros(TorchFunctionMode):  # type: ignore[misc]
+class _SharedZeros(TorchFunctionMode):
     def __init__(self, allocation: KvCacheAllocation) -> None:
         super().__init__()
         self._allocation = allocation

@@ -150,11 +150,15 @@ class Fleet:
 
     async def _pair(self) -> None:
         """Every decode worker agrees with every prefill worker on what will carry the bytes, before any request."""
-        sources = {address: worker for worker in self.pool("prefill") for address in worker.description.transfer_addresses}
+        sources = {
+            address: worker for worker in self.pool("prefill") for address in worker.description.transfer_addresses
+        }
         for decode in self.pool("decode"):
             answer = await decode.client.pair(list(sources))
             for address, sentence in answer.refused.items():
-                raise PairingRefused(f"{sources[address].worker_id} and {decode.worker_id} cannot exchange KV: {sentence}")
+                raise PairingRefused(
+                    f"{sources[address].worker_id} and {decode.worker_id} cannot exchange KV: {sentence}"
+                )
             for address, (transport, why) in answer.paired.items():
                 pair = KvPair(sources[address].worker_id, decode.worker_id, transport, why)
                 if pair not in self.kv_pairs:

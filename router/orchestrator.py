@@ -1,8 +1,8 @@
 """The way of one request through the workers: decode is chosen first, then prefill; t1 goes out before the KV moves.
 
-`engine_client.py` calls `run` for every sequence. A prompt that prefill computes in several steps is followed: its decode
-leg begins after the first step, with blocks of its own, and fetches what is final while the rest is computed; t1 reaches
-it with the last blocks. If that fails, the leg begins again after prefill, as it does for a short prompt.
+`engine_client.py` calls `run` for every sequence. A prompt that prefill computes in several steps is followed: its
+decode leg begins after the first step, with blocks of its own, and fetches what is final while the rest is computed; t1
+reaches it with the last blocks. If that fails, the leg begins again after prefill, as it does for a short prompt.
 
 What happens in each state on each kind of end:
 
@@ -149,7 +149,9 @@ class Orchestrator:
                 fetched = await self._hand_over(decode, task, early, emit, timeline)
                 receipt = timeline.decode_timing.receipt if timeline.decode_timing else None
                 if receipt is not None and receipt.outcome != "ok":
-                    timeline.path = "local"  # decode computed the prompt itself: not disaggregated, whatever was planned
+                    timeline.path = (
+                        "local"  # decode computed the prompt itself: not disaggregated, whatever was planned
+                    )
             finally:
                 if not fetched:
                     self._release_handoff(handoff)
@@ -230,8 +232,9 @@ class _EarlyLeg:
 
     async def close(self) -> None:
         """End it, which aborts it on the worker unless it has finished."""
-        self._first.cancel()
-        await asyncio.wait((self._first,))
+        if not self._first.done():  # else this must not yield: the answer is out, and its consumer may cancel us now
+            self._first.cancel()
+            await asyncio.wait((self._first,))
         if not self._first.cancelled():
             self._first.exception()  # reported already, or of no interest any more
         await self._leg.aclose()

@@ -24,7 +24,9 @@ from vllm.sampling_params import SamplingParams
 from engine import sampling
 from engine.config import EngineConfig
 from engine.messages import GenerateTask, LegTiming, Pool, TokenDelta
+from engine.notices import NoticeBoard
 from kv_transfer.handoff import KvHandoff, KvLayout
+from kv_transfer.service import PairedTransport
 
 LAYOUT = KvLayout(
     model="fake",
@@ -77,6 +79,7 @@ def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> Engine
         host="127.0.0.1",
         lease_s=30.0,
         fetch_deadline_s=30.0,
+        transport="auto",
         on_cpu=True,
     )
 
@@ -149,6 +152,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.error: Exception | None = None
         """Raised by the next steps instead of a token."""
+        self.notices = NoticeBoard()
         self._stepping = stepping
         self._waiting: dict[str, asyncio.Semaphore] = {}
 
@@ -163,8 +167,14 @@ class FakeEngine:
             if not only or request_id in only:
                 steps.release()
 
-    async def describe(self) -> tuple[KvLayout, str]:
-        return LAYOUT, "127.0.0.1:7001"
+    async def describe(self) -> tuple[KvLayout, list[str]]:
+        return LAYOUT, ["127.0.0.1:7001"]
+
+    async def pair(self, addresses: list[str]) -> dict[str, PairedTransport | str]:
+        return {
+            address: "the engines cannot exchange KV blocks." if "refuse" in address else PairedTransport("shm", "")
+            for address in addresses
+        }
 
     async def generate(
         self,
@@ -197,7 +207,7 @@ class FakeEngine:
                     token_ids=context[-1:],
                     finished=ended,
                     finish_reason=("stop" if stopped else "length") if ended else None,
-                    handoff=make_handoff(f"handoff-{request_id}", len(prompt_token_ids)) if publish else None,
+                    handoff=make_handoff(call.transfer["handoff_id"], len(prompt_token_ids)) if publish else None,
                     timing=TIMING if ended else None,
                 )
         finally:

@@ -1,17 +1,19 @@
 """The two roles: what each asks of its engine for a task, and what it passes on."""
 
+import asyncio
 import sys
 from contextlib import aclosing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-from fake_engine import TIMING, FakeEngine, make_handoff, make_task, next_token
+from fake_engine import TIMING, FakeEngine, eventually, make_handoff, make_task, next_token
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from decode_worker.handler import DecodeHandler
-from engine.errors import EngineFailed, InvalidTask
+from engine.errors import EngineFailed, HandoffLost, InvalidTask
 from prefill_worker.handler import PrefillHandler
 
 PROMPT = [5, 6, 7]
@@ -40,12 +42,44 @@ def decode():
 async def test_prefill_gives_the_first_token_and_a_hand_off_and_leaves_the_request_open(prefill):
     [delta] = await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill", priority=3))
     assert (delta.token_ids, delta.finished, delta.finish_reason) == ([T1], True, None)
-    assert delta.handoff == make_handoff("handoff-r", 3)
+    assert delta.handoff == make_handoff(delta.handoff.handoff_id, 3)
     assert delta.timing == TIMING
     [call] = prefill.calls
     assert (call.request_id, call.prompt_token_ids, call.priority) == ("r", PROMPT, 3)
     assert call.params.max_tokens == 1
-    assert call.transfer == {"do_remote_decode": True}
+    assert call.transfer == {"do_remote_decode": True, "handoff_id": delta.handoff.handoff_id}
+
+
+async def test_two_handoffs_never_share_an_id(prefill):
+    ids = {(await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill")))[0].handoff.handoff_id for _ in "ab"}
+    assert len(ids) == 2
+
+
+async def test_a_long_prefill_says_first_that_its_handoff_can_be_followed():
+    engine = FakeEngine("prefill", stepping="manual")
+    stream = PrefillHandler().run(engine, make_task(leg="prefill"))
+    first = asyncio.ensure_future(anext(stream))
+    await eventually(lambda: engine.running)
+    handoff_id = engine.calls[0].transfer["handoff_id"]
+    growing = msgspec.structs.replace(make_handoff(handoff_id, 3), complete=False)
+    engine.notices.deliver([{"handoff_id": handoff_id, "handoff": growing.to_params(), "failed": ""}])
+    announced = await first
+    assert (announced.token_ids, announced.finished, announced.handoff) == ([], False, growing)
+    engine.step()
+    [last] = [delta async for delta in stream]
+    assert (last.token_ids, last.finished, last.handoff.complete) == ([T1], True, True)
+
+
+async def test_a_long_prefill_that_is_aborted_after_its_notice_leaves_nothing():
+    engine = FakeEngine("prefill", stepping="manual")
+    stream = PrefillHandler().run(engine, make_task(leg="prefill"))
+    first = asyncio.ensure_future(anext(stream))
+    await eventually(lambda: engine.running)
+    handoff_id = engine.calls[0].transfer["handoff_id"]
+    engine.notices.deliver([{"handoff_id": handoff_id, "handoff": make_handoff(handoff_id).to_params()}])
+    await first
+    await stream.aclose()
+    assert (engine.aborted, engine.running) == (["r"], set())
 
 
 async def test_prefill_that_resamples_gives_a_hand_off_and_no_token(prefill):
@@ -148,3 +182,46 @@ async def test_closing_a_handler_aborts_its_request_in_the_engine_at_once(decode
     async with aclosing(DecodeHandler().run(decode, make_task(max_tokens=50))) as stream:
         await anext(stream)
     assert decode.aborted == ["r"]
+
+
+# --- following a prefill
+
+
+def following(mode="continue"):
+    handoff = msgspec.structs.replace(make_handoff(), complete=False)
+    return make_task(handoff=handoff, first_token=mode, prompt_token_ids=[5, 6, 7])
+
+
+async def test_following_gives_the_engine_a_placeholder_for_the_first_token():
+    engine = FakeEngine()
+    deltas = await deltas_of(DecodeHandler(), engine, following())
+    [call] = engine.calls
+    assert call.prompt_token_ids == [5, 6, 7, 7]
+    assert (call.transfer["first_token_follows"], call.transfer["handoff"]["complete"]) == (True, False)
+    assert call.params.max_tokens == 2, "the first of three is prefill's"
+    assert len(deltas) == 2
+
+
+async def test_following_in_resample_needs_no_placeholder():
+    engine = FakeEngine()
+    await deltas_of(DecodeHandler(), engine, following("resample"))
+    [call] = engine.calls
+    assert (call.prompt_token_ids, "first_token_follows" in call.transfer) == ([5, 6, 7], False)
+
+
+async def test_following_that_fails_raises_its_reason_and_aborts_the_engines_request():
+    engine = FakeEngine(stepping="manual")
+    stream = DecodeHandler().run(engine, following())
+    first = asyncio.ensure_future(anext(stream))
+    await eventually(lambda: engine.running)
+    engine.notices.deliver([{"handoff_id": "h1", "failed": "withdrawn"}])
+    with pytest.raises(HandoffLost) as lost:
+        await first
+    assert lost.value.reason == "withdrawn"
+    assert (engine.aborted, engine.running) == (["r"], set())
+
+
+async def test_a_notice_about_another_handoff_is_passed_over():
+    engine = FakeEngine()
+    engine.notices.deliver([{"handoff_id": "somebody else's", "failed": "timeout"}])
+    assert len(await deltas_of(DecodeHandler(), engine, following())) == 2

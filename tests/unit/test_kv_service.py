@@ -9,7 +9,7 @@ import torch
 
 from kv_transfer import errors
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
-from kv_transfer.service import TransferService
+from kv_transfer.service import TransferOptions, TransferService
 from kv_transfer.shared_pool import KvCacheAllocation
 
 NUM_BLOCKS = 16
@@ -43,11 +43,7 @@ def make_service(transport="grpc", lease_s=30.0, num_layers=2, **changes):
     service = TransferService(
         layers,
         layout,
-        "127.0.0.1",
-        0,
-        lease_s=lease_s,
-        fetch_deadline_s=5.0,
-        transport=transport,
+        TransferOptions(host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=5.0, transport=transport),
         shared=allocation.offer(list(layers.values())),
     )
     service.start()
@@ -248,7 +244,7 @@ def test_a_taken_port_and_a_wrong_layout_are_refused_at_start():
     service, layers = make_service()
     try:
         layout = service._layout
-        other = TransferService(layers, layout, "127.0.0.1", int(service.address.rpartition(":")[2]))
+        other = TransferService(layers, layout, TransferOptions("127.0.0.1", int(service.address.rpartition(":")[2])))
         with pytest.raises(OSError, match="is the port taken"):
             other.start()
         other.close()

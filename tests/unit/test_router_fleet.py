@@ -16,7 +16,7 @@ from engine.errors import WorkerLost
 from engine.host import WorkerHost
 from engine.messages import WorkerDescription, WorkerStatus
 from prefill_worker.handler import PrefillHandler
-from router.fleet import Fleet, PairingRefused, Worker
+from router.fleet import Fleet, KvPair, PairingRefused, Worker
 
 
 class Client:
@@ -31,7 +31,7 @@ def a_worker():
         pid=1,
         host="h",
         layout=LAYOUT,
-        transfer_address="a",
+        transfer_addresses=["a"],
         num_kv_blocks=100,
         block_size_tokens=32,
         max_model_len_tokens=4096,
@@ -74,7 +74,7 @@ async def hosts(**layouts):
         engine = FakeEngine(pool)
 
         async def describe(layout=layout):
-            return layout, "127.0.0.1:7001"
+            return layout, ["127.0.0.1:7001"]
 
         engine.describe = describe
         host = WorkerHost(engine, PrefillHandler() if pool == "prefill" else DecodeHandler())
@@ -101,6 +101,7 @@ async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():
                 assert fleet.pool("colocated") == []
                 assert fleet.get("prefill-0").pool == "prefill"
                 assert all(worker.status is not None for worker in fleet.workers)
+                assert fleet.kv_pairs == [KvPair("prefill-0", "decode-0", "shm", "")]
                 await started[1].stop()
                 await eventually(lambda: not fleet.get("decode-0").load().connected)
                 await fleet.refresh()

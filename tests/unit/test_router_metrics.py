@@ -14,6 +14,7 @@ from fake_engine import FakeClock
 
 from engine.messages import LegTiming, WorkerStatus
 from kv_transfer.handoff import FetchReceipt
+from router.fleet import KvPair
 from router.metrics import RequestMetrics, WorkerCollector
 from router.settings import PoolHardware
 from router.timeline import RequestTimeline
@@ -68,8 +69,11 @@ def lost(pool, worker_id):
     return SimpleNamespace(pool=pool, worker_id=worker_id, status=None)
 
 
+PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
+
+
 def collect(registry, *workers, in_flight=0):
-    registry.register(WorkerCollector(lambda: workers, lambda: HARDWARE, lambda: in_flight))
+    registry.register(WorkerCollector(lambda: workers, lambda: HARDWARE, lambda: in_flight, lambda: PAIRS))
 
 
 def test_a_disaggregated_request_credits_each_token_to_the_pool_that_made_it(registry):

@@ -13,8 +13,8 @@ from fake_engine import LAYOUT, TIMING, eventually, make_handoff
 from vllm.sampling_params import SamplingParams
 
 from engine import sampling
-from engine.errors import EngineFailed, InvalidTask, TaskRejected, WorkerLost
-from engine.messages import TokenDelta, WorkerDescription
+from engine.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerLost
+from engine.messages import TokenDelta, WorkerDescription, WorkerStatus
 from router.fleet import Worker
 from router.metrics import RequestMetrics
 from router.orchestrator import DeadlineExceeded, Orchestrator, SequenceRequest
@@ -69,7 +69,7 @@ class FakeFleet:
                 pid=1,
                 host="h",
                 layout=LAYOUT,
-                transfer_address="a",
+                transfer_addresses=["a"],
                 num_kv_blocks=100,
                 block_size_tokens=32,
                 max_model_len_tokens=4096,
@@ -406,3 +406,95 @@ async def test_every_request_has_exactly_one_outcome():
     assert bench.count(path="disaggregated", outcome="finished") == 5
     assert bench.count(path="disaggregated", outcome="failed") == 1
     assert bench.count(path="disaggregated", outcome="cancelled") is None
+
+
+# --- following a prefill of several chunks
+
+GROWING = msgspec.structs.replace(HANDOFF, complete=False)
+ANNOUNCED = TokenDelta(request_id="r", handoff=GROWING)
+
+
+def followed(bench, result):
+    return bench.registry.get_sample_value("ridgeline_followed_handoffs_total", {"result": result})
+
+
+async def test_decode_is_asked_while_prefill_goes_on_and_its_tokens_come_after_the_first():
+    bench = split(prefill=[ANNOUNCED, FIRST])
+    await bench.run()
+    assert bench.tokens == [1, 2, 3]
+    assert bench.count(path="disaggregated", outcome="finished") == 1
+    [task] = bench.client("decode").tasks
+    assert (task.handoff, task.emitted_token_ids, task.first_token) == (GROWING, [], "continue")
+    assert bench.log.index("decode-0 asked") < bench.log.index("emitted [1]")
+    assert (followed(bench, "ok"), bench.released) == (1, [])
+    bench.assert_idle()
+
+
+async def test_a_lost_hand_off_is_handed_over_again_after_prefill():
+    bench = split(prefill=[ANNOUNCED, FIRST])
+    scripts = iter([[HandoffLost("withdrawn")], [SECOND, LAST]])
+    client = bench.client("decode")
+    generate = client.generate
+
+    def another(task):
+        client.script = next(scripts)
+        return generate(task)
+
+    client.generate = another
+    await bench.run()
+    assert bench.tokens == [1, 2, 3]
+    early, late = client.tasks
+    assert (early.handoff.complete, late.handoff.complete, late.emitted_token_ids) == (False, True, [1])
+    assert early.request_id != late.request_id
+    assert (followed(bench, "withdrawn"), followed(bench, "ok")) == (1, None)
+    bench.assert_idle()
+
+
+async def test_a_decode_worker_without_room_is_asked_only_after_prefill():
+    bench = split(prefill=[ANNOUNCED, FIRST])
+    bench.fleet.get("decode-0").status = WorkerStatus(worker_id="decode-0", kv_blocks_free=27)
+    await bench.run()
+    [task] = bench.client("decode").tasks
+    assert task.handoff.complete
+    assert (bench.tokens, followed(bench, "no_room")) == ([1, 2, 3], 1)
+
+
+async def test_an_answer_that_ends_at_its_first_token_aborts_the_leg_that_followed():
+    bench = split(prefill=[ANNOUNCED, WHOLE], decode=[FOREVER])
+    await bench.run()
+    assert (bench.tokens, bench.client("decode").closed_early) == ([1], 1)
+    bench.assert_idle()
+
+
+async def test_a_client_that_leaves_while_decode_follows_aborts_both_legs():
+    bench = split(prefill=[ANNOUNCED, FOREVER], decode=[FOREVER])
+    running = asyncio.create_task(bench.run())
+    await eventually(lambda: "decode-0 asked" in bench.log)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (bench.client("prefill").closed_early, bench.client("decode").closed_early) == (1, 1)
+    bench.assert_idle()
+
+
+async def test_a_prefill_that_fails_while_decode_follows_aborts_decode():
+    bench = split(prefill=[ANNOUNCED, WorkerLost("gone")], decode=[FOREVER])
+    with pytest.raises(WorkerLost):
+        await bench.run()
+    assert (bench.tokens, bench.client("decode").closed_early) == ([], 1)
+    bench.assert_idle()
+
+
+async def test_a_followed_answer_is_finished_when_its_consumer_cancels_right_after_the_last_token():
+    bench = split(prefill=[ANNOUNCED, FIRST])
+    running = asyncio.create_task(bench.run())
+    emit = bench.emit
+
+    def cancelling(delta):
+        if delta.finished:
+            asyncio.get_running_loop().call_soon(running.cancel)
+        return emit(delta)
+
+    bench.emit = cancelling
+    await running
+    assert bench.count(path="disaggregated", outcome="finished") == 1
