@@ -91,7 +91,7 @@ class PoolsConfig(_Section):
 
     prefill: PoolConfig = PoolConfig(workers=1, max_num_seqs=32, max_num_batched_tokens=512)
     decode: PoolConfig = PoolConfig(workers=1, max_num_seqs=64, max_num_batched_tokens=512)
-    colocated: PoolConfig = PoolConfig(workers=2, max_num_seqs=64, max_num_batched_tokens=512)
+    colocated: PoolConfig = PoolConfig(workers=2, max_num_seqs=64, max_num_batched_tokens=2048)
 
 
 class TransferConfig(_Section):

@@ -17,9 +17,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from cluster.cli import app
 from engine.messages import WorkerStatus
+from router.fleet import KvPair
 from router.metrics import _WORKER_COUNTERS, RequestMetrics, WorkerCollector
 from router.settings import PoolHardware
 
+PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
 REPOSITORY = Path(__file__).parents[2]
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 DOCUMENTS = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *REPOSITORY.glob("docs/**/*.md")])
@@ -84,7 +86,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
         pool="prefill", worker_id="prefill-0", status=WorkerStatus(worker_id="prefill-0", counters=counters)
     )
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}
-    for family in WorkerCollector(lambda: [worker], lambda: hardware, lambda: 0, list).collect():
+    for family in WorkerCollector(lambda: [worker], lambda: hardware, lambda: 0, lambda: PAIRS).collect():
         sample = family.samples[0]
         rows.append((sample.name, family.type, ", ".join(sample.labels), family.documentation))
     return rows
