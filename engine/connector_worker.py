@@ -74,9 +74,9 @@ class WorkerSide:
                 done = self._service.poll()
                 open_ends -= ({"sent"} if done.sent else set()) | ({"received"} if done.received else set())
 
-    def pair(self, addresses: Sequence[str]) -> dict[str, PairedTransport | str]:
+    def pair(self, addresses: Sequence[str], transport: str | None) -> dict[str, PairedTransport | str]:
         """As `TransferService.pair`; blocks the step loop, so only before the first request."""
-        return self._service.pair(addresses)
+        return self._service.pair(addresses, transport)
 
     @property
     def endpoint(self) -> Endpoint:

@@ -99,9 +99,9 @@ class WorkerClient:
         """How it is doing. Raises WorkerLost."""
         return await self._unary("Status", Ack(), WorkerStatus)
 
-    async def pair(self, addresses: list[str]) -> PairAnswer:
+    async def pair(self, addresses: list[str], transport: str | None = None) -> PairAnswer:
         """Have it agree with the sources it will fetch from, before the first request. Raises WorkerLost."""
-        return await self._unary("Pair", PairRequest(addresses), PairAnswer, deadline_s=PAIR_DEADLINE_S)
+        return await self._unary("Pair", PairRequest(addresses, transport), PairAnswer, deadline_s=PAIR_DEADLINE_S)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False when some are in use. Raises WorkerLost."""

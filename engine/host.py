@@ -158,7 +158,7 @@ class WorkerHost:
         )
 
     async def _pair(self, request: PairRequest) -> PairAnswer:
-        answers = await self._engine.pair(request.addresses)
+        answers = await self._engine.pair(request.addresses, request.transport)
         refused = {address: answer for address, answer in answers.items() if isinstance(answer, str)}
         paired = {
             address: (answer.transport, answer.why)

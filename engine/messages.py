@@ -132,9 +132,10 @@ class AbortRequest(msgspec.Struct, frozen=True):
 
 
 class PairRequest(msgspec.Struct, frozen=True):
-    """A router tells a decode worker which sources it will fetch from."""
+    """A router tells a decode worker which sources it will fetch from, and perhaps by what from now on."""
 
     addresses: list[str]
+    transport: str | None = None
 
 
 class PairAnswer(msgspec.Struct, frozen=True, kw_only=True):

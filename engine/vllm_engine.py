@@ -82,13 +82,15 @@ class VllmEngine:
         described = await self._llm.collective_rpc("ridgeline_describe")
         return msgspec.convert(described[0][0], KvLayout), [str(address) for _, address in described]
 
-    async def pair(self, addresses: list[str]) -> dict[str, PairedTransport | str]:
+    async def pair(self, addresses: list[str], transport: str | None = None) -> dict[str, PairedTransport | str]:
         """What will carry KV from each of these sources, or a sentence why nothing can. Stops the step loop meanwhile.
+
+        A `transport` overrules the configured one.
 
         Of several ranks the first one speaks, unless another has an objection.
         """
         assert self._llm is not None
-        by_rank = await self._llm.collective_rpc("ridgeline_pair", args=(addresses,))
+        by_rank = await self._llm.collective_rpc("ridgeline_pair", args=(addresses, transport))
         paired: dict[str, PairedTransport | str] = {}
         for answers in reversed(by_rank):
             paired.update({address: _paired(answer) for address, answer in answers.items()})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,35 +40,47 @@ class KvFetcher:
         layout: KvLayout,
         control: SourceControl,
         pullers: Sequence[Puller],
+        allowed: Collection[str] | None = None,
         rank: int = 0,
         fetch_deadline_s: float = 30.0,
     ) -> None:
-        """`pullers` best first: each source gets the first one that can reach it."""
+        """`pullers` best first: each source gets the first one of those `allowed` (by name; None: all) that reaches it."""
         self._layout = layout
         self._control = control
         self._pullers = tuple(pullers)
+        self._allowed = frozenset(puller.name for puller in pullers) if allowed is None else frozenset(allowed)
         self._rank = rank
         self._fetch_deadline_s = fetch_deadline_s
         self._pairings: dict[str, Pairing] = {}
 
-    async def pair(self, address: str) -> Pairing:
-        """Agree with a source, once; raises LayoutMismatch, or TransferFailed if it cannot be reached by any means."""
+    async def pair(self, address: str, transport: str | None = None) -> Pairing:
+        """Agree with a source, once; raises LayoutMismatch, or TransferFailed if it cannot be reached by any means.
+
+        With a `transport` agree anew, on that one.
+        """
         pairing = self._pairings.get(address)
-        if pairing is None:
-            pairing = self._pairings[address] = self._agree(address, await self._control.describe(address))
+        if pairing is None or transport is not None:
+            allowed = self._allowed if transport is None else frozenset((transport,))
+            pairing = self._agree(address, await self._control.describe(address), allowed)
+            self._pairings[address] = pairing
         return pairing
 
-    def _agree(self, address: str, source: SourceDescription) -> Pairing:
+    def _agree(self, address: str, source: SourceDescription, allowed: frozenset[str]) -> Pairing:
         mismatch = explain_mismatch(self._layout, source.layout)
         if mismatch is not None:
             raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
         obstacles: list[str] = []
         for puller in self._pullers:
+            if puller.name not in allowed:
+                continue
             obstacle = puller.obstacle(source)
             if obstacle is None:
                 return Pairing(source, puller, "; ".join(obstacles))
             obstacles.append(f"not {puller.name}: {obstacle}")
-        raise errors.TransferFailed(errors.UNREACHABLE, f"no transport reaches {address}: {'; '.join(obstacles)}")
+        raise errors.TransferFailed(
+            errors.UNREACHABLE,
+            f"nothing of {sorted(allowed)} reaches {address}: {'; '.join(obstacles) or 'there is no such transport'}",
+        )
 
     async def fetch(
         self, handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int], pool: BlockPool

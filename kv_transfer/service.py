@@ -110,12 +110,12 @@ class TransferService:
         self._source.start()
         self._thread.start()
 
-    def pair(self, addresses: Sequence[str]) -> dict[str, PairedTransport | str]:
-        """Agree now with sources that will be fetched from; waits for them, at most `PAIR_S`.
+    def pair(self, addresses: Sequence[str], transport: str | None = None) -> dict[str, PairedTransport | str]:
+        """Agree now with sources that will be fetched from, on this `transport` if given; waits at most `PAIR_S`.
 
         For each address the transport that was picked, or a sentence that says why there can be no hand-over.
         """
-        pairing = asyncio.run_coroutine_threadsafe(self._pair_all(addresses), self._loop)
+        pairing = asyncio.run_coroutine_threadsafe(self._pair_all(addresses, transport), self._loop)
         return pairing.result(PAIR_S)
 
     def publish(
@@ -205,12 +205,13 @@ class TransferService:
         if not self._thread.is_alive():
             self._loop.close()
 
-    async def _pair_all(self, addresses: Sequence[str]) -> dict[str, PairedTransport | str]:
-        return dict(zip(addresses, await asyncio.gather(*map(self._pair_one, addresses)), strict=True))
+    async def _pair_all(self, addresses: Sequence[str], transport: str | None) -> dict[str, PairedTransport | str]:
+        answers = await asyncio.gather(*(self._pair_one(address, transport) for address in addresses))
+        return dict(zip(addresses, answers, strict=True))
 
-    async def _pair_one(self, address: str) -> PairedTransport | str:
+    async def _pair_one(self, address: str, transport: str | None) -> PairedTransport | str:
         try:
-            pairing = await self._fetcher.pair(address)
+            pairing = await self._fetcher.pair(address, transport)
         except errors.HandoffError as error:
             return error.message
         return PairedTransport(pairing.puller.name, pairing.why)

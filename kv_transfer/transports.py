@@ -40,9 +40,10 @@ def make_transport(name: TransportName, settings: TransportSettings) -> tuple[Kv
     """
     if name not in TRANSPORT_NAMES:
         raise ValueError(f"unknown KV transport {name!r}; there are {', '.join(TRANSPORT_NAMES)}")
-    source, control, pullers = _memory(settings) if name == "memory" else _grpc(name, settings)
+    source, control, pullers = _memory(settings) if name == "memory" else _grpc(settings)
+    allowed = AUTO if name == "auto" else (name,)
     return source, KvFetcher(
-        settings.layout, control, pullers, rank=settings.rank, fetch_deadline_s=settings.fetch_deadline_s
+        settings.layout, control, pullers, allowed, rank=settings.rank, fetch_deadline_s=settings.fetch_deadline_s
     )
 
 
@@ -53,7 +54,7 @@ def _memory(settings: TransportSettings) -> tuple[KvSource, SourceControl, list[
     return source, MemoryControl(), [MemoryPuller()]
 
 
-def _grpc(name: str, settings: TransportSettings) -> tuple[KvSource, SourceControl, list[Puller]]:
+def _grpc(settings: TransportSettings) -> tuple[KvSource, SourceControl, list[Puller]]:
     from kv_transfer.grpc_control import GrpcControl
     from kv_transfer.grpc_puller import GrpcPuller
     from kv_transfer.grpc_source import GrpcKvSource
@@ -63,6 +64,4 @@ def _grpc(name: str, settings: TransportSettings) -> tuple[KvSource, SourceContr
         settings.pool, settings.leases, settings.layout, settings.host, settings.port, settings.offers
     )
     control = GrpcControl(largest_frame_bytes(settings.layout))
-    makers = {"shm": ShmPuller, "grpc": GrpcPuller}
-    wanted = AUTO if name == "auto" else (name,)
-    return source, control, [makers[each](control) for each in wanted]
+    return source, control, [ShmPuller(control), GrpcPuller(control)]

@@ -105,6 +105,14 @@ class Engines:
                 while not await worker.reset_prefix_cache():  # noqa: ASYNC110 - the engine has no event for it
                     await asyncio.sleep(0.05)
 
+    async def use_transport(self, name: str) -> None:
+        """What carries KV from now on, whatever was picked at start; "auto" picks again."""
+        prefill, _ = await self.describe()
+        wanted = name if name != "auto" else "shm"
+        answer = await self.decode.pair(prefill.transfer_addresses, wanted)
+        assert not answer.refused, answer.refused
+        assert {transport for transport, _ in answer.paired.values()} == {wanted}
+
     # --- through the front door
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

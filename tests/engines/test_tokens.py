@@ -9,11 +9,14 @@ from typing import Any
 
 import jsonschema
 import pytest
+import pytest_asyncio
 from harness import TIE_NAT, Engines, Figure, Increase, first_difference
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
 NUM_OUTPUT_TOKENS = 8
+PREFILL_STEP_TOKENS = 512
+TRANSPORTS = ("shm", "grpc")
 
 
 def sixty_lengths() -> list[int]:
@@ -33,27 +36,43 @@ def prompts_of(text: list[int], lengths: list[int], start: int) -> list[list[int
     return prompts
 
 
-async def test_greedy_tokens_are_those_of_one_engine_bit_for_bit_on_60_of_60_prompts(
-    engines: Engines, text: list[int], figure: Figure
-):
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def references(engines: Engines, text: list[int]) -> list[tuple[list[int], list[int]]]:
+    """60 prompts, and what one engine answers to each with a cold cache."""
     lengths = sixty_lengths()
     assert (len(lengths), lengths[0], lengths[-1]) == (60, 1, 2000)
-    before = await engines.metrics()
-    different = []
+    answers = []
     for prompt in prompts_of(text, lengths, start=0):
         await engines.cold()
-        ours = await engines.tokens(prompt, NUM_OUTPUT_TOKENS)
+        answers.append((prompt, (await engines.reference(prompt, NUM_OUTPUT_TOKENS)).token_ids))
+    return answers
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_greedy_tokens_are_those_of_one_engine_bit_for_bit_on_60_of_60_prompts(
+    engines: Engines, references: list[tuple[list[int], list[int]]], transport: str, figure: Figure
+):
+    await engines.use_transport(transport)
+    before = await engines.metrics()
+    different = []
+    for prompt, reference in references:
         await engines.cold()
-        reference = await engines.reference(prompt, NUM_OUTPUT_TOKENS)
-        if ours != reference.token_ids:
-            different.append((len(prompt), first_difference(ours, reference.token_ids)))
+        ours = await engines.tokens(prompt, NUM_OUTPUT_TOKENS)
+        if ours != reference:
+            different.append((len(prompt), first_difference(ours, reference)))
     counted = Increase(before, await engines.metrics())
-    figure(f"{60 - len(different)} of 60 prompts equal, {sum(lengths)} prompt tokens")
+    await engines.use_transport("auto")
+    followed = counted.sum("ridgeline_followed_handoffs_total", result="ok")
+    num_tokens = sum(len(prompt) for prompt, _ in references)
+    figure(
+        f"{transport}: {60 - len(different)} of 60 prompts equal, {num_tokens} prompt tokens, {followed:.0f} followed"
+    )
     assert different == []
     # Equal for the right reason: every prompt was computed on one worker and fetched by the other.
     assert counted.sum("ridgeline_requests_total", path="disaggregated", outcome="finished") == 60
     assert counted.sum("ridgeline_fetches_total", pool="decode", result="ok") == 60
     assert counted.sum("ridgeline_recompute_total") == 0
+    assert followed == sum(len(prompt) > PREFILL_STEP_TOKENS for prompt, _ in references) > 0
 
 
 async def test_16_at_a_time_differ_from_one_engine_only_at_ties(engines: Engines, text: list[int], figure: Figure):

@@ -170,7 +170,7 @@ class FakeEngine:
     async def describe(self) -> tuple[KvLayout, list[str]]:
         return LAYOUT, ["127.0.0.1:7001"]
 
-    async def pair(self, addresses: list[str]) -> dict[str, PairedTransport | str]:
+    async def pair(self, addresses: list[str], transport: str | None = None) -> dict[str, PairedTransport | str]:
         return {
             address: "the engines cannot exchange KV blocks." if "refuse" in address else PairedTransport("shm", "")
             for address in addresses

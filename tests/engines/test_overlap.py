@@ -1,0 +1,79 @@
+"""A long prompt's KV travels while the prompt is still prefilled, and decoding does not feel it."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from itertools import pairwise
+
+import pytest
+from harness import Engines, Figure, Increase
+
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
+
+LONG_PROMPT_TOKENS = 3500
+ROUNDS = 3
+HAND_OVER_MS = 25.0
+CHUNKED_PROMPT_TOKENS = 1000
+DECODED_TOKENS = 120
+SLOWER = 1.10
+
+
+async def test_after_a_long_prompt_the_second_token_is_a_step_and_25_ms_away_over_grpc(
+    engines: Engines, text: list[int], figure: Figure
+):
+    await engines.use_transport("grpc")
+    gaps_s, steps_s = [], []
+    before = await engines.metrics()
+    for number in range(ROUNDS):
+        await engines.cold()
+        prompt = text[60_000 + number * LONG_PROMPT_TOKENS :][:LONG_PROMPT_TOKENS]
+        times_s = await token_times_s(engines, prompt, num_tokens=12)
+        gaps_s.append(times_s[1] - times_s[0])
+        steps_s += [later - earlier for earlier, later in pairwise(times_s[1:])]
+    counted = Increase(before, await engines.metrics())
+    await engines.use_transport("auto")
+    gap_ms, step_ms = statistics.median(gaps_s) * 1000, statistics.median(steps_s) * 1000
+    moved_mb = counted.sum("ridgeline_kv_transfer_bytes_total", pool="decode", direction="received") / ROUNDS / 1e6
+    figure(
+        f"{LONG_PROMPT_TOKENS} tokens, {moved_mb:.0f} MB over grpc: second token {gap_ms:.1f} ms after the first, one "
+        f"decode step {step_ms:.1f} ms: the hand-over costs {gap_ms - step_ms:.1f} ms"
+    )
+    assert counted.sum("ridgeline_followed_handoffs_total", result="ok") == ROUNDS
+    assert gap_ms <= step_ms + HAND_OVER_MS
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_decode_steps_take_as_long_beside_transfers_as_without(
+    engines: Engines, text: list[int], transport: str, figure: Figure
+):
+    """Prefill is as busy in both cases: with one token to make there is nothing to hand over."""
+    await engines.use_transport(transport)
+    alone_s, beside_s = [], []
+    for number in range(2):
+        for num_tokens, steps_s in ((1, alone_s), (2, beside_s)):
+            await engines.cold()
+            steps_s += await steps_beside_prompts_s(engines, text[number * 50_000 :], num_tokens)
+    await engines.use_transport("auto")
+    alone_ms, beside_ms = statistics.median(alone_s) * 1000, statistics.median(beside_s) * 1000
+    figure(f"{transport}: decode step {alone_ms:.1f} ms without transfers, {beside_ms:.1f} ms beside them (medians)")
+    assert beside_ms <= SLOWER * alone_ms
+
+
+async def steps_beside_prompts_s(engines: Engines, text: list[int], num_tokens: int) -> list[float]:
+    """Seconds between the tokens of one answer while long prompts, each for `num_tokens`, come one after the other."""
+    decoding = asyncio.create_task(token_times_s(engines, text[:40], DECODED_TOKENS))
+    start = 100
+    while not decoding.done():
+        await engines.tokens(text[start : start + CHUNKED_PROMPT_TOKENS], num_tokens)
+        start += CHUNKED_PROMPT_TOKENS
+    return [later - earlier for earlier, later in pairwise((await decoding)[1:])]
+
+
+async def token_times_s(engines: Engines, prompt: list[int], num_tokens: int) -> list[float]:
+    """When each token of one streamed answer arrived, in seconds since sending."""
+    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    events = [event async for event in engines.stream("/v1/completions", body)]
+    times_s = [at_s for at_s, event in events if event["choices"][0]["token_ids"]]
+    assert len(times_s) == num_tokens
+    return times_s
