@@ -44,7 +44,7 @@ class KvFetcher:
         rank: int = 0,
         fetch_deadline_s: float = 30.0,
     ) -> None:
-        """`pullers` best first: each source gets the first one of those `allowed` (by name; None: all) that reaches it."""
+        """`pullers` best first: each source gets the first of those `allowed` (names; None: all) that reaches it."""
         self._layout = layout
         self._control = control
         self._pullers = tuple(pullers)

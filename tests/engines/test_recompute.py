@@ -20,7 +20,7 @@ WISH = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=OUTPUT_TOKENS
 
 SPOILED: dict[str, dict[str, Any]] = {
     "unknown_handoff": {"handoff_id": "nobody-published-this"},
-    "unreachable": {"address": "127.0.0.1:1"},
+    "unreachable": {"addresses": ("127.0.0.1:1",)},
 }
 
 
