@@ -123,6 +123,7 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
             lease_s=float(self._settings["lease_s"]),
             deadline_s=float(self._settings["fetch_deadline_s"]),
             transport=self._settings["transport"],
+            wire_dtype=self._settings["wire_dtype"],
             rank=get_tensor_model_parallel_rank(),
             shared=self._allocation.offer(list(kv_caches.values())),
         )

@@ -12,6 +12,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from engine.connector_messages import CounterStats, Endpoint, FetchReceipts, StepInstructions
+from kv_transfer.codec import WireDtype
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
 from kv_transfer.service import PairedTransport, TransferService
 from kv_transfer.shared_pool import SharedOffer
@@ -33,7 +34,7 @@ WARM_UP_LEASE_S = 5.0
 class WorkerSide:
     """One rank's end of the hand-over."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - most are settings, one each
         self,
         layers: Mapping[str, torch.Tensor],
         layout: KvLayout,
@@ -41,6 +42,7 @@ class WorkerSide:
         lease_s: float,
         deadline_s: float,
         transport: TransportName,
+        wire_dtype: WireDtype,
         rank: int,
         shared: SharedOffer | None,
     ) -> None:
@@ -55,6 +57,7 @@ class WorkerSide:
             lease_s=lease_s,
             fetch_deadline_s=deadline_s,
             transport=transport,
+            wire_dtype=wire_dtype,
             rank=rank,
             shared=shared,
         )
@@ -65,8 +68,8 @@ class WorkerSide:
     def _warm_up(self) -> None:
         """Hand blocks over to ourselves, so that buffers and connections are there before the first client's KV.
 
-        The cache is empty yet, and each block is copied onto itself. A failure is not one of ours to judge: the first
-        real transfer will report it.
+        The cache is empty yet, and each block is copied onto itself: zeros, which every codec leaves as they are. A
+        failure is not one of ours to judge: the first real transfer will report it.
         """
         blocks = list(range(1, min(self._num_blocks, WARM_UP_BLOCKS)))
         for number in range(WARM_UP_ROUNDS):

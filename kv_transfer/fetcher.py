@@ -15,6 +15,7 @@ from typing import Final
 from kv_transfer import errors
 from kv_transfer.base import FetchProgress, FetchRequest, Pull, Puller, SourceControl, SourceDescription
 from kv_transfer.blocks import BlockPool
+from kv_transfer.codec import WireDtype, make_codec
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout, explain_mismatch
 from kv_transfer.ranks import RankPart, parts_for_rank, readers_per_source
 
@@ -42,13 +43,20 @@ class KvFetcher:
         pullers: Sequence[Puller],
         rank: int = 0,
         fetch_deadline_s: float = 30.0,
+        wire_dtype: WireDtype = "none",
     ) -> None:
-        """`pullers` best first: each source gets the first one that can reach it."""
+        """`pullers` best first: each source gets the first one that can reach it.
+
+        `wire_dtype`: how blocks are to travel where a transport puts them in frames. ValueError if blocks of this
+        layout cannot.
+        """
+        make_codec(wire_dtype, layout, layout.block_bytes)  # told now, not by every fetch
         self._layout = layout
         self._control = control
         self._pullers = tuple(pullers)
         self._rank = rank
         self._fetch_deadline_s = fetch_deadline_s
+        self._wire_dtype = wire_dtype
         self._pairings: dict[str, Pairing] = {}
 
     async def pair(self, address: str) -> Pairing:
@@ -62,7 +70,7 @@ class KvFetcher:
         mismatch = explain_mismatch(self._layout, source.layout)
         if mismatch is not None:
             raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
-        obstacles = []
+        obstacles: list[str] = []
         for puller in self._pullers:
             obstacle = puller.obstacle(source)
             if obstacle is None:
@@ -136,6 +144,7 @@ class KvFetcher:
                     layout=self._layout,
                     part_start=part.source_start,
                     part_bytes=part.num_bytes,
+                    wire_dtype=self._wire_dtype,
                 ),
                 target_block_ids=target_block_ids,
                 pool=pool.part(part.target_start, part.num_bytes),

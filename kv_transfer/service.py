@@ -19,6 +19,7 @@ import torch
 
 from kv_transfer import errors
 from kv_transfer.blocks import BlockPool
+from kv_transfer.codec import WireDtype
 from kv_transfer.completions import Completed, CompletionBoard, TransferStats
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.heartbeat import Heartbeats, release_with_retries
@@ -48,7 +49,7 @@ class PairedTransport:
 class TransferService:
     """Owns the source, the fetcher, the lease table and the thread they run beside."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - most are settings, one each
         self,
         layers: Mapping[str, torch.Tensor],
         layout: KvLayout,
@@ -59,10 +60,12 @@ class TransferService:
         transport: TransportName = "auto",
         rank: int = 0,
         shared: SharedOffer | None = None,
+        wire_dtype: WireDtype = "none",
     ) -> None:
         """`layers` in forward order, the same on every engine: a layer is known to its peers by its position.
 
-        `shared`: where peers on this host can map these layers, if they can.
+        `shared`: where peers on this host can map these layers, if they can. `wire_dtype`: how blocks are asked for
+        where they are put in frames. ValueError if the layout is not that of the layers, or forbids the wire_dtype.
         """
         self._pool = BlockPool.from_layer_tensors(list(layers.values()))
         check_layout(self._pool, layout)
@@ -78,6 +81,7 @@ class TransferService:
             port=port,
             rank=rank,
             fetch_deadline_s=fetch_deadline_s,
+            wire_dtype=wire_dtype,
             offers={} if shared is None else {"shm": msgspec.to_builtins(shared)},
         )
         self._source, self._fetcher = make_transport(transport, settings)
