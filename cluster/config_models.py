@@ -107,6 +107,11 @@ class TransferConfig(_Section):
         default="auto",
         description="what carries the bytes: shm (one copy, same host), grpc (any host); auto picks for each pair",
     )
+    wire_dtype: Literal["none", "int8", "fp8"] = Field(
+        default="none",
+        description="rounds KV to one byte an element on the wire, with a scale for each head of a block; pairs that "
+        "use shm (with auto: those on one host) copy it as it is",
+    )
     overlap: bool = Field(
         default=True, description="fetch the KV of a long prompt's first chunks while the later ones are prefilled"
     )
@@ -209,6 +214,11 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
         found.append(
             "pools.prefill and pools.decode cannot use more than 1 GPU per worker yet, as KV goes from one rank to "
             "one rank: set gpus_per_worker to 1 and raise workers; pools.colocated may use more."
+        )
+    if config.transfer.transport == "shm" and config.transfer.wire_dtype != "none":
+        found.append(
+            f"transfer.wire_dtype ({config.transfer.wire_dtype}) has nothing to encode with transfer.transport shm, "
+            "which copies blocks as they are: set transfer.wire_dtype to none, or transfer.transport to grpc."
         )
     if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
         found.append(

@@ -75,6 +75,7 @@ class Plan:
             lease_s=self.config.transfer.lease_s,
             fetch_deadline_s=self.config.transfer.fetch_deadline_s,
             transport=self.config.transfer.transport,
+            wire_dtype=self.config.transfer.wire_dtype,
             on_cpu=on_cpu,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.messages import Pool
+from kv_transfer.codec import WireDtype
 from kv_transfer.transports import TransportName
 
 
@@ -31,3 +32,5 @@ class EngineConfig:
     transport: TransportName
     """What this engine's fetches use; `auto` picks for each source."""
     on_cpu: bool
+    wire_dtype: WireDtype = "none"
+    """How this engine asks for blocks that travel over a network; `shm` copies them as they are."""

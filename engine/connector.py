@@ -124,6 +124,7 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
                 host=str(self._settings["host"]),
                 rank=get_tensor_model_parallel_rank(),
                 transport=self._settings["transport"],
+                wire_dtype=self._settings["wire_dtype"],
                 lease_s=float(self._settings["lease_s"]),
                 fetch_deadline_s=float(self._settings["fetch_deadline_s"]),
             ),

@@ -50,8 +50,8 @@ class WorkerSide:
     def _warm_up(self) -> None:
         """Hand blocks over to ourselves, so that buffers and connections are there before the first client's KV.
 
-        The cache is empty yet, and each block is copied onto itself. A failure is not one of ours to judge: the first
-        real transfer will report it.
+        The cache is empty yet, and each block is copied onto itself: zeros, which every codec leaves as they are. A
+        failure is not one of ours to judge: the first real transfer will report it.
         """
         blocks = list(range(1, min(self._num_blocks, WARM_UP_BLOCKS)))
         for number in range(WARM_UP_ROUNDS):

@@ -55,6 +55,8 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     part_start: int
     part_bytes: int
+    wire_dtype: str = "none"
+    """How frames are to be encoded, by `codec.WIRE_DTYPES`; of no effect where nothing is on a wire."""
 
 
 class KvSource(ABC):
@@ -68,7 +70,7 @@ class KvSource(ABC):
     @property
     @abstractmethod
     def bytes_sent_total(self) -> int:
-        """Payload bytes handed to the transport so far."""
+        """Payload bytes handed to the transport so far: in frames as encoded, else the blocks' own."""
 
     @abstractmethod
     def start(self) -> None:
@@ -114,7 +116,7 @@ class FetchProgress:
     first_token: int | None = None
 
     def landed(self, num_bytes: int) -> None:
-        """Note that this many payload bytes were written to the pool."""
+        """Note that this many bytes were written to the pool: decoded, however few of them travelled."""
         self.first_byte()
         self.num_bytes += num_bytes
 

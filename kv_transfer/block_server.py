@@ -15,6 +15,7 @@ from typing import Any, Final
 from kv_transfer import errors, frames
 from kv_transfer.base import FetchRequest, SourceDescription
 from kv_transfer.blocks import BlockPool
+from kv_transfer.codec import Codec, make_codec
 from kv_transfer.handoff import KvLayout, explain_mismatch, new_handoff_id
 from kv_transfer.lease import LeaseRead, LeaseTable
 
@@ -41,9 +42,11 @@ class Segment:
 class BlockRead:
     """One request being answered: its blocks stay readable until the read ends."""
 
-    def __init__(self, request: FetchRequest, lease: LeaseRead, pool: BlockPool) -> None:
+    def __init__(self, request: FetchRequest, lease: LeaseRead, pool: BlockPool, codec: Codec) -> None:
         self.pool = pool
         """Narrowed to the part of each block that was asked for."""
+        self.codec = codec
+        """The asker's wish; of no effect where blocks are not put in frames."""
         self._request = request
         self._lease = lease
 
@@ -90,7 +93,7 @@ class BlockServer:
 
     @property
     def bytes_sent_total(self) -> int:
-        """KV bytes handed to transports so far."""
+        """KV bytes handed to transports so far: in frames as encoded, else the blocks' own."""
         return self._bytes_sent_total
 
     def count_sent(self, num_bytes: int) -> None:
@@ -109,13 +112,14 @@ class BlockServer:
             raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
         try:
             pool = self._pool.part(request.part_start, request.part_bytes)
+            codec = make_codec(request.wire_dtype, self._layout, request.part_bytes)
         except ValueError as error:
             raise errors.TransferFailed(errors.BAD_REQUEST, str(error)) from error
         if request.first_block < 0 or request.num_blocks < 0:
             raise errors.TransferFailed(errors.BAD_REQUEST, f"{request.num_blocks} blocks from {request.first_block}")
         self._wait_published(request.handoff_id, wanted)
         with self._leases.reading(request.handoff_id) as lease:
-            yield BlockRead(request, lease, pool)
+            yield BlockRead(request, lease, pool, codec)
 
     def frames(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Generator[bytes, None, int | None]:
         """The answer as frames, and the first token as the generator's return value. The blocks stay pinned until the
@@ -123,7 +127,7 @@ class BlockServer:
         with self.read(request, wanted) as read:
             first_token = None
             for segment in read.segments(wanted):
-                for frame in frames.write_frames(read.pool, segment.block_ids, segment.first):
+                for frame in frames.write_frames(read.pool, segment.block_ids, segment.first, codec=read.codec):
                     self.count_sent(frames.payload_bytes(frame))
                     yield frame
                 first_token = segment.first_token

@@ -37,7 +37,9 @@ class TransferStats:
     active_fetches: int
     watched_handoffs: int
     bytes_sent_total: int
+    """As they travelled: encoded, if a peer asked for that."""
     bytes_received_total: int
+    """As they were written to the pool."""
     fetches_total: Mapping[str, int]
     """By result: "ok", or the receipt's reason ("cancelled", "lease_expired", ...)."""
 

@@ -15,6 +15,7 @@ from typing import Final
 from kv_transfer import errors
 from kv_transfer.base import FetchProgress, FetchRequest, Pull, Puller, SourceControl, SourceDescription
 from kv_transfer.blocks import BlockPool
+from kv_transfer.codec import WireDtype, make_codec
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout, explain_mismatch
 from kv_transfer.ranks import RankPart, parts_for_rank, readers_per_source
 
@@ -43,14 +44,21 @@ class KvFetcher:
         allowed: Collection[str] | None = None,
         rank: int = 0,
         fetch_deadline_s: float = 30.0,
+        wire_dtype: WireDtype = "none",
     ) -> None:
-        """`pullers` best first: each source gets the first of those `allowed` (names; None: all) that reaches it."""
+        """`pullers` best first: each source gets the first of those `allowed` (names; None: all) that reaches it.
+
+        `wire_dtype`: how blocks are to travel where a transport puts them in frames. ValueError if blocks of this
+        layout cannot.
+        """
+        make_codec(wire_dtype, layout, layout.block_bytes)  # told now, not by every fetch
         self._layout = layout
         self._control = control
         self._pullers = tuple(pullers)
         self._allowed = frozenset(puller.name for puller in pullers) if allowed is None else frozenset(allowed)
         self._rank = rank
         self._fetch_deadline_s = fetch_deadline_s
+        self._wire_dtype = wire_dtype
         self._pairings: dict[str, Pairing] = {}
 
     async def pair(self, address: str, transport: str | None = None) -> Pairing:
@@ -148,6 +156,7 @@ class KvFetcher:
                     layout=self._layout,
                     part_start=part.source_start,
                     part_bytes=part.num_bytes,
+                    wire_dtype=self._wire_dtype,
                 ),
                 target_block_ids=target_block_ids,
                 pool=pool.part(part.target_start, part.num_bytes),

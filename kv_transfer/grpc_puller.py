@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final
 from kv_transfer import grpc_wire
 from kv_transfer.allocator import keep_freed_memory
 from kv_transfer.base import Pull, Puller, SourceDescription, run_in_thread
+from kv_transfer.codec import make_codec
 from kv_transfer.frames import FrameReader
 from kv_transfer.grpc_control import GrpcControl
 from kv_transfer.grpc_stream import SourceStream
@@ -31,7 +32,8 @@ class GrpcPuller(Puller):
 
     async def pull(self, pull: Pull) -> None:
         stream = SourceStream(self._control.channel(pull.address), grpc_wire.FETCH, pull)
-        reader = FrameReader(pull.pool, pull.target_block_ids, pull.progress)
+        codec = make_codec(pull.request.wire_dtype, pull.request.layout, pull.request.part_bytes)
+        reader = FrameReader(pull.pool, pull.target_block_ids, pull.progress, codec)
 
         def consume(call: Any) -> None:
             for frame in call:

@@ -112,7 +112,7 @@ class FetchReceipt(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     message: str = ""
     num_bytes: int = 0
-    """Payload bytes that reached the local pool."""
+    """Bytes that were written to the local pool; fewer may have travelled, if they were encoded."""
     wait_s: float = 0.0
     """From asking to the first byte, of a hand-off that grew to its last segment's; the whole time if no byte came."""
     wire_s: float = 0.0

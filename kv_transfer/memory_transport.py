@@ -13,6 +13,7 @@ from kv_transfer import errors
 from kv_transfer.base import KvSource, Pull, Puller, SourceControl, SourceDescription, run_in_thread
 from kv_transfer.block_server import BlockServer
 from kv_transfer.blocks import BlockPool
+from kv_transfer.codec import make_codec
 from kv_transfer.frames import FrameReader
 from kv_transfer.handoff import KvLayout
 from kv_transfer.lease import LeaseTable
@@ -80,7 +81,8 @@ class MemoryPuller(Puller):
 
 def _copy(pull: Pull, stopped: threading.Event) -> None:
     """Runs on a fetch thread; looks between frames whether both sides are still there."""
-    reader = FrameReader(pull.pool, pull.target_block_ids, pull.progress)
+    codec = make_codec(pull.request.wire_dtype, pull.request.layout, pull.request.part_bytes)
+    reader = FrameReader(pull.pool, pull.target_block_ids, pull.progress, codec)
 
     def accept_all(frames: Generator[bytes, None, int | None]) -> int | None:
         while True:

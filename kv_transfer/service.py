@@ -19,6 +19,7 @@ import torch
 
 from kv_transfer import errors
 from kv_transfer.blocks import BlockPool
+from kv_transfer.codec import WireDtype
 from kv_transfer.completions import Completed, CompletionBoard, TransferStats
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.heartbeat import Heartbeats, release_with_retries
@@ -48,6 +49,8 @@ class TransferOptions:
     """Which tensor parallel rank this is."""
     transport: TransportName = "auto"
     """What its own fetches use; others may use anything that it offers."""
+    wire_dtype: WireDtype = "none"
+    """How blocks travel in frames; shared memory copies them as they are."""
     lease_s: float = 30.0
     fetch_deadline_s: float = 30.0
 
@@ -72,7 +75,8 @@ class TransferService:
     ) -> None:
         """`layers` in forward order, the same on every engine: a layer is known to its peers by its position.
 
-        `shared`: where peers on this host can map these layers, if they can.
+        `shared`: where peers on this host can map these layers, if they can. ValueError if the layout is not that of
+        the layers, or forbids the wire_dtype.
         """
         self._pool = BlockPool.from_layer_tensors(list(layers.values()))
         check_layout(self._pool, layout)
@@ -88,6 +92,7 @@ class TransferService:
             port=options.port,
             rank=options.rank,
             fetch_deadline_s=options.fetch_deadline_s,
+            wire_dtype=options.wire_dtype,
             offers={} if shared is None else {"shm": msgspec.to_builtins(shared)},
         )
         self._source, self._fetcher = make_transport(options.transport, settings)

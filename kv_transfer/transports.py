@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 from kv_transfer.base import KvSource, Puller, SourceControl
 from kv_transfer.blocks import BlockPool
+from kv_transfer.codec import WireDtype
 from kv_transfer.fetcher import KvFetcher
 from kv_transfer.frames import largest_frame_bytes
 from kv_transfer.handoff import KvLayout
@@ -30,20 +31,30 @@ class TransportSettings:
     port: int
     rank: int = 0
     fetch_deadline_s: float = 30.0
+    wire_dtype: WireDtype = "none"
+    """What this engine asks for where blocks are put in frames; as a source it encodes as it is asked to."""
     offers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def make_transport(name: TransportName, settings: TransportSettings) -> tuple[KvSource, KvFetcher]:
-    """Build both ends; raises ValueError for an unknown name. Transports are imported only when asked for.
+    """Build both ends. Transports are imported only when asked for.
 
+    Raises ValueError for an unknown name, and for a `wire_dtype` that this transport or these blocks cannot have.
     Every source but `memory` serves all transports; the name decides what this engine's own fetches use.
     """
     if name not in TRANSPORT_NAMES:
         raise ValueError(f"unknown KV transport {name!r}; there are {', '.join(TRANSPORT_NAMES)}")
+    if name == "shm" and settings.wire_dtype != "none":
+        raise ValueError(f"shm copies blocks as they are: wire_dtype must be none, not {settings.wire_dtype}")
     source, control, pullers = _memory(settings) if name == "memory" else _grpc(settings)
-    allowed = AUTO if name == "auto" else (name,)
     return source, KvFetcher(
-        settings.layout, control, pullers, allowed, rank=settings.rank, fetch_deadline_s=settings.fetch_deadline_s
+        settings.layout,
+        control,
+        pullers,
+        allowed=AUTO if name == "auto" else (name,),
+        rank=settings.rank,
+        fetch_deadline_s=settings.fetch_deadline_s,
+        wire_dtype=settings.wire_dtype,
     )
 
 

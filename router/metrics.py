@@ -127,7 +127,7 @@ _WORKER_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "recompute_total": ("ridgeline_recompute", "Prompts computed where they should have been transferred", ("reason",)),
     "kv_bytes_total": (
         "ridgeline_kv_transfer_bytes",
-        "KV bytes sent to or received from other workers",
+        "KV bytes sent to other workers, as they travel, or received, as they are written",
         ("direction",),
     ),
     "fetches_total": ("ridgeline_fetches", "KV fetches by how they ended", ("result",)),

@@ -136,6 +136,24 @@ def test_an_impossible_combination_is_one_sentence_that_names_the_fix(path, valu
     assert path in problem
 
 
+@pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
+def test_encoded_blocks_and_shared_memory_exclude_each_other_in_one_sentence(wire_dtype):
+    problem = only_problem_of(transfer__transport="shm", transfer__wire_dtype=wire_dtype)
+    assert f"transfer.wire_dtype ({wire_dtype}) has nothing to encode with transfer.transport shm" in problem
+    assert "set transfer.wire_dtype to none, or transfer.transport to grpc" in problem
+
+
+@pytest.mark.parametrize(("transport", "wire_dtype"), [("auto", "int8"), ("grpc", "fp8"), ("shm", "none")])
+def test_other_transports_may_encode_and_shared_memory_may_not(transport, wire_dtype):
+    overrides = {"transfer.transport": transport, "transfer.wire_dtype": wire_dtype}
+    assert load_config(None, overrides).config.transfer.wire_dtype == wire_dtype
+
+
+def test_a_wire_dtype_that_does_not_exist_is_answered_with_those_that_do():
+    problem = only_problem_of(transfer__wire_dtype="int4")
+    assert "transfer.wire_dtype: input should be 'none', 'int8' or 'fp8'" in problem
+
+
 @pytest.mark.parametrize(
     "path", ["pools.prefill.workers", "pools.decode.cores_per_worker", "transfer.lease_s", "model.path"]
 )

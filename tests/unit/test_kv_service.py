@@ -16,7 +16,7 @@ NUM_BLOCKS = 16
 LAYER_STRIDE = 1 << 20
 
 
-def make_service(transport="grpc", lease_s=30.0, num_layers=2, **changes):
+def make_service(transport="grpc", lease_s=30.0, num_layers=2, wire_dtype="none", **changes):
     allocation = KvCacheAllocation()
     with allocation.serving_torch_zeros():
         buffer = torch.zeros(num_layers * LAYER_STRIDE, dtype=torch.int8, device="cpu")
@@ -43,7 +43,9 @@ def make_service(transport="grpc", lease_s=30.0, num_layers=2, **changes):
     service = TransferService(
         layers,
         layout,
-        TransferOptions(host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=5.0, transport=transport),
+        TransferOptions(
+            host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=5.0, transport=transport, wire_dtype=wire_dtype
+        ),
         shared=allocation.offer(list(layers.values())),
     )
     service.start()
@@ -91,6 +93,29 @@ def collect(service, wanted, timeout_s=5.0):
         sent |= completed.sent
         receipts |= completed.receipts
     return sent, receipts
+
+
+def test_encoded_bytes_are_counted_where_they_leave_and_decoded_ones_where_they_arrive():
+    prefill, source = make_service("grpc", kv_dtype="bfloat16")
+    decode, target = make_service("grpc", kv_dtype="bfloat16", wire_dtype="int8")
+    try:
+        for layer in source.values():
+            layer.copy_(torch.full((NUM_BLOCKS, 32), -1.5).bfloat16().view(torch.uint8).view(layer.shape))
+        decode.start_fetch("d", offer(prefill, "p", [3, 1, 2]), 1, [7, 8])
+        _, receipts = collect(decode, lambda _sent, receipts: receipts)
+        assert receipts["d"].outcome == "ok", receipts
+        assert receipts["d"].num_bytes == decode.stats().bytes_received_total == 2 * 2 * 64
+        assert prefill.stats().bytes_sent_total == 2 * 2 * 2 * (4 + 16)  # layers, blocks, heads
+        for name in source:
+            assert torch.equal(target[name][[7, 8]], source[name][[1, 2]])  # the largest of a head is exact
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_service_whose_blocks_cannot_be_encoded_does_not_start():
+    with pytest.raises(ValueError, match="KV of type 'auto' cannot be sent as fp8"):
+        make_service("grpc", wire_dtype="fp8")
 
 
 def test_a_handoff_ends_with_equal_blocks_and_nothing_held(pair):
