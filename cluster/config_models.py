@@ -112,6 +112,9 @@ class TransferConfig(_Section):
         description="rounds KV to one byte an element on the wire, with a scale for each head of a block; pairs that "
         "use shm (with auto: those on one host) copy it as it is",
     )
+    faults: str | None = Field(
+        default=None, description="for tests: makes fetches fail on purpose, as in seed=7,drop=0.02,corrupt=0.05"
+    )
     overlap: bool = Field(
         default=True, description="fetch the KV of a long prompt's first chunks while the later ones are prefilled"
     )

@@ -74,6 +74,7 @@ class Plan:
             host=self.config.transfer.host or host,
             lease_s=self.config.transfer.lease_s,
             fetch_deadline_s=self.config.transfer.fetch_deadline_s,
+            faults=self.config.transfer.faults,
             transport=self.config.transfer.transport,
             wire_dtype=self.config.transfer.wire_dtype,
             on_cpu=on_cpu,

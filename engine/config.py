@@ -29,6 +29,8 @@ class EngineConfig:
     """The interface on which the worker's data plane and its KV source listen."""
     lease_s: float
     fetch_deadline_s: float
+    faults: str | None
+    """For tests: a plan for `kv_transfer.faults`."""
     transport: TransportName
     """What this engine's fetches use; `auto` picks for each source."""
     on_cpu: bool

@@ -34,6 +34,7 @@ from engine.connector_messages import NOTICES, CounterStats, Endpoint, StepInstr
 from engine.connector_scheduler import SchedulerSide
 from engine.connector_worker import WorkerSide
 from engine.parent_watch import exit_with_parent
+from kv_transfer.faults import FaultPlan
 from kv_transfer.handoff import KvLayout
 from kv_transfer.service import TransferOptions
 from kv_transfer.shared_pool import KvCacheAllocation
@@ -124,6 +125,7 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
                 host=str(self._settings["host"]),
                 rank=get_tensor_model_parallel_rank(),
                 transport=self._settings["transport"],
+                faults=FaultPlan.parse(self._settings["faults"]) if self._settings["faults"] else None,
                 wire_dtype=self._settings["wire_dtype"],
                 lease_s=float(self._settings["lease_s"]),
                 fetch_deadline_s=float(self._settings["fetch_deadline_s"]),

@@ -177,6 +177,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
                 "lease_s": config.lease_s,
                 "fetch_deadline_s": config.fetch_deadline_s,
                 "transport": config.transport,
+                "faults": config.faults,
                 "wire_dtype": config.wire_dtype,
                 "share_kv_cache": config.on_cpu and config.pool == "prefill",
             },

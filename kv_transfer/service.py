@@ -21,6 +21,7 @@ from kv_transfer import errors
 from kv_transfer.blocks import BlockPool
 from kv_transfer.codec import WireDtype
 from kv_transfer.completions import Completed, CompletionBoard, TransferStats
+from kv_transfer.faults import FaultPlan
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.heartbeat import Heartbeats, release_with_retries
 from kv_transfer.lease import LeaseTable
@@ -49,6 +50,8 @@ class TransferOptions:
     """Which tensor parallel rank this is."""
     transport: TransportName = "auto"
     """What its own fetches use; others may use anything that it offers."""
+    faults: FaultPlan | None = None
+    """For tests: makes this rank's own fetches fail as planned."""
     wire_dtype: WireDtype = "none"
     """How blocks travel in frames; shared memory copies them as they are."""
     lease_s: float = 30.0
@@ -93,6 +96,7 @@ class TransferService:
             rank=options.rank,
             fetch_deadline_s=options.fetch_deadline_s,
             wire_dtype=options.wire_dtype,
+            faults=options.faults,
             offers={} if shared is None else {"shm": msgspec.to_builtins(shared)},
         )
         self._source, self._fetcher = make_transport(options.transport, settings)

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, get_args
 from kv_transfer.base import KvSource, Puller, SourceControl
 from kv_transfer.blocks import BlockPool
 from kv_transfer.codec import WireDtype
+from kv_transfer.faults import FaultPlan, FaultyPuller
 from kv_transfer.fetcher import KvFetcher
 from kv_transfer.frames import largest_frame_bytes
 from kv_transfer.handoff import KvLayout
@@ -34,6 +35,8 @@ class TransportSettings:
     wire_dtype: WireDtype = "none"
     """What this engine asks for where blocks are put in frames; as a source it encodes as it is asked to."""
     offers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    faults: FaultPlan | None = None
+    """For tests only: makes this engine's fetches fail as planned."""
 
 
 def make_transport(name: TransportName, settings: TransportSettings) -> tuple[KvSource, KvFetcher]:
@@ -47,6 +50,8 @@ def make_transport(name: TransportName, settings: TransportSettings) -> tuple[Kv
     if name == "shm" and settings.wire_dtype != "none":
         raise ValueError(f"shm copies blocks as they are: wire_dtype must be none, not {settings.wire_dtype}")
     source, control, pullers = _memory(settings) if name == "memory" else _grpc(settings)
+    if settings.faults is not None:
+        pullers = [FaultyPuller(puller, settings.faults) for puller in pullers]
     return source, KvFetcher(
         settings.layout,
         control,

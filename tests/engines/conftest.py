@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest_asyncio
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
-OWN_PROCESSES = "test_processes.py"
+OWN_DEPLOYMENT = ("test_processes.py", "test_faults.py", "test_tensor_parallel.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Two deployments at a time would fight for the cores.
     """
-    items.sort(key=lambda item: (item.get_closest_marker("engines") is not None, item.path.name != OWN_PROCESSES))
+    items.sort(key=lambda item: (item.get_closest_marker("engines") is not None, item.path.name not in OWN_DEPLOYMENT))
 
 
 FIGURES = pytest.StashKey[list[str]]()
@@ -42,9 +42,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(sentence)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def engines() -> AsyncIterator[Any]:
-    """The deployment, once per session."""
+@asynccontextmanager
+async def deployed(overrides: dict[str, str]) -> AsyncIterator[Any]:
+    """One prefill and one decode worker on a free port, as deploy/local.yaml says but for the overrides."""
     from harness import Engines
     from transformers import AutoTokenizer
 
@@ -53,7 +53,7 @@ async def engines() -> AsyncIterator[Any]:
     from cluster.plan import make_plan
     from engine.data_plane import WorkerClient
 
-    config = load_config(CONFIG, {"server.port": "0"}).config
+    config = load_config(CONFIG, {"server.port": "0", **overrides}).config
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(ray_runtime(config))
         plan = await asyncio.to_thread(make_plan, config)
@@ -74,8 +74,20 @@ async def engines() -> AsyncIterator[Any]:
                 await client.close()
 
 
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engines() -> AsyncIterator[Any]:
+    """The deployment, once per session."""
+    async with deployed({}) as engines:
+        yield engines
+
+
 @pytest.fixture(scope="session")
 def text(engines: Any) -> list[int]:
     """Tokens of a whole book, to cut prompts from."""
+    return book(engines)
+
+
+def book(engines: Any) -> list[int]:
+    """The same, for tests with a deployment of their own."""
     token_ids: list[int] = engines.tokenizer(TEXT.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
     return token_ids

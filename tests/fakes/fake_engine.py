@@ -79,6 +79,7 @@ def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> Engine
         host="127.0.0.1",
         lease_s=30.0,
         fetch_deadline_s=30.0,
+        faults=None,
         transport="auto",
         on_cpu=True,
     )

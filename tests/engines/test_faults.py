@@ -1,0 +1,83 @@
+"""500 hand-offs of which a quarter meets a fault: every answer is whole and right, and nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from typing import Any
+
+import pytest
+from conftest import book, deployed
+from harness import TIE_NAT, Engines, Figure, Increase
+from vllm.sampling_params import SamplingParams
+
+from engine import sampling
+
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio]
+
+NUM_HANDOFFS = 500
+NUM_LONG = 5
+CONCURRENCY = 8
+OUTPUT_TOKENS = 5
+PLAN = "seed=11,delay=0.10,drop=0.02,corrupt=0.06,cut=0.06,longest_delay_s=0.2,longest_drop_s=0.5"
+
+
+def prompts_of(text: list[int]) -> list[list[int]]:
+    rng = random.Random(500)
+    lengths = [rng.randint(33, 60) for _ in range(NUM_HANDOFFS - NUM_LONG)] + [700] * NUM_LONG
+    rng.shuffle(lengths)
+    starts = [rng.randrange(len(text) - 800) for _ in lengths]
+    return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+async def test_500_handoffs_under_faults_are_answered_in_full_and_leave_nothing(figure: Figure):
+    before_shm = sorted(os.listdir("/dev/shm"))
+    async with deployed({"transfer.faults": PLAN}) as engines:
+        prompts = prompts_of(book(engines))
+        before = await engines.metrics()
+        answers: list[list[int]] = []
+        for transport, start, stop in (("grpc", 0, 250), ("shm", 250, NUM_HANDOFFS)):
+            await engines.use_transport(transport)
+            answers += await answers_to(engines, prompts[start:stop])
+        counted = Increase(before, await engines.metrics())
+        assert await engines.becomes_idle() == {}
+        behind_nat = [await worst_behind_nat(engines, *pair) for pair in zip(prompts, answers, strict=True)]
+    fetches = counted.by_label("ridgeline_fetches_total", "result")
+    recomputed = counted.by_label("ridgeline_recompute_total", "reason")
+    followed = counted.by_label("ridgeline_followed_handoffs_total", "result")
+    figure(
+        f"{len(answers)} answers whole; fetches {fetches}, recomputed {recomputed}, followed {followed}; "
+        f"farthest token behind the single engine's best: {max(behind_nat):.4f} nat"
+    )
+    assert counted.sum("ridgeline_requests_total", outcome="finished") == NUM_HANDOFFS
+    assert max(behind_nat) <= TIE_NAT
+    assert {"corrupted", "unreachable", "timeout"} <= fetches.keys()
+    failed = sum(count for result, count in fetches.items() if result != "ok")
+    begun_again = sum(count for result, count in followed.items() if result != "ok")
+    assert failed == sum(recomputed.values()) + begun_again, "a failure that nobody counted"
+    assert sorted(os.listdir("/dev/shm")) == before_shm
+
+
+async def answers_to(engines: Engines, prompts: list[list[int]]) -> list[list[int]]:
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(prompt: list[int]) -> list[int]:
+        async with gate:
+            return await engines.tokens(prompt, OUTPUT_TOKENS)
+
+    return list(await asyncio.gather(*map(one, prompts)))
+
+
+async def worst_behind_nat(engines: Engines, prompt: list[int], answer: list[int]) -> float:
+    """How far the single engine, given the answer, ranks one of its tokens below its own best one."""
+    wish: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 1}
+    scored, _ = await engines.run(
+        engines.decode,
+        leg="decode",
+        prompt_token_ids=[*prompt, *answer],
+        sampling=sampling.encode(SamplingParams(**wish)),
+    )
+    positions = scored.prompt_logprobs[-len(answer) :]
+    assert [position.token_ids[0] for position in positions if position] == answer
+    return max(max(position.logprobs) - position.logprobs[0] for position in positions if position)
