@@ -113,7 +113,7 @@ def summarise(comparisons: Sequence[Comparison]) -> Report:
     )
 
 
-def make_prompts(text: str, count: int, seed: int) -> list[str]:
+def make_prompts(text: str, count: int, seed: int, longest_words: int = LONGEST_WORDS) -> list[str]:
     """Stretches of a text, of many lengths, no two of which begin alike. ValueError if it is too short for that."""
     words = text.split()
     chosen = random.Random(seed)
@@ -121,7 +121,7 @@ def make_prompts(text: str, count: int, seed: int) -> list[str]:
     if places < count:
         raise ValueError(f"a text of {len(words)} words has no {count} different beginnings")
     starts = [SHORTEST_WORDS * place for place in chosen.sample(range(places), count)]
-    return [" ".join(words[start : start + chosen.randint(SHORTEST_WORDS, LONGEST_WORDS)]) for start in starts]
+    return [" ".join(words[start : start + chosen.randint(SHORTEST_WORDS, longest_words)]) for start in starts]
 
 
 def answer_of(choice: dict[str, Any]) -> Answer:
@@ -197,11 +197,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("base_url")
     parser.add_argument("other_url")
     parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--longest-words", type=int, default=LONGEST_WORDS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     console = Console(width=120)
-    prompts = make_prompts(TEXT_FILE.read_text(encoding="utf-8"), options.prompts, options.seed)
+    prompts = make_prompts(TEXT_FILE.read_text(encoding="utf-8"), options.prompts, options.seed, options.longest_words)
     comparisons = []
     with httpx.Client(timeout=120) as client:
         reference, other = Server(options.base_url, client), Server(options.other_url, client)
