@@ -20,6 +20,7 @@ import torch
 from kv_transfer import errors
 from kv_transfer.blocks import BlockPool
 from kv_transfer.completions import Completed, CompletionBoard, TransferStats
+from kv_transfer.faults import FaultPlan
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.heartbeat import Heartbeats, release_with_retries
 from kv_transfer.lease import LeaseTable
@@ -59,10 +60,12 @@ class TransferService:
         transport: TransportName = "auto",
         rank: int = 0,
         shared: SharedOffer | None = None,
+        faults: FaultPlan | None = None,
     ) -> None:
         """`layers` in forward order, the same on every engine: a layer is known to its peers by its position.
 
-        `shared`: where peers on this host can map these layers, if they can.
+        `shared`: where peers on this host can map these layers, if they can. `faults`: for tests only, makes this
+        engine's fetches fail as planned.
         """
         self._pool = BlockPool.from_layer_tensors(list(layers.values()))
         check_layout(self._pool, layout)
@@ -79,6 +82,7 @@ class TransferService:
             rank=rank,
             fetch_deadline_s=fetch_deadline_s,
             offers={} if shared is None else {"shm": msgspec.to_builtins(shared)},
+            faults=faults,
         )
         self._source, self._fetcher = make_transport(transport, settings)
         self._heartbeats = Heartbeats(self._fetcher)

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 from kv_transfer.base import KvSource, Puller, SourceControl
 from kv_transfer.blocks import BlockPool
+from kv_transfer.faults import FaultPlan, FaultyPuller
 from kv_transfer.fetcher import KvFetcher
 from kv_transfer.frames import largest_frame_bytes
 from kv_transfer.handoff import KvLayout
@@ -31,6 +32,8 @@ class TransportSettings:
     rank: int = 0
     fetch_deadline_s: float = 30.0
     offers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    faults: FaultPlan | None = None
+    """For tests only: makes this engine's fetches fail as planned."""
 
 
 def make_transport(name: TransportName, settings: TransportSettings) -> tuple[KvSource, KvFetcher]:
@@ -41,6 +44,8 @@ def make_transport(name: TransportName, settings: TransportSettings) -> tuple[Kv
     if name not in TRANSPORT_NAMES:
         raise ValueError(f"unknown KV transport {name!r}; there are {', '.join(TRANSPORT_NAMES)}")
     source, control, pullers = _memory(settings) if name == "memory" else _grpc(name, settings)
+    if settings.faults is not None:
+        pullers = [FaultyPuller(puller, settings.faults) for puller in pullers]
     return source, KvFetcher(
         settings.layout, control, pullers, rank=settings.rank, fetch_deadline_s=settings.fetch_deadline_s
     )
