@@ -27,6 +27,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(help="Measure one part of Ridgeline on this machine, without a model.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 PIPED_WIDTH = 140
 """Into a file or a pipe rich would assume 80 columns and cut tables and paths."""
 console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
@@ -148,6 +150,45 @@ def roofline(
     try:
         show(console, str(model), hardware, dtype, cores, as_json=as_json)
     except (RooflineError, ModelError) as error:
+        fail([str(error)])
+
+
+@bench.command()
+def transfer(
+    tokens: Annotated[int, typer.Option(help="of one hand-off; rounded up to blocks of 32")] = 1700,
+    layers: Annotated[int, typer.Option(help="of the KV cache")] = 30,
+    block_bytes: Annotated[
+        int, typer.Option(help="of one block of 32 tokens in one layer; the default is SmolLM2-135M in bfloat16")
+    ] = 24 << 10,
+    rounds: Annotated[int, typer.Option(help="hand-offs of each transport and layout")] = 20,
+    transports: Annotated[
+        list[str] | None, typer.Option("--transport", help="grpc, shm, ...; may be given again; without it all")
+    ] = None,
+    layouts: Annotated[
+        list[str] | None, typer.Option("--layout", help="contiguous or scattered blocks; without it both")
+    ] = None,
+    pin: Annotated[
+        bool | None, typer.Option("--pin/--no-pin", help="one core for each side; without it, if there are two")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="file for all figures and rounds")] = None,
+) -> None:
+    """Move KV blocks between two processes by each transport: GB/s, latency and CPU time, beside memcpy."""
+    from cluster.bench_command import BadBench, MeasureError, MeasureSettings, bench_transfer
+
+    chosen: dict[str, Any] = {"transports": transports, "layouts": layouts}
+    settings = MeasureSettings(
+        tokens=tokens,
+        layers=layers,
+        block_bytes=block_bytes,
+        rounds=rounds,
+        pin=pin,
+        **{name: tuple(dict.fromkeys(values)) for name, values in chosen.items() if values},
+    )
+    try:
+        bench_transfer(settings, json_file, console)
+    except BadBench as error:
+        fail(error.sentences, 2)
+    except MeasureError as error:
         fail([str(error)])
 
 

@@ -68,7 +68,7 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
         machine=platform.machine().lower(),
         cpu_flags=read_cpu_flags(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_available_bytes=_memory_available_bytes(),
+        memory_available_bytes=memory_available_bytes(),
         shared_memory_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         open_files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=_count_gpus(),
@@ -133,7 +133,7 @@ def _kv_values_per_token(shape: Mapping[str, Any]) -> int | None:
     return int(layers * kv_heads * head_size * 2)
 
 
-def _memory_available_bytes() -> int:
+def memory_available_bytes() -> int:
     """What the kernel calls available, or what the container's limit leaves, whichever is less."""
     available = psutil.virtual_memory().available
     for limit_file, used_file in _CGROUP_MEMORY:

@@ -156,7 +156,7 @@ class TransferService:
         """Begin pulling `handoff.block_ids[first_block:][:len(targets)]` into the targets.
 
         `poll().received` names the request exactly once; until then nobody else may use the target blocks. Heartbeats
-        run until the fetch ends; then the source is told to release, unless it cannot be reached. Raises ValueError if
+        run until the fetch ends; then the source is told to release, with a few retries. Raises ValueError if
         this request already has a fetch that was not polled.
         """
         targets = tuple(target_block_ids)
@@ -255,10 +255,7 @@ class TransferService:
     def _end_fetch(self, request_id: str, handoff: KvHandoff, ended: asyncio.Task[FetchReceipt]) -> None:
         del self._fetches[request_id]
         receipt = _receipt_of(ended)
-        if receipt.reason == errors.UNREACHABLE:
-            self._heartbeats.stop(handoff)
-        else:
-            self._begin_release(handoff)
+        self._begin_release(handoff)  # of an unreachable source too: it may be back for one of the retries
         self._board.finish(request_id, receipt)
 
     def _cancel_fetch(self, request_id: str) -> None:

@@ -18,7 +18,7 @@ from cluster.cli import app
 from cluster.doctor import CheckResult
 from cluster.serve import Unfit
 
-COMMANDS = ("serve", "doctor", "model", "roofline", "replay", "compare")
+COMMANDS = ("serve", "doctor", "model", "roofline", "replay", "compare", "bench")
 
 
 @pytest.fixture(autouse=True)

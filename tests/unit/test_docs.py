@@ -65,12 +65,16 @@ def problem_of(command: list[str]) -> str | None:
     if program == "make":
         unknown = [word for word in words if "=" not in word and word not in make_targets()]
         return f"no make target {unknown}" if unknown else None
-    subcommands: dict[str, Any] = typer.main.get_command(app).commands
-    if words[0] not in subcommands:
-        return f"no command ridgeline {words[0]}"
-    known = {option for parameter in subcommands[words[0]].params for option in parameter.opts} | {"--help"}
-    unknown = [word for word in words[1:] if word.startswith("-") and word.partition("=")[0] not in known]
-    return f"ridgeline {words[0]} has no {unknown}" if unknown else None
+    found: Any = typer.main.get_command(app)
+    name = "ridgeline"
+    while hasattr(found, "commands"):  # a group, such as `ridgeline bench`
+        if not words or words[0] not in found.commands:
+            return f"no command {' '.join([name, *words[:1]])}"
+        name = f"{name} {words[0]}"
+        found, words = found.commands[words[0]], words[1:]
+    known = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    unknown = [word for word in words if word.startswith("-") and word.partition("=")[0] not in known | {"--help"}]
+    return f"{name} has no {unknown}" if unknown else None
 
 
 def metric_rows() -> list[tuple[str, str, str, str]]:
@@ -135,7 +139,14 @@ def test_decisions_are_numbered_without_gaps_and_fit_one_page():
 
 @pytest.mark.parametrize(
     "command",
-    ["make nothing", "ridgeline nothing", "ridgeline serve --nothing", "ridgeline compare --out runs/x --tracee demo"],
+    [
+        "make nothing",
+        "ridgeline nothing",
+        "ridgeline serve --nothing",
+        "ridgeline compare --out runs/x --tracee demo",
+        "ridgeline bench nothing",
+        "ridgeline bench transfer --nothing",
+    ],
 )
 def test_a_wrong_command_would_be_found(command):
     assert [problem_of(words) for words in shell_commands(f"```bash\n{command}\n```\n")] != [None]

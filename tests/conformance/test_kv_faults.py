@@ -1,0 +1,313 @@
+"""The faulty wire over every transport: each fault is what it says, leaves nothing, and comes again by its seed."""
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from check_transport import LONG, Node, eventually, make_layout, make_pool, slow_copies, slow_frames
+
+from kv_transfer import errors
+from kv_transfer.faults import FaultPlan
+from kv_transfer.handoff import KvHandoff, new_handoff_id
+from kv_transfer.service import TransferOptions, TransferService
+from kv_transfer.transports import make_transport
+
+TRANSPORTS = {"memory": slow_frames, "grpc": slow_frames, "shm": slow_copies}
+IDS, TARGETS = [7, 3, 9, 1, 12], [20, 4, 22, 5, 24]
+REASON = {
+    "none": "",
+    "delay": "",
+    "drop": errors.TIMEOUT,
+    "corrupt": errors.CORRUPTED,
+    "cut": errors.UNREACHABLE,
+}
+MIXED = FaultPlan.parse("seed=7,drop=0.05,delay=0.2,corrupt=0.1,cut=0.2,longest_delay_s=0.01,longest_drop_s=0.03")
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request):
+    return request.param
+
+
+class FaultyHarness:
+    def __init__(self, name, plan):
+        self._name = name
+        self._plan = plan
+
+    def make(self, settings):
+        return make_transport(self._name, replace(settings, faults=self._plan))
+
+
+@asynccontextmanager
+async def nodes(transport, plan, layout=None, num_blocks=32):
+    """Prefill and decode over a faulty wire; at the end nothing may be read any more."""
+    pair = [Node(FaultyHarness(transport, plan), layout or make_layout(), seed, num_blocks) for seed in (0, 1)]
+    for node in pair:
+        node.source.start()
+    try:
+        yield pair
+        await eventually(lambda: all(lease.active_reads == 0 for node in pair for lease in node.leases._open.values()))
+    finally:
+        for node in pair:
+            await node.fetcher.close()
+            node.source.close()
+
+
+def repair(node):
+    """From here on its wire is sound."""
+    for puller in node.fetcher._pullers:
+        puller._plan = FaultPlan()
+
+
+# --- each fault, over each transport
+
+
+@pytest.mark.parametrize("kind", REASON)
+async def test_a_fault_ends_as_it_says_touches_only_the_targets_and_leaves_nothing_pinned(transport, kind):
+    plan = (
+        FaultPlan(seed=3, longest_drop_s=0.05) if kind == "none" else FaultPlan(3, **{kind: 1.0}, longest_drop_s=0.05)
+    )
+    async with nodes(transport, plan) as (prefill, decode):
+        before = [layer.copy() for layer in decode.layers]
+        handoff = prefill.publish(IDS, owner="a")
+        receipt = await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)
+        assert receipt.outcome == ("failed" if REASON[kind] else "ok"), receipt
+        assert receipt.reason == REASON[kind]
+        assert receipt.transport == transport
+        others = [block for block in range(32) if block not in TARGETS]
+        for ours, earlier in zip(decode.layers, before, strict=True):
+            np.testing.assert_array_equal(ours[others], earlier[others])
+        await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 0)
+
+        repair(decode)
+        assert (await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)).outcome == "ok"
+        for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
+            np.testing.assert_array_equal(ours[TARGETS], theirs[IDS])
+        await decode.fetcher.release(handoff)
+        assert prefill.leases.take_finished() == {"a"}
+        await eventually(lambda: prefill.leases.stats().open_leases == 0)
+
+
+async def test_a_corrupted_fetch_has_one_wrong_block_and_no_first_token(transport):
+    async with nodes(transport, FaultPlan(corrupt=1.0)) as (prefill, decode):
+        handoff = prefill.announce(IDS)
+        prefill.leases.publish(handoff.handoff_id, "a", IDS, 20, 30.0, first_token=77)
+        receipt = await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)
+        assert (receipt.reason, receipt.first_token) == (errors.CORRUPTED, None)
+        wrong = [
+            (layer, target)
+            for layer, (ours, theirs) in enumerate(zip(decode.layers, prefill.layers, strict=True))
+            for target, source in zip(TARGETS, IDS, strict=True)
+            if not np.array_equal(ours[target], theirs[source])
+        ]
+        assert len(wrong) == 1
+
+
+async def test_a_cut_comes_midway_and_stops_the_writing(transport):
+    async with nodes(transport, FaultPlan(seed=2, cut=1.0), LONG) as (prefill, decode):
+        TRANSPORTS[transport](prefill, decode)
+        receipt = await decode.fetcher.fetch(prefill.publish([1, 2, 3]), 0, [4, 5, 6], decode.pool)
+        assert receipt.reason == errors.UNREACHABLE
+        whole_bytes = 3 * LONG.num_layers * LONG.block_bytes
+        assert receipt.num_bytes <= whole_bytes if transport == "shm" else 0 < receipt.num_bytes < whole_bytes
+        afterwards = [layer.copy() for layer in decode.layers]
+        await asyncio.sleep(0.05)
+        np.testing.assert_array_equal(decode.layers, afterwards)
+
+
+async def test_a_delayed_fetch_takes_longer(transport):
+    plan = FaultPlan(seed=1, delay=1.0, longest_delay_s=0.2)
+    async with nodes(transport, plan) as (prefill, decode):
+        receipt = await decode.fetcher.fetch(prefill.publish(IDS), 0, TARGETS, decode.pool)
+        assert receipt.outcome == "ok"
+        assert receipt.wait_s >= plan.fault(0).amount * 0.2
+
+
+async def test_a_dropped_fetch_ends_at_its_own_deadline_if_that_comes_first(transport):
+    async with nodes(transport, FaultPlan(drop=1.0, longest_drop_s=30.0)) as (prefill, decode):
+        decode.fetcher._fetch_deadline_s = 0.1
+        started_s = time.monotonic()
+        receipt = await decode.fetcher.fetch(prefill.publish(IDS), 0, TARGETS, decode.pool)
+        assert receipt.reason == errors.TIMEOUT
+        assert 0.1 <= time.monotonic() - started_s < 2
+
+
+@pytest.mark.parametrize("kind", ["delay", "drop", "cut"])
+async def test_a_fetch_cancelled_during_a_fault_is_cancelled_and_reads_nothing_any_more(transport, kind):
+    plan = FaultPlan(seed=2, **{kind: 1.0}, longest_delay_s=5.0, longest_drop_s=5.0)
+    async with nodes(transport, plan, LONG) as (prefill, decode):
+        TRANSPORTS[transport](prefill, decode)
+        handoff = prefill.publish([1, 2, 3])
+        task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 3)
+        await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 0)
+
+
+async def test_what_fails_by_itself_keeps_its_own_reason_when_it_was_to_be_cut(transport):
+    async with nodes(transport, FaultPlan(cut=1.0)) as (prefill, decode):
+        handoff = prefill.publish([1], owner="a")
+        prefill.leases.release(handoff.handoff_id)
+        receipt = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+        assert receipt.reason in (errors.UNKNOWN_HANDOFF, errors.UNREACHABLE)  # or the cut came first
+        assert prefill.leases.stats().open_leases == 0
+
+
+# --- many
+
+
+async def test_300_fetches_end_in_a_receipt_each_as_planned_and_no_lease_is_left(transport):
+    async with nodes(transport, MIXED, num_blocks=64) as (prefill, decode):
+        free = asyncio.Queue()
+        for first in range(0, 64, 8):
+            free.put_nowait(list(range(first, first + 8)))
+
+        async def one(index):
+            targets = await free.get()
+            ids = [(index + 11 * step) % 64 for step in range(8)]
+            handoff = prefill.publish(ids, f"request-{index}")
+            try:
+                receipt = await decode.fetcher.fetch(handoff, 0, targets, decode.pool)
+                if receipt.outcome == "ok":
+                    for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
+                        np.testing.assert_array_equal(ours[targets], theirs[ids])
+                await decode.fetcher.release(handoff)
+            finally:
+                free.put_nowait(targets)
+            return receipt
+
+        receipts = await asyncio.wait_for(asyncio.gather(*(one(index) for index in range(300))), 60)
+        planned = Counter(REASON[MIXED.fault(index).kind] for index in range(300))
+        assert len(planned) == 4
+        assert Counter(receipt.reason for receipt in receipts) == planned
+        await eventually(lambda: prefill.leases.stats().open_leases == 0)
+        assert prefill.leases.take_finished() == {f"request-{index}" for index in range(300)}
+        assert prefill.leases.stats().expired_leases_total == 0
+
+
+async def test_one_seed_fails_the_same_fetches_again(transport):
+    async def reasons(plan):
+        async with nodes(transport, plan) as (prefill, decode):
+            handoff = prefill.publish(IDS)
+            return [(await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)).reason for _ in range(30)]
+
+    first = await reasons(MIXED)
+    assert first == [REASON[MIXED.fault(index).kind] for index in range(30)]
+    assert await reasons(MIXED) == first
+    assert await reasons(replace(MIXED, seed=8)) != first
+
+
+def test_a_service_with_faults_completes_every_fetch_once_and_every_lease_ends(transport):
+    plan = FaultPlan(seed=5, delay=0.2, drop=0.1, corrupt=0.2, cut=0.3, longest_delay_s=0.01, longest_drop_s=0.05)
+    services = []
+    for faults in (None, plan):
+        _, shared, layers = make_pool(num_blocks=80)
+        tensors = {f"layer{index}": torch.from_numpy(layer) for index, layer in enumerate(layers)}
+        options = TransferOptions("127.0.0.1", lease_s=1.0, transport=transport, faults=faults)
+        services.append(TransferService(tensors, make_layout(), options, shared))
+    prefill, decode = services
+    try:
+        for service in services:
+            service.start()
+        receipts, sent = {}, set()
+        for index in range(40):
+            handoff = _offer(prefill, f"p{index}", [index % 32, (index + 5) % 32])
+            decode.start_fetch(f"d{index}", handoff, 0, [2 * index, 2 * index + 1])
+        deadline_s = time.monotonic() + 20
+        while len(receipts) < 40 or len(sent) < 40:
+            assert time.monotonic() < deadline_s, (len(receipts), len(sent))
+            decode.wait(0.05)
+            new = decode.poll().receipts
+            assert not new.keys() & receipts.keys()
+            receipts |= new
+            sent |= prefill.poll().sent
+        planned = Counter(REASON[plan.fault(index).kind] for index in range(40))
+        assert Counter(receipt.reason for receipt in receipts.values()) == planned
+        assert (prefill.stats().open_leases, prefill.stats().pinned_blocks) == (0, 0)
+        assert (decode.stats().active_fetches, decode.stats().watched_handoffs) == (0, 0)
+    finally:
+        for service in (decode, prefill):
+            service.close()
+
+
+def _offer(service, request_id, block_ids):
+    handoff = KvHandoff(
+        handoff_id=new_handoff_id(),
+        addresses=(service.address,),
+        num_blocks=len(block_ids),
+        num_tokens=4 * len(block_ids),
+        compatibility_hash="",
+        lease_s=1.0,
+        num_bytes=0,
+    )
+    service.publish(request_id, handoff.handoff_id, block_ids, handoff.num_tokens)
+    return handoff
+
+
+# --- the plan
+
+
+def test_faults_come_as_often_as_planned():
+    plan = FaultPlan(seed=11, delay=0.2, drop=0.05, corrupt=0.1, cut=0.25)
+    counts = Counter(plan.fault(index).kind for index in range(20_000))
+    for kind, probability in {"delay": 0.2, "drop": 0.05, "corrupt": 0.1, "cut": 0.25, "none": 0.4}.items():
+        assert counts[kind] / 20_000 == pytest.approx(probability, abs=0.012)
+
+
+def test_a_plan_is_a_function_of_seed_and_number():
+    plan = FaultPlan(seed=4, cut=0.5)
+    faults = [plan.fault(index) for index in range(100)]
+    assert [plan.fault(index) for index in reversed(range(100))] == faults[::-1]
+    assert [FaultPlan(seed=4, cut=0.5).fault(index) for index in range(100)] == faults
+    assert [FaultPlan(seed=5, cut=0.5).fault(index) for index in range(100)] != faults
+
+
+@pytest.mark.parametrize("kind", ["delay", "drop", "corrupt", "cut"])
+def test_certain_is_always_and_nothing_planned_is_never(kind):
+    assert {FaultPlan(1, **{kind: 1.0}).fault(index).kind for index in range(500)} == {kind}
+    assert {FaultPlan(1).fault(index).kind for index in range(500)} == {"none"}
+
+
+def test_a_plan_is_read_from_a_setting():
+    assert FaultPlan.parse("seed=7,drop=0.05,delay=0.2,corrupt=0.05,cut=0.05") == FaultPlan(
+        seed=7, drop=0.05, delay=0.2, corrupt=0.05, cut=0.05
+    )
+    assert FaultPlan.parse(" drop = 0.5 , longest_drop_s=2, ") == FaultPlan(drop=0.5, longest_drop_s=2.0)
+    assert FaultPlan.parse("") == FaultPlan()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("drop", "'drop' has no value: write it as name=value"),
+        (
+            "dorp=0.1",
+            "there is no 'dorp': use some of seed, delay, drop, corrupt, cut, longest_delay_s, longest_drop_s",
+        ),
+        ("drop=often", "drop is 'often': give a number, for instance drop=1"),
+        ("seed=0.5", "seed is '0.5': give a number"),
+        ("drop=1.5", "drop is a probability: it must be from 0 to 1, not 1.5"),
+        ("cut=-0.1", "cut is a probability"),
+        ("cut=nan", "cut is a probability"),
+        ("cut=0.6,drop=0.6", "add up to 1.2: lower them to 1 or less in all"),
+        ("drop=0.1,drop=0.2", "drop is given twice: leave one out"),
+        ("longest_drop_s=-1", "longest_drop_s must be 0 or more seconds, not -1.0"),
+        ("longest_delay_s=inf", "longest_delay_s must be 0 or more seconds"),
+    ],
+)
+def test_a_bad_plan_is_refused_with_a_sentence(text, sentence):
+    with pytest.raises(ValueError, match="fault plan: ") as refused:
+        FaultPlan.parse(text)
+    assert sentence in str(refused.value)
+
+
+def test_without_a_plan_nothing_is_wrapped():
+    node = Node(FaultyHarness("memory", None), make_layout(), 0)
+    assert [type(puller).__name__ for puller in node.fetcher._pullers] == ["MemoryPuller"]
