@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import xxhash
 
 ByteMatrix: TypeAlias = npt.NDArray[np.uint8]
 """uint8 [num_blocks, block_bytes]."""
@@ -22,6 +24,7 @@ class BlockMemory(ABC):
 
     shapes: tuple[tuple[int, ...], ...]
     """One for each layer."""
+    device: torch.device
 
     @abstractmethod
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -30,6 +33,18 @@ class BlockMemory(ABC):
     @abstractmethod
     def write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
         """Copy row i of `source` to block `block_ids[i]`; returns when the bytes are there."""
+
+    @abstractmethod
+    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        """As `BlockPool.gather`."""
+
+    @abstractmethod
+    def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
+        """Copy row i of `source`, on this device, to block `block_ids[i]`; returns when the bytes are there."""
+
+    @abstractmethod
+    def checksum(self, blocks: torch.Tensor) -> int:
+        """As `BlockPool.checksum`."""
 
     @abstractmethod
     def part(self, start: int, num_bytes: int) -> BlockMemory:
@@ -46,6 +61,7 @@ class HostMemory(BlockMemory):
     def __init__(self, layers: Sequence[ByteMatrix]) -> None:
         self._layers = tuple(layers)
         self.shapes = tuple(layer.shape for layer in layers)
+        self.device = torch.device("cpu")
         self._stacks = _stacks(self._layers)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -54,6 +70,15 @@ class HostMemory(BlockMemory):
 
     def write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
         self._layers[layer][list(block_ids)] = source
+
+    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.from_numpy(self._layers[layer][list(block_ids)])
+
+    def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
+        self.write(layer, block_ids, source.numpy())
+
+    def checksum(self, blocks: torch.Tensor) -> int:
+        return xxhash.xxh3_64_intdigest(blocks.numpy().data)
 
     def part(self, start: int, num_bytes: int) -> HostMemory:
         return HostMemory([layer[:, start : start + num_bytes] for layer in self._layers])

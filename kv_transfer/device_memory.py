@@ -31,6 +31,7 @@ class DeviceMemory(BlockMemory):
             raise ValueError(f"all layers must be on one device, not on {sorted(map(str, devices))}")
         self._layers = tuple(layers)
         self.shapes = tuple(tuple(layer.shape) for layer in layers)
+        self.device = layers[0].device if layers else torch.device("cpu")
         self._lanes = threading.local()
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -52,6 +53,20 @@ class DeviceMemory(BlockMemory):
             on_device.copy_(on_host, non_blocking=True)
             rows.index_copy_(0, lane.indices(block_ids), on_device)
 
+    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        lane = self._lane()
+        with lane.running():
+            return torch.index_select(self._layers[layer], 0, lane.indices(block_ids))
+
+    def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
+        lane = self._lane()
+        with lane.running():
+            self._layers[layer].index_copy_(0, lane.indices(block_ids), source)
+
+    def checksum(self, blocks: torch.Tensor) -> int:
+        with self._lane().running():
+            return weighted_sum(blocks)
+
     def part(self, start: int, num_bytes: int) -> DeviceMemory:
         narrowed = DeviceMemory([layer[:, start : start + num_bytes] for layer in self._layers])
         narrowed._lanes = self._lanes  # a thread's stream and page-locked buffers serve every part
@@ -65,6 +80,19 @@ class DeviceMemory(BlockMemory):
         if lane is None:
             lane = self._lanes.lane = _Lane(self._layers[0].device)
         return lane
+
+
+def weighted_sum(tensor: torch.Tensor) -> int:
+    """A checksum of a contiguous uint8 tensor, computed where it lies; only the sum comes to the host.
+
+    Words of 32 bits, each times an odd weight of its own. No change within one word and no exchange of two goes
+    unnoticed in a tensor of up to 2^29 words: either changes the sum by a product that is not 0 and below 2^63.
+    """
+    flat = tensor.reshape(-1)
+    whole = flat.numel() // 4 * 4
+    values = torch.cat((flat[:whole].view(torch.int32).to(torch.int64), flat[whole:].to(torch.int64)))
+    weights = torch.arange(1, 2 * values.numel(), 2, device=tensor.device)
+    return int((values * weights).sum().item())
 
 
 class _Lane:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
@@ -13,10 +13,10 @@ from kv_transfer.frames import largest_frame_bytes
 from kv_transfer.handoff import KvLayout
 from kv_transfer.lease import LeaseTable
 
-TransportName = Literal["auto", "shm", "grpc", "memory"]
+TransportName = Literal["auto", "shm", "collective", "grpc", "memory"]
 TRANSPORT_NAMES: Final = get_args(TransportName)
-AUTO: Final = ("shm", "grpc")
-"""What `auto` tries with each source, best first."""
+AUTO: Final = {"cpu": ("shm", "grpc"), "cuda": ("shm", "collective", "grpc")}
+"""What `auto` tries with each source, best first, by where the pool lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,27 @@ def _memory(settings: TransportSettings) -> tuple[KvSource, SourceControl, list[
 
 
 def _grpc(name: str, settings: TransportSettings) -> tuple[KvSource, SourceControl, list[Puller]]:
+    from kv_transfer.collective_puller import CollectivePuller
+    from kv_transfer.collective_source import CollectiveSource
     from kv_transfer.grpc_control import GrpcControl
     from kv_transfer.grpc_puller import GrpcPuller
     from kv_transfer.grpc_source import GrpcKvSource
     from kv_transfer.shm_puller import ShmPuller
 
     source = GrpcKvSource(
-        settings.pool, settings.leases, settings.layout, settings.host, settings.port, settings.offers
+        settings.pool,
+        settings.leases,
+        settings.layout,
+        settings.host,
+        settings.port,
+        settings.offers,
+        extensions=[CollectiveSource(settings.pool, settings.host)],
     )
     control = GrpcControl(largest_frame_bytes(settings.layout))
-    makers = {"shm": ShmPuller, "grpc": GrpcPuller}
-    wanted = AUTO if name == "auto" else (name,)
-    return source, control, [makers[each](control) for each in wanted]
+    makers: dict[str, Callable[[], Puller]] = {
+        "shm": lambda: ShmPuller(control),
+        "collective": lambda: CollectivePuller(control, settings.pool.device, settings.host),
+        "grpc": lambda: GrpcPuller(control),
+    }
+    wanted = AUTO[settings.pool.device.type] if name == "auto" else (name,)
+    return source, control, [makers[each]() for each in wanted]

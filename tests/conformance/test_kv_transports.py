@@ -1,7 +1,7 @@
 """Each transport against the conformance suite."""
 
 import pytest
-from check_transport import FrameConformance, TransportConformance, slow_copies, slow_frames
+from check_transport import FrameConformance, TransportConformance, slow_copies, slow_frames, slow_gathers
 
 from kv_transfer.transports import make_transport
 
@@ -34,6 +34,14 @@ class TestShm(TransportConformance):
     @pytest.fixture
     def harness(self):
         return Harness("shm", slow_copies)
+
+
+class TestCollective(TransportConformance):
+    """Over gloo: the pool is in host memory."""
+
+    @pytest.fixture
+    def harness(self):
+        return Harness("collective", slow_gathers)
 
 
 class TestAuto(TransportConformance):
