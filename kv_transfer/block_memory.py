@@ -43,6 +43,10 @@ class BlockMemory(ABC):
         """Copy row i of `source`, on this device, to block `block_ids[i]`; returns when the bytes are there."""
 
     @abstractmethod
+    def staging(self, num_blocks: int) -> torch.Tensor:
+        """As `BlockPool.staging`."""
+
+    @abstractmethod
     def checksum(self, blocks: torch.Tensor) -> int:
         """As `BlockPool.checksum`."""
 
@@ -76,6 +80,9 @@ class HostMemory(BlockMemory):
 
     def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
         self.write(layer, block_ids, source.numpy())
+
+    def staging(self, num_blocks: int) -> torch.Tensor:
+        return torch.empty((num_blocks, self.shapes[0][1]), dtype=torch.uint8)
 
     def checksum(self, blocks: torch.Tensor) -> int:
         return xxhash.xxh3_64_intdigest(blocks.numpy().data)

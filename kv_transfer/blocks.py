@@ -100,7 +100,7 @@ class BlockPool:
 
     def staging(self, num_blocks: int) -> torch.Tensor:
         """Room for this many blocks on the pool's device, contiguous and not initialised."""
-        return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, device=self.device)
+        return self._memory.staging(num_blocks)
 
     def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
         """A copy of the blocks, uint8 [len(block_ids), block_bytes], contiguous, on the pool's device, complete."""

@@ -114,7 +114,9 @@ class PairGroup:
             raise errors.TransferFailed(errors.UNREACHABLE, sentence) from error
         group = cls(end, peer)
         try:
-            group._greet(rank, torch.zeros(1, dtype=torch.uint8, device=device), time.monotonic() + FORM_S)
+            byte = torch.zeros(1, dtype=torch.uint8, device=device)
+            byte.tolist()  # on a GPU this waits until its memory is free of earlier work: the group's stream does not
+            group._greet(rank, byte, time.monotonic() + FORM_S)
         except errors.TransferFailed:
             group.break_off()
             raise

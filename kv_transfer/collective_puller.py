@@ -93,6 +93,8 @@ class CollectivePuller(Puller):
 
     async def _membership(self, pair: _Pair, pull: Pull) -> _Membership:
         """Form the group unless it is there. Forming it goes on if we are cancelled: the next fetch will want it."""
+        if pair.membership is not None and _has_broken(pair.membership):
+            self._leave(pair)
         if pair.membership is None:
             channel = self._control.channel(pull.address)
             pair.membership = self._forming.submit(
@@ -136,6 +138,10 @@ class _Pair:
             yield
         finally:
             self.lock.release()
+
+
+def _has_broken(membership: Future[_Membership]) -> bool:
+    return membership.done() and membership.exception() is None and membership.result().group.broken
 
 
 def _leave_when_formed(membership: Future[_Membership]) -> None:

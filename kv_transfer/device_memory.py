@@ -56,12 +56,18 @@ class DeviceMemory(BlockMemory):
     def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
         lane = self._lane()
         with lane.running():
-            return torch.index_select(self._layers[layer], 0, lane.indices(block_ids))
+            blocks = lane.tensor(len(block_ids), self._layers[layer].shape[1])
+            return torch.index_select(self._layers[layer], 0, lane.indices(block_ids), out=blocks)
 
     def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
         lane = self._lane()
         with lane.running():
             self._layers[layer].index_copy_(0, lane.indices(block_ids), source)
+
+    def staging(self, num_blocks: int) -> torch.Tensor:
+        lane = self._lane()
+        with lane.running():
+            return lane.tensor(num_blocks, self._layers[0].shape[1])
 
     def checksum(self, blocks: torch.Tensor) -> int:
         with self._lane().running():
@@ -91,7 +97,7 @@ def weighted_sum(tensor: torch.Tensor) -> int:
     flat = tensor.reshape(-1)
     whole = flat.numel() // 4 * 4
     values = torch.cat((flat[:whole].view(torch.int32).to(torch.int64), flat[whole:].to(torch.int64)))
-    weights = torch.arange(1, 2 * values.numel(), 2, device=tensor.device)
+    weights = torch.arange(values.numel(), device=tensor.device) * 2 + 1
     return int((values * weights).sum().item())
 
 
@@ -128,6 +134,15 @@ class _Lane:
             self._on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
         shape = (num_blocks, block_bytes)
         return self._on_device[:num_bytes].view(shape), self._on_host[:num_bytes].view(shape)
+
+    def tensor(self, num_blocks: int, block_bytes: int) -> torch.Tensor:
+        """uint8 [num_blocks, block_bytes] on the device, to be kept. Only while `running`.
+
+        Its memory comes from this stream's share: no kernel of the engine can still be using it. It is an ordinary
+        tensor, not one of inference mode, so that it may be written outside of it.
+        """
+        with torch.inference_mode(False):
+            return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, device=self._device)
 
     def indices(self, block_ids: Sequence[int]) -> torch.Tensor:
         """The ids on the device. Only while `running`."""
