@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter
 
+from kv_transfer.transports import AS_THEY_ARE
+
 PoolName = Literal["prefill", "decode", "colocated"]
 Mode = Literal["disaggregated", "colocated"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -103,9 +105,9 @@ class TransferConfig(_Section):
     fetch_deadline_s: float = Field(
         default=30.0, gt=0, description="how long one fetch may take before prompt is recomputed"
     )
-    transport: Literal["auto", "shm", "grpc"] = Field(
+    transport: Literal["auto", "shm", "collective", "grpc"] = Field(
         default="auto",
-        description="what carries the bytes: shm (one copy, same host), grpc (any host); auto picks for each pair",
+        description="what carries the bytes: shm (one host), grpc, collective (nccl or gloo); auto: shm, else grpc",
     )
     wire_dtype: Literal["none", "int8", "fp8"] = Field(
         default="none",
@@ -218,10 +220,10 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
             "pools.prefill and pools.decode cannot use more than 1 GPU per worker yet, as KV goes from one rank to "
             "one rank: set gpus_per_worker to 1 and raise workers; pools.colocated may use more."
         )
-    if config.transfer.transport == "shm" and config.transfer.wire_dtype != "none":
+    if config.transfer.transport in AS_THEY_ARE and config.transfer.wire_dtype != "none":
         found.append(
-            f"transfer.wire_dtype ({config.transfer.wire_dtype}) has nothing to encode with transfer.transport shm, "
-            "which copies blocks as they are: set transfer.wire_dtype to none, or transfer.transport to grpc."
+            f"transfer.wire_dtype ({config.transfer.wire_dtype}) has nothing to encode with transfer.transport "
+            f"{config.transfer.transport}, which copies blocks as they are: set transfer.wire_dtype to none, or transfer.transport to grpc."
         )
     if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
         found.append(

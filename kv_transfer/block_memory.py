@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import xxhash
 
 ByteMatrix: TypeAlias = npt.NDArray[np.uint8]
 """uint8 [num_blocks, block_bytes]."""
@@ -23,6 +25,7 @@ class BlockMemory(ABC):
 
     shapes: tuple[tuple[int, ...], ...]
     """One for each layer."""
+    device: torch.device
 
     @abstractmethod
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -31,6 +34,22 @@ class BlockMemory(ABC):
     @abstractmethod
     def write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
         """Copy row i of `source` to block `block_ids[i]`; returns when the bytes are there."""
+
+    @abstractmethod
+    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        """As `BlockPool.gather`."""
+
+    @abstractmethod
+    def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
+        """Copy row i of `source`, on this device, to block `block_ids[i]`; returns when the bytes are there."""
+
+    @abstractmethod
+    def staging(self, num_blocks: int) -> torch.Tensor:
+        """As `BlockPool.staging`."""
+
+    @abstractmethod
+    def checksum(self, blocks: torch.Tensor) -> int:
+        """As `BlockPool.checksum`."""
 
     @abstractmethod
     def part(self, start: int, num_bytes: int) -> BlockMemory:
@@ -47,6 +66,7 @@ class HostMemory(BlockMemory):
     def __init__(self, layers: Sequence[ByteMatrix]) -> None:
         self._layers = tuple(layers)
         self.shapes = tuple(layer.shape for layer in layers)
+        self.device = torch.device("cpu")
         self._stacks = _stacks(self._layers)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -55,6 +75,18 @@ class HostMemory(BlockMemory):
 
     def write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
         self._layers[layer][list(block_ids)] = source
+
+    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.from_numpy(self._layers[layer][list(block_ids)])
+
+    def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
+        self.write(layer, block_ids, source.numpy())
+
+    def staging(self, num_blocks: int) -> torch.Tensor:
+        return torch.empty((num_blocks, self.shapes[0][1]), dtype=torch.uint8)
+
+    def checksum(self, blocks: torch.Tensor) -> int:
+        return xxhash.xxh3_64_intdigest(blocks.numpy().data)
 
     def part(self, start: int, num_bytes: int) -> HostMemory:
         return HostMemory([layer[:, start : start + num_bytes] for layer in self._layers])

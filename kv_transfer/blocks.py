@@ -93,6 +93,37 @@ class BlockPool:
         source = np.frombuffer(payload, dtype=np.uint8).reshape(len(block_ids), self.block_bytes)
         self._memory.write(layer, block_ids, source)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks lie."""
+        return self._memory.device
+
+    def staging(self, num_blocks: int) -> torch.Tensor:
+        """Room for this many blocks on the pool's device, contiguous and not initialised."""
+        return self._memory.staging(num_blocks)
+
+    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        """A copy of the blocks, uint8 [len(block_ids), block_bytes], contiguous, on the pool's device, complete."""
+        self.check_block_ids(block_ids)
+        return self._memory.gather(layer, block_ids)
+
+    def scatter(self, layer: int, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
+        """Copy rows on the pool's device, as `gather` makes them, into distinct blocks; touches nothing else.
+
+        Returns when the bytes are there. ValueError if shape or ids do not fit.
+        """
+        self.check_block_ids(block_ids)
+        if tuple(blocks.shape) != (len(block_ids), self.block_bytes):
+            raise ValueError(f"{tuple(blocks.shape)} does not fill {len(block_ids)} blocks of {self.block_bytes} bytes")
+        self._memory.scatter(layer, block_ids, blocks)
+
+    def checksum(self, blocks: torch.Tensor) -> int:
+        """Of a contiguous tensor on the pool's device, computed there. Equal bytes in equal kinds of memory agree.
+
+        Detects any changed byte and any two 32-bit words that changed places.
+        """
+        return self._memory.checksum(blocks)
+
     def copies_from(self, source: BlockPool, source_ids: Sequence[int], block_ids: Sequence[int]) -> Iterator[int]:
         """Copy blocks of another pool that this process maps, each byte once; both pools lie in host memory.
 

@@ -31,6 +31,7 @@ class DeviceMemory(BlockMemory):
             raise ValueError(f"all layers must be on one device, not on {sorted(map(str, devices))}")
         self._layers = tuple(layers)
         self.shapes = tuple(tuple(layer.shape) for layer in layers)
+        self.device = layers[0].device if layers else torch.device("cpu")
         self._lanes = threading.local()
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -52,6 +53,26 @@ class DeviceMemory(BlockMemory):
             on_device.copy_(on_host, non_blocking=True)
             rows.index_copy_(0, lane.indices(block_ids), on_device)
 
+    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        lane = self._lane()
+        with lane.running():
+            blocks = lane.tensor(len(block_ids), self._layers[layer].shape[1])
+            return torch.index_select(self._layers[layer], 0, lane.indices(block_ids), out=blocks)
+
+    def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
+        lane = self._lane()
+        with lane.running():
+            self._layers[layer].index_copy_(0, lane.indices(block_ids), source)
+
+    def staging(self, num_blocks: int) -> torch.Tensor:
+        lane = self._lane()
+        with lane.running():
+            return lane.tensor(num_blocks, self._layers[0].shape[1])
+
+    def checksum(self, blocks: torch.Tensor) -> int:
+        with self._lane().running():
+            return weighted_sum(blocks)
+
     def part(self, start: int, num_bytes: int) -> DeviceMemory:
         narrowed = DeviceMemory([layer[:, start : start + num_bytes] for layer in self._layers])
         narrowed._lanes = self._lanes  # a thread's stream and page-locked buffers serve every part
@@ -65,6 +86,19 @@ class DeviceMemory(BlockMemory):
         if lane is None:
             lane = self._lanes.lane = _Lane(self._layers[0].device)
         return lane
+
+
+def weighted_sum(tensor: torch.Tensor) -> int:
+    """A checksum of a contiguous uint8 tensor, computed where it lies; only the sum comes to the host.
+
+    Words of 32 bits, each times an odd weight of its own. No change within one word and no exchange of two goes
+    unnoticed in a tensor of up to 2^29 words: either changes the sum by a product that is not 0 and below 2^63.
+    """
+    flat = tensor.reshape(-1)
+    whole = flat.numel() // 4 * 4
+    values = torch.cat((flat[:whole].view(torch.int32).to(torch.int64), flat[whole:].to(torch.int64)))
+    weights = torch.arange(values.numel(), device=tensor.device) * 2 + 1
+    return int((values * weights).sum().item())
 
 
 class _Lane:
@@ -100,6 +134,15 @@ class _Lane:
             self._on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
         shape = (num_blocks, block_bytes)
         return self._on_device[:num_bytes].view(shape), self._on_host[:num_bytes].view(shape)
+
+    def tensor(self, num_blocks: int, block_bytes: int) -> torch.Tensor:
+        """uint8 [num_blocks, block_bytes] on the device, to be kept. Only while `running`.
+
+        Its memory comes from this stream's share: no kernel of the engine can still be using it. It is an ordinary
+        tensor, not one of inference mode, so that it may be written outside of it.
+        """
+        with torch.inference_mode(False):
+            return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, device=self._device)
 
     def indices(self, block_ids: Sequence[int]) -> torch.Tensor:
         """The ids on the device. Only while `running`."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Final, TypeVar
 
 import grpc
 import msgspec
@@ -32,11 +33,34 @@ LONGEST_FETCH_S: Final = 600
 """A read pins blocks for as long as its call lives, so no call may live for ever."""
 
 Parsed = TypeVar("Parsed")
+Slot = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
+"""Room for one stream while the block runs; a HandoffError inside becomes the call's status."""
 
 _decode_request: Final = msgspec.msgpack.Decoder(FetchRequest).decode
 _decode_id: Final = msgspec.msgpack.Decoder(str).decode
 _decode_release: Final = msgspec.msgpack.Decoder(grpc_wire.Release).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class SourceExtension(ABC):
+    """Another way to have the blocks, whose control side is gRPC methods of its own beside the source's."""
+
+    name: ClassVar[str]
+    """The transport's."""
+    max_streams: ClassVar[int]
+    """Streams it holds open outside of slots; the server has a thread for each."""
+
+    @abstractmethod
+    def offer(self) -> dict[str, Any] | None:
+        """What its pullers need to know; None if it is not to be had here."""
+
+    @abstractmethod
+    def handlers(self, server: BlockServer, slot: Slot) -> Mapping[str, grpc.RpcMethodHandler]:
+        """Its methods, by name."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what blocks its handlers. Called before the server stops; idempotent."""
 
 
 class GrpcKvSource(KvSource):
@@ -51,14 +75,19 @@ class GrpcKvSource(KvSource):
         port: int = 0,
         offers: Mapping[str, dict[str, Any]] | None = None,
         max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES,
+        extensions: Sequence[SourceExtension] = (),
     ) -> None:
         """Port 0 takes a free one. `offers`: how else than by streams the blocks can be had."""
         keep_freed_memory()
-        self.server = BlockServer(pool, leases, layout, offers)
+        self._extensions = tuple(extensions)
+        extra = {extension.name: extension.offer() for extension in extensions}
+        offered = {name: offer for name, offer in extra.items() if offer is not None}
+        self.server = BlockServer(pool, leases, layout, {**(offers or {}), **offered})
         self._host = host
         self._port = port
         self._fetch_slots = threading.BoundedSemaphore(max_concurrent_fetches)
-        self._threads = ThreadPoolExecutor(max_concurrent_fetches + CONTROL_THREADS, thread_name_prefix="kv-serve")
+        threads = max_concurrent_fetches + CONTROL_THREADS + sum(each.max_streams for each in extensions)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kv-serve")
         self._grpc = grpc.server(self._threads, options=grpc_wire.server_options())
         self._grpc.add_generic_rpc_handlers((self._handlers(),))
 
@@ -78,6 +107,8 @@ class GrpcKvSource(KvSource):
         self._grpc.start()
 
     def close(self) -> None:
+        for extension in self._extensions:
+            extension.close()
         self._grpc.stop(grace=None).wait()
         self._threads.shutdown(wait=False)
 
@@ -89,12 +120,14 @@ class GrpcKvSource(KvSource):
             grpc_wire.RELEASE: grpc.unary_unary_rpc_method_handler(self._release),
             grpc_wire.DESCRIBE: grpc.unary_unary_rpc_method_handler(self._describe),
         }
+        for extension in self._extensions:
+            handlers.update(extension.handlers(self.server, self._slot))
         return grpc.method_handlers_generic_handler(grpc_wire.SERVICE, handlers)
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """One thread for the length of the stream. gRPC drops this generator, and so ends the read, on any ending."""
         with self._slot(context):
-            request = _parse(_decode_request, message)
+            request = parse(_decode_request, message)
             first_token = yield from self.server.frames(request, context.is_active)
             grpc_wire.end_with_first_token(context, first_token)
 
@@ -103,7 +136,7 @@ class GrpcKvSource(KvSource):
         closed = threading.Event()
         with self._slot(context):
             context.add_callback(closed.set)
-            request = _parse(_decode_request, message)
+            request = parse(_decode_request, message)
             with self.server.read(request, context.is_active) as read:
                 for segment in read.segments(context.is_active):
                     self.server.count_sent(len(segment.block_ids) * read.pool.block_bytes * read.pool.num_layers)
@@ -137,14 +170,14 @@ class GrpcKvSource(KvSource):
 
     def _renew(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         try:
-            self.server.renew(_parse(_decode_id, message))
+            self.server.renew(parse(_decode_id, message))
         except errors.HandoffError as error:
             grpc_wire.abort(context, error)
         return b""
 
     def _release(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         try:
-            release = _parse(_decode_release, message)
+            release = parse(_decode_release, message)
         except errors.HandoffError as error:
             grpc_wire.abort(context, error)
         self.server.release(release.handoff_id, release.reader, release.readers)
@@ -154,7 +187,8 @@ class GrpcKvSource(KvSource):
         return _encode(self.server.describe())
 
 
-def _parse(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:
+def parse(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:
+    """Raises TransferFailed(`bad_request`) for what cannot be read."""
     try:
         return decode(message)
     except msgspec.DecodeError as error:

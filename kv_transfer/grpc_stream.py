@@ -24,9 +24,10 @@ Consume = Callable[[Any], None]
 class SourceStream:
     """`run` on a thread of its own; `cancel` from any other."""
 
-    def __init__(self, channel: grpc.Channel, method: str, pull: Pull) -> None:
+    def __init__(self, channel: grpc.Channel, method: str, pull: Pull, message: bytes | None = None) -> None:
+        """`message`: what to ask, if it is not the pull's request."""
         self._method = channel.unary_stream(f"/{grpc_wire.SERVICE}/{method}")
-        self._message = _encode(pull.request)
+        self._message = message or _encode(pull.request)
         self._address = pull.address
         self._give_up_at_s = pull.give_up_at_s
         self._lock = threading.Lock()

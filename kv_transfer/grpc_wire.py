@@ -110,11 +110,19 @@ def first_token_of(call: Any) -> int | None:
     return None
 
 
-def error_of(failure: Any, address: str) -> errors.HandoffError:
-    """The error that a failed call stands for; `failure` is the RpcError, which is also the call."""
+def reason_of(failure: Any) -> str | None:
+    """The reason that the source's handler gave; None if the call failed by itself."""
     for key, value in failure.trailing_metadata() or ():
         if key == _REASON_KEY:
-            return errors.error_for(value, failure.details() or "")
+            return str(value)
+    return None
+
+
+def error_of(failure: Any, address: str) -> errors.HandoffError:
+    """The error that a failed call stands for; `failure` is the RpcError, which is also the call."""
+    told = reason_of(failure)
+    if told is not None:
+        return errors.error_for(told, failure.details() or "")
     code = failure.code()
     reason = _REASON.get(code, errors.INTERNAL)
     return errors.error_for(reason, f"{address}: {code.name if code else 'no status'}: {failure.details()}")

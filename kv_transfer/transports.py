@@ -15,10 +15,13 @@ from kv_transfer.frames import largest_frame_bytes
 from kv_transfer.handoff import KvLayout
 from kv_transfer.lease import LeaseTable
 
-TransportName = Literal["auto", "shm", "grpc", "memory"]
+TransportName = Literal["auto", "shm", "collective", "grpc", "memory"]
 TRANSPORT_NAMES: Final = get_args(TransportName)
 AUTO: Final = ("shm", "grpc")
-"""What `auto` tries with each source, best first."""
+"""What `auto` tries with each source, best first. `collective` must be asked for: with nccl it has not run yet."""
+
+AS_THEY_ARE: Final = ("shm", "collective")
+"""Transports without frames, which a `wire_dtype` would not reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ def make_transport(name: TransportName, settings: TransportSettings) -> tuple[Kv
     """
     if name not in TRANSPORT_NAMES:
         raise ValueError(f"unknown KV transport {name!r}; there are {', '.join(TRANSPORT_NAMES)}")
-    if name == "shm" and settings.wire_dtype != "none":
-        raise ValueError(f"shm copies blocks as they are: wire_dtype must be none, not {settings.wire_dtype}")
+    if name in AS_THEY_ARE and settings.wire_dtype != "none":
+        raise ValueError(f"{name} copies blocks as they are: wire_dtype must be none, not {settings.wire_dtype}")
     source, control, pullers = _memory(settings) if name == "memory" else _grpc(settings)
     if settings.faults is not None:
         pullers = [FaultyPuller(puller, settings.faults) for puller in pullers]
@@ -71,13 +74,26 @@ def _memory(settings: TransportSettings) -> tuple[KvSource, SourceControl, list[
 
 
 def _grpc(settings: TransportSettings) -> tuple[KvSource, SourceControl, list[Puller]]:
+    from kv_transfer.collective_puller import CollectivePuller
+    from kv_transfer.collective_source import CollectiveSource
     from kv_transfer.grpc_control import GrpcControl
     from kv_transfer.grpc_puller import GrpcPuller
     from kv_transfer.grpc_source import GrpcKvSource
     from kv_transfer.shm_puller import ShmPuller
 
     source = GrpcKvSource(
-        settings.pool, settings.leases, settings.layout, settings.host, settings.port, settings.offers
+        settings.pool,
+        settings.leases,
+        settings.layout,
+        settings.host,
+        settings.port,
+        settings.offers,
+        extensions=[CollectiveSource(settings.pool, settings.host)],
     )
     control = GrpcControl(largest_frame_bytes(settings.layout))
-    return source, control, [ShmPuller(control), GrpcPuller(control)]
+    pullers: list[Puller] = [
+        ShmPuller(control),
+        CollectivePuller(control, settings.pool.device, settings.host),
+        GrpcPuller(control),
+    ]
+    return source, control, pullers

@@ -157,6 +157,17 @@ def slow_copies(_source: Node, target: Node) -> None:
     target.pool.copies_from = slowly
 
 
+def slow_gathers(source: Node, _target: Node) -> None:
+    """For transports that send tensors."""
+    real = source.pool.gather
+
+    def slowly(*args):
+        time.sleep(0.01)
+        return real(*args)
+
+    source.pool.gather = slowly
+
+
 async def eventually(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():

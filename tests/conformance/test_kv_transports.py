@@ -1,8 +1,25 @@
 """Each transport against the conformance suite."""
 
-import pytest
-from check_transport import FrameConformance, TransportConformance, slow_copies, slow_frames
+import asyncio
+import threading
+import time
 
+import numpy as np
+import pytest
+from check_transport import (
+    LONG,
+    NUM_LAYERS,
+    FrameConformance,
+    TransportConformance,
+    eventually,
+    make_layout,
+    slow_copies,
+    slow_frames,
+    slow_gathers,
+)
+
+from kv_transfer import errors
+from kv_transfer.collective_group import PairGroup
 from kv_transfer.transports import make_transport
 
 
@@ -34,6 +51,154 @@ class TestShm(TransportConformance):
     @pytest.fixture
     def harness(self):
         return Harness("shm", slow_copies)
+
+
+class TestCollective(TransportConformance):
+    """Over gloo: the pool is in host memory."""
+
+    @pytest.fixture
+    def harness(self):
+        return Harness("collective", slow_gathers)
+
+    @pytest.mark.parametrize("position", [0, 7, 96, -1])
+    @pytest.mark.parametrize("damaged_chunk", [0, NUM_LAYERS - 1])
+    async def test_a_byte_that_changes_on_the_way_is_noticed_and_the_group_survives(
+        self, harness, position, damaged_chunk
+    ):
+        async with self.nodes(harness) as (prefill, decode):
+            ids = [1, 2]
+            before = [layer.copy() for layer in decode.layers]
+            real, chunks = prefill.pool.checksum, []
+
+            def damaging(blocks):
+                checksum = real(blocks)
+                if len(chunks) == damaged_chunk:
+                    blocks.view(-1)[position] ^= 0x10
+                chunks.append(checksum)
+                return checksum
+
+            prefill.pool.checksum = damaging
+            handoff = prefill.publish(ids)
+            receipt = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.CORRUPTED), receipt
+            untouched = [block for block in range(32) if block not in (8, 3)]
+            for layer, seen in zip(decode.layers, before, strict=True):
+                np.testing.assert_array_equal(layer[untouched], seen[untouched])
+            group = self.group(decode, prefill)
+            assert await self._fetch_ok(prefill, decode, handoff, ids)
+            assert self.group(decode, prefill) is group
+
+    async def test_a_chunk_that_is_not_due_is_refused(self, harness, monkeypatch):
+        from kv_transfer import collective_source
+
+        real = collective_source._chunks
+        monkeypatch.setattr(collective_source, "_chunks", lambda *args: list(real(*args))[::-1])
+        async with self.nodes(harness) as (prefill, decode):
+            before = [layer.copy() for layer in decode.layers]
+            handoff = prefill.publish([1, 2])
+            receipt = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.CORRUPTED), receipt
+            np.testing.assert_array_equal(decode.layers, before)
+            monkeypatch.undo()
+            assert await self._fetch_ok(prefill, decode, handoff, [1, 2])
+
+    async def test_a_slow_reader_holds_the_source_back(self, harness):
+        layout = make_layout(num_layers=48, block_bytes=1 << 20)
+        async with self.nodes(harness, (layout, layout), num_blocks=2) as (prefill, decode):
+            gate, scatter = threading.Event(), decode.pool.scatter
+
+            def slow_scatter(*args):
+                gate.wait(5)
+                scatter(*args)
+
+            decode.pool.scatter = slow_scatter
+            task = asyncio.create_task(decode.fetcher.fetch(prefill.publish([0, 1]), 0, [0, 1], decode.pool))
+            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            await asyncio.sleep(0.3)
+            ahead_bytes = prefill.source.bytes_sent_total
+            gate.set()
+            assert (await task).outcome == "ok"
+            assert ahead_bytes <= 8 << 20, f"{ahead_bytes >> 20} of 96 MiB left the source though nothing was read"
+
+    async def test_a_cancelled_fetch_leaves_the_group_in_step(self, harness):
+        async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
+            harness.slow_down(prefill, decode)
+            handoff = prefill.publish([1, 2, 3])
+            groups = set()
+            for _ in range(4):
+                sent_before = prefill.source.bytes_sent_total
+                task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+                await eventually(lambda before=sent_before: prefill.source.bytes_sent_total > before)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                groups.add(self.group(decode, prefill))
+            assert await self._fetch_ok(prefill, decode, handoff, [1, 2, 3])
+            assert groups == {self.group(decode, prefill)}
+
+    async def test_a_fetch_that_waits_its_turn_can_be_cancelled_at_once(self, harness):
+        async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
+            harness.slow_down(prefill, decode)
+            first, second = prefill.publish([1, 2, 3], "a"), prefill.publish([7, 8, 9], "b")
+            running = asyncio.create_task(decode.fetcher.fetch(first, 0, [4, 5, 6], decode.pool))
+            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            waiting = asyncio.create_task(decode.fetcher.fetch(second, 0, [7, 8, 9], decode.pool))
+            await asyncio.sleep(0.02)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert not running.done()
+            assert (await running).outcome == "ok"
+
+    async def test_the_tensor_that_never_comes_is_a_timeout_and_the_next_fetch_forms_a_new_group(
+        self, harness, monkeypatch
+    ):
+        async with self.nodes(harness) as (prefill, decode):
+            ids = [1, 2]
+            handoff = prefill.publish(ids)
+            assert await self._fetch_ok(prefill, decode, handoff, ids)
+            group = self.group(decode, prefill)
+            decode.fetcher._fetch_deadline_s = 0.4
+            with monkeypatch.context() as patched:
+                patched.setattr(PairGroup, "send", lambda self, tensor: None)
+                patched.setattr(PairGroup, "finish", lambda self, sending, deadline_s: None)
+                began_s = time.monotonic()
+                receipt = await decode.fetcher.fetch(handoff, 0, ids, decode.pool)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT), receipt
+            assert time.monotonic() - began_s < 2
+            decode.fetcher._fetch_deadline_s = 5.0
+            assert await self._fetch_ok(prefill, decode, handoff, ids)
+            assert self.group(decode, prefill) is not group
+
+    @pytest.mark.parametrize("end", ["source's", "fetcher's"])
+    async def test_a_group_that_broke_while_idle_is_replaced(self, harness, end):
+        async with self.nodes(harness) as (prefill, decode):
+            ids = [1, 2]
+            handoff = prefill.publish(ids)
+            assert await self._fetch_ok(prefill, decode, handoff, ids)
+            (served,) = self.served(prefill)
+            (served.group if end == "source's" else self.group(decode, prefill)).break_off()
+            assert await self._fetch_ok(prefill, decode, handoff, ids)
+            await eventually(lambda: len(self.served(prefill)) == 1)
+
+    async def test_both_ends_leave_when_either_closes_and_no_thread_stays(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff = prefill.publish([1])
+            assert await self._fetch_ok(prefill, decode, handoff, [1])
+            assert len(self.served(prefill)) == 1
+            await decode.fetcher.close()
+            await eventually(lambda: not self.served(prefill))
+        ours = ("kv-collect", "kv-pair", "kv-serve")
+        await eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith(ours)])
+
+    def group(self, decode, prefill):
+        """The fetcher's end of the group with this source."""
+        puller = next(puller for puller in decode.fetcher._pullers if puller.name == "collective")
+        return puller._pairs[prefill.source.address].membership.result().group
+
+    def served(self, prefill):
+        """The source's ends of its groups."""
+        return list(prefill.source._extensions[0]._groups.values())
 
 
 class TestAuto(TransportConformance):

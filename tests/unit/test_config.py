@@ -136,10 +136,11 @@ def test_an_impossible_combination_is_one_sentence_that_names_the_fix(path, valu
     assert path in problem
 
 
+@pytest.mark.parametrize("transport", ["shm", "collective"])
 @pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
-def test_encoded_blocks_and_shared_memory_exclude_each_other_in_one_sentence(wire_dtype):
-    problem = only_problem_of(transfer__transport="shm", transfer__wire_dtype=wire_dtype)
-    assert f"transfer.wire_dtype ({wire_dtype}) has nothing to encode with transfer.transport shm" in problem
+def test_encoded_blocks_and_a_transport_without_frames_exclude_each_other_in_one_sentence(transport, wire_dtype):
+    problem = only_problem_of(transfer__transport=transport, transfer__wire_dtype=wire_dtype)
+    assert f"transfer.wire_dtype ({wire_dtype}) has nothing to encode with transfer.transport {transport}" in problem
     assert "set transfer.wire_dtype to none, or transfer.transport to grpc" in problem
 
 

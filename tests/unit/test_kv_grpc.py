@@ -111,7 +111,7 @@ async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
 
 async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool):
     source._fetch_slots.acquire()
-    fetcher = make_fetcher(0.2)
+    fetcher = make_fetcher(1.0)
     receipt = await fetcher.fetch(published(source, "r"), 0, [1], pool)
     await fetcher.close()
     source._fetch_slots.release()

@@ -86,6 +86,16 @@ def test_a_read_holds_off_expiry_and_release(leases, clock):
     assert leases.stats().expired_leases_total == 0
 
 
+def test_a_read_renews_the_lease(leases, clock):
+    publish(leases)
+    clock.now_s += 9
+    with leases.reading("h"):
+        clock.now_s += 5
+    assert leases.expire() == 0
+    clock.now_s += 5
+    assert leases.expire() == 1
+
+
 def test_two_reads_both_have_to_end(leases):
     publish(leases)
     with leases.reading("h"):
@@ -288,6 +298,7 @@ class LeaseWalk(RuleBasedStateMachine):
         else:
             assert handoff_id not in self.released | self.freed
             self.reads[handoff_id] += 1
+            self.deadline_s[handoff_id] = max(self.deadline_s[handoff_id], self.clock.now_s + self.lease_s[handoff_id])
             self.contexts.setdefault(handoff_id, []).append(read)
 
     @precondition(lambda self: any(self.reads.values()))
