@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter
 
-from kv_transfer.transports import AS_THEY_ARE
+from kv_transfer.names import AS_THEY_ARE, WireDtype
 
 PoolName = Literal["prefill", "decode", "colocated"]
 Mode = Literal["disaggregated", "colocated"]
@@ -109,7 +109,7 @@ class TransferConfig(_Section):
         default="auto",
         description="what carries the bytes: shm (one host), grpc, collective (nccl or gloo); auto: shm, else grpc",
     )
-    wire_dtype: Literal["none", "int8", "fp8"] = Field(
+    wire_dtype: WireDtype = Field(
         default="none",
         description="rounds KV to one byte an element on the wire, with a scale for each head of a block; pairs that "
         "use shm (with auto: those on one host) copy it as it is",
@@ -223,7 +223,8 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
     if config.transfer.transport in AS_THEY_ARE and config.transfer.wire_dtype != "none":
         found.append(
             f"transfer.wire_dtype ({config.transfer.wire_dtype}) has nothing to encode with transfer.transport "
-            f"{config.transfer.transport}, which copies blocks as they are: set transfer.wire_dtype to none, or transfer.transport to grpc."
+            f"{config.transfer.transport}, which copies blocks as they are: set transfer.wire_dtype to none, or "
+            "transfer.transport to grpc."
         )
     if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
         found.append(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.messages import Pool
-from kv_transfer.codec import WireDtype
-from kv_transfer.transports import TransportName
+from kv_transfer.names import TransportName, WireDtype
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kv_transfer.handoff import KvLayout
+from kv_transfer.names import WIRE_DTYPES, WireDtype
 
-WireDtype = Literal["none", "int8", "fp8"]
-WIRE_DTYPES: Final = get_args(WireDtype)
 SMALLEST_PEAK: Final = 2.0**-110
 """Below it neither a scale nor its inverse is a normal float32; no model's keys or values are that small."""
 TILE_ELEMENTS: Final = 32768

@@ -15,8 +15,9 @@ from typing import Final
 from kv_transfer import errors
 from kv_transfer.base import FetchProgress, FetchRequest, Pull, Puller, SourceControl, SourceDescription
 from kv_transfer.blocks import BlockPool
-from kv_transfer.codec import WireDtype, make_codec
+from kv_transfer.codec import make_codec
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout, explain_mismatch
+from kv_transfer.names import WireDtype
 from kv_transfer.ranks import RankPart, parts_for_rank, readers_per_source
 
 FOLLOW_LIMIT_S: Final = 590.0

@@ -22,9 +22,9 @@ import torch
 
 from kv_transfer.handoff import KvHandoff
 from kv_transfer.measure_source import BLOCK_TOKENS, Cache, CacheShape, MeasureError, SourceProcess
+from kv_transfer.names import TRANSPORT_NAMES, TransportName
 from kv_transfer.service import TransferService
 from kv_transfer.shared_pool import SMALLEST_BYTES
-from kv_transfer.transports import TRANSPORT_NAMES, TransportName
 
 __all__ = ["MeasureError", "MeasureReport", "MeasureSettings", "TransferFigures", "measure"]
 

@@ -21,9 +21,9 @@ from typing import Any, Final
 import torch
 
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
+from kv_transfer.names import TransportName
 from kv_transfer.service import TransferOptions, TransferService
 from kv_transfer.shared_pool import KvCacheAllocation
-from kv_transfer.transports import TransportName
 
 BLOCK_TOKENS: Final = 32
 LEASE_S: Final = 30.0

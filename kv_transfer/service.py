@@ -19,14 +19,14 @@ import torch
 
 from kv_transfer import errors
 from kv_transfer.blocks import BlockPool
-from kv_transfer.codec import WireDtype
 from kv_transfer.completions import Completed, CompletionBoard, TransferStats
 from kv_transfer.faults import FaultPlan
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.heartbeat import Heartbeats, release_with_retries
 from kv_transfer.lease import LeaseTable
+from kv_transfer.names import TransportName, WireDtype
 from kv_transfer.shared_pool import SharedOffer
-from kv_transfer.transports import TransportName, TransportSettings, make_transport
+from kv_transfer.transports import TransportSettings, make_transport
 
 log = logging.getLogger(__name__)
 

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import Any
 
 from kv_transfer.base import KvSource, Puller, SourceControl
 from kv_transfer.blocks import BlockPool
-from kv_transfer.codec import WireDtype
 from kv_transfer.faults import FaultPlan, FaultyPuller
 from kv_transfer.fetcher import KvFetcher
 from kv_transfer.frames import largest_frame_bytes
 from kv_transfer.handoff import KvLayout
 from kv_transfer.lease import LeaseTable
-
-TransportName = Literal["auto", "shm", "collective", "grpc", "memory"]
-TRANSPORT_NAMES: Final = get_args(TransportName)
-AUTO: Final = ("shm", "grpc")
-"""What `auto` tries with each source, best first. `collective` must be asked for: with nccl it has not run yet."""
-
-AS_THEY_ARE: Final = ("shm", "collective")
-"""Transports without frames, which a `wire_dtype` would not reach."""
+from kv_transfer.names import AS_THEY_ARE, AUTO, TRANSPORT_NAMES, TransportName, WireDtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
 NUM_OUTPUT_TOKENS = 8
 PREFILL_STEP_TOKENS = 512
-TRANSPORTS = ("shm", "grpc")
+TRANSPORTS = ("shm", "grpc", "collective")
 
 
 def sixty_lengths() -> list[int]:

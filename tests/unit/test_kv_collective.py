@@ -13,7 +13,7 @@ from kv_transfer import collective_group, errors
 from kv_transfer.blocks import BlockPool
 from kv_transfer.collective_group import FETCHER_RANK, SOURCE_RANK, PairGroup, SendWindow, host_store, join_store
 from kv_transfer.device_memory import DeviceMemory, weighted_sum
-from kv_transfer.transports import AUTO
+from kv_transfer.names import AUTO
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"

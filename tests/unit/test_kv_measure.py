@@ -13,7 +13,7 @@ import pytest
 from kv_transfer import measure as measure_module
 from kv_transfer.measure import MEASURABLE, MeasureReport, MeasureSettings, TransferFigures, measure, usable_cores
 from kv_transfer.measure_source import CacheShape, MeasureError, SourceProcess
-from kv_transfer.transports import TRANSPORT_NAMES
+from kv_transfer.names import TRANSPORT_NAMES
 
 SMALL = CacheShape(num_layers=2, num_blocks=32, block_bytes=24 << 10)
 PLENTY = 1 << 40

@@ -1,0 +1,15 @@
+"""What can be written in a configuration about KV transfer; imports nothing, so that a command line stays quick."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+TransportName = Literal["auto", "shm", "collective", "grpc", "memory"]
+TRANSPORT_NAMES: Final = get_args(TransportName)
+AUTO: Final = ("shm", "grpc")
+"""What `auto` tries with each source, best first. `collective` must be asked for: with nccl it has not run yet."""
+AS_THEY_ARE: Final = ("shm", "collective")
+"""Transports without frames, which a `wire_dtype` would not reach."""
+
+WireDtype = Literal["none", "int8", "fp8"]
+WIRE_DTYPES: Final = get_args(WireDtype)
