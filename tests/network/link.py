@@ -4,10 +4,13 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 RATE_BYTES_S = 125_000_000
@@ -82,7 +85,7 @@ class Link:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GRPC_VERBOSITY": "ERROR"},
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GRPC_VERBOSITY": "ERROR", "PYTHONFAULTHANDLER": "1"},
         )
         try:
             line = await asyncio.wait_for(process.stdout.readline(), 120)
@@ -93,8 +96,9 @@ class Link:
             try:
                 await asyncio.wait_for(process.wait(), 20)
             except TimeoutError:
-                process.kill()
+                process.send_signal(signal.SIGABRT)  # Python then tells where each thread is
                 await process.wait()
+                pytest.fail("a peer did not end within 20 s of being told to; its stacks stand above")
 
 
 class PeerHandle:
