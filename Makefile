@@ -27,8 +27,8 @@ demo: model      ## colocated against disaggregated on the shipped trace; writes
 lint: setup      ## ruff, mypy strict, import rules
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
-unit: setup      ## tests without an engine, under a minute
-	@$(BIN)/pytest -q -m "not engines"
+unit: setup      ## tests without an engine and without a shaped network link, about two minutes
+	@$(BIN)/pytest -q -m "not engines and not network"
 
 test: lint model ## everything, real engines on real Ray included
 	@$(BIN)/pytest -v

@@ -112,7 +112,10 @@ def offer(service: TransferService, request_id: str, block_ids: Sequence[int], s
 
 
 def wait_freed(service: TransferService, request_id: str, timeout_s: float = ANSWER_S) -> bool:
-    """Poll, as an engine's step loop does, until the blocks of this request are free again; False if they stay."""
+    """Poll, as an engine's step loop does, until the blocks of this request are free again; False if they stay.
+
+    Other requests' news is lost: one hand-off at a time.
+    """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if request_id in service.poll().sent:
