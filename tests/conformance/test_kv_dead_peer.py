@@ -73,4 +73,3 @@ def test_a_source_frozen_in_mid_fetch_is_a_timeout_and_serves_again_when_it_goes
     begin(source, service, transport, "again")
     assert receipt_of(service, "again", DEADLINE_S + 3).outcome == "ok"
     assert service.stats().active_fetches == 0
-
