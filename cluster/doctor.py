@@ -21,12 +21,13 @@ from cluster.doctor_software import (
     torch_companions,
 )
 from cluster.host_facts import HostFacts, read_cpu_flags, read_host_facts
+from cluster.model_heads import head_conflicts
 
 __all__ = ["CheckResult", "checks", "failures", "report", "resolve_dtype"]
 
 GIB = 1024**3
 MIB = 1024**2
-ENGINE_OVERHEAD_BYTES = int(1.2 * GIB)  # code, tokenizer and activations of one engine, about
+ENGINE_OVERHEAD_BYTES = int(1.2 * GIB)  # code, tokenizer and activations of one rank, about
 RAY_AND_ROUTER_BYTES = int(1.5 * GIB)
 SHARED_MEMORY_MARGIN_BYTES = 64 * MIB
 
@@ -134,7 +135,7 @@ def _engine_bytes(config: RidgelineConfig, host: HostFacts, pool: PoolConfig) ->
     if pool.gpus_per_worker:  # weights and KV cache are in GPU memory
         return ENGINE_OVERHEAD_BYTES
     weights_bytes = (host.model.parameters or 0) * _value_bytes(config, host)
-    return weights_bytes + (pool.kv_cache_bytes or 0) + ENGINE_OVERHEAD_BYTES
+    return weights_bytes + (pool.kv_cache_bytes or 0) + pool.ranks * ENGINE_OVERHEAD_BYTES  # each rank is a process
 
 
 def _shared_memory(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
@@ -154,11 +155,13 @@ def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     if positions and longest > positions:
         fix = f"The model knows {positions} positions: set model.max_model_len_tokens to at most {positions}."
         yield CheckResult("context length", False, f"{longest} asked, {positions} possible", fix)
+    for sentence in head_conflicts(config, host.model):
+        yield CheckResult("tensor parallel", False, "the model's heads cannot be split so", sentence)
     if host.model.kv_values_per_token:
         token_bytes = host.model.kv_values_per_token * _value_bytes(config, host)
         for name, pool in config.active_pools().items():
             if pool.kv_cache_bytes is not None:
-                yield _kv_cache_fits(config, name, pool.kv_cache_bytes, token_bytes // max(pool.gpus_per_worker, 1))
+                yield _kv_cache_fits(config, name, pool.kv_cache_bytes, token_bytes)
 
 
 def _kv_cache_fits(config: RidgelineConfig, name: PoolName, cache_bytes: int, token_bytes: int) -> CheckResult:

@@ -33,6 +33,7 @@ from engine.accounting import StepAccountant
 from engine.connector_messages import NOTICES, CounterStats, Endpoint, StepInstructions
 from engine.connector_scheduler import SchedulerSide
 from engine.connector_worker import WorkerSide
+from engine.cores import helpers_on_all_cores_of
 from engine.parent_watch import exit_with_parent
 from kv_transfer.handoff import KvLayout
 from kv_transfer.service import TransferOptions
@@ -59,7 +60,12 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 block_size_tokens=vllm_config.cache_config.block_size,
                 lease_s=float(self._settings["lease_s"]),
-                accountant=StepAccountant(StepCostModel(model_shape(vllm_config))),
+                accountant=StepAccountant(
+                    StepCostModel(
+                        model_shape(vllm_config),
+                        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+                    )
+                ),
             )
 
     @classmethod
@@ -117,18 +123,20 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         return self._allocation.serving_torch_zeros()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker = WorkerSide(
-            layers=kv_caches,
-            layout=kv_layout(self._vllm_config, kv_caches),
-            options=TransferOptions(
-                host=str(self._settings["host"]),
-                rank=get_tensor_model_parallel_rank(),
-                transport=self._settings["transport"],
-                lease_s=float(self._settings["lease_s"]),
-                fetch_deadline_s=float(self._settings["fetch_deadline_s"]),
-            ),
-            shared=self._allocation.offer(list(kv_caches.values())),
-        )
+        rank = get_tensor_model_parallel_rank()
+        with helpers_on_all_cores_of(rank):
+            self._worker = WorkerSide(
+                layers=kv_caches,
+                layout=kv_layout(self._vllm_config, kv_caches),
+                options=TransferOptions(
+                    host=str(self._settings["host"]),
+                    rank=rank,
+                    transport=self._settings["transport"],
+                    lease_s=float(self._settings["lease_s"]),
+                    fetch_deadline_s=float(self._settings["fetch_deadline_s"]),
+                ),
+                shared=self._allocation.offer(list(kv_caches.values())),
+            )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker.endpoint

@@ -16,15 +16,15 @@ import pytest_asyncio
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
-OWN_PROCESSES = "test_processes.py"
+OWN_ENGINES = ("test_processes.py", "test_tensor_parallel.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, then those that start a server of their own, then those that share the deployment.
+    """Quick tests first, then those that start engines of their own, then those that share the deployment.
 
     Two deployments at a time would fight for the cores.
     """
-    items.sort(key=lambda item: (item.get_closest_marker("engines") is not None, item.path.name != OWN_PROCESSES))
+    items.sort(key=lambda item: (item.get_closest_marker("engines") is not None, item.path.name not in OWN_ENGINES))
 
 
 FIGURES = pytest.StashKey[list[str]]()
