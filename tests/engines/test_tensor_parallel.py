@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import psutil
@@ -24,7 +27,7 @@ import torch
 from conftest import CONFIG, TEXT
 from harness import TIE_NAT, Engines, Figure, _held
 from prometheus_client import CollectorRegistry
-from test_processes import still_there
+from test_processes import body, descendants, serving, still_there
 from tiny_model import NUM_KV_HEADS, NUM_LAYERS, make_tiny_model
 from vllm.sampling_params import SamplingParams
 
@@ -51,6 +54,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
 PAIRS = [(2, 1), (1, 2), (2, 2)]
 """Ranks of the prefill engine, ranks of the decode engine."""
+MAX_MODEL_LEN_TOKENS = 1024
 CHUNK_TOKENS = 128
 NUM_OUTPUT_TOKENS = 8
 PROMPT_LENGTHS = [5, 32, 64, 100, 300]
@@ -83,7 +87,7 @@ class Split:
             model_path=model_path,
             served_name="tiny",
             dtype=dtype,
-            max_model_len_tokens=1024,
+            max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
             host="127.0.0.1",
             port=0,
             mode="disaggregated",
@@ -135,14 +139,55 @@ class Background:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def split(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Split]:
-    """Four engines, started together."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, made once."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(prepare_model("smollm2-135m"))
     dtype = resolve_dtype(load_config(CONFIG).config)
-    model = make_tiny_model(tmp_path_factory.mktemp("tiny-model"), tokenizer, dtype, max_positions=1024)
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"), tokenizer, dtype, MAX_MODEL_LEN_TOKENS)
+
+
+# --- a whole deployment; before the fixture below, which starts a Ray of its own in this process
+
+
+def completion(url: str) -> dict[str, Any]:
+    reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
+    assert reply.status_code == 200, reply.text
+    usage: dict[str, Any] = reply.json()["usage"]
+    return usage
+
+
+async def test_serve_runs_an_engine_of_two_ranks_and_after_sigkill_of_one_leaves_no_process(
+    model: Path, figure: Figure
+):
+    pool = {"workers": "1", "tensor_parallel": "2", "cores_per_worker": "2", "kv_cache_bytes": "64 MiB"}
+    flags = [f"pools.colocated.{name}={value}" for name, value in pool.items()]
+    flags += [f"model.path={model}", "model.served_name=smollm2-135m"]
+    flags += [f"model.max_model_len_tokens={MAX_MODEL_LEN_TOKENS}"]
+    with serving("--mode", "colocated", *(word for flag in flags for word in ("--set", flag))) as serve:
+        url = await asyncio.to_thread(serve.wait_ready)
+        (worker,) = serve.table().values()
+        assert (await asyncio.to_thread(completion, url))["completion_tokens"] == 5
+        ranks = [psutil.Process(pid) for pid in worker.engine_pids if pid != worker.engine_pid]
+        assert [rank.ppid() for rank in ranks] == [worker.engine_pid] * 2
+        family = descendants(serve.process.pid)
+        killed_s = time.monotonic()
+        ranks[1].kill()
+        assert await asyncio.to_thread(serve.wait_exit, GONE_WITHIN_S + 30) != 0
+        figure(f"serve ended {time.monotonic() - killed_s:.1f} s after the kill: {serve.lines[-1]}")
+        assert re.search(r"error: .*colocated-0.*", serve.output), serve.output
+        assert await asyncio.to_thread(still_there, family, GONE_WITHIN_S) == []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def split(model: Path) -> AsyncIterator[Split]:
+    """Four engines, started together."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    dtype = resolve_dtype(load_config(CONFIG).config)
     text = tokenizer(TEXT.read_text()[:20_000], add_special_tokens=False, verbose=False)["input_ids"]
     background = Background()
     async with AsyncExitStack() as stack:
@@ -175,7 +220,7 @@ async def split(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Split
 
 
 def settings(model: str, ranks: int) -> Any:
-    flags = {"model.path": model, "model.max_model_len_tokens": "1024"}
+    flags = {"model.path": model, "model.max_model_len_tokens": str(MAX_MODEL_LEN_TOKENS)}
     for pool in ("prefill", "decode"):
         flags |= {
             f"pools.{pool}.tensor_parallel": str(ranks),
@@ -333,7 +378,7 @@ async def test_the_kv_of_another_prompt_would_be_noticed(split: Split, decode_ra
     leg = {"leg": "decode", "prompt_token_ids": prompt, "emitted_token_ids": first, "sampling": wish}
     wrong, _ = await split.whole.run(split.engines["decode", decode_ranks].client, handoff=handoff, **leg)
     behind_nat = await behind_best_nat(split, prompt, first + wrong.token_ids)
-    figure(f"tokens from another prompt's KV are up to {behind_nat:.2f} nat behind")
+    figure(f"the worst token from another prompt's KV is {behind_nat:.2f} nat behind (inf: not among the 20 best)")
     assert behind_nat > 5 * TIE_NAT
     assert await split.leftovers() == {}
 
