@@ -236,8 +236,8 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
     if max(prefill.ranks, decode.ranks) % min(prefill.ranks, decode.ranks):
         found.append(
             f"pools.prefill.tensor_parallel ({prefill.ranks}) and pools.decode.tensor_parallel ({decode.ranks}) do not "
-            "divide each other, so a rank of one pool would need parts of a head's neighbours: set one to a multiple "
-            "of the other (on GPUs through gpus_per_worker)."
+            "divide each other, so the KV heads of a rank cannot be split or joined whole: set one to a multiple of "
+            "the other (on GPUs through gpus_per_worker)."
         )
     if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
         found.append(

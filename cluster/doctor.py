@@ -30,6 +30,7 @@ MIB = 1024**2
 ENGINE_OVERHEAD_BYTES = int(1.2 * GIB)  # code, tokenizer and activations of one rank, about
 RAY_AND_ROUTER_BYTES = int(1.5 * GIB)
 SHARED_MEMORY_MARGIN_BYTES = 64 * MIB
+RANK_QUEUE_BYTES = 256 * MIB  # vLLM wants this much free for each queue between ranks, and uses little of it
 
 _X86 = ("x86_64", "amd64")
 _ARM = ("aarch64", "arm64")
@@ -139,10 +140,13 @@ def _engine_bytes(config: RidgelineConfig, host: HostFacts, pool: PoolConfig) ->
 
 
 def _shared_memory(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    needed_mib = (config.ray.object_store_bytes + SHARED_MEMORY_MARGIN_BYTES) // MIB
+    split = any(pool.ranks > 1 for pool in config.active_pools().values())
+    needed_bytes = config.ray.object_store_bytes + SHARED_MEMORY_MARGIN_BYTES + (RANK_QUEUE_BYTES if split else 0)
+    needed_mib = needed_bytes // MIB
     free_mib = host.shared_memory_free_bytes // MIB
+    who = "Ray and the engines' ranks need" if split else "Ray needs"
     fix = (
-        f"/dev/shm has {free_mib} MiB free and Ray needs {needed_mib}: start the container with --shm-size=1g, or run "
+        f"/dev/shm has {free_mib} MiB free and {who} {needed_mib}: start the container with --shm-size=1g, or run "
         "`mount -o remount,size=1g /dev/shm`."
     )
     ok = needed_mib <= free_mib

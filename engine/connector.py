@@ -35,6 +35,7 @@ from engine.connector_scheduler import SchedulerSide
 from engine.connector_worker import WorkerSide
 from engine.cores import helpers_on_all_cores_of
 from engine.parent_watch import exit_with_parent
+from engine.queue_names import forget_queue_names
 from kv_transfer.handoff import KvLayout
 from kv_transfer.service import TransferOptions
 from kv_transfer.shared_pool import KvCacheAllocation
@@ -56,7 +57,10 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._allocation = KvCacheAllocation()
+        self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
         if role is KVConnectorRole.SCHEDULER:
+            if self._has_ranks:
+                forget_queue_names()
             self._scheduler = SchedulerSide(
                 block_size_tokens=vllm_config.cache_config.block_size,
                 lease_s=float(self._settings["lease_s"]),
@@ -124,6 +128,8 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = get_tensor_model_parallel_rank()
+        if self._has_ranks:
+            forget_queue_names()
         with helpers_on_all_cores_of(rank):
             self._worker = WorkerSide(
                 layers=kv_caches,

@@ -383,6 +383,27 @@ async def test_the_kv_of_another_prompt_would_be_noticed(split: Split, decode_ra
     assert await split.leftovers() == {}
 
 
+# --- what the ranks have and leave
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+async def test_each_rank_computes_on_its_own_share_of_the_workers_cores(split: Split, pool: str):
+    engine = split.engines[pool, 2]
+    _, ranks = processes_of(engine)
+    assert sorted(rank.cpu_affinity() for rank in ranks) == sorted([core] for core in engine.ready.cores)
+
+
+def mapped_queues(pid: int) -> list[str]:
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/psm_" in line]
+
+
+async def test_the_queues_between_ranks_have_no_name_that_could_stay_behind(split: Split):
+    pids = [pid for engine in split.engines.values() for pid in engine.ready.engine_pids]
+    mapped = [line for pid in pids for line in mapped_queues(pid)]
+    assert mapped, "vLLM's queues are called otherwise now: this test shows nothing"
+    assert [line for line in mapped if not line.endswith(" (deleted)")] == []
+
+
 # --- processes; these end engines, so they come last
 
 

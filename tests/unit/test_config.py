@@ -158,7 +158,7 @@ def test_ranks_that_do_not_divide_each_other_are_refused_with_the_fix(gpus):
         load_config(None, ranks_of(2, 3, gpus=gpus))
     (problem,) = caught.value.problems
     assert "pools.prefill.tensor_parallel (2) and pools.decode.tensor_parallel (3)" in problem
-    assert "set one to a multiple of the other" in problem
+    assert "set one to a multiple of the other (on GPUs" in problem
 
 
 def test_an_engine_is_not_split_on_a_cpu_and_has_a_rank_for_each_gpu_unless_told_otherwise():

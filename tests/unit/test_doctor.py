@@ -108,6 +108,13 @@ def test_every_rank_on_a_cpu_is_a_process_that_needs_memory_and_the_cache_is_sha
     assert caches[0] == caches[1]
 
 
+def test_ranks_need_more_shared_memory():
+    config = config_with(pools__decode__tensor_parallel="3", pools__decode__cores_per_worker="3")
+    (sentence,) = failures_on(but(shared_memory_free_bytes=300 * 1024**2), config)
+    assert sentence.startswith("/dev/shm has 300 MiB free and Ray and the engines' ranks need 420: start the container")
+    assert failures_on(but(shared_memory_free_bytes=300 * 1024**2)) == []
+
+
 def test_only_the_pools_of_the_mode_are_counted():
     config = config_with(mode="colocated", pools__colocated__workers="5", pools__prefill__workers="99")
     (sentence,) = failures_on(but(memory_available_bytes=64 * GIB), config)
