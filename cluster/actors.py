@@ -42,7 +42,7 @@ class WorkerReady:
     cores: tuple[int, ...]
 
 
-def engine_environment(cores: int, *, on_cpu: bool) -> dict[str, str]:
+def engine_environment(cores: int, *, on_cpu: bool, ranks: int = 1) -> dict[str, str]:
     """Environment of an engine's process; vLLM reads it at import, so it must be there before."""
     env = {
         "GRPC_VERBOSITY": "ERROR",
@@ -53,7 +53,7 @@ def engine_environment(cores: int, *, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env |= {"OMP_NUM_THREADS": str(cores)}
+        env |= {"OMP_NUM_THREADS": str(cores // ranks)}
         # Small helpers of vLLM's sampler are compiled at their first use: 20 s in the middle of serving, for everybody.
         env |= {"TORCH_COMPILE_DISABLE": "1"}
         # Huge pages for weights and KV: a decode step reads all weights once, and fewer TLB misses make that faster.
@@ -80,6 +80,7 @@ class WorkerActor:
     async def start(self, config: EngineConfig, cores: tuple[int, ...]) -> WorkerReady:
         """Load the engine on `cores` and serve. Takes 10 to 60 s."""
         from decode_worker.handler import DecodeHandler
+        from engine.cores import BIND_VARIABLE, bind_list
         from engine.host import Handler, WorkerHost
         from engine.vllm_engine import VllmEngine
         from prefill_worker.handler import PrefillHandler
@@ -89,6 +90,8 @@ class WorkerActor:
         # The engine process inherits the cores; this front end then gives its own pinning up.
         if cores:
             os.sched_setaffinity(0, cores)
+            if config.tensor_parallel_size > 1:  # known only now: Ray sets the environment before it picks the node
+                os.environ[BIND_VARIABLE] = bind_list(cores, config.tensor_parallel_size)
         try:
             engine.start()
         finally:

@@ -75,17 +75,27 @@ class PoolConfig(_Section):
 
     workers: int = Field(ge=1, description="engines in this pool")
     cores_per_worker: int = Field(default=1, ge=1, description="CPU cores each engine is pinned to")
-    gpus_per_worker: int = Field(
-        default=0, ge=0, description="GPUs of each engine; more than 1 is tensor parallel in one node"
+    gpus_per_worker: int = Field(default=0, ge=0, description="GPUs of each engine, all in one node")
+    tensor_parallel: int | None = Field(
+        default=None,
+        ge=1,
+        description="ranks each engine is split over; null: one for each of its GPUs, and on CPU not split",
     )
     max_num_seqs: int = Field(ge=1, description="sequences one engine runs at a time")
     max_num_batched_tokens: int = Field(ge=1, description="tokens one engine step computes; longer prompts are chunked")
     kv_cache_bytes: Bytes | None = Field(
-        default=GIB, ge=MIB, description="KV cache of each engine; null: what is left on the GPU (not on CPU)"
+        default=GIB,
+        ge=MIB,
+        description="KV cache of each engine, over all its ranks; null: what is left on the GPU (not on CPU)",
     )
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="custom Ray resources each worker takes, to bind a pool to a node type"
     )
+
+    @property
+    def ranks(self) -> int:
+        """Tensor parallel ranks of each engine: on GPUs one a GPU, on CPU as configured."""
+        return self.tensor_parallel or max(1, self.gpus_per_worker)
 
 
 class PoolsConfig(_Section):
@@ -187,7 +197,24 @@ def _pool_conflicts(name: str, pool: PoolConfig) -> list[str]:
             f"pools.{name}.kv_cache_bytes must be set on CPU, where null makes each engine claim nearly all memory: "
             "set it, for instance to 1 GiB."
         )
-    return found
+    return [*found, *_rank_conflicts(name, pool)]
+
+
+def _rank_conflicts(name: str, pool: PoolConfig) -> list[str]:
+    if pool.gpus_per_worker:
+        if pool.ranks == pool.gpus_per_worker:
+            return []
+        return [
+            f"pools.{name}.tensor_parallel ({pool.ranks}) must be gpus_per_worker ({pool.gpus_per_worker}), one rank "
+            "for each GPU: leave tensor_parallel out, or set both alike."
+        ]
+    if pool.cores_per_worker % pool.ranks == 0:
+        return []
+    return [
+        f"pools.{name}.cores_per_worker ({pool.cores_per_worker}) cannot be shared evenly by the ranks of "
+        f"pools.{name}.tensor_parallel ({pool.ranks}): set cores_per_worker to "
+        f"{_round_up(pool.cores_per_worker, pool.ranks)}."
+    ]
 
 
 def _model_conflicts(config: RidgelineConfig) -> list[str]:
@@ -210,15 +237,17 @@ def _model_conflicts(config: RidgelineConfig) -> list[str]:
 def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
     found = []
     prefill, decode = config.pools.prefill, config.pools.decode
-    if prefill.gpus_per_worker != decode.gpus_per_worker:
+    if (prefill.gpus_per_worker == 0) != (decode.gpus_per_worker == 0):
         found.append(
             f"pools.prefill.gpus_per_worker ({prefill.gpus_per_worker}) and pools.decode.gpus_per_worker "
-            f"({decode.gpus_per_worker}) must be equal, as KV blocks travel whole between equal ranks: set both alike."
+            f"({decode.gpus_per_worker}) put one pool on GPUs and the other on CPUs, whose KV blocks differ inside: "
+            "set both alike."
         )
-    if max(prefill.gpus_per_worker, decode.gpus_per_worker) > 1:
+    if max(prefill.ranks, decode.ranks) % min(prefill.ranks, decode.ranks):
         found.append(
-            "pools.prefill and pools.decode cannot use more than 1 GPU per worker yet, as KV goes from one rank to "
-            "one rank: set gpus_per_worker to 1 and raise workers; pools.colocated may use more."
+            f"pools.prefill.tensor_parallel ({prefill.ranks}) and pools.decode.tensor_parallel ({decode.ranks}) do not "
+            "divide each other, so the KV heads of a rank cannot be split or joined whole: set one to a multiple of "
+            "the other (on GPUs through gpus_per_worker)."
         )
     if config.transfer.transport in AS_THEY_ARE and config.transfer.wire_dtype != "none":
         found.append(

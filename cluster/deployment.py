@@ -128,7 +128,7 @@ async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
 
 def _worker_actor(worker: PlannedWorker) -> Any:
     settings = worker.settings
-    env = engine_environment(settings.cores_per_worker, on_cpu=settings.gpus_per_worker == 0)
+    env = engine_environment(settings.cores_per_worker, on_cpu=settings.gpus_per_worker == 0, ranks=settings.ranks)
     return (
         ray.remote(WorkerActor)
         .options(

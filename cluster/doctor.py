@@ -21,14 +21,16 @@ from cluster.doctor_software import (
     torch_companions,
 )
 from cluster.host_facts import HostFacts, read_cpu_flags, read_host_facts
+from cluster.model_heads import head_conflicts
 
 __all__ = ["CheckResult", "checks", "failures", "report", "resolve_dtype"]
 
 GIB = 1024**3
 MIB = 1024**2
-ENGINE_OVERHEAD_BYTES = int(1.2 * GIB)  # code, tokenizer and activations of one engine, about
+ENGINE_OVERHEAD_BYTES = int(1.2 * GIB)  # code, tokenizer and activations of one rank, about
 RAY_AND_ROUTER_BYTES = int(1.5 * GIB)
 SHARED_MEMORY_MARGIN_BYTES = 64 * MIB
+RANK_QUEUE_BYTES = 256 * MIB  # vLLM wants this much free for each queue between ranks, and uses little of it
 
 _X86 = ("x86_64", "amd64")
 _ARM = ("aarch64", "arm64")
@@ -134,14 +136,17 @@ def _engine_bytes(config: RidgelineConfig, host: HostFacts, pool: PoolConfig) ->
     if pool.gpus_per_worker:  # weights and KV cache are in GPU memory
         return ENGINE_OVERHEAD_BYTES
     weights_bytes = (host.model.parameters or 0) * _value_bytes(config, host)
-    return weights_bytes + (pool.kv_cache_bytes or 0) + ENGINE_OVERHEAD_BYTES
+    return weights_bytes + (pool.kv_cache_bytes or 0) + pool.ranks * ENGINE_OVERHEAD_BYTES  # each rank is a process
 
 
 def _shared_memory(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    needed_mib = (config.ray.object_store_bytes + SHARED_MEMORY_MARGIN_BYTES) // MIB
+    split = any(pool.ranks > 1 for pool in config.active_pools().values())
+    needed_bytes = config.ray.object_store_bytes + SHARED_MEMORY_MARGIN_BYTES + (RANK_QUEUE_BYTES if split else 0)
+    needed_mib = needed_bytes // MIB
     free_mib = host.shared_memory_free_bytes // MIB
+    who = "Ray and the engines' ranks need" if split else "Ray needs"
     fix = (
-        f"/dev/shm has {free_mib} MiB free and Ray needs {needed_mib}: start the container with --shm-size=1g, or run "
+        f"/dev/shm has {free_mib} MiB free and {who} {needed_mib}: start the container with --shm-size=1g, or run "
         "`mount -o remount,size=1g /dev/shm`."
     )
     ok = needed_mib <= free_mib
@@ -154,11 +159,13 @@ def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     if positions and longest > positions:
         fix = f"The model knows {positions} positions: set model.max_model_len_tokens to at most {positions}."
         yield CheckResult("context length", False, f"{longest} asked, {positions} possible", fix)
+    for sentence in head_conflicts(config, host.model):
+        yield CheckResult("tensor parallel", False, "the model's heads cannot be split so", sentence)
     if host.model.kv_values_per_token:
         token_bytes = host.model.kv_values_per_token * _value_bytes(config, host)
         for name, pool in config.active_pools().items():
             if pool.kv_cache_bytes is not None:
-                yield _kv_cache_fits(config, name, pool.kv_cache_bytes, token_bytes // max(pool.gpus_per_worker, 1))
+                yield _kv_cache_fits(config, name, pool.kv_cache_bytes, token_bytes)
 
 
 def _kv_cache_fits(config: RidgelineConfig, name: PoolName, cache_bytes: int, token_bytes: int) -> CheckResult:

@@ -41,6 +41,8 @@ class ModelFacts:
     parameters: int | None = None
     kv_values_per_token: int | None = None
     max_positions: int | None = None
+    attention_heads: int | None = None
+    kv_heads: int | None = None  # None also where the ranks do not split KV by heads
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,14 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
     except ModelError as error:
         return ModelFacts(state=None, problem=str(error))
     if state == "makeable":  # the default model's shape is known before it is made
-        return ModelFacts(state, parameters=134_515_008, kv_values_per_token=30 * 3 * 64 * 2, max_positions=8192)
+        return ModelFacts(
+            state,
+            parameters=134_515_008,
+            kv_values_per_token=30 * 3 * 64 * 2,
+            max_positions=8192,
+            attention_heads=9,
+            kv_heads=3,
+        )
     if state == "hub":
         return ModelFacts(state)
     directory = prepare_model(path_or_name) if path_or_name == DEFAULT_MODEL_NAME else Path(path_or_name).expanduser()
@@ -110,6 +119,8 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
         parameters=weights_bytes // stored_value_bytes or None,
         kv_values_per_token=_kv_values_per_token(shape),
         max_positions=shape.get("max_position_embeddings"),
+        attention_heads=shape.get("num_attention_heads"),
+        kv_heads=_kv_heads(shape),
     )
 
 
@@ -131,6 +142,12 @@ def _kv_values_per_token(shape: Mapping[str, Any]) -> int | None:
     kv_heads = shape.get("num_key_value_heads") or heads
     head_size = shape.get("head_dim") or hidden // heads
     return int(layers * kv_heads * head_size * 2)
+
+
+def _kv_heads(shape: Mapping[str, Any]) -> int | None:
+    if "kv_lora_rank" in shape:  # one latent vector a token, whole on every rank
+        return None
+    return shape.get("num_key_value_heads") or shape.get("num_attention_heads")
 
 
 def memory_available_bytes() -> int:

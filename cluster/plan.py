@@ -9,7 +9,9 @@ from pathlib import Path
 from cluster.actors import NodePlace
 from cluster.config import PoolConfig, PoolName, RidgelineConfig
 from cluster.doctor import resolve_dtype
-from cluster.model_store import prepare_model
+from cluster.host_facts import read_model_facts
+from cluster.model_heads import head_conflicts
+from cluster.model_store import ModelError, prepare_model
 from engine.config import EngineConfig
 from router.settings import RouterSettings
 
@@ -68,8 +70,8 @@ class Plan:
             block_size_tokens=model.block_size_tokens,
             max_num_seqs=pool.max_num_seqs,
             max_num_batched_tokens=pool.max_num_batched_tokens,
-            kv_cache_bytes=pool.kv_cache_bytes,
-            tensor_parallel_size=max(1, pool.gpus_per_worker),
+            kv_cache_bytes_per_rank=None if pool.kv_cache_bytes is None else pool.kv_cache_bytes // pool.ranks,
+            tensor_parallel_size=pool.ranks,
             enforce_eager=on_cpu if model.enforce_eager is None else model.enforce_eager,
             host=self.config.transfer.host or host,
             lease_s=self.config.transfer.lease_s,
@@ -84,8 +86,11 @@ class Plan:
 def make_plan(config: RidgelineConfig) -> Plan:
     """Resolve model, dtype and hardware.
 
-    May convert the default model and measure this machine (a few seconds each).
+    May convert the default model and measure this machine (a few seconds each). Raises ModelError.
     """
+    impossible = head_conflicts(config, read_model_facts(config.model.path))
+    if impossible:
+        raise ModelError("\n".join(impossible))
     dtype = resolve_dtype(config)
     workers = tuple(
         PlannedWorker(f"{name}-{index}", name, pool)

@@ -21,7 +21,8 @@ class EngineConfig:
     block_size_tokens: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    kv_cache_bytes: int | None
+    kv_cache_bytes_per_rank: int | None
+    """vLLM's own setting is per rank too; None: what is left on the GPU."""
     tensor_parallel_size: int
     enforce_eager: bool
     host: str

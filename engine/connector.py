@@ -33,7 +33,9 @@ from engine.accounting import StepAccountant
 from engine.connector_messages import NOTICES, CounterStats, Endpoint, StepInstructions
 from engine.connector_scheduler import SchedulerSide
 from engine.connector_worker import WorkerSide
+from engine.cores import helpers_on_all_cores_of
 from engine.parent_watch import exit_with_parent
+from engine.queue_names import forget_queue_names
 from kv_transfer.faults import FaultPlan
 from kv_transfer.handoff import KvLayout
 from kv_transfer.service import TransferOptions
@@ -56,11 +58,19 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._allocation = KvCacheAllocation()
+        self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
         if role is KVConnectorRole.SCHEDULER:
+            if self._has_ranks:
+                forget_queue_names()
             self._scheduler = SchedulerSide(
                 block_size_tokens=vllm_config.cache_config.block_size,
                 lease_s=float(self._settings["lease_s"]),
-                accountant=StepAccountant(StepCostModel(model_shape(vllm_config))),
+                accountant=StepAccountant(
+                    StepCostModel(
+                        model_shape(vllm_config),
+                        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+                    )
+                ),
             )
 
     @classmethod
@@ -118,20 +128,24 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         return self._allocation.serving_torch_zeros()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker = WorkerSide(
-            layers=kv_caches,
-            layout=kv_layout(self._vllm_config, kv_caches),
-            options=TransferOptions(
-                host=str(self._settings["host"]),
-                rank=get_tensor_model_parallel_rank(),
-                transport=self._settings["transport"],
-                faults=FaultPlan.parse(self._settings["faults"]) if self._settings["faults"] else None,
-                wire_dtype=self._settings["wire_dtype"],
-                lease_s=float(self._settings["lease_s"]),
-                fetch_deadline_s=float(self._settings["fetch_deadline_s"]),
-            ),
-            shared=self._allocation.offer(list(kv_caches.values())),
-        )
+        rank = get_tensor_model_parallel_rank()
+        if self._has_ranks:
+            forget_queue_names()
+        with helpers_on_all_cores_of(rank):
+            self._worker = WorkerSide(
+                layers=kv_caches,
+                layout=kv_layout(self._vllm_config, kv_caches),
+                options=TransferOptions(
+                    host=str(self._settings["host"]),
+                    rank=rank,
+                    transport=self._settings["transport"],
+                    faults=FaultPlan.parse(self._settings["faults"]) if self._settings["faults"] else None,
+                    wire_dtype=self._settings["wire_dtype"],
+                    lease_s=float(self._settings["lease_s"]),
+                    fetch_deadline_s=float(self._settings["fetch_deadline_s"]),
+                ),
+                shared=self._allocation.offer(list(kv_caches.values())),
+            )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker.endpoint

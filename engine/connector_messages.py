@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -66,6 +67,20 @@ class StepInstructions(KVConnectorMetadata):
     """Set by the worker side: two hooks see the same object, the first one acts."""
 
 
+def join_receipts(first: FetchReceipt | None, second: FetchReceipt) -> FetchReceipt:
+    """One request's receipts from two ranks, which may come in different steps.
+
+    One failure fails the request; else the slowest rank is what it waited for. The bytes are those of both.
+    """
+    if first is None:
+        return second
+    if first.outcome != second.outcome:
+        shown = second if first.outcome == "ok" else first
+    else:
+        shown = max(first, second, key=lambda receipt: receipt.wait_s + receipt.wire_s)
+    return msgspec.structs.replace(shown, num_bytes=first.num_bytes + second.num_bytes)
+
+
 @dataclass
 class FetchReceipts(KVConnectorWorkerMetadata):
     """Worker side to scheduler side: how each fetch that ended went, and which step this is the output of."""
@@ -75,14 +90,13 @@ class FetchReceipts(KVConnectorWorkerMetadata):
     """None for a step that computed nothing."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Join the ranks' receipts: one failure fails the request, else the slowest rank is what it waited for."""
+        """Join the ranks' receipts of one step."""
         assert isinstance(other, FetchReceipts)
         joined = dict(self.by_request)
         for request_id, receipt in other.by_request.items():
-            mine = joined.get(request_id)
-            if mine is None or (mine.outcome == "ok" and (receipt.outcome != "ok" or mine.wire_s < receipt.wire_s)):
-                joined[request_id] = receipt
-        return FetchReceipts(joined, self.step)
+            joined[request_id] = join_receipts(joined.get(request_id), receipt)
+        # All ranks run the same step, but one that has nothing to say after an idle one says nothing.
+        return FetchReceipts(joined, other.step if self.step is None else self.step)
 
 
 @dataclass
@@ -99,17 +113,31 @@ NOTICES = "notices"
 """The one entry that is no number: a list of `engine.notices.Notice` as plain data, from the scheduler side only."""
 
 
+BYTES = "kv_bytes_total."
+"""Prefix of what the worker side counts in bytes."""
+
+
 @dataclass
 class CounterStats(KVConnectorStats):
-    """Flat counters and gauges, cumulative since the engine's start; the two sides use different names."""
+    """Flat counters and gauges, cumulative since the engine's start; the two sides use different names.
+
+    Of several ranks each holds a part of every block. Bytes are summed; whatever is counted in hand-offs, fetches or
+    blocks is the highest rank's, so that one hand-off counts once however many ranks carry it, and nothing is left
+    exactly when nothing is left on any rank.
+    """
 
     def reset(self) -> None:
         """Cumulative: there is nothing to reset."""
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Join the two sides' names; the same name from several ranks is summed."""
+        """Join two ranks' values, or the two sides' names."""
         for name, value in other.data.items():
-            self.data[name] = self.data[name] + value if name in self.data else value
+            if name not in self.data:
+                self.data[name] = value
+            elif name.startswith(BYTES):
+                self.data[name] += value
+            else:
+                self.data[name] = max(self.data[name], value)
         return self
 
     def reduce(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import msgspec
 from vllm.v1.request import RequestStatus
 
 from engine.accounting import StepAccountant
-from engine.connector_messages import Endpoint, Fetch, FetchReceipts, Publish, StepInstructions
+from engine.connector_messages import Endpoint, Fetch, FetchReceipts, Publish, StepInstructions, join_receipts
 from engine.growth import GrowingPrompts
 from engine.notices import Notice
 from kv_transfer import errors
@@ -157,7 +157,8 @@ class SchedulerSide:
             output.failed_recving &= output.finished_recving
 
     def _read(self, report: FetchReceipts) -> None:
-        self._receipts.update(report.by_request)
+        for request_id, receipt in report.by_request.items():  # of one request, ranks may report steps apart
+            self._receipts[request_id] = join_receipts(self._receipts.get(request_id), receipt)
         if report.step is not None:
             self._accountant.end()
             for request_id in self._growing.end(report.step):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from engine.connector_messages import CounterStats, Endpoint, FetchReceipts, StepInstructions
+from engine.connector_messages import BYTES, CounterStats, Endpoint, FetchReceipts, StepInstructions
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
 from kv_transfer.service import PairedTransport, TransferOptions, TransferService
 from kv_transfer.shared_pool import SharedOffer
@@ -58,7 +58,8 @@ class WorkerSide:
             name = f"warm-up-{number}"
             handoff = KvHandoff(
                 handoff_id=new_handoff_id(),
-                addresses=(self._service.address,),
+                # As many times as there are ranks: of a hand-off of its own size, a rank reads what has its number.
+                addresses=(self._service.address,) * self.layout.tensor_parallel_size,
                 num_blocks=len(blocks),
                 num_tokens=len(blocks) * self.layout.block_size_tokens,
                 compatibility_hash=self.layout.compatibility_hash(),
@@ -135,8 +136,8 @@ class WorkerSide:
             "expired_leases_total": stats.expired_leases_total,
             "active_fetches": stats.active_fetches,
             "watched_handoffs": stats.watched_handoffs,
-            "kv_bytes_total.sent": stats.bytes_sent_total,
-            "kv_bytes_total.received": stats.bytes_received_total,
+            f"{BYTES}sent": stats.bytes_sent_total,
+            f"{BYTES}received": stats.bytes_received_total,
         }
         data.update({f"fetches_total.{name}": count for name, count in stats.fetches_total.items()})
         return CounterStats(data=data)

@@ -1,11 +1,13 @@
 """Ends a child process when its parent is gone.
 
 vLLM's engine process does not watch the process that started it: after a SIGKILL of the worker it would keep its memory
-and its core for ever. Called from the connector, which lives in that process.
+and its core for ever. Called from the connector, which lives in that process, and in the process of each rank if there
+are several: those would notice only between two steps.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -19,7 +21,10 @@ def exit_with_parent() -> None:
     if _started.is_set():
         return
     _started.set()
-    threading.Thread(target=_watch, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+    # Not getppid(): a parent that died while the model was loading would already have been replaced.
+    parent = multiprocessing.parent_process()
+    expected = os.getppid() if parent is None or parent.pid is None else parent.pid
+    threading.Thread(target=_watch, args=(expected,), name="parent-watch", daemon=True).start()
 
 
 def _watch(parent: int) -> None:

@@ -183,8 +183,8 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
             },
         ),
     }
-    if config.kv_cache_bytes is not None:
-        args["kv_cache_memory_bytes"] = config.kv_cache_bytes
+    if config.kv_cache_bytes_per_rank is not None:
+        args["kv_cache_memory_bytes"] = config.kv_cache_bytes_per_rank
     return args
 
 

@@ -154,11 +154,17 @@ class FaultyPuller(Puller):
 
 
 def _corrupt(pull: Pull, fault: Fault) -> None:
-    """Overwrite one target block, as if it had come like this, and say what a checksum would."""
-    if pull.target_block_ids:
-        pool, noise = pull.pool, random.Random(fault.noise_seed)
+    """Overwrite one target block with another layer's bytes, and say what a checksum would.
+
+    Not with noise: that may hold NaN, no transport writes what it has not checked, and attention kernels multiply the
+    unused slots of a block by zero, so a NaN left there would reach whoever gets the block next.
+    """
+    pool, dice = pull.pool, random.Random(fault.noise_seed)
+    if pull.target_block_ids and pool.num_layers > 1:
         block_id = pull.target_block_ids[int(fault.amount * len(pull.target_block_ids))]
-        pool.write(noise.randrange(pool.num_layers), [block_id], memoryview(noise.randbytes(pool.block_bytes)))
+        layer = dice.randrange(pool.num_layers)
+        other = bytes(pool.read((layer + 1) % pool.num_layers, [block_id])[0])
+        pool.write(layer, [block_id], memoryview(other))
     pull.progress.first_token = None
     raise errors.TransferFailed(errors.CORRUPTED, f"a checksum from {pull.address} is wrong (a fault made for a test)")
 

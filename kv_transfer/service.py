@@ -156,7 +156,8 @@ class TransferService:
         """Begin pulling `handoff.block_ids[first_block:][:len(targets)]` into the targets.
 
         `poll().received` names the request exactly once; until then nobody else may use the target blocks. Heartbeats
-        run until the fetch ends; then the source is told to release, with a few retries. Raises ValueError if
+        run until the fetch ends; then the source is told to release, with a few retries, unless this followed a growing
+        hand-off and failed: that one may be fetched again when it is complete. Raises ValueError if
         this request already has a fetch that was not polled.
         """
         targets = tuple(target_block_ids)
@@ -255,7 +256,10 @@ class TransferService:
     def _end_fetch(self, request_id: str, handoff: KvHandoff, ended: asyncio.Task[FetchReceipt]) -> None:
         del self._fetches[request_id]
         receipt = _receipt_of(ended)
-        self._begin_release(handoff)  # of an unreachable source too: it may be back for one of the retries
+        if receipt.outcome == "failed" and not handoff.complete:
+            self._heartbeats.stop(handoff)  # whoever asked may fetch it again, whole, or release it
+        else:
+            self._begin_release(handoff)  # of an unreachable source too: it may be back for one of the retries
         self._board.finish(request_id, receipt)
 
     def _cancel_fetch(self, request_id: str) -> None:

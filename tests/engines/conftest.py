@@ -20,7 +20,7 @@ OWN_DEPLOYMENT = ("test_processes.py", "test_faults.py", "test_tensor_parallel.p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, then those that start a server of their own, then those that share the deployment.
+    """Quick tests first, then those that start engines of their own, then those that share the deployment.
 
     Two deployments at a time would fight for the cores.
     """

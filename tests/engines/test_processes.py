@@ -37,7 +37,12 @@ class Worker:
 
     pool: str
     actor_pid: int
-    engine_pid: int
+    engine_pids: tuple[int, ...]
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine process; its ranks, if it is split, are its children."""
+        return next(pid for pid in self.engine_pids if psutil.Process(pid).ppid() == self.actor_pid)
 
 
 class Serve:
@@ -75,7 +80,7 @@ class Serve:
         for line in self.lines:
             cells = [cell.strip() for cell in line.strip("│ ").split("│")]
             if len(cells) == 9:
-                rows[cells[0]] = Worker(cells[1], int(cells[4]), int(cells[5]))
+                rows[cells[0]] = Worker(cells[1], int(cells[4]), tuple(map(int, cells[5].split(","))))
         return rows
 
     def wait_exit(self, within_s: float) -> int:

@@ -73,7 +73,7 @@ def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> Engine
         block_size_tokens=LAYOUT.block_size_tokens,
         max_num_seqs=8,
         max_num_batched_tokens=512,
-        kv_cache_bytes=None,
+        kv_cache_bytes_per_rank=None,
         tensor_parallel_size=1,
         enforce_eager=True,
         host="127.0.0.1",

@@ -13,6 +13,7 @@ import fake_engine  # noqa: F401 - imports vLLM quietly
 from cluster import plan as plan_module
 from cluster.actors import NodePlace
 from cluster.config import PoolConfig, load_config
+from cluster.model_store import ModelError
 from cluster.plan import PlacementError, PlannedWorker, assign_cores, make_plan
 
 
@@ -90,12 +91,34 @@ def test_an_engine_gets_its_own_pools_limits_and_the_shared_ones(planned, tmp_pa
     )
     prefill, decode = (plan.engine_config(worker, "10.0.0.1") for worker in plan.workers)
     assert (prefill.worker_id, prefill.pool, prefill.max_num_batched_tokens) == ("prefill-0", "prefill", 1000)
-    assert (decode.worker_id, decode.pool, decode.kv_cache_bytes) == ("decode-0", "decode", 64 * 1024**2)
+    assert (decode.worker_id, decode.pool, decode.kv_cache_bytes_per_rank) == ("decode-0", "decode", 64 * 1024**2)
     for engine in (prefill, decode):
         assert (engine.max_model_len_tokens, engine.block_size_tokens, engine.dtype) == (512, 32, "float32")
         assert (engine.transport, engine.wire_dtype) == ("auto", "int8")
         assert (engine.lease_s, engine.host, engine.model_path) == (7.0, "10.0.0.1", str(tmp_path))
         assert (engine.on_cpu, engine.enforce_eager, engine.tensor_parallel_size) == (True, True, 1)
+
+
+def test_the_ranks_of_an_engine_share_its_cache(planned):
+    plan = planned(
+        model__path="/somewhere",
+        pools__prefill__tensor_parallel="2",
+        pools__prefill__cores_per_worker="4",
+        pools__prefill__kv_cache_bytes="64 MiB",
+    )
+    prefill, decode = (plan.engine_config(worker, "10.0.0.1") for worker in plan.workers)
+    assert (prefill.tensor_parallel_size, prefill.kv_cache_bytes_per_rank) == (2, 32 * 1024**2)
+    assert decode.tensor_parallel_size == 1
+
+
+def test_heads_that_cannot_be_split_are_refused_before_the_model_is_prepared(planned, monkeypatch):
+    monkeypatch.setattr(plan_module, "prepare_model", lambda path: pytest.fail("too late"))
+    with pytest.raises(ModelError) as refused:
+        planned(pools__decode__tensor_parallel="2", pools__decode__cores_per_worker="2")
+    assert str(refused.value) == (
+        "smollm2-135m has 3 KV heads, which cannot be split over the 2 ranks of each decode engine: set "
+        "pools.decode.tensor_parallel to 1 or 3, or serve another model."
+    )
 
 
 def test_a_configured_transfer_interface_beats_the_nodes_address(planned):

@@ -125,6 +125,7 @@ def test_resources_are_set_as_a_table_or_one_by_one(tmp_path):
         ("model.block_size_tokens", "48", "set it to 64"),
         ("model.max_model_len_tokens", "16", "lower the block size or raise the length"),
         ("pools.prefill.gpus_per_worker", "1", "set both alike"),
+        ("pools.decode.tensor_parallel", "2", "set cores_per_worker to 2"),
         ("router.min_remote_prefill_tokens", "4096", "set it below model.max_model_len_tokens"),
     ],
 )
@@ -153,6 +154,40 @@ def test_other_transports_may_encode_and_shared_memory_may_not(transport, wire_d
 def test_a_wire_dtype_that_does_not_exist_is_answered_with_those_that_do():
     problem = only_problem_of(transfer__wire_dtype="int4")
     assert "transfer.wire_dtype: input should be 'none', 'int8' or 'fp8'" in problem
+
+
+def ranks_of(prefill: int, decode: int, *, gpus: bool = False) -> dict[str, str]:
+    flags = {"pools.colocated.gpus_per_worker": "1"} if gpus else {}
+    for pool, ranks in (("prefill", prefill), ("decode", decode)):
+        settings = ("gpus_per_worker",) if gpus else ("tensor_parallel", "cores_per_worker")
+        flags |= {f"pools.{pool}.{setting}": str(ranks) for setting in settings}
+    return flags
+
+
+@pytest.mark.parametrize("gpus", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 2), (4, 2), (2, 8), (3, 1)])
+def test_pools_may_have_different_ranks_if_one_number_divides_the_other(prefill, decode, gpus):
+    pools = load_config(None, ranks_of(prefill, decode, gpus=gpus)).config.pools
+    assert (pools.prefill.ranks, pools.decode.ranks) == (prefill, decode)
+
+
+@pytest.mark.parametrize("gpus", [False, True], ids=["cpu", "gpu"])
+def test_ranks_that_do_not_divide_each_other_are_refused_with_the_fix(gpus):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ranks_of(2, 3, gpus=gpus))
+    (problem,) = caught.value.problems
+    assert "pools.prefill.tensor_parallel (2) and pools.decode.tensor_parallel (3)" in problem
+    assert "set one to a multiple of the other (on GPUs" in problem
+
+
+def test_an_engine_is_not_split_on_a_cpu_and_has_a_rank_for_each_gpu_unless_told_otherwise():
+    assert RidgelineConfig().pools.prefill.ranks == 1
+    assert load_config(None, ranks_of(4, 4, gpus=True)).config.pools.decode.ranks == 4
+
+
+def test_ranks_that_are_not_the_gpus_are_refused():
+    problems = problems_of(**{**ranks_of(2, 2, gpus=True), "pools.decode.tensor_parallel": "1"})
+    assert any("pools.decode.tensor_parallel (1) must be gpus_per_worker (2)" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(

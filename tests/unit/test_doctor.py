@@ -88,6 +88,33 @@ def test_a_kv_cache_smaller_than_one_request_says_how_much_is_needed():
     assert failures_on(GOOD_CPU_HOST, config_with(pools__decode__kv_cache_bytes="91 MiB")) == []
 
 
+def test_heads_that_cannot_be_split_over_the_ranks_are_a_failure_before_anything_starts():
+    config = config_with(pools__prefill__tensor_parallel="2", pools__prefill__cores_per_worker="2")
+    host = but(model=dataclasses.replace(SMALL_MODEL, attention_heads=9, kv_heads=3))
+    (sentence,) = failures_on(host, config)
+    assert sentence == (
+        "smollm2-135m has 3 KV heads, which cannot be split over the 2 ranks of each prefill engine: set "
+        "pools.prefill.tensor_parallel to 1 or 3, or serve another model."
+    )
+
+
+def test_every_rank_on_a_cpu_is_a_process_that_needs_memory_and_the_cache_is_shared_by_them():
+    whole, in_two = (
+        config_with(pools__decode__tensor_parallel=ranks, pools__decode__cores_per_worker="2") for ranks in ("1", "2")
+    )
+    needs = [next(r for r in checks(config, GOOD_CPU_HOST) if r.name == "memory").detail for config in (whole, in_two)]
+    assert [need.partition(" needed")[0] for need in needs] == ["6.5 GiB", "7.7 GiB"]
+    caches = [[r.detail for r in checks(config, GOOD_CPU_HOST) if "kv cache" in r.name] for config in (whole, in_two)]
+    assert caches[0] == caches[1]
+
+
+def test_ranks_need_more_shared_memory():
+    config = config_with(pools__decode__tensor_parallel="3", pools__decode__cores_per_worker="3")
+    (sentence,) = failures_on(but(shared_memory_free_bytes=300 * 1024**2), config)
+    assert sentence.startswith("/dev/shm has 300 MiB free and Ray and the engines' ranks need 420: start the container")
+    assert failures_on(but(shared_memory_free_bytes=300 * 1024**2)) == []
+
+
 def test_only_the_pools_of_the_mode_are_counted():
     config = config_with(mode="colocated", pools__colocated__workers="5", pools__prefill__workers="99")
     (sentence,) = failures_on(but(memory_available_bytes=64 * GIB), config)
@@ -191,7 +218,7 @@ def test_model_size_is_read_from_its_files(tmp_path):
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps({**shape, "num_key_value_heads": 1, "dtype": "bfloat16"}))
     (tmp_path / "model.safetensors").write_bytes(bytes(2000))
-    assert read_model_facts(str(tmp_path)) == ModelFacts("ready", "", 1000, 2 * 1 * 16 * 2, 128)
+    assert read_model_facts(str(tmp_path)) == ModelFacts("ready", "", 1000, 2 * 1 * 16 * 2, 128, 4, 1)
     (tmp_path / "config.json").write_text(json.dumps({**shape, "kv_lora_rank": 8}))
     assert read_model_facts(str(tmp_path)).kv_values_per_token is None
     (tmp_path / "config.json").write_text("no json")

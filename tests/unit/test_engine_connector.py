@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from engine.accounting import StepAccountant
-from engine.connector_messages import CounterStats, Endpoint, FetchReceipts
+from engine.connector_messages import CounterStats, Endpoint, FetchReceipts, join_receipts
 from engine.connector_scheduler import SchedulerSide
 from kv_transfer.handoff import FetchReceipt, KvHandoff
 from roofline.cost import StepCostModel
@@ -327,20 +327,12 @@ def test_a_handoff_that_is_not_one_is_refused_at_the_door(side):
         side.on_new_request(a_request(do_remote_prefill=True, handoff={"address": "x"}))
 
 
-# --- messages of several ranks
+# --- counters
 
 
-def test_a_fetch_took_as_long_as_its_slowest_rank_and_failed_if_one_rank_failed():
-    slow = FetchReceipt(outcome="ok", wire_s=0.5)
-    assert FetchReceipts({"r": OK}).aggregate(FetchReceipts({"r": slow})).by_request == {"r": slow}
-    assert FetchReceipts({"r": slow}).aggregate(FetchReceipts({"r": OK})).by_request == {"r": slow}
-    assert FetchReceipts({"r": OK}).aggregate(FetchReceipts({"r": TIMED_OUT})).by_request == {"r": TIMED_OUT}
-    assert FetchReceipts({"r": TIMED_OUT}).aggregate(FetchReceipts({"r": slow})).by_request == {"r": TIMED_OUT}
-
-
-def test_counters_of_both_sides_are_joined_and_those_of_ranks_summed():
-    joined = CounterStats(data={"open_leases": 1.0, "a": 2.0}).aggregate(CounterStats(data={"open_leases": 2.0}))
-    assert joined.reduce() == {"open_leases": 3.0, "a": 2.0}
+def test_counters_of_both_sides_are_joined():
+    joined = CounterStats(data={"open_leases": 1.0}).aggregate(CounterStats(data={"a": 2.0}))
+    assert joined.reduce() == {"open_leases": 1.0, "a": 2.0}
     assert CounterStats(data={}).is_empty()
 
 
@@ -492,3 +484,71 @@ def test_a_following_request_that_the_local_cache_covers_is_handed_back(side):
     side.on_new_request(request)
     assert side.num_external_tokens(request, 64) == (None, False)
     assert side.take_notices()[0]["failed"] == "already_cached"
+
+
+# --- several ranks; their ends of one fetch may come in different steps
+
+
+SLOW = msgspec.structs.replace(OK, wire_s=0.5)
+
+
+@pytest.mark.parametrize("receipts", [(OK, SLOW), (SLOW, OK)])
+def test_the_slowest_rank_is_what_a_request_waited_for_and_the_bytes_are_those_of_all(receipts):
+    one, other = (FetchReceipts({"r": receipt}, step=5) for receipt in receipts)
+    joined = one.aggregate(other)
+    assert joined.step == 5
+    assert joined.by_request == {"r": msgspec.structs.replace(SLOW, num_bytes=2 * 6144)}
+
+
+@pytest.mark.parametrize("receipts", [(OK, TIMED_OUT), (TIMED_OUT, OK), (TIMED_OUT, SLOW)])
+def test_one_rank_that_failed_fails_the_request(receipts):
+    joined = join_receipts(*receipts)
+    assert (joined.outcome, joined.reason) == ("failed", "timeout")
+
+
+def test_a_rank_that_has_nothing_to_say_does_not_hide_the_step_of_the_others():
+    assert FetchReceipts({"r": OK}, None).aggregate(FetchReceipts({}, 7)).step == 7
+
+
+@pytest.mark.parametrize("receipts", [(OK, TIMED_OUT), (TIMED_OUT, OK)])
+def test_a_failure_on_one_rank_counts_though_another_rank_ended_in_an_earlier_step(side, receipts):
+    request = a_fetching_request()
+    start_fetch(side, request)
+    first, second = receipts
+    report(side, {"r": first})
+    report(side, {"r": second}, finished_recving={"r"}, failed_recving={"r"})
+    assert recomputes(side) == {"timeout": 1}
+
+
+def test_a_following_request_waits_for_its_last_rank_and_fails_with_its_first_failure(side):
+    request = a_following_request()
+    start_fetch(side, request)
+    report(side, {"r": TIMED_OUT})
+    assert side.take_notices() == []
+    report(side, {"r": FOLLOWED}, finished_recving={"r"}, failed_recving={"r"})
+    assert side.take_notices()[0]["failed"] == "timeout"
+    assert request.prompt_token_ids[-1] == 3, "the placeholder must not be replaced"
+
+
+def test_a_hand_off_of_several_ranks_names_all_their_addresses_and_counts_all_their_bytes(side):
+    ranks = [Endpoint(f"127.0.0.1:{port}", LAYOUT.compatibility_hash(), 100, 1024) for port in (7001, 7002)]
+    side.set_endpoints(ranks)
+    request = a_request(do_remote_decode=True)
+    side.on_new_request(request)
+    _, told = end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
+    handoff = KvHandoff.from_params(told["handoff"])
+    assert handoff.addresses == ("127.0.0.1:7001", "127.0.0.1:7002")
+    assert handoff.num_bytes == 3 * 2048
+
+
+def test_one_hand_off_counts_once_however_many_ranks_carry_it_and_bytes_are_summed():
+    first = CounterStats(data={"open_leases": 1, "kv_bytes_total.sent": 100, "fetches_total.ok": 4})
+    second = CounterStats(
+        data={"open_leases": 2, "kv_bytes_total.sent": 100, "fetches_total.ok": 4, "pinned_blocks": 3}
+    )
+    assert first.aggregate(second).reduce() == {
+        "open_leases": 2,
+        "kv_bytes_total.sent": 200,
+        "fetches_total.ok": 4,
+        "pinned_blocks": 3,
+    }

@@ -1,0 +1,434 @@
+"""Engines split over ranks hand KV to engines split otherwise, and the answer is that of one whole engine.
+
+Four engines on real Ray: prefill and decode, each whole and split in two. They share this machine's cores, which only
+costs time; what is shown is that the right heads arrive, not how fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from conftest import CONFIG, TEXT
+from harness import TIE_NAT, Engines, Figure, _held
+from prometheus_client import CollectorRegistry
+from test_processes import body, descendants, serving, still_there
+from tiny_model import NUM_KV_HEADS, NUM_LAYERS, make_tiny_model
+from vllm.sampling_params import SamplingParams
+
+from cluster.actors import WorkerReady
+from cluster.config import load_config
+from cluster.deployment import _quietly, _worker_actor, ray_runtime
+from cluster.doctor import resolve_dtype
+from cluster.model_store import prepare_model
+from cluster.plan import make_plan
+from engine import sampling
+from engine.data_plane import WorkerClient
+from engine.messages import TokenDelta, WorkerDescription
+from kv_transfer.blocks import BlockPool
+from kv_transfer.handoff import KvHandoff
+from kv_transfer.lease import LeaseTable
+from kv_transfer.transports import TransportSettings, make_transport
+from router.fleet import Fleet
+from router.metrics import RequestMetrics
+from router.orchestrator import Orchestrator, SequenceRequest
+from router.releaser import HandoffReleaser
+from router.settings import RouterSettings
+
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
+
+PAIRS = [(2, 1), (1, 2), (2, 2)]
+"""Ranks of the prefill engine, ranks of the decode engine."""
+MAX_MODEL_LEN_TOKENS = 1024
+CHUNK_TOKENS = 128
+NUM_OUTPUT_TOKENS = 8
+PROMPT_LENGTHS = [5, 32, 64, 100, 300]
+"""Less than a block, a block, two blocks, part of a chunk, and three chunks, so that decode follows the prefill."""
+LARGEST_KV_DIFFERENCE = {"float32": 1e-4, "bfloat16": 6e-2}
+"""Of the largest value: ranks add up in another order. Two heads differ by about the largest value itself."""
+GONE_WITHIN_S = 15.0
+
+
+@dataclass
+class Engine:
+    """One worker actor and the way to its engine."""
+
+    actor: Any
+    ready: WorkerReady
+    client: WorkerClient
+    description: WorkerDescription
+
+
+class Split:
+    """The engines by pool and ranks, and the whole one of each pool as the reference."""
+
+    def __init__(self, engines: dict[tuple[str, int], Engine], dtype: str, model_path: str, text: list[int]) -> None:
+        self.engines = engines
+        self.dtype = dtype
+        self.text = text
+        clients = [engines["prefill", 1].client, engines["decode", 1].client]
+        self.whole = Engines("", "", dtype, model_path, None, None, clients)  # type: ignore[arg-type]
+        self.settings = RouterSettings(
+            model_path=model_path,
+            served_name="tiny",
+            dtype=dtype,
+            max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+            host="127.0.0.1",
+            port=0,
+            mode="disaggregated",
+            request_deadline_s=60.0,
+            max_outstanding_requests=16,
+            overlap=True,
+            min_remote_prefill_tokens=0,
+        )
+
+    async def prefill(self, ranks: int, prompt: list[int]) -> KvHandoff:
+        """The hand-off of a prompt that nobody decodes yet."""
+        wish = sampling.encode(SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT_TOKENS))
+        client = self.engines["prefill", ranks].client
+        _, handoff = await self.whole.run(client, leg="prefill", prompt_token_ids=prompt, sampling=wish)
+        assert handoff is not None
+        assert handoff.complete
+        return handoff
+
+    async def decode_counters(self, ranks: int) -> dict[str, float]:
+        """Counters up to now: an engine tells them with its steps, so it is given one."""
+        client = self.engines["decode", ranks].client
+        wish = sampling.encode(SamplingParams(max_tokens=1))
+        await self.whole.run(client, leg="decode", prompt_token_ids=self.text[:3], sampling=wish)
+        return (await client.status()).counters
+
+    async def leftovers(self) -> dict[str, float]:
+        """What any engine still holds, a second after the last step that could tell."""
+        for _ in range(20):
+            statuses = [await engine.client.status() for engine in self.engines.values()]
+            left = {name: value for status in statuses for name, value in _held(status).items() if value}
+            if not left:
+                break
+            await asyncio.sleep(0.2)
+        return left
+
+
+class Background:
+    """Tasks that run until the block ends."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def create_task(self, coroutine: Coroutine[Any, Any, None], name: str | None = None) -> None:
+        self._tasks.append(asyncio.create_task(coroutine, name=name))
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, made once."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(prepare_model("smollm2-135m"))
+    dtype = resolve_dtype(load_config(CONFIG).config)
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"), tokenizer, dtype, MAX_MODEL_LEN_TOKENS)
+
+
+# --- a whole deployment; before the fixture below, which starts a Ray of its own in this process
+
+
+def completion(url: str) -> dict[str, Any]:
+    reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
+    assert reply.status_code == 200, reply.text
+    usage: dict[str, Any] = reply.json()["usage"]
+    return usage
+
+
+async def test_serve_runs_an_engine_of_two_ranks_and_after_sigkill_of_one_leaves_no_process(
+    model: Path, figure: Figure
+):
+    pool = {"workers": "1", "tensor_parallel": "2", "cores_per_worker": "2", "kv_cache_bytes": "64 MiB"}
+    flags = [f"pools.colocated.{name}={value}" for name, value in pool.items()]
+    flags += [f"model.path={model}", "model.served_name=smollm2-135m"]
+    flags += [f"model.max_model_len_tokens={MAX_MODEL_LEN_TOKENS}"]
+    with serving("--mode", "colocated", *(word for flag in flags for word in ("--set", flag))) as serve:
+        url = await asyncio.to_thread(serve.wait_ready)
+        (worker,) = serve.table().values()
+        assert (await asyncio.to_thread(completion, url))["completion_tokens"] == 5
+        ranks = [psutil.Process(pid) for pid in worker.engine_pids if pid != worker.engine_pid]
+        assert [rank.ppid() for rank in ranks] == [worker.engine_pid] * 2
+        family = descendants(serve.process.pid)
+        killed_s = time.monotonic()
+        ranks[1].kill()
+        assert await asyncio.to_thread(serve.wait_exit, GONE_WITHIN_S + 30) != 0
+        figure(f"serve ended {time.monotonic() - killed_s:.1f} s after the kill: {serve.lines[-1]}")
+        assert re.search(r"error: .*colocated-0.*", serve.output), serve.output
+        assert await asyncio.to_thread(still_there, family, GONE_WITHIN_S) == []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def split(model: Path) -> AsyncIterator[Split]:
+    """Four engines, started together."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    dtype = resolve_dtype(load_config(CONFIG).config)
+    text = tokenizer(TEXT.read_text()[:20_000], add_special_tokens=False, verbose=False)["input_ids"]
+    background = Background()
+    async with AsyncExitStack() as stack:
+        configs = {ranks: settings(str(model), ranks) for ranks in (1, 2)}
+        await stack.enter_async_context(ray_runtime(configs[2]))
+        actors: dict[tuple[str, int], Any] = {}
+        starts = []
+        for ranks, config in configs.items():
+            plan = await asyncio.to_thread(make_plan, config)
+            for worker in plan.workers:
+                actor = actors[worker.pool, ranks] = _worker_actor(worker)
+                engine = replace(plan.engine_config(worker, "127.0.0.1"), worker_id=f"{worker.pool}-of-{ranks}")
+                starts.append(actor.start.remote(engine, shared_cores(ranks)))
+        ready = dict(zip(actors, await asyncio.gather(*starts), strict=True))
+        engines = {}
+        for name, actor in actors.items():
+            client = WorkerClient(ready[name].address, f"test-{name[0]}-{name[1]}")
+            background.create_task(client.run())
+            await client.wait_connected(10)
+            engines[name] = Engine(actor, ready[name], client, await client.describe())
+        try:
+            yield Split(engines, dtype, str(model), text)
+        finally:
+            await background.end()
+            for engine in engines.values():
+                await engine.client.close()
+            await asyncio.wait(
+                [asyncio.ensure_future(_quietly(actor.stop.remote())) for actor in actors.values()], timeout=30
+            )
+
+
+def settings(model: str, ranks: int) -> Any:
+    flags = {"model.path": model, "model.max_model_len_tokens": str(MAX_MODEL_LEN_TOKENS)}
+    for pool in ("prefill", "decode"):
+        flags |= {
+            f"pools.{pool}.tensor_parallel": str(ranks),
+            f"pools.{pool}.cores_per_worker": str(ranks),
+            f"pools.{pool}.max_num_batched_tokens": str(CHUNK_TOKENS),
+            f"pools.{pool}.kv_cache_bytes": "64 MiB",
+        }
+    return load_config(CONFIG, flags | {"pools.colocated.workers": "4"}).config
+
+
+def shared_cores(ranks: int) -> tuple[int, ...]:
+    """A core for each rank, the same ones for every engine: four engines have six ranks."""
+    mine = sorted(os.sched_getaffinity(0))
+    return tuple(mine[rank % len(mine)] for rank in range(ranks))
+
+
+# --- the KV itself
+
+
+async def fetched(handoff: KvHandoff, description: WorkerDescription, our_ranks: int) -> torch.Tensor:
+    """float32 [layers, blocks, KV heads, values], pulled as a decode engine of `our_ranks` would; then released."""
+    source = description.layout
+    block_bytes = source.block_bytes * source.tensor_parallel_size // our_ranks
+    layout = msgspec.structs.replace(source, tensor_parallel_size=our_ranks, block_bytes=block_bytes)
+    parts = []
+    for rank in range(our_ranks):
+        rows = [np.zeros((handoff.num_blocks, block_bytes), dtype=np.uint8) for _ in range(layout.num_layers)]
+        options = TransportSettings(BlockPool(rows), LeaseTable(), layout, host="127.0.0.1", port=0, rank=rank)
+        _, fetcher = make_transport("grpc", options)
+        receipt = await fetcher.fetch(handoff, 0, range(handoff.num_blocks), options.pool)
+        assert receipt.outcome == "ok", receipt
+        await fetcher.release(handoff)
+        await fetcher.close()
+        parts.append(np.stack(rows))
+    whole = np.ascontiguousarray(np.concatenate(parts, axis=2))
+    values = torch.from_numpy(whole).view(getattr(torch, source.kv_dtype)).float()
+    return values.reshape(layout.num_layers, handoff.num_blocks, source.num_kv_heads, -1)
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), PAIRS)
+async def test_the_kv_that_arrives_is_head_by_head_that_of_one_whole_engine(
+    split: Split, prefill_ranks: int, decode_ranks: int, figure: Figure
+):
+    prompt = split.text[:320]  # whole blocks only: what lies behind a prompt's last token is anybody's
+    engine, whole = split.engines["prefill", prefill_ranks], split.engines["prefill", 1]
+    assert len(engine.description.transfer_addresses) == prefill_ranks
+    ours = await fetched(await split.prefill(prefill_ranks, prompt), engine.description, decode_ranks)
+    reference = await fetched(await split.prefill(1, prompt), whole.description, 1)
+    assert ours.shape == reference.shape
+    assert ours.shape[:3] == (NUM_LAYERS, 10, NUM_KV_HEADS)
+    largest = reference.abs().amax()
+    worst = (ours - reference).abs().amax(dim=(0, 1, 3)) / largest
+    apart = min(
+        float((reference[:, :, one] - reference[:, :, other]).abs().amax() / largest)
+        for one in range(NUM_KV_HEADS)
+        for other in range(one)
+    )
+    figure(
+        f"P/D {prefill_ranks}/{decode_ranks}, {split.dtype}: largest difference of each head, relative to the largest "
+        f"value, {', '.join(f'{float(value):.1e}' for value in worst)}; between two heads at least {apart:.2f}"
+    )
+    assert worst.max() <= LARGEST_KV_DIFFERENCE[split.dtype]
+    assert apart > 0.3, "the heads are too much alike: this test shows nothing"
+    assert await split.leftovers() == {}, "released by every reader, and still held"
+
+
+# --- the tokens
+
+
+@asynccontextmanager
+async def routed(split: Split, prefill_ranks: int, decode_ranks: int) -> AsyncIterator[tuple[Orchestrator, Any, Fleet]]:
+    """The router's own way through one prefill and one decode engine; (orchestrator, its metrics, fleet)."""
+    background, releaser = Background(), HandoffReleaser()
+    fleet = Fleet(f"test-{prefill_ranks}-{decode_ranks}")
+    metrics = RequestMetrics(CollectorRegistry(), "disaggregated")
+    addresses = [
+        split.engines["prefill", prefill_ranks].ready.address,
+        split.engines["decode", decode_ranks].ready.address,
+    ]
+    try:
+        background.create_task(releaser.run())
+        await fleet.connect(addresses, background)  # type: ignore[arg-type]
+        yield Orchestrator(fleet, split.settings, metrics, releaser.release), metrics, fleet
+    finally:
+        await background.end()
+        for worker in fleet.workers:
+            await worker.client.close()
+
+
+async def answer(orchestrator: Orchestrator, prompt: list[int]) -> list[int]:
+    """All tokens of one greedy request."""
+    token_ids: list[int] = []
+
+    def emit(delta: TokenDelta) -> bool:
+        token_ids.extend(delta.token_ids)
+        return False
+
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT_TOKENS)
+    await orchestrator.run(SequenceRequest(f"greedy-{len(prompt)}", prompt, params), emit)
+    return token_ids
+
+
+async def behind_best_nat(split: Split, prompt: list[int], token_ids: list[int]) -> float:
+    """How far the whole engine ranks the worst of these tokens below its own best one."""
+    gaps = [
+        await split.whole.behind_best_nat(prompt, token_ids[:position], token)
+        for position, token in enumerate(token_ids)
+    ]
+    return max(gaps)
+
+
+async def cold(split: Split) -> None:
+    for engine in split.engines.values():
+        async with asyncio.timeout(5):
+            while not await engine.client.reset_prefix_cache():  # noqa: ASYNC110 - the engine has no event for it
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), PAIRS)
+async def test_every_greedy_token_is_one_that_a_whole_engine_could_have_chosen(
+    split: Split, prefill_ranks: int, decode_ranks: int, figure: Figure
+):
+    before = await split.decode_counters(decode_ranks)
+    worst, start = {}, 1000
+    async with routed(split, prefill_ranks, decode_ranks) as (orchestrator, metrics, fleet):
+        for length in PROMPT_LENGTHS:
+            prompt = split.text[start : start + length]
+            start += length
+            await cold(split)
+            token_ids = await answer(orchestrator, prompt)
+            assert len(token_ids) == NUM_OUTPUT_TOKENS
+            worst[length] = await behind_best_nat(split, prompt, token_ids)
+        followed = metrics.followed.labels("ok")._value.get()
+        after = await split.decode_counters(decode_ranks)
+        pairs = [(pair.transport, pair.why) for pair in fleet.kv_pairs]
+    told = ", ".join(f"{length} tokens {gap:.4f}" for length, gap in worst.items())
+    figure(f"P/D {prefill_ranks}/{decode_ranks} over {pairs}: nat behind the best, by prompt: {told}")
+    assert [length for length, gap in worst.items() if gap > TIE_NAT] == []
+    assert [transport for transport, _ in pairs] == ["shm"]
+    assert followed == 1, "the prompt of three chunks was not followed"
+    # One fetch a prompt however many ranks made it, and nothing computed twice.
+    assert after["fetches_total.ok"] - before["fetches_total.ok"] == len(PROMPT_LENGTHS)
+    assert [name for name in after if name.startswith(("recompute_total.", "fetches_total."))] == ["fetches_total.ok"]
+    assert await split.leftovers() == {}
+
+
+@pytest.mark.parametrize("decode_ranks", [1, 2])
+async def test_the_kv_of_another_prompt_would_be_noticed(split: Split, decode_ranks: int, figure: Figure):
+    """Else the test above would show nothing: in a random model the last token alone might decide."""
+    prompt, other = split.text[3000:3100], [*split.text[4000:4099], split.text[3099]]
+    await cold(split)
+    handoff = await split.prefill(2, other)
+    first = (await split.whole.reference(prompt, 1)).token_ids
+    wish = sampling.encode(SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT_TOKENS))
+    leg = {"leg": "decode", "prompt_token_ids": prompt, "emitted_token_ids": first, "sampling": wish}
+    wrong, _ = await split.whole.run(split.engines["decode", decode_ranks].client, handoff=handoff, **leg)
+    behind_nat = await behind_best_nat(split, prompt, first + wrong.token_ids)
+    figure(f"the worst token from another prompt's KV is {behind_nat:.2f} nat behind (inf: not among the 20 best)")
+    assert behind_nat > 5 * TIE_NAT
+    assert await split.leftovers() == {}
+
+
+# --- what the ranks have and leave
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+async def test_each_rank_computes_on_its_own_share_of_the_workers_cores(split: Split, pool: str):
+    engine = split.engines[pool, 2]
+    _, ranks = processes_of(engine)
+    assert sorted(rank.cpu_affinity() for rank in ranks) == sorted([core] for core in engine.ready.cores)
+
+
+def mapped_queues(pid: int) -> list[str]:
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/psm_" in line]
+
+
+async def test_the_queues_between_ranks_have_no_name_that_could_stay_behind(split: Split):
+    pids = [pid for engine in split.engines.values() for pid in engine.ready.engine_pids]
+    mapped = [line for pid in pids for line in mapped_queues(pid)]
+    assert mapped, "vLLM's queues are called otherwise now: this test shows nothing"
+    assert [line for line in mapped if not line.endswith(" (deleted)")] == []
+
+
+# --- processes; these end engines, so they come last
+
+
+def processes_of(engine: Engine) -> tuple[psutil.Process, list[psutil.Process]]:
+    """The engine process and its ranks."""
+    (core,) = [child for child in map(psutil.Process, engine.ready.engine_pids) if child.ppid() == engine.ready.pid]
+    return core, [process for process in map(psutil.Process, engine.ready.engine_pids) if process.pid != core.pid]
+
+
+async def test_no_rank_outlives_its_engine_process(split: Split, figure: Figure):
+    engine = split.engines["prefill", 2]
+    core, ranks = processes_of(engine)
+    assert len(ranks) == 2
+    failed = asyncio.ensure_future(asyncio.wait_for(engine.actor.wait_failed.remote(), GONE_WITHIN_S))
+    killed_s = time.monotonic()
+    os.kill(core.pid, signal.SIGKILL)
+    assert await asyncio.to_thread(still_there, ranks, GONE_WITHIN_S) == []
+    figure(f"both ranks ended {time.monotonic() - killed_s:.1f} s after their engine process was killed")
+    await failed
+
+
+async def test_no_rank_outlives_its_worker(split: Split, figure: Figure):
+    engine = split.engines["decode", 2]
+    core, ranks = processes_of(engine)
+    killed_s = time.monotonic()
+    os.kill(engine.ready.pid, signal.SIGKILL)
+    assert await asyncio.to_thread(still_there, [core, *ranks], GONE_WITHIN_S) == []
+    figure(f"engine process and both ranks ended {time.monotonic() - killed_s:.1f} s after their worker was killed")
