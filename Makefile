@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(EXTRA)
 MODEL_READY := $(VENV)/.model-ready
 
-.PHONY: help setup model demo test unit lint bench-unloaded clean
+.PHONY: help setup model demo test unit transports lint bench-unloaded clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -27,11 +27,15 @@ demo: model      ## colocated against disaggregated on the shipped trace; writes
 lint: setup      ## ruff, mypy strict, import rules
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
-unit: setup      ## tests without an engine and without a shaped network link, about two minutes
-	@$(BIN)/pytest -q -m "not engines and not network"
+unit: setup      ## tests of pure logic, under a minute
+	@$(BIN)/pytest -q -n 2 tests/unit
 
-test: lint model ## everything, real engines on real Ray included
-	@$(BIN)/pytest -v
+transports: setup ## every KV transport against the conformance suite; dead peers, faults, a shaped and a cut network link
+	@$(BIN)/pytest -q -n 2 tests/conformance
+	@$(BIN)/pytest -q tests/network
+
+test: lint model unit transports ## everything, real engines on real Ray included
+	@$(BIN)/pytest -v tests/engines
 
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
 	@$(BIN)/python -m tests.bench.unloaded_ttft

@@ -180,11 +180,11 @@ def test_a_second_fetch_for_one_request_is_refused(pair):
 
 
 def test_heartbeats_keep_the_lease_until_they_stop():
-    (prefill, _), (decode, _) = make_service(lease_s=0.3), make_service()
+    (prefill, _), (decode, _) = make_service(lease_s=1.0), make_service()
     try:
-        handoff = offer(prefill, "p", [1], lease_s=0.3)
+        handoff = offer(prefill, "p", [1], lease_s=1.0)
         decode.watch(handoff)
-        time.sleep(0.7)
+        time.sleep(1.5)
         assert prefill.poll().sent == set()
         decode.close()
         assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
