@@ -42,8 +42,11 @@ from router.timeline import Outcome, RequestTimeline
 
 Emit = Callable[[TokenDelta], bool]
 """Gives a delta to the client; True means nothing more is wanted (a stop string was found)."""
-ReleaseHandoff = Callable[[KvHandoff], None]
-"""Tells the prefill worker, in the background, that nobody will fetch this."""
+ReleaseHandoff = Callable[[KvHandoff, float], None]
+"""Tells the prefill worker, in the background and after so many seconds, that nobody will fetch this."""
+ABORT_FIRST_S = 0.5
+"""A decode leg that is aborted gives its hand-off back by itself. Were it taken away before the abort has come there,
+the leg would begin to compute the prompt."""
 
 
 class DeadlineExceeded(Exception):
@@ -141,11 +144,12 @@ class Orchestrator:
                 emit(first)  # the whole answer was one token
                 return
             self._metrics.first_token.labels(mode, resample or "").inc()
-            fetched = False
+            fetched, release_after_s = False, 0.0
             try:
                 if emit(msgspec.structs.replace(first, finished=False, handoff=None)):
                     return
                 task = _task(request, "decode", emitted_token_ids=first.token_ids, first_token=mode, handoff=handoff)
+                release_after_s = ABORT_FIRST_S
                 fetched = await self._hand_over(decode, task, early, emit, timeline)
                 receipt = timeline.decode_timing.receipt if timeline.decode_timing else None
                 if receipt is not None and receipt.outcome != "ok":
@@ -154,7 +158,7 @@ class Orchestrator:
                     )
             finally:
                 if not fetched:
-                    self._release_handoff(handoff)
+                    self._release_handoff(handoff, release_after_s)
         finally:
             if early is not None:
                 await early.close()

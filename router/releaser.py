@@ -16,11 +16,11 @@ class HandoffReleaser:
     """A queue and the task that empties it."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[KvHandoff] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[KvHandoff, float]] = asyncio.Queue()
 
-    def release(self, handoff: KvHandoff) -> None:
+    def release(self, handoff: KvHandoff, after_s: float = 0.0) -> None:
         """Queue one; never blocks. Releasing what was fetched already does nothing."""
-        self._queue.put_nowait(handoff)
+        self._queue.put_nowait((handoff, after_s))
 
     async def run(self) -> None:
         """Release what is queued, several at a time, until cancelled."""
@@ -30,10 +30,14 @@ class HandoffReleaser:
             for address in handoff.addresses:
                 await control.release(address, handoff.handoff_id)
 
+        async def release_later(handoff: KvHandoff, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            await release_with_retries(release, handoff)
+
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    handoff = await self._queue.get()
-                    group.create_task(release_with_retries(release, handoff))
+                    handoff, after_s = await self._queue.get()
+                    group.create_task(release_later(handoff, after_s))
         finally:
             await control.close()

@@ -17,7 +17,7 @@ from engine.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, 
 from engine.messages import TokenDelta, WorkerDescription, WorkerStatus
 from router.fleet import Worker
 from router.metrics import RequestMetrics
-from router.orchestrator import DeadlineExceeded, Orchestrator, SequenceRequest
+from router.orchestrator import ABORT_FIRST_S, DeadlineExceeded, Orchestrator, SequenceRequest
 from router.policy import NoWorker
 from router.settings import RouterSettings
 
@@ -106,7 +106,11 @@ class Bench:
             min_remote_prefill_tokens=min_remote,
         )
         metrics = RequestMetrics(self.registry, mode)
-        self.orchestrator = Orchestrator(self.fleet, settings, metrics, self.released.append)
+        self.orchestrator = Orchestrator(self.fleet, settings, metrics, self.release)
+
+    def release(self, handoff, after_s):
+        self.released.append(handoff)
+        self.released_after_s = after_s
 
     def emit(self, delta):
         self.emitted.append(delta)
@@ -286,6 +290,7 @@ async def test_a_stop_string_in_the_first_token_releases_the_hand_off_without_de
     bench.stop_at = 1
     await bench.run()
     assert bench.released == [HANDOFF]
+    assert bench.released_after_s == 0.0, "there is no decode leg that could still begin"
     assert bench.client("decode").tasks == []
     assert bench.count(path="disaggregated", outcome="finished") == 1
     bench.assert_idle()
@@ -334,6 +339,7 @@ async def test_a_failure_of_decode_before_its_first_token_frees_the_hand_off(err
     with pytest.raises(type(error), match=str(error)):
         await bench.run()
     assert bench.released == [HANDOFF]
+    assert bench.released_after_s == ABORT_FIRST_S
     assert bench.tokens == [1]
     assert bench.count(path="disaggregated", outcome="failed") == 1
     bench.assert_idle()
