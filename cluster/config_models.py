@@ -145,6 +145,9 @@ class RouterConfig(_Section):
     max_outstanding_requests: int = Field(
         default=512, ge=1, description="requests accepted at a time; more get HTTP 429"
     )
+    recovery_timeout_s: float = Field(
+        default=60.0, ge=0, description="how long an accepted request waits for a worker to come back when all are gone"
+    )
     min_remote_prefill_tokens: int = Field(
         default=0, ge=0, description="prompts shorter than this are prefilled on the decode worker, and counted"
     )

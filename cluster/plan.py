@@ -52,6 +52,7 @@ class Plan:
             mode=config.mode,
             request_deadline_s=config.router.request_deadline_s,
             max_outstanding_requests=config.router.max_outstanding_requests,
+            recovery_timeout_s=config.router.recovery_timeout_s,
             overlap=config.transfer.overlap,
             min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
         )

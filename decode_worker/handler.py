@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
+
 from engine import sampling
 from engine.errors import HandoffLost, InvalidTask
 from engine.messages import GenerateTask, TokenDelta
@@ -30,7 +32,7 @@ class DecodeHandler:
         if task.handoff is not None and not task.handoff.complete:
             followed = self._follow(engine, task, task.handoff)
         else:
-            followed = self._stream(engine, task, task.emitted_token_ids, _transfer(task))
+            followed = self._rest(engine, task, task.emitted_token_ids, _transfer(task))
         async with aclosing(followed) as deltas:
             async for delta in deltas:
                 yield delta
@@ -47,7 +49,7 @@ class DecodeHandler:
         if task.first_token == "continue":
             transfer["first_token_follows"] = True
             emitted = [*emitted, task.prompt_token_ids[-1]]
-        stream = self._stream(engine, task, emitted, transfer)
+        stream = self._rest(engine, task, emitted, transfer)
         with engine.notices.expect(handoff.handoff_id) as notice:
             async with aclosing(stream), aclosing(with_notice(stream, notice)) as deltas:
                 async for delta in deltas:
@@ -55,14 +57,20 @@ class DecodeHandler:
                         raise HandoffLost(delta.failed)
                     yield delta
 
-    async def _stream(
+    async def _rest(
         self, engine: VllmEngine, task: GenerateTask, emitted: list[int], transfer: dict[str, object] | None
     ) -> AsyncGenerator[TokenDelta, None]:
+        """What comes after `emitted`, which the engine is given as part of the prompt, or made to repeat."""
+        repeated: list[int] = []
+        if task.first_token == "resample":
+            repeated, emitted = emitted, []
         leg = sampling.decode_leg(
             sampling.decode(task.sampling), emitted_token_ids=emitted, has_handoff=task.handoff is not None
         )
         if transfer is not None:
             leg = sampling.with_transfer(leg, transfer)
+        if repeated:
+            leg = sampling.with_forced_tokens(leg, repeated)
         stream = engine.generate(
             task.request_id,
             task.prompt_token_ids + emitted,
@@ -70,9 +78,23 @@ class DecodeHandler:
             reasoning_ended=task.reasoning_ended,
             priority=task.priority,
         )
-        async with aclosing(stream) as deltas:
+        async with aclosing(stream), aclosing(_without_first(stream, len(repeated))) as deltas:
             async for delta in deltas:
                 yield delta
+
+
+async def _without_first(deltas: AsyncGenerator[TokenDelta, None], count: int) -> AsyncGenerator[TokenDelta, None]:
+    """Drop the first `count` tokens: the client has them."""
+    async for delta in deltas:
+        dropped = min(count, len(delta.token_ids))
+        count -= dropped
+        if dropped:
+            logprobs = delta.logprobs[dropped:] if delta.logprobs else None
+            delta = msgspec.structs.replace(
+                delta, token_ids=delta.token_ids[dropped:], logprobs=logprobs, prompt_logprobs=None
+            )
+        if delta.token_ids or delta.finished or not dropped:
+            yield delta
 
 
 def _transfer(task: GenerateTask) -> dict[str, object] | None:

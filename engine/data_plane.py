@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from engine.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerLost
+from engine.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
 from engine.messages import (
     AbortRequest,
     Ack,
@@ -110,7 +110,7 @@ class WorkerClient:
     async def generate(self, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
         """Yield the task's deltas, the last one with `finished`. Closing it earlier aborts the task on the worker.
 
-        Raises WorkerLost, TaskRejected, InvalidTask or EngineFailed.
+        Raises WorkerLost, WorkerDraining, TaskRejected, InvalidTask, HandoffLost or EngineFailed.
         """
         deltas: asyncio.Queue[TokenDelta | WorkerLost] = asyncio.Queue()
         self._streams[task.request_id] = deltas
@@ -210,9 +210,8 @@ class WorkerClient:
 def _raise_error(delta: TokenDelta) -> None:
     if delta.error is None:
         return
-    if delta.error_kind == "handoff":
-        raise HandoffLost(delta.error)
-    raise (InvalidTask if delta.error_kind == "invalid" else EngineFailed)(delta.error)
+    kinds = {"handoff": HandoffLost, "invalid": InvalidTask, "draining": WorkerDraining}
+    raise kinds.get(delta.error_kind, EngineFailed)(delta.error)
 
 
 def unary_handler(function: Callable[[Any], Any], kind: type[Any]) -> grpc.RpcMethodHandler:

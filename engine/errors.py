@@ -19,6 +19,10 @@ class WorkerLost(EngineError):
     """The connection to a worker broke, or it did not answer in time."""
 
 
+class WorkerDraining(EngineError):
+    """The worker leaves and has given the task back; another one may take it."""
+
+
 class HandoffLost(EngineError):
     """A decode leg that followed a prefill cannot go on; nothing was emitted, and the prefill may well succeed."""
 

@@ -100,6 +100,7 @@ class WorkerHost:
             num_kv_blocks=self._engine.num_kv_blocks,
             block_size_tokens=config.block_size_tokens,
             max_model_len_tokens=config.max_model_len_tokens,
+            repeats_tokens=config.on_cpu,
         )
         handlers = {
             "Describe": unary_handler(self._describe, Ack),
@@ -155,6 +156,7 @@ class WorkerHost:
             kv_blocks_total=total,
             counters=stats.counters,
             draining=self._draining,
+            engine_failed=self._engine.failed,
         )
 
     async def _pair(self, request: PairRequest) -> PairAnswer:

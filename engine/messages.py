@@ -21,7 +21,9 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     """One leg of one request, sent to one worker.
 
     `sampling` is the client's whole wish (`engine.sampling.encode`): each worker derives its own leg from it.
-    `emitted_token_ids` are output tokens the client already has; decode goes on after them.
+    `emitted_token_ids` are output tokens the client already has; the worker goes on after them and sends none again.
+    `first_token` says how: `continue` computes them as part of the prompt, `resample` has decode produce every token
+    itself, also those once more (`engine.forced_tokens`), so that its sampling state is right.
     `handoff` tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker computes it. One that
     is not complete is followed while prefill computes it, and brings the first token along.
     """
@@ -72,7 +74,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of a prefill leg. Not complete: it can be followed from now on, and the leg's token is still to come."""
     timing: LegTiming | None = None
     error: str | None = None
-    error_kind: Literal["", "invalid", "engine", "handoff"] = ""
+    error_kind: Literal["", "invalid", "engine", "handoff", "draining"] = ""
 
 
 class StepBatch(msgspec.Struct, frozen=True):
@@ -95,6 +97,8 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     block_size_tokens: int
     max_model_len_tokens: int
+    repeats_tokens: bool = True
+    """Can go on after emitted tokens in `resample` mode."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +113,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float] = msgspec.field(default_factory=dict)
     """Flat names, as `accounting.StepAccountant.counters` and `connector_worker` give them."""
     draining: bool = False
+    engine_failed: bool = False
 
 
 class AttachRequest(msgspec.Struct, frozen=True):

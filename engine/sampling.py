@@ -12,6 +12,9 @@ from typing import cast
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+FORCED = "forced_token_ids"
+"""Key in `extra_args` of what `engine.forced_tokens` reads; clients cannot set it."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SamplingParams)
 
@@ -70,11 +73,13 @@ def _for_engine(params: SamplingParams) -> SamplingParams:
     return leg
 
 
-def prefill_leg(params: SamplingParams, *, resample: bool) -> SamplingParams:
+def prefill_leg(params: SamplingParams, *, emitted_token_ids: Sequence[int], resample: bool) -> SamplingParams:
     """One token. In resample mode that token is thrown away, so nothing may end the request before the hand-off."""
     leg = _for_engine(params)
     leg.max_tokens = 1
-    leg.min_tokens = min(params.min_tokens, 1)
+    leg.min_tokens = min(max(0, params.min_tokens - len(emitted_token_ids)), 1)
+    if emitted_token_ids:
+        leg.prompt_logprobs = None  # the client has them from the first attempt
     if resample:
         leg.structured_outputs = None
         leg.bad_words = None
@@ -107,5 +112,11 @@ def decode_leg(params: SamplingParams, *, emitted_token_ids: Sequence[int], has_
 
 def with_transfer(leg: SamplingParams, transfer: dict[str, object]) -> SamplingParams:
     """Attach the connector's instructions; `leg` must be one of the copies made above."""
-    leg.extra_args = {"kv_transfer_params": transfer}
+    leg.extra_args = {**(leg.extra_args or {}), "kv_transfer_params": transfer}
+    return leg
+
+
+def with_forced_tokens(leg: SamplingParams, token_ids: list[int]) -> SamplingParams:
+    """Have the engine produce these tokens first; `leg` must be one of the copies made above."""
+    leg.extra_args = {**(leg.extra_args or {}), FORCED: token_ids}
     return leg

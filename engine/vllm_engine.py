@@ -183,6 +183,9 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
             },
         ),
     }
+    if config.on_cpu:
+        # On GPUs vLLM may pick its second model runner, whose processors have another interface, not run here yet.
+        args["logits_processors"] = ["engine.forced_tokens:ForcedTokens"]
     if config.kv_cache_bytes_per_rank is not None:
         args["kv_cache_memory_bytes"] = config.kv_cache_bytes_per_rank
     return args

@@ -29,13 +29,13 @@ class PrefillHandler:
             raise InvalidTask(f"this worker is in the prefill pool and cannot run a {task.leg} leg")
         params = sampling.decode(task.sampling)
         resample = task.first_token == "resample"
-        goes_on = resample or params.max_tokens is None or params.max_tokens - len(task.emitted_token_ids) > 1
-        leg = sampling.prefill_leg(params, resample=resample)
+        emitted = [] if resample else task.emitted_token_ids
+        goes_on = resample or params.max_tokens is None or params.max_tokens - len(emitted) > 1
+        leg = sampling.prefill_leg(params, emitted_token_ids=emitted, resample=resample)
         handoff_id = new_handoff_id()
         if goes_on:
             leg = sampling.with_transfer(leg, {"do_remote_decode": True, "handoff_id": handoff_id})
-        prompt = task.prompt_token_ids + task.emitted_token_ids
-        stream = engine.generate(task.request_id, prompt, leg, priority=task.priority)
+        stream = engine.generate(task.request_id, task.prompt_token_ids + emitted, leg, priority=task.priority)
         with engine.notices.expect(handoff_id) as notice:
             async with aclosing(stream), aclosing(with_notice(stream, notice)) as deltas:
                 async for delta in deltas:

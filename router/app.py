@@ -25,6 +25,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
+from router.deadline import with_deadline
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet, KvPair, PairingRefused
 from router.metrics import RequestMetrics, WorkerCollector
@@ -143,7 +144,7 @@ class Router:
                 await self._fleet.refresh()
             await app(scope, receive, _with_retry_after(send))
 
-        return with_fresh_metrics
+        return with_deadline(with_fresh_metrics)
 
 
 def _with_retry_after(send: Any) -> Any:

@@ -28,8 +28,10 @@ from vllm.v1.metrics.stats import PrefillStats
 from engine import logprobs, sampling
 from engine.errors import EngineError, InvalidTask
 from engine.messages import TokenDelta
+from router.answer import SequenceRequest
+from router.deadline import TIMEOUT_S
 from router.metrics import RequestMetrics
-from router.orchestrator import DeadlineExceeded, Orchestrator, SequenceRequest
+from router.orchestrator import DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
 
 _FINISH = {str(reason): reason for reason in FinishReason}
@@ -152,6 +154,7 @@ class RouterEngineClient(EngineClient):
             params=request.sampling_params,
             reasoning_ended=request.reasoning_ended,
             priority=request.priority,
+            timeout_s=TIMEOUT_S.get(),
         )
         text = _TextSink(self._outputs, sequence)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from engine.data_plane import OnUnclaimed, WorkerClient
 from engine.errors import WorkerLost
 from engine.messages import Pool, WorkerDescription, WorkerStatus
 from kv_transfer.handoff import explain_mismatch
-from router.policy import WorkerLoad
+from router.policy import NoWorker, Score, WorkerLoad, pick
 
 STATUS_INTERVAL_S = 0.5
 CONNECT_TIMEOUT_S = 30.0
+RECOVERY_POLL_S = 0.1
 
 
 class PairingRefused(Exception):
@@ -59,6 +61,7 @@ class Worker:
             worker_id=self.worker_id,
             connected=self.client.connected,
             draining=status.draining if status else False,
+            healthy=not (status and status.engine_failed),
             outstanding_prompt_tokens=self._outstanding_prompt_tokens,
             running=self._running,
             kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
@@ -130,8 +133,23 @@ class Fleet:
         return [worker for worker in self._workers.values() if worker.pool == name]
 
     def get(self, worker_id: str) -> Worker:
-        """By id, as the policy returns it."""
+        """By id."""
         return self._workers[worker_id]
+
+    def usable(self, name: Pool) -> list[Worker]:
+        """The workers of one pool that may be given new work."""
+        return [worker for worker in self.pool(name) if worker.load().usable]
+
+    async def available(self, pool: Pool, score: Score, within_s: float) -> Worker:
+        """The best usable worker of a pool; waits for one to come (back) if there is none. Raises NoWorker."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            try:
+                return self.get(pick([worker.load() for worker in self.pool(pool)], score))
+            except NoWorker as error:
+                if time.monotonic() >= deadline_s:
+                    raise NoWorker(f"no {pool} worker has been usable for {within_s:g} s") from error
+            await asyncio.sleep(RECOVERY_POLL_S)
 
     async def refresh(self) -> None:
         """Read every worker's status now; one that does not answer has none."""

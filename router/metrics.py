@@ -73,6 +73,18 @@ class RequestMetrics:
             ("result",),
             registry=registry,
         )
+        self.retries = Counter(
+            "ridgeline_retries",
+            "Requests taken to another worker, by where they were and why",
+            ("state", "cause"),
+            registry=registry,
+        )
+        self.pause = Histogram(
+            "ridgeline_continuation_pause_seconds",
+            "What the loss of a worker cost a client: last token before it, or arrival, to the next token",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
         self.rejected = Counter(
             "ridgeline_rejected", "Requests refused before any work", ("reason",), registry=registry
         )
@@ -87,6 +99,8 @@ class RequestMetrics:
             self.second_token.labels(later_pool).observe(timeline.second_token_s)
         for itl_s in timeline.itls_s:
             self.itl.labels(later_pool).observe(itl_s)
+        for pause_s in timeline.pauses_s:
+            self.pause.observe(pause_s)
         if outcome != "finished":
             return
         if timeline.tpot_s is not None:

@@ -1,67 +1,41 @@
-"""The way of one request through the workers: decode is chosen first, then prefill; t1 goes out before the KV moves.
+"""One request from its admission to its one outcome: deadline, attempts, what is counted. Called by `engine_client.py`.
 
-`engine_client.py` calls `run` for every sequence. A prompt that prefill computes in several steps is followed: its
-decode leg begins after the first step, with blocks of its own, and fetches what is final while the rest is computed; t1
-reaches it with the last blocks. If that fails, the leg begins again after prefill, as it does for a short prompt.
-
-What happens in each state on each kind of end:
-
-    state       worker fails                            client leaves / deadline / stop string
-    PREFILLING  the request fails                       prefill is aborted
-    HANDOFF     -                                       the hand-off is released on the prefill worker
-    DECODING    the request fails after what was sent   decode is aborted, its fetch cancelled, the hand-off released
+A worker that is lost on the way costs the client a pause: the request goes through the workers once more
+(`attempt.py`), with what the client has already. What happens in each state on each fault stands in `failure_table.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from dataclasses import dataclass
-
-import msgspec
-from vllm.sampling_params import SamplingParams
 
 from engine import sampling
-from engine.errors import HandoffLost
-from engine.messages import FirstToken, GenerateTask, Leg, TokenDelta
-from kv_transfer.handoff import KvHandoff
-from router.fleet import Fleet, PromptReservation, Worker
+from engine.errors import EngineError, EngineFailed, TaskRejected, WorkerDraining, WorkerLost
+from router.answer import Answer, Emit, SequenceRequest
+from router.attempt import Attempt, ReleaseHandoff
+from router.fleet import Fleet
 from router.metrics import RequestMetrics
-from router.policy import (
-    fewest_running_then_most_free,
-    least_prompt_tokens,
-    least_work,
-    local_prefill_reason,
-    pick,
-    room_to_follow,
-)
 from router.settings import RouterSettings
 from router.timeline import Outcome, RequestTimeline
 
-Emit = Callable[[TokenDelta], bool]
-"""Gives a delta to the client; True means nothing more is wanted (a stop string was found)."""
-ReleaseHandoff = Callable[[KvHandoff, float], None]
-"""Tells the prefill worker, in the background and after so many seconds, that nobody will fetch this."""
-ABORT_FIRST_S = 0.5
-"""A decode leg that is aborted gives its hand-off back by itself. Were it taken away before the abort has come there,
-the leg would begin to compute the prompt."""
+MAX_FRUITLESS_RETRIES = 3
+"""A request that kills its workers must not take the whole fleet along: so many attempts may decode nothing."""
+RETRY_PAUSE_S = 0.1
+CAUSES: dict[type[EngineError], str] = {
+    WorkerLost: "worker_lost",
+    EngineFailed: "engine_failed",
+    WorkerDraining: "draining",
+    TaskRejected: "draining",
+}
+"""What another worker may mend, and how it is counted."""
 
 
 class DeadlineExceeded(Exception):
-    """The request lived longer than router.request_deadline_s."""
+    """The request lived longer than it may."""
 
 
-@dataclass(frozen=True)
-class SequenceRequest:
-    """One sequence to generate; a request with n > 1 is n of these."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    reasoning_ended: bool | None = None
-    priority: int = 0
+class CannotContinue(EngineError):
+    """A stream lost its worker and its sampling state cannot be brought back; the message says why."""
 
 
 class Orchestrator:
@@ -73,195 +47,61 @@ class Orchestrator:
         self._fleet = fleet
         self._settings = settings
         self._metrics = metrics
-        self._release_handoff = release_handoff
+        self._attempt = Attempt(fleet, settings, metrics, release_handoff)
         self.in_flight = 0
 
     async def run(self, request: SequenceRequest, emit: Emit) -> None:
-        """Serve one sequence; returns after its last delta. Cancelling it aborts both legs.
+        """Serve one sequence; returns after its last delta. Cancelling it aborts it on every worker.
 
-        Raises NoWorker, WorkerLost, EngineFailed, InvalidTask, TaskRejected or DeadlineExceeded.
+        Raises NoWorker, WorkerLost, EngineFailed, InvalidTask, TaskRejected, CannotContinue or DeadlineExceeded.
         """
         timeline = RequestTimeline(time.monotonic, request.request_id, len(request.prompt_token_ids))
         outcome: Outcome = "failed"
+        limit_s = min(request.timeout_s or self._settings.request_deadline_s, self._settings.request_deadline_s)
         self.in_flight += 1
         try:
-            async with asyncio.timeout(self._settings.request_deadline_s):
-                await self._serve(request, emit, timeline)
+            async with asyncio.timeout(limit_s):
+                await self._until_answered(request, Answer(emit, timeline))
             outcome = "finished"
         except asyncio.CancelledError:
             outcome = "cancelled"
             raise
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"request {request.request_id} took longer than router.request_deadline_s "
-                f"({self._settings.request_deadline_s:.0f} s)"
+                f"request {request.request_id} took longer than the {limit_s:g} s it may: the least of "
+                "router.request_deadline_s and the client's x-ridgeline-timeout-s"
             ) from error
         finally:
             self.in_flight -= 1
             self._metrics.close(timeline, outcome)
 
-    async def _serve(self, request: SequenceRequest, emit: Emit, timeline: RequestTimeline) -> None:
-        if self._settings.mode == "colocated":
-            await self._whole(request, emit, timeline)
-            return
-        num_tokens = len(request.prompt_token_ids)
-        decode = self._fleet.get(pick([w.load() for w in self._fleet.pool("decode")], fewest_running_then_most_free))
-        reason = local_prefill_reason(num_tokens, self._settings.min_remote_prefill_tokens)
-        if reason is not None:
-            timeline.path = "ineligible"
-            with decode.reserve(num_tokens) as reservation:
-                leg = decode.client.generate(_task(request, "decode", recompute_reason=reason))
-                await self._stream(leg, emit, timeline, reservation)
-            return
-        timeline.path = "disaggregated"
-        with decode.reserve():
-            await self._prefill_then_decode(request, decode, emit, timeline)
-
-    async def _whole(self, request: SequenceRequest, emit: Emit, timeline: RequestTimeline) -> None:
-        replica = self._fleet.get(pick([w.load() for w in self._fleet.pool("colocated")], least_work))
-        with replica.reserve(len(request.prompt_token_ids)) as reservation:
-            await self._stream(replica.client.generate(_task(request, "decode")), emit, timeline, reservation)
-
-    async def _prefill_then_decode(
-        self, request: SequenceRequest, decode: Worker, emit: Emit, timeline: RequestTimeline
-    ) -> None:
-        resample = sampling.resample_reason(request.params)
-        mode: FirstToken = "continue" if resample is None else "resample"
-        early: _EarlyLeg | None = None
-
-        def follow(handoff: KvHandoff) -> None:
-            nonlocal early
-            if not self._settings.overlap or not room_to_follow(decode.load(), handoff.num_blocks):
-                self._metrics.followed.labels("no_room" if self._settings.overlap else "off").inc()
-                return
-            task = _task(request, "decode", first_token=mode, handoff=handoff)
-            early = _EarlyLeg(decode.client.generate(task))
-
-        try:
-            first = await self._prefill(request, mode, timeline, follow)
-            handoff = first.handoff
-            if handoff is None:
-                emit(first)  # the whole answer was one token
-                return
-            self._metrics.first_token.labels(mode, resample or "").inc()
-            fetched, release_after_s = False, 0.0
+    async def _until_answered(self, request: SequenceRequest, answer: Answer) -> None:
+        """Attempt after attempt, each going on where the last one ended."""
+        number, fruitless = 0, 0
+        while True:
             try:
-                if emit(msgspec.structs.replace(first, finished=False, handoff=None)):
+                await self._attempt.run(request, answer, number)
+                return
+            except tuple(CAUSES) as error:
+                if answer.ended:  # the client has everything; only the tidying up failed
                     return
-                task = _task(request, "decode", emitted_token_ids=first.token_ids, first_token=mode, handoff=handoff)
-                release_after_s = ABORT_FIRST_S
-                fetched = await self._hand_over(decode, task, early, emit, timeline)
-                receipt = timeline.decode_timing.receipt if timeline.decode_timing else None
-                if receipt is not None and receipt.outcome != "ok":
-                    timeline.path = (
-                        "local"  # decode computed the prompt itself: not disaggregated, whatever was planned
-                    )
-            finally:
-                if not fetched:
-                    self._release_handoff(handoff, release_after_s)
-        finally:
-            if early is not None:
-                await early.close()
+                fruitless = 0 if answer.timeline.state == "decoding" else fruitless + 1
+                if fruitless > MAX_FRUITLESS_RETRIES:
+                    raise
+                self._check_continuable(request, answer, error)
+                self._metrics.retries.labels(answer.timeline.state, CAUSES[type(error)]).inc()
+            answer.timeline.interrupted()
+            number += 1
+            await asyncio.sleep(RETRY_PAUSE_S * fruitless)
+            await self._fleet.refresh()  # so that a worker whose engine is gone is not asked again
 
-    async def _prefill(
-        self,
-        request: SequenceRequest,
-        mode: FirstToken,
-        timeline: RequestTimeline,
-        follow: Callable[[KvHandoff], None],
-    ) -> TokenDelta:
-        """The leg's last delta; `follow` is called before, if the hand-off can be followed while it grows."""
-        worker = self._fleet.get(pick([w.load() for w in self._fleet.pool("prefill")], least_prompt_tokens))
-        task = _task(request, "prefill", first_token=mode)
-        with worker.reserve(len(request.prompt_token_ids)):
-            async with aclosing(worker.client.generate(task)) as deltas:
-                async for delta in deltas:
-                    if delta.handoff is not None and not delta.handoff.complete:
-                        follow(delta.handoff)
-                        continue
-                    timeline.tokens(len(delta.token_ids))
-                    timeline.prefill_timing = delta.timing
-                    return delta
-        raise AssertionError("a prefill leg ends with one delta or an error")
-
-    async def _hand_over(
-        self, decode: Worker, task: GenerateTask, early: _EarlyLeg | None, emit: Emit, timeline: RequestTimeline
-    ) -> bool:
-        """Stream the leg that followed the prefill; if that came to nothing, or there is none, begin one now."""
-        if early is not None:
-            try:
-                timeline.followed = True
-                fetched = await self._stream(early.deltas(), emit, timeline)
-                self._metrics.followed.labels("ok").inc()
-                return fetched
-            except HandoffLost as lost:
-                timeline.followed = False
-                self._metrics.followed.labels(lost.reason).inc()
-                task = msgspec.structs.replace(task, request_id=f"{task.request_id}-again")
-        return await self._stream(decode.client.generate(task), emit, timeline)
-
-    async def _stream(
-        self,
-        leg: AsyncGenerator[TokenDelta, None],
-        emit: Emit,
-        timeline: RequestTimeline,
-        reservation: PromptReservation | None = None,
-    ) -> bool:
-        """Stream one decode leg; True once the worker has produced a token, that is, has fetched the KV."""
-        produced = False
-        async with aclosing(leg) as deltas:
-            async for delta in deltas:
-                produced = True
-                if reservation is not None:
-                    reservation.prompt_done()
-                timeline.tokens(len(delta.token_ids))
-                timeline.decode_timing = delta.timing
-                if emit(delta):
-                    break
-        return produced
-
-
-class _EarlyLeg:
-    """A decode leg begun while its prompt is still prefilled: its first delta is awaited in the background."""
-
-    def __init__(self, leg: AsyncGenerator[TokenDelta, None]) -> None:
-        self._leg = leg
-        self._first = asyncio.ensure_future(anext(leg))
-
-    async def deltas(self) -> AsyncGenerator[TokenDelta, None]:
-        """All of the leg's deltas; raises HandoffLost before the first one if following failed."""
-        yield await asyncio.shield(self._first)
-        async for delta in self._leg:
-            yield delta
-
-    async def close(self) -> None:
-        """End it, which aborts it on the worker unless it has finished."""
-        if not self._first.done():  # else this must not yield: the answer is out, and its consumer may cancel us now
-            self._first.cancel()
-            await asyncio.wait((self._first,))
-        if not self._first.cancelled():
-            self._first.exception()  # reported already, or of no interest any more
-        await self._leg.aclose()
-
-
-def _task(
-    request: SequenceRequest,
-    leg: Leg,
-    *,
-    emitted_token_ids: list[int] | None = None,
-    first_token: FirstToken = "continue",
-    handoff: KvHandoff | None = None,
-    recompute_reason: str = "",
-) -> GenerateTask:
-    return GenerateTask(
-        request_id=f"{request.request_id}-{leg}",
-        leg=leg,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=sampling.encode(request.params),
-        emitted_token_ids=emitted_token_ids or [],
-        first_token=first_token,
-        handoff=handoff,
-        recompute_reason=recompute_reason,
-        reasoning_ended=request.reasoning_ended,
-        priority=request.priority,
-    )
+    def _check_continuable(self, request: SequenceRequest, answer: Answer, error: Exception) -> None:
+        reason = sampling.resample_reason(request.params)
+        if not answer.token_ids or reason is None:
+            return
+        pool = self._fleet.pool("colocated" if self._settings.mode == "colocated" else "decode")
+        if not all(worker.description.repeats_tokens for worker in pool):
+            raise CannotContinue(
+                f"the worker was lost in mid-stream ({error}), and {reason} needs sampling state that these workers "
+                "cannot rebuild: send the request again"
+            ) from error

@@ -23,6 +23,13 @@ class WorkerLoad:
     """Sequences sent there and not yet finished."""
     kv_blocks_free: int
     kv_blocks_total: int
+    healthy: bool = True
+    """Its engine runs, as far as it last said."""
+
+    @property
+    def usable(self) -> bool:
+        """May be given new work."""
+        return self.connected and self.healthy and not self.draining
 
 
 SPARE_FRACTION = 0.25
@@ -48,7 +55,7 @@ def least_work(load: WorkerLoad) -> tuple[float, ...]:
 
 def pick(loads: Sequence[WorkerLoad], score: Score, needed_blocks: int = 0) -> str:
     """The id of the usable worker with the lowest score; ties go to the first. Raises NoWorker."""
-    usable = [load for load in loads if load.connected and not load.draining and load.kv_blocks_total >= needed_blocks]
+    usable = [load for load in loads if load.usable and load.kv_blocks_total >= needed_blocks]
     if not usable:
         raise NoWorker("no worker is connected and accepting work")
     return min(usable, key=score).worker_id

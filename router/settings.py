@@ -27,6 +27,8 @@ class RouterSettings:
     mode: str
     request_deadline_s: float
     max_outstanding_requests: int
+    recovery_timeout_s: float
+    """How long an accepted request waits for a worker when its pool has none."""
     overlap: bool
     """Whether decode may fetch the KV of a long prompt while its later chunks are prefilled."""
     min_remote_prefill_tokens: int

@@ -14,6 +14,8 @@ from engine.messages import LegTiming, Pool
 Outcome = Literal["finished", "failed", "cancelled"]
 Path = Literal["disaggregated", "local", "ineligible"]
 """`local`: whole on one worker. `ineligible`: so by configuration, in a disaggregated deployment."""
+State = Literal["queued", "prefilling", "handoff", "decoding"]
+"""Where a request is. `handoff`: its first token is out, decode has not produced one yet."""
 
 
 @dataclass
@@ -31,15 +33,30 @@ class RequestTimeline:
     decode_timing: LegTiming | None = None
     followed: bool = False
     """The KV was fetched while prefill went on: waiting for it cost nothing but the last segment."""
+    state: State = "queued"
+    pauses_s: list[float] = field(default_factory=list)
+    """What each loss of a worker cost the client: from the token before it, or the arrival, to the token after it."""
+    _interrupted: bool = False
 
     def __post_init__(self) -> None:
         self.arrived_s = self.clock()
 
     def tokens(self, count: int) -> None:
         """`count` tokens went to the client now."""
-        if count:
-            self.num_output_tokens += count
-            self.token_times_s.append(self.clock())
+        if not count:
+            return
+        now_s = self.clock()
+        if self._interrupted:
+            self.pauses_s.append(now_s - (self.token_times_s[-1] if self.token_times_s else self.arrived_s))
+            self._interrupted = False
+        self.num_output_tokens += count
+        self.token_times_s.append(now_s)
+
+    def interrupted(self) -> None:
+        """Its worker is lost; it begins again where it was."""
+        self._interrupted = True
+        self.followed = False
+        self.prefill_timing = self.decode_timing = None
 
     @property
     def ttft_s(self) -> float | None:

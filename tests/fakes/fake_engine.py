@@ -154,6 +154,7 @@ class FakeEngine:
         self.error: Exception | None = None
         """Raised by the next steps instead of a token."""
         self.notices = NoticeBoard()
+        self.timing = TIMING
         self._stepping = stepping
         self._waiting: dict[str, asyncio.Semaphore] = {}
 
@@ -199,7 +200,9 @@ class FakeEngine:
                 if self.error is not None:
                     ended = True
                     raise self.error
-                context.append(next_token(context))
+                made = len(context) - len(prompt_token_ids)
+                forced = (params.extra_args or {}).get(sampling.FORCED, [])
+                context.append(forced[made] if made < len(forced) else next_token(context))
                 stopped = not params.ignore_eos and context[-1] in (params.stop_token_ids or [])
                 ended = stopped or len(context) - len(prompt_token_ids) >= (params.max_tokens or 16)
                 publish = ended and not stopped and (call.transfer or {}).get("do_remote_decode")
@@ -209,7 +212,7 @@ class FakeEngine:
                     finished=ended,
                     finish_reason=("stop" if stopped else "length") if ended else None,
                     handoff=make_handoff(call.transfer["handoff_id"], len(prompt_token_ids)) if publish else None,
-                    timing=TIMING if ended else None,
+                    timing=self.timing if ended else None,
                 )
         finally:
             del self._waiting[request_id]

@@ -66,7 +66,7 @@ def test_what_does_not_depend_on_them_goes_on_from_prefills_token(fields):
 def test_both_legs_are_tokens_in_tokens_out_one_sequence_one_delta_a_step(resample):
     params = wish(stop=["x"], n=3, output_kind=RequestOutputKind.FINAL_ONLY)
     for leg in (
-        prefill_leg(params, resample=resample),
+        prefill_leg(params, emitted_token_ids=[], resample=resample),
         decode_leg(params, emitted_token_ids=[], has_handoff=True),
     ):
         assert (leg.detokenize, leg.stop, leg.n) == (False, [], 1)
@@ -74,12 +74,12 @@ def test_both_legs_are_tokens_in_tokens_out_one_sequence_one_delta_a_step(resamp
 
 
 def test_prefill_makes_one_token_and_may_end_there():
-    leg = prefill_leg(wish(min_tokens=5, stop_token_ids=[7], logprobs=3), resample=False)
+    leg = prefill_leg(wish(min_tokens=5, stop_token_ids=[7], logprobs=3), emitted_token_ids=[], resample=False)
     assert (leg.max_tokens, leg.min_tokens, leg.logprobs) == (1, 1, 3)
     assert leg.ignore_eos is False
     assert set(leg.stop_token_ids) == {7, 9}
     assert leg.all_stop_token_ids == {EOS, 9, 7}
-    assert prefill_leg(wish(), resample=False).min_tokens == 0
+    assert prefill_leg(wish(), emitted_token_ids=[], resample=False).min_tokens == 0
 
 
 def test_a_prefill_whose_token_is_thrown_away_cannot_end_before_the_hand_off():
@@ -91,7 +91,7 @@ def test_a_prefill_whose_token_is_thrown_away_cannot_end_before_the_hand_off():
         structured_outputs=StructuredOutputsParams(json=SCHEMA),
         bad_words=["no"],
     )
-    leg = prefill_leg(params, resample=True)
+    leg = prefill_leg(params, emitted_token_ids=[], resample=True)
     assert (leg.max_tokens, leg.min_tokens, leg.ignore_eos) == (1, 0, True)
     assert leg.stop_token_ids == []
     assert leg.all_stop_token_ids == set()
@@ -103,7 +103,7 @@ def test_a_prefill_whose_token_is_thrown_away_cannot_end_before_the_hand_off():
 def test_making_a_leg_leaves_the_clients_wish_as_it_was():
     params = wish(min_tokens=5, stop_token_ids=[7], stop=["x"], structured_outputs=StructuredOutputsParams(json=SCHEMA))
     before = encode(params)
-    prefill_leg(params, resample=True)
+    prefill_leg(params, emitted_token_ids=[], resample=True)
     with_transfer(decode_leg(params, emitted_token_ids=[1], has_handoff=True), {"do_remote_prefill": True})
     assert encode(params) == before
 
@@ -147,7 +147,10 @@ def test_only_our_own_transfer_instructions_reach_the_connector():
     params = wish(extra_args=client)
     assert without_client_transfer_keys(params).extra_args is None
     assert params.extra_args == client, "the client's own object is not touched"
-    for leg in (prefill_leg(params, resample=False), decode_leg(params, emitted_token_ids=[], has_handoff=True)):
+    for leg in (
+        prefill_leg(params, emitted_token_ids=[], resample=False),
+        decode_leg(params, emitted_token_ids=[], has_handoff=True),
+    ):
         assert leg.extra_args is None
         assert with_transfer(leg, {"ours": 1}).extra_args == {"kv_transfer_params": {"ours": 1}}
 

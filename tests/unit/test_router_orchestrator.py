@@ -13,11 +13,13 @@ from fake_engine import LAYOUT, TIMING, eventually, make_handoff
 from vllm.sampling_params import SamplingParams
 
 from engine import sampling
-from engine.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerLost
+from engine.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
 from engine.messages import TokenDelta, WorkerDescription, WorkerStatus
-from router.fleet import Worker
+from router.answer import SequenceRequest
+from router.attempt import ABORT_FIRST_S
+from router.fleet import Fleet, Worker
 from router.metrics import RequestMetrics
-from router.orchestrator import ABORT_FIRST_S, DeadlineExceeded, Orchestrator, SequenceRequest
+from router.orchestrator import MAX_FRUITLESS_RETRIES, CannotContinue, DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
 from router.settings import RouterSettings
 
@@ -56,11 +58,11 @@ class FakeClient:
             self.closed_early += not ended
 
 
-class FakeFleet:
-    """Workers by pool, as `router.fleet.Fleet` gives them."""
+class FakeFleet(Fleet):
+    """A fleet without connections."""
 
     def __init__(self, log, scripts):
-        self.workers = []
+        super().__init__("test")
         for worker_id, script in scripts.items():
             description = WorkerDescription(
                 worker_id=worker_id,
@@ -74,13 +76,10 @@ class FakeFleet:
                 block_size_tokens=32,
                 max_model_len_tokens=4096,
             )
-            self.workers.append(Worker(FakeClient(log, worker_id, script), description))
+            self._workers[worker_id] = Worker(FakeClient(log, worker_id, script), description)
 
-    def pool(self, name):
-        return [worker for worker in self.workers if worker.pool == name]
-
-    def get(self, worker_id):
-        return next(worker for worker in self.workers if worker.worker_id == worker_id)
+    async def refresh(self):
+        pass
 
 
 class Bench:
@@ -102,6 +101,7 @@ class Bench:
             mode=mode,
             request_deadline_s=deadline_s,
             max_outstanding_requests=10,
+            recovery_timeout_s=0.0,
             overlap=True,
             min_remote_prefill_tokens=min_remote,
         )
@@ -332,27 +332,82 @@ async def test_a_client_that_leaves_aborts_the_leg_that_runs_and_frees_the_hand_
 
 
 @pytest.mark.parametrize(
-    "error", [WorkerLost("gone"), EngineFailed("dead"), TaskRejected("draining"), InvalidTask("no")]
+    "error", [WorkerLost("gone"), EngineFailed("dead"), WorkerDraining("leaves"), TaskRejected("draining")]
 )
-async def test_a_failure_of_decode_before_its_first_token_frees_the_hand_off(error):
+async def test_a_decode_worker_that_always_fails_is_not_asked_for_ever_and_every_hand_off_is_freed(error):
     bench = split(decode=[error])
     with pytest.raises(type(error), match=str(error)):
-        await bench.run()
-    assert bench.released == [HANDOFF]
+        await bench.run(max_tokens=30)
+    attempts = 1 + MAX_FRUITLESS_RETRIES
+    assert bench.released == [HANDOFF] * attempts
     assert bench.released_after_s == ABORT_FIRST_S
-    assert bench.tokens == [1]
+    assert len(bench.client("decode").tasks) == attempts
+    assert len({task.request_id for task in bench.client("decode").tasks}) == attempts
     assert bench.count(path="disaggregated", outcome="failed") == 1
     bench.assert_idle()
 
 
-@pytest.mark.parametrize("error", [WorkerLost("gone"), EngineFailed("dead"), InvalidTask("no")])
-async def test_a_failure_of_prefill_emits_nothing_and_asks_no_decode(error):
+async def test_what_is_the_requests_own_fault_is_not_tried_again():
+    for scripts in ({"decode": [InvalidTask("no")]}, {"prefill": [InvalidTask("no")]}):
+        bench = split(**scripts)
+        with pytest.raises(InvalidTask, match="no"):
+            await bench.run()
+        assert len(bench.client(next(iter(scripts))).tasks) == 1
+        bench.assert_idle()
+
+
+@pytest.mark.parametrize("error", [WorkerLost("gone"), EngineFailed("dead")])
+async def test_a_prefill_worker_that_always_fails_emits_nothing_and_asks_no_decode(error):
     bench = split(prefill=[error])
     with pytest.raises(type(error), match=str(error)):
         await bench.run()
-    assert bench.log == ["prefill-0 asked"]
+    assert bench.log == ["prefill-0 asked"] * (1 + MAX_FRUITLESS_RETRIES)
     assert bench.released == []
     assert bench.count(path="disaggregated", outcome="failed") == 1
+    bench.assert_idle()
+
+
+def once(client, first, *later):
+    """The client plays `first` for its first task and `later` for the others."""
+    generate, scripts = client.generate, iter((first, *later))
+
+    def another(task):
+        client.script = next(scripts)
+        return generate(task)
+
+    client.generate = another
+
+
+async def test_the_next_attempt_is_told_what_the_client_has_and_the_pause_is_counted():
+    bench = split()
+    once(bench.client("prefill"), [FIRST], [msgspec.structs.replace(FIRST, token_ids=[7])])
+    once(bench.client("decode"), [SECOND, WorkerLost("killed")], [LAST])
+    await bench.run(max_tokens=9)
+    assert bench.tokens == [1, 2, 7, 3]
+    assert bench.client("prefill").tasks[1].emitted_token_ids == [1, 2]
+    assert bench.client("decode").tasks[1].emitted_token_ids == [1, 2, 7]
+    labels = {"state": "decoding", "cause": "worker_lost"}
+    assert bench.registry.get_sample_value("ridgeline_retries_total", labels) == 1
+    assert bench.registry.get_sample_value("ridgeline_continuation_pause_seconds_count") == 1
+    bench.assert_idle()
+
+
+async def test_an_answer_that_depends_on_its_own_tokens_is_repeated_not_prefilled():
+    bench = split(prefill=[msgspec.structs.replace(FIRST, token_ids=[])])
+    once(bench.client("decode"), [SECOND, WorkerLost("killed")], [LAST])
+    await bench.run(presence_penalty=0.5)
+    assert bench.tokens == [2, 3]
+    for task in (bench.client("prefill").tasks[1], bench.client("decode").tasks[1]):
+        assert (task.emitted_token_ids, task.first_token) == ([2], "resample")
+
+
+async def test_a_stream_that_its_workers_cannot_repeat_ends_with_a_sentence_that_says_so():
+    bench = split(prefill=[msgspec.structs.replace(FIRST, token_ids=[])], decode=[SECOND, WorkerLost("killed")])
+    worker = bench.fleet.get("decode-0")
+    worker.description = msgspec.structs.replace(worker.description, repeats_tokens=False)
+    with pytest.raises(CannotContinue, match="presence_penalty"):
+        await bench.run(presence_penalty=0.5)
+    assert bench.tokens == [2]
     bench.assert_idle()
 
 
@@ -393,12 +448,13 @@ async def test_without_a_usable_decode_worker_no_prefill_is_wasted():
     bench.assert_idle()
 
 
-async def test_without_a_usable_prefill_worker_the_request_fails_and_decode_is_free_again():
+async def test_without_a_usable_prefill_worker_decode_computes_the_prompt_and_is_told_why():
     bench = split()
     bench.client("prefill").connected = False
-    with pytest.raises(NoWorker):
-        await bench.run()
-    assert bench.count(path="disaggregated", outcome="failed") == 1
+    await bench.run()
+    [task] = bench.client("decode").tasks
+    assert (task.handoff, task.recompute_reason) == (None, "no_prefill_worker")
+    assert bench.count(path="local", outcome="finished") == 1
     bench.assert_idle()
 
 
@@ -406,8 +462,8 @@ async def test_every_request_has_exactly_one_outcome():
     bench = split()
     for _ in range(5):
         await bench.run()
-    bench.client("decode").script = [EngineFailed("dead")]
-    with pytest.raises(EngineFailed):
+    bench.client("decode").script = [InvalidTask("no")]
+    with pytest.raises(InvalidTask):
         await bench.run()
     assert bench.count(path="disaggregated", outcome="finished") == 5
     assert bench.count(path="disaggregated", outcome="failed") == 1
@@ -438,18 +494,10 @@ async def test_decode_is_asked_while_prefill_goes_on_and_its_tokens_come_after_t
 
 async def test_a_lost_hand_off_is_handed_over_again_after_prefill():
     bench = split(prefill=[ANNOUNCED, FIRST])
-    scripts = iter([[HandoffLost("withdrawn")], [SECOND, LAST]])
-    client = bench.client("decode")
-    generate = client.generate
-
-    def another(task):
-        client.script = next(scripts)
-        return generate(task)
-
-    client.generate = another
+    once(bench.client("decode"), [HandoffLost("withdrawn")], [SECOND, LAST])
     await bench.run()
     assert bench.tokens == [1, 2, 3]
-    early, late = client.tasks
+    early, late = bench.client("decode").tasks
     assert (early.handoff.complete, late.handoff.complete, late.emitted_token_ids) == (False, True, [1])
     assert early.request_id != late.request_id
     assert (followed(bench, "withdrawn"), followed(bench, "ok")) == (1, None)
@@ -483,11 +531,11 @@ async def test_a_client_that_leaves_while_decode_follows_aborts_both_legs():
     bench.assert_idle()
 
 
-async def test_a_prefill_that_fails_while_decode_follows_aborts_decode():
-    bench = split(prefill=[ANNOUNCED, WorkerLost("gone")], decode=[FOREVER])
-    with pytest.raises(WorkerLost):
-        await bench.run()
-    assert (bench.tokens, bench.client("decode").closed_early) == ([], 1)
+async def test_a_prefill_that_fails_while_decode_follows_aborts_decode_and_begins_again():
+    bench = split(decode=[FOREVER])
+    once(bench.client("prefill"), [ANNOUNCED, WorkerLost("gone")], [WHOLE])
+    await bench.run()
+    assert (bench.tokens, bench.client("decode").closed_early) == ([1], 1)
     bench.assert_idle()
 
 

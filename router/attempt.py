@@ -1,0 +1,237 @@
+"""One way of a request through the workers: decode is chosen first, then prefill; t1 goes out before the KV moves.
+
+`orchestrator.py` makes another attempt when a worker is lost. A prompt that prefill computes in several steps is
+followed: its decode leg begins after the first step, with blocks of its own, and fetches what is final while the rest
+is computed; t1 reaches it with the last blocks. If that fails, the leg begins again after prefill, as for a short one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import msgspec
+
+from engine import sampling
+from engine.errors import HandoffLost
+from engine.messages import FirstToken, GenerateTask, Leg, Pool, TokenDelta
+from kv_transfer.handoff import KvHandoff
+from router.answer import Answer, SequenceRequest
+from router.fleet import Fleet, PromptReservation, Worker
+from router.metrics import RequestMetrics
+from router.policy import (
+    Score,
+    fewest_running_then_most_free,
+    least_prompt_tokens,
+    least_work,
+    local_prefill_reason,
+    room_to_follow,
+)
+from router.settings import RouterSettings
+
+ReleaseHandoff = Callable[[KvHandoff, float], None]
+"""Tells the prefill worker, in the background and after so many seconds, that nobody will fetch this."""
+ABORT_FIRST_S = 0.5
+"""A decode leg that is aborted gives its hand-off back by itself. Were it taken away before the abort has come there,
+the leg would begin to compute the prompt."""
+
+
+class Attempt:
+    """How every attempt goes; holds nothing of a single one."""
+
+    def __init__(
+        self, fleet: Fleet, settings: RouterSettings, metrics: RequestMetrics, release_handoff: ReleaseHandoff
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._metrics = metrics
+        self._release_handoff = release_handoff
+
+    async def run(self, request: SequenceRequest, answer: Answer, number: int) -> None:
+        """Take the request through the workers, from the last token the client has; cancelling it aborts all legs.
+
+        Raises NoWorker, WorkerLost, WorkerDraining, EngineFailed, InvalidTask or TaskRejected.
+        """
+        tasks = _Tasks(request, answer, number)
+        answer.timeline.state = "queued"
+        if self._settings.mode == "colocated":
+            replica = await self._available("colocated")
+            await self._whole(replica, tasks.whole(), answer)
+            return
+        decode = await self._available("decode")
+        reason = local_prefill_reason(len(request.prompt_token_ids), self._settings.min_remote_prefill_tokens)
+        if reason is not None:
+            answer.timeline.path = "ineligible"
+        elif not self._fleet.usable("prefill"):
+            answer.timeline.path, reason = "local", "no_prefill_worker"
+        if reason is not None:
+            await self._whole(decode, tasks.whole(reason), answer)
+            return
+        answer.timeline.path = "disaggregated"
+        with decode.reserve():
+            await self._prefill_then_decode(decode, tasks, answer)
+
+    async def _available(self, pool: Pool) -> Worker:
+        """The best worker of a pool; if all are gone, the first to come back."""
+        return await self._fleet.available(pool, _SCORES[pool], self._settings.recovery_timeout_s)
+
+    async def _whole(self, worker: Worker, task: GenerateTask, answer: Answer) -> None:
+        with worker.reserve(len(task.prompt_token_ids)) as reservation:
+            answer.timeline.state = "prefilling"
+            await self._stream(worker.client.generate(task), answer, reservation)
+
+    async def _prefill_then_decode(self, decode: Worker, tasks: _Tasks, answer: Answer) -> None:
+        early: _EarlyLeg | None = None
+
+        def follow(handoff: KvHandoff) -> None:
+            nonlocal early
+            if not self._settings.overlap or not room_to_follow(decode.load(), handoff.num_blocks):
+                self._metrics.followed.labels("no_room" if self._settings.overlap else "off").inc()
+                return
+            early = _EarlyLeg(decode.client.generate(tasks.decode(handoff, "follows")))
+
+        try:
+            first = await self._prefill(tasks.prefill(), answer, follow)
+            handoff = first.handoff
+            if handoff is None:
+                answer.give(first)  # the whole answer was one token
+                return
+            answer.timeline.state = "handoff"
+            self._metrics.first_token.labels(tasks.mode, tasks.resample or "").inc()
+            fetched, release_after_s = False, 0.0
+            try:
+                if answer.give(msgspec.structs.replace(first, finished=False, handoff=None)):
+                    return
+                release_after_s = ABORT_FIRST_S
+                fetched = await self._hand_over(decode, tasks.decode(handoff), early, answer)
+                if _recomputed(answer):
+                    answer.timeline.path = "local"  # not disaggregated, whatever was planned
+            finally:
+                if not fetched:
+                    self._release_handoff(handoff, release_after_s)
+        finally:
+            if early is not None:
+                await early.close()
+
+    async def _prefill(self, task: GenerateTask, answer: Answer, follow: Callable[[KvHandoff], None]) -> TokenDelta:
+        """The leg's last delta; `follow` is called before, if the hand-off can be followed while it grows."""
+        worker = await self._available("prefill")
+        with worker.reserve(len(task.prompt_token_ids)):
+            answer.timeline.state = "prefilling"
+            async with aclosing(worker.client.generate(task)) as deltas:
+                async for delta in deltas:
+                    if delta.handoff is not None and not delta.handoff.complete:
+                        follow(delta.handoff)
+                        continue
+                    answer.timeline.prefill_timing = delta.timing
+                    return delta
+        raise AssertionError("a prefill leg ends with one delta or an error")
+
+    async def _hand_over(self, decode: Worker, task: GenerateTask, early: _EarlyLeg | None, answer: Answer) -> bool:
+        """Stream the leg that followed the prefill; if that came to nothing, or there is none, begin one now."""
+        if early is not None:
+            try:
+                answer.timeline.followed = True
+                fetched = await self._stream(early.deltas(), answer)
+                self._metrics.followed.labels("ok").inc()
+                return fetched
+            except HandoffLost as lost:
+                answer.timeline.followed = False
+                self._metrics.followed.labels(lost.reason).inc()
+        return await self._stream(decode.client.generate(task), answer)
+
+    async def _stream(
+        self,
+        leg: AsyncGenerator[TokenDelta, None],
+        answer: Answer,
+        reservation: PromptReservation | None = None,
+    ) -> bool:
+        """Stream one decode leg; True once the worker has produced a token, that is, has fetched the KV."""
+        produced = False
+        async with aclosing(leg) as deltas:
+            async for delta in deltas:
+                produced = True
+                answer.timeline.state = "decoding"
+                if reservation is not None:
+                    reservation.prompt_done()
+                answer.timeline.decode_timing = delta.timing
+                if answer.give(delta):
+                    break
+        return produced
+
+
+_SCORES: dict[Pool, Score] = {
+    "prefill": least_prompt_tokens,
+    "decode": fewest_running_then_most_free,
+    "colocated": least_work,
+}
+
+
+def _recomputed(answer: Answer) -> bool:
+    timing = answer.timeline.decode_timing
+    return timing is not None and timing.receipt is not None and timing.receipt.outcome != "ok"
+
+
+class _Tasks:
+    """The legs of one attempt, as their workers are asked for them."""
+
+    def __init__(self, request: SequenceRequest, answer: Answer, number: int) -> None:
+        self.resample = sampling.resample_reason(request.params)
+        self.mode: FirstToken = "continue" if self.resample is None else "resample"
+        self._request = request
+        self._answer = answer
+        self._attempt = f"-again{number}" if number else ""
+
+    def whole(self, recompute_reason: str = "") -> GenerateTask:
+        """All of it on one worker."""
+        return self._task("decode", "", recompute_reason=recompute_reason)
+
+    def prefill(self) -> GenerateTask:
+        """The prompt, and what the client has already."""
+        return self._task("prefill", "")
+
+    def decode(self, handoff: KvHandoff, suffix: str = "") -> GenerateTask:
+        """What comes after the hand-off's tokens."""
+        return self._task("decode", suffix, handoff=handoff)
+
+    def _task(
+        self, leg: Leg, suffix: str, *, handoff: KvHandoff | None = None, recompute_reason: str = ""
+    ) -> GenerateTask:
+        request = self._request
+        name = "-".join(part for part in (request.request_id, leg, suffix) if part)
+        return GenerateTask(
+            request_id=name + self._attempt,
+            leg=leg,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=sampling.encode(request.params),
+            emitted_token_ids=list(self._answer.token_ids),
+            first_token=self.mode,
+            handoff=handoff,
+            recompute_reason=recompute_reason,
+            reasoning_ended=request.reasoning_ended,
+            priority=request.priority,
+        )
+
+
+class _EarlyLeg:
+    """A decode leg begun while its prompt is still prefilled: its first delta is awaited in the background."""
+
+    def __init__(self, leg: AsyncGenerator[TokenDelta, None]) -> None:
+        self._leg = leg
+        self._first = asyncio.ensure_future(anext(leg))
+
+    async def deltas(self) -> AsyncGenerator[TokenDelta, None]:
+        """All of the leg's deltas; raises HandoffLost before the first one if following failed."""
+        yield await asyncio.shield(self._first)
+        async for delta in self._leg:
+            yield delta
+
+    async def close(self) -> None:
+        """End it, which aborts it on the worker unless it has finished."""
+        if not self._first.done():  # else this must not yield: the answer is out, and its consumer may cancel us now
+            self._first.cancel()
+            await asyncio.wait((self._first,))
+        if not self._first.cancelled():
+            self._first.exception()  # reported already, or of no interest any more
+        await self._leg.aclose()
