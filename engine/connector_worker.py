@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -46,6 +47,7 @@ class WorkerSide:
         self._service.start()
         self._warm_up()
         self._receipts = FetchReceipts()
+        self._pairing: tuple[str, Future[dict[str, PairedTransport | str]]] | None = None
 
     def _warm_up(self) -> None:
         """Hand blocks over to ourselves, so that buffers and connections are there before the first client's KV.
@@ -75,9 +77,14 @@ class WorkerSide:
                 done = self._service.poll()
                 open_ends -= ({"sent"} if done.sent else set()) | ({"received"} if done.received else set())
 
-    def pair(self, addresses: Sequence[str], transport: str | None) -> dict[str, PairedTransport | str]:
-        """As `TransferService.pair`; blocks the step loop, so only before the first request."""
-        return self._service.pair(addresses, transport)
+    def pair(
+        self, ticket: str, addresses: Sequence[str], transport: str | None
+    ) -> dict[str, PairedTransport | str] | None:
+        """As `TransferService.pair`, without stopping the step loop: None while it goes on; ask again."""
+        if self._pairing is None or self._pairing[0] != ticket:
+            self._pairing = (ticket, self._service.pair(addresses, transport))
+        asked = self._pairing[1]
+        return asked.result() if asked.done() else None
 
     @property
     def endpoint(self) -> Endpoint:

@@ -6,6 +6,8 @@ and lives in the worker's event loop.
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -27,6 +29,9 @@ from engine.messages import LegTiming, TokenDelta
 from engine.notices import NoticeBoard
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.service import PairedTransport
+
+PAIR_S = 20.0
+PAIR_POLL_S = 0.02
 
 
 class EngineStats(StatLoggerBase):
@@ -83,20 +88,27 @@ class VllmEngine:
         return msgspec.convert(described[0][0], KvLayout), [str(address) for _, address in described]
 
     async def pair(self, addresses: list[str], transport: str | None = None) -> dict[str, PairedTransport | str]:
-        """What will carry KV from each of these sources, or a sentence why nothing can. Stops the step loop meanwhile.
+        """What will carry KV from each of these sources, or a sentence why nothing can; every other one is forgotten.
 
         A `transport` overrules the configured one.
 
         Of several ranks the first one speaks, unless another has an objection.
         """
-        assert self._llm is not None
-        by_rank = await self._llm.collective_rpc("ridgeline_pair", args=(addresses, transport))
+        ticket = secrets.token_hex(8)
+        async with asyncio.timeout(PAIR_S):
+            while None in (by_rank := await self._pair_step(ticket, addresses, transport)):  # noqa: ASYNC110
+                await asyncio.sleep(PAIR_POLL_S)
         paired: dict[str, PairedTransport | str] = {}
         for answers in reversed(by_rank):
             paired.update({address: _paired(answer) for address, answer in answers.items()})
         for answers in by_rank:
             paired.update({address: answer for address, answer in answers.items() if isinstance(answer, str)})
         return paired
+
+    async def _pair_step(self, *question: object) -> list[Any]:
+        assert self._llm is not None
+        by_rank: list[Any] = await self._llm.collective_rpc("ridgeline_pair", args=question)
+        return by_rank
 
     async def generate(
         self,

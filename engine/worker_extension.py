@@ -19,9 +19,9 @@ class RidgelineWorkerExtension:
         assert isinstance(connector, RidgelineConnector)
         return msgspec.to_builtins(connector.worker.layout), connector.worker.endpoint.address
 
-    def ridgeline_pair(self, addresses: list[str], transport: str | None) -> dict[str, Any]:
-        """What will carry KV from each of these sources to this rank, or a sentence why nothing can."""
+    def ridgeline_pair(self, ticket: str, addresses: list[str], transport: str | None) -> dict[str, Any] | None:
+        """What will carry KV from each of these sources to this rank, or a sentence why nothing can; None: not yet."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, RidgelineConnector)
-        paired: dict[str, Any] = msgspec.to_builtins(connector.worker.pair(addresses, transport))
+        paired: dict[str, Any] | None = msgspec.to_builtins(connector.worker.pair(ticket, addresses, transport))
         return paired

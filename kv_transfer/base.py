@@ -174,6 +174,9 @@ class Puller(ABC):
     async def pull(self, pull: Pull) -> None:
         """Move the bytes or raise a HandoffError; on cancellation return only when `pull.pool` is no longer written."""
 
+    def forget(self, source: SourceDescription) -> None:  # noqa: B027 - most keep nothing
+        """Drop what `obstacle` opened: that process is gone. Pulls that run from it are not disturbed."""
+
     @abstractmethod
     async def close(self) -> None:
         """Idempotent."""

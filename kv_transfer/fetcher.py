@@ -74,6 +74,16 @@ class KvFetcher:
             self._pairings[address] = pairing
         return pairing
 
+    def forget_all_but(self, addresses: Collection[str]) -> None:
+        """Drop what is kept of sources that are gone: their mappings hold memory. Fetches that run keep theirs."""
+        for address in set(self._pairings) - set(addresses):
+            self._forget(address)
+
+    def _forget(self, address: str) -> None:
+        pairing = self._pairings.pop(address, None)
+        if pairing is not None:
+            pairing.puller.forget(pairing.source)
+
     def _agree(self, address: str, source: SourceDescription, allowed: frozenset[str]) -> Pairing:
         mismatch = explain_mismatch(self._layout, source.layout)
         if mismatch is not None:
@@ -169,11 +179,10 @@ class KvFetcher:
                 await pairing.puller.pull(pull)
                 return
             except errors.TransferFailed as error:
-                if error.reason == errors.UNREACHABLE:
-                    self._pairings.pop(address, None)
+                if error.reason in (errors.UNREACHABLE, errors.STALE_PAIRING):
+                    self._forget(address)
                 if error.reason != errors.STALE_PAIRING or attempt == 2:
                     raise
-                self._pairings.pop(address, None)
 
     async def renew(self, handoff: KvHandoff) -> None:
         """Extend the lease on every rank we read from; raises as `SourceControl.renew` does."""

@@ -223,7 +223,7 @@ def measure(settings: MeasureSettings, on_progress: OnProgress = lambda _: None)
             on_progress(f"pairing over {name}")
             service = stack.enter_context(closing(cache.service(name, fetch_deadline_s=FETCH_DEADLINE_S)))
             service.start()
-            answer = service.pair([source.addresses[name]])[source.addresses[name]]
+            answer = service.pair([source.addresses[name]]).result(FETCH_DEADLINE_S)[source.addresses[name]]
             if isinstance(answer, str):
                 refused[name] = answer
             else:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 EXPIRY_CHECK_S: Final = 1.0
 """How often the service's thread looks for expired leases; an engine that polls finds them sooner."""
 CLOSE_S: Final = 10.0
-PAIR_S: Final = 20.0
 LAST_RELEASES_S: Final = 1.0
 """What releases under way get when the service closes; what they miss, the leases' ends free."""
 CANCELLED_RECEIPT: Final = FetchReceipt(outcome="cancelled", reason=errors.CANCELLED)
@@ -119,13 +119,12 @@ class TransferService:
         self._source.start()
         self._thread.start()
 
-    def pair(self, addresses: Sequence[str], transport: str | None = None) -> dict[str, PairedTransport | str]:
-        """Agree now with sources that will be fetched from, on this `transport` if given; waits at most `PAIR_S`.
+    def pair(self, addresses: Sequence[str], transport: str | None = None) -> Future[dict[str, PairedTransport | str]]:
+        """Begin to agree with the sources there are, on this `transport` if given, and forget all others.
 
         For each address the transport that was picked, or a sentence that says why there can be no hand-over.
         """
-        pairing = asyncio.run_coroutine_threadsafe(self._pair_all(addresses, transport), self._loop)
-        return pairing.result(PAIR_S)
+        return asyncio.run_coroutine_threadsafe(self._pair_all(addresses, transport), self._loop)
 
     def publish(
         self,
@@ -216,6 +215,7 @@ class TransferService:
             self._loop.close()
 
     async def _pair_all(self, addresses: Sequence[str], transport: str | None) -> dict[str, PairedTransport | str]:
+        self._fetcher.forget_all_but(addresses)
         answers = await asyncio.gather(*(self._pair_one(address, transport) for address in addresses))
         return dict(zip(addresses, answers, strict=True))
 

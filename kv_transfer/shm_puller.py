@@ -59,6 +59,9 @@ class ShmPuller(Puller):
         if not copy.within_lease():
             await self._control.renew(pull.address, pull.request.handoff_id)  # raises if it was not open all the time
 
+    def forget(self, source: SourceDescription) -> None:
+        self._mapped.pop(source.incarnation, None)
+
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._mapped.clear()
