@@ -77,6 +77,10 @@ class RequestMetrics:
             "ridgeline_rejected", "Requests refused before any work", ("reason",), registry=registry
         )
 
+        self.canaries = Counter(
+            "ridgeline_canaries", "Canaries of /ready by how they ended", ("result",), registry=registry
+        )
+
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Observe a request that has ended."""
         self.requests.labels(timeline.path, outcome).inc()
@@ -227,6 +231,42 @@ class WorkerCollector(Collector):
             if moved:
                 intensity.add_metric([pool], flops / moved)
         yield from (count, peak_flops, peak_bytes, intensity)
+
+
+class QueueView(Protocol):
+    """What the collector reads of a pool's prompt queue."""
+
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def waiting_tokens(self) -> int: ...
+    @property
+    def tokens_per_s(self) -> float | None: ...
+
+
+class QueueCollector(Collector):
+    """Series about prompts that wait in the router; registered once."""
+
+    def __init__(self, queues: Iterable[QueueView]) -> None:
+        self._queues = list(queues)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client at each scrape."""
+        prompts = GaugeMetricFamily("ridgeline_waiting_prompts", "Prompts waiting in the router", labels=["pool"])
+        tokens = GaugeMetricFamily("ridgeline_waiting_prompt_tokens", "Their tokens", labels=["pool"])
+        rate = GaugeMetricFamily(
+            "ridgeline_prompt_tokens_per_second",
+            "Prompt tokens the pool computes when it has all it may have, as last measured",
+            labels=["pool"],
+        )
+        for queue in self._queues:
+            prompts.add_metric([queue.pool], queue.waiting)
+            tokens.add_metric([queue.pool], queue.waiting_tokens)
+            if queue.tokens_per_s is not None:
+                rate.add_metric([queue.pool], queue.tokens_per_s)
+        yield from (prompts, tokens, rate)
 
 
 def _total(workers: list[WorkerView], prefix: str) -> float:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -25,18 +25,18 @@ from vllm.sampling_params import SamplingParams
 
 from engine import sampling
 from engine.errors import HandoffLost
-from engine.messages import FirstToken, GenerateTask, Leg, TokenDelta
+from engine.messages import FirstToken, GenerateTask, Leg, Pool, TokenDelta
 from kv_transfer.handoff import KvHandoff
-from router.fleet import Fleet, PromptReservation, Worker
+from router.client_identity import ANONYMOUS
+from router.fleet import Fleet, Worker
 from router.metrics import RequestMetrics
 from router.policy import (
     fewest_running_then_most_free,
-    least_prompt_tokens,
-    least_work,
     local_prefill_reason,
     pick,
     room_to_follow,
 )
+from router.prefill_queue import PrefillQueue, Turn
 from router.settings import RouterSettings
 from router.timeline import Outcome, RequestTimeline
 
@@ -62,15 +62,25 @@ class SequenceRequest:
     params: SamplingParams
     reasoning_ended: bool | None = None
     priority: int = 0
+    client: str = ANONYMOUS
+    """Whom its prompt tokens count against while others wait too."""
+    urgent: bool = False
+    """Its prompt goes before all that wait."""
 
 
 class Orchestrator:
-    """Stateless between requests; the fleet holds what is outstanding."""
+    """Stateless between requests; the fleet holds what is outstanding, the queues what waits for it."""
 
     def __init__(
-        self, fleet: Fleet, settings: RouterSettings, metrics: RequestMetrics, release_handoff: ReleaseHandoff
+        self,
+        fleet: Fleet,
+        queues: Mapping[Pool, PrefillQueue],
+        settings: RouterSettings,
+        metrics: RequestMetrics,
+        release_handoff: ReleaseHandoff,
     ) -> None:
         self._fleet = fleet
+        self._queues = queues
         self._settings = settings
         self._metrics = metrics
         self._release_handoff = release_handoff
@@ -104,23 +114,30 @@ class Orchestrator:
         if self._settings.mode == "colocated":
             await self._whole(request, emit, timeline)
             return
-        num_tokens = len(request.prompt_token_ids)
-        decode = self._fleet.get(pick([w.load() for w in self._fleet.pool("decode")], fewest_running_then_most_free))
-        reason = local_prefill_reason(num_tokens, self._settings.min_remote_prefill_tokens)
+        reason = local_prefill_reason(len(request.prompt_token_ids), self._settings.min_remote_prefill_tokens)
         if reason is not None:
             timeline.path = "ineligible"
-            with decode.reserve(num_tokens) as reservation:
-                leg = decode.client.generate(_task(request, "decode", recompute_reason=reason))
-                await self._stream(leg, emit, timeline, reservation)
+            async with self._turn("decode", request, timeline) as turn:
+                leg = turn.worker.client.generate(_task(request, "decode", recompute_reason=reason))
+                await self._stream(leg, emit, timeline, turn)
             return
+        decode = self._fleet.get(pick([w.load() for w in self._fleet.pool("decode")], fewest_running_then_most_free))
         timeline.path = "disaggregated"
         with decode.reserve():
             await self._prefill_then_decode(request, decode, emit, timeline)
 
     async def _whole(self, request: SequenceRequest, emit: Emit, timeline: RequestTimeline) -> None:
-        replica = self._fleet.get(pick([w.load() for w in self._fleet.pool("colocated")], least_work))
-        with replica.reserve(len(request.prompt_token_ids)) as reservation:
-            await self._stream(replica.client.generate(_task(request, "decode")), emit, timeline, reservation)
+        async with self._turn("colocated", request, timeline) as turn:
+            await self._stream(turn.worker.client.generate(_task(request, "decode")), emit, timeline, turn)
+
+    @asynccontextmanager
+    async def _turn(self, pool: Pool, request: SequenceRequest, timeline: RequestTimeline) -> AsyncIterator[Turn]:
+        """A worker that computes the prompt, once it is this prompt's turn."""
+        began_s = timeline.clock()
+        queue, num_tokens = self._queues[pool], len(request.prompt_token_ids)
+        async with queue.turn(request.client, num_tokens, urgent=request.urgent) as turn:
+            timeline.router_queue_s += timeline.clock() - began_s
+            yield turn
 
     async def _prefill_then_decode(
         self, request: SequenceRequest, decode: Worker, emit: Emit, timeline: RequestTimeline
@@ -171,17 +188,19 @@ class Orchestrator:
         follow: Callable[[KvHandoff], None],
     ) -> TokenDelta:
         """The leg's last delta; `follow` is called before, if the hand-off can be followed while it grows."""
-        worker = self._fleet.get(pick([w.load() for w in self._fleet.pool("prefill")], least_prompt_tokens))
         task = _task(request, "prefill", first_token=mode)
-        with worker.reserve(len(request.prompt_token_ids)):
-            async with aclosing(worker.client.generate(task)) as deltas:
-                async for delta in deltas:
-                    if delta.handoff is not None and not delta.handoff.complete:
-                        follow(delta.handoff)
-                        continue
-                    timeline.tokens(len(delta.token_ids))
-                    timeline.prefill_timing = delta.timing
-                    return delta
+        async with (
+            self._turn("prefill", request, timeline) as turn,
+            aclosing(turn.worker.client.generate(task)) as deltas,
+        ):
+            async for delta in deltas:
+                if delta.handoff is not None and not delta.handoff.complete:
+                    follow(delta.handoff)
+                    continue
+                timeline.tokens(len(delta.token_ids))
+                timeline.prefill_timing = delta.timing
+                turn.prompt_done()
+                return delta
         raise AssertionError("a prefill leg ends with one delta or an error")
 
     async def _hand_over(
@@ -205,15 +224,15 @@ class Orchestrator:
         leg: AsyncGenerator[TokenDelta, None],
         emit: Emit,
         timeline: RequestTimeline,
-        reservation: PromptReservation | None = None,
+        turn: Turn | None = None,
     ) -> bool:
         """Stream one decode leg; True once the worker has produced a token, that is, has fetched the KV."""
         produced = False
         async with aclosing(leg) as deltas:
             async for delta in deltas:
                 produced = True
-                if reservation is not None:
-                    reservation.prompt_done()
+                if turn is not None:
+                    turn.prompt_done()
                 timeline.tokens(len(delta.token_ids))
                 timeline.decode_timing = delta.timing
                 if emit(delta):

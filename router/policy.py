@@ -46,12 +46,17 @@ def least_work(load: WorkerLoad) -> tuple[float, ...]:
     return (load.outstanding_prompt_tokens, load.running, -load.kv_blocks_free)
 
 
+def usable(load: WorkerLoad) -> bool:
+    """Connected, and taking new work."""
+    return load.connected and not load.draining
+
+
 def pick(loads: Sequence[WorkerLoad], score: Score, needed_blocks: int = 0) -> str:
     """The id of the usable worker with the lowest score; ties go to the first. Raises NoWorker."""
-    usable = [load for load in loads if load.connected and not load.draining and load.kv_blocks_total >= needed_blocks]
-    if not usable:
+    candidates = [load for load in loads if usable(load) and load.kv_blocks_total >= needed_blocks]
+    if not candidates:
         raise NoWorker("no worker is connected and accepting work")
-    return min(usable, key=score).worker_id
+    return min(candidates, key=score).worker_id
 
 
 def room_to_follow(load: WorkerLoad, needed_blocks: int) -> bool:

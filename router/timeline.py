@@ -25,6 +25,8 @@ class RequestTimeline:
     num_prompt_tokens: int
     path: Path = "local"
     arrived_s: float = 0.0
+    router_queue_s: float = 0.0
+    """The prompt waited so long in the router for a worker."""
     token_times_s: list[float] = field(default_factory=list)
     num_output_tokens: int = 0
     prefill_timing: LegTiming | None = None
@@ -69,7 +71,7 @@ class RequestTimeline:
             return self._local_stages_s()
         stages: dict[str, float] = {}
         if self.prefill_timing is not None:
-            stages["queue"] = self.prefill_timing.queue_s
+            stages["queue"] = self.router_queue_s + self.prefill_timing.queue_s
             stages["prefill"] = self.prefill_timing.compute_s
         if self.decode_timing is not None:
             receipt = self.decode_timing.receipt
@@ -85,8 +87,9 @@ class RequestTimeline:
         timing, ttft_s = self.decode_timing, self.ttft_s
         if timing is None or ttft_s is None:
             return {}
-        prefill_s = min(max(0.0, ttft_s - timing.queue_s), timing.compute_s)
-        return {"queue": timing.queue_s, "prefill": prefill_s, "decode": timing.compute_s - prefill_s}
+        queue_s = self.router_queue_s + timing.queue_s
+        prefill_s = min(max(0.0, ttft_s - queue_s), timing.compute_s)
+        return {"queue": queue_s, "prefill": prefill_s, "decode": timing.compute_s - prefill_s}
 
 
 def token_pool(path: Path, mode: str) -> tuple[Pool, Pool]:

@@ -19,6 +19,7 @@ from router.fleet import Worker
 from router.metrics import RequestMetrics
 from router.orchestrator import ABORT_FIRST_S, DeadlineExceeded, Orchestrator, SequenceRequest
 from router.policy import NoWorker
+from router.prefill_queue import prompt_queues
 from router.settings import RouterSettings
 
 PROMPT = list(range(70))
@@ -104,9 +105,14 @@ class Bench:
             max_outstanding_requests=10,
             overlap=True,
             min_remote_prefill_tokens=min_remote,
+            prefill_window_tokens=1024,
+            max_prompt_wait_s=30.0,
+            recovery_timeout_s=0.0,
+            ready_deadline_s=5.0,
         )
         metrics = RequestMetrics(self.registry, mode)
-        self.orchestrator = Orchestrator(self.fleet, settings, metrics, self.release)
+        queues = prompt_queues(self.fleet, settings)
+        self.orchestrator = Orchestrator(self.fleet, queues, settings, metrics, self.release)
 
     def release(self, handoff, after_s):
         self.released.append(handoff)
