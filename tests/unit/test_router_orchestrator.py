@@ -93,7 +93,7 @@ class Bench:
         names = {"prefill": "prefill-0", "decode": "decode-0", "colocated": "colocated-0"}
         self.fleet = FakeFleet(self.log, {names.get(name, name): script for name, script in scripts.items()})
         self.registry = CollectorRegistry()
-        settings = RouterSettings(
+        self.settings = RouterSettings(
             model_path="m",
             served_name="m",
             dtype="bfloat16",
@@ -111,8 +111,8 @@ class Bench:
             ready_deadline_s=5.0,
         )
         metrics = RequestMetrics(self.registry, mode)
-        queues = prompt_queues(self.fleet, settings)
-        self.orchestrator = Orchestrator(self.fleet, queues, settings, metrics, self.release)
+        queues = prompt_queues(self.fleet, self.settings)
+        self.orchestrator = Orchestrator(self.fleet, queues, self.settings, metrics, self.release)
 
     def release(self, handoff, after_s):
         self.released.append(handoff)

@@ -24,9 +24,9 @@ class Bench:
 
 def test_it_is_tokens_by_time_once_a_second_was_measured():
     bench = Bench()
-    bench.prompt(100, 0.5)
+    bench.prompt(100, 0.75)
     assert bench.rate.tokens_per_s is None
-    bench.prompt(300, 0.5)
+    bench.prompt(500, 0.75)
     assert bench.rate.tokens_per_s == pytest.approx(400, rel=0.02)
 
 
