@@ -145,8 +145,19 @@ class RouterConfig(_Section):
     max_outstanding_requests: int = Field(
         default=512, ge=1, description="requests accepted at a time; more get HTTP 429"
     )
+    max_prompt_wait_s: float = Field(
+        default=30.0, gt=0, description="a prompt that would wait longer than this to be started gets HTTP 429"
+    )
+    prefill_window_tokens: int = Field(
+        default=1024,
+        ge=1,
+        description="prompt tokens a worker has at a time, two engine steps or more; other prompts wait in the router",
+    )
     recovery_timeout_s: float = Field(
-        default=60.0, ge=0, description="how long an accepted request waits for a worker to come back when all are gone"
+        default=60.0, ge=0, description="how long accepted requests wait for a pool that has lost all of its workers"
+    )
+    ready_deadline_s: float = Field(
+        default=10.0, gt=0, description="how long the two canary tokens of GET /ready may take"
     )
     min_remote_prefill_tokens: int = Field(
         default=0, ge=0, description="prompts shorter than this are prefilled on the decode worker, and counted"

@@ -52,9 +52,12 @@ class Plan:
             mode=config.mode,
             request_deadline_s=config.router.request_deadline_s,
             max_outstanding_requests=config.router.max_outstanding_requests,
-            recovery_timeout_s=config.router.recovery_timeout_s,
             overlap=config.transfer.overlap,
             min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
+            prefill_window_tokens=config.router.prefill_window_tokens,
+            max_prompt_wait_s=config.router.max_prompt_wait_s,
+            recovery_timeout_s=config.router.recovery_timeout_s,
+            ready_deadline_s=config.router.ready_deadline_s,
         )
 
     def engine_config(self, worker: PlannedWorker, host: str) -> EngineConfig:

@@ -7,6 +7,7 @@ but carries no token: an actor call costs about a millisecond and a streamed Ray
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar, cast
 
@@ -71,6 +72,8 @@ class WorkerClient:
         self._streams: dict[str, asyncio.Queue[TokenDelta | WorkerLost]] = {}
         self._attached = asyncio.Event()
         self._aborts: asyncio.Queue[str] = asyncio.Queue()
+        self.last_token_s: float | None = None
+        """When the worker last sent what it had computed, by `time.monotonic`."""
 
     @property
     def connected(self) -> bool:
@@ -161,6 +164,8 @@ class WorkerClient:
                 self._require(batch, "Attach")
                 self._attached.set()  # the worker greets with an empty batch
                 for delta in batch.deltas:
+                    if delta.error is None:
+                        self.last_token_s = time.monotonic()
                     stream = self._streams.get(delta.request_id)
                     if stream is not None:
                         stream.put_nowait(delta)

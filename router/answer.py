@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vllm.sampling_params import SamplingParams
 
 from engine.messages import TokenDelta
+from router.client_identity import ANONYMOUS
 from router.timeline import RequestTimeline
 
 Emit = Callable[[TokenDelta], bool]
@@ -23,6 +24,10 @@ class SequenceRequest:
     params: SamplingParams
     reasoning_ended: bool | None = None
     priority: int = 0
+    client: str = ANONYMOUS
+    """Whom its prompt tokens count against while others wait too."""
+    urgent: bool = False
+    """Its prompt goes before all that wait."""
     timeout_s: float | None = None
     """How long its client gives it, if that is less than router.request_deadline_s."""
 

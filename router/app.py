@@ -12,10 +12,10 @@ import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -25,17 +25,20 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
+from router.admission import Admission
 from router.deadline import with_deadline
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet, KvPair, PairingRefused
-from router.metrics import RequestMetrics, WorkerCollector
+from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
+from router.prefill_queue import prompt_queues
+from router.readiness import Canary, Readiness, canary_prompt_tokens, ready_endpoint
 from router.releaser import HandoffReleaser
+from router.retry_after import with_retry_after
 from router.settings import PoolHardware, RouterSettings
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 DRAIN_POLL_S = 0.05
-RETRY_AFTER_S = b"1"
 
 
 class _Stopped(Exception):
@@ -49,12 +52,13 @@ class Router:
         self._settings = settings
         self._args = _server_args(settings)
         self._metrics = RequestMetrics(REGISTRY, settings.mode)
-        self._client = RouterEngineClient(
-            _frontend_config(self._args), settings.max_outstanding_requests, self._metrics
-        )
         self._releaser = HandoffReleaser()
         self._fleet = Fleet(router_id=secrets.token_hex(8), on_unclaimed=self._releaser.release)
-        self._orchestrator = Orchestrator(self._fleet, settings, self._metrics, self._releaser.release)
+        self._queues = prompt_queues(self._fleet, settings)
+        self._client = RouterEngineClient(
+            _frontend_config(self._args), Admission(settings, self._queues, self._fleet.pool, self._metrics)
+        )
+        self._orchestrator = Orchestrator(self._fleet, self._queues, settings, self._metrics, self._releaser.release)
         REGISTRY.register(
             WorkerCollector(
                 workers=lambda: self._fleet.workers,
@@ -63,6 +67,7 @@ class Router:
                 kv_pairs=lambda: self._fleet.kv_pairs,
             )
         )
+        REGISTRY.register(QueueCollector(self._queues.values()))
         self._hardware: dict[Pool, PoolHardware] = {}
         self._stop = asyncio.Event()
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -123,6 +128,7 @@ class Router:
             await self._fleet.connect(worker_addresses, group)
             group.create_task(self._releaser.run(), name="handoff-releaser")
             self._client.bind(self._orchestrator)
+            self._readiness = self._make_readiness()
             server = uvicorn.Server(uvicorn.Config(await self._build_app(), log_level="warning", access_log=False))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
             while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
@@ -130,32 +136,43 @@ class Router:
             host, port = sock.getsockname()[:2]
             self._url.set_result(f"http://{host}:{port}")
             await self._stop.wait()
+            self._readiness.close()
             server.should_exit = True
             server.force_exit = True
             await serving
+
+    def _make_readiness(self) -> Readiness:
+        """Once connected: the canary is made to the workers' measure."""
+        settings = self._settings
+        uncounted = RequestMetrics(CollectorRegistry(), settings.mode)
+        canary = Canary(
+            Orchestrator(self._fleet, self._queues, settings, uncounted, self._releaser.release),
+            vocabulary_size=self._client.model_config.get_vocab_size(),
+            prompt_tokens=canary_prompt_tokens(
+                self._fleet.workers[0].description.block_size_tokens, settings.min_remote_prefill_tokens
+            ),
+        )
+        names: tuple[Pool, ...] = ("colocated",) if settings.mode == "colocated" else ("prefill", "decode")
+        return Readiness(
+            pools=lambda: {name: self._fleet.pool(name) for name in names},
+            canary=canary,
+            refresh=self._fleet.refresh,
+            deadline_s=settings.ready_deadline_s,
+            metrics=self._metrics,
+        )
 
     async def _build_app(self) -> Asgi:
         app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
+        app.add_route("/ready", ready_endpoint(self._readiness), methods=["GET"])
 
         async def with_fresh_metrics(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http" and scope["path"].startswith("/metrics"):
                 await self._fleet.refresh()
-            await app(scope, receive, _with_retry_after(send))
+            await app(scope, receive, send)
 
-        return with_deadline(with_fresh_metrics)
-
-
-def _with_retry_after(send: Any) -> Any:
-    """Tell a refused client when to come back: vLLM's errors carry no headers."""
-
-    async def sending(message: Any) -> None:
-        if message["type"] == "http.response.start" and message["status"] in (429, 503):
-            message = {**message, "headers": [*message["headers"], (b"retry-after", RETRY_AFTER_S)]}
-        await send(message)
-
-    return sending
+        return with_deadline(cast(Asgi, with_retry_after(with_fresh_metrics)))
 
 
 def _server_args(settings: RouterSettings) -> Namespace:

@@ -8,8 +8,8 @@ is computed; t1 reaches it with the last blocks. If that fails, the leg begins a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
@@ -18,16 +18,10 @@ from engine.errors import HandoffLost
 from engine.messages import FirstToken, GenerateTask, Leg, Pool, TokenDelta
 from kv_transfer.handoff import KvHandoff
 from router.answer import Answer, SequenceRequest
-from router.fleet import Fleet, PromptReservation, Worker
+from router.fleet import Fleet, Worker
 from router.metrics import RequestMetrics
-from router.policy import (
-    Score,
-    fewest_running_then_most_free,
-    least_prompt_tokens,
-    least_work,
-    local_prefill_reason,
-    room_to_follow,
-)
+from router.policy import NoWorker, fewest_running_then_most_free, local_prefill_reason, room_to_follow
+from router.prefill_queue import PrefillQueue, Turn
 from router.settings import RouterSettings
 
 ReleaseHandoff = Callable[[KvHandoff, float], None]
@@ -41,9 +35,15 @@ class Attempt:
     """How every attempt goes; holds nothing of a single one."""
 
     def __init__(
-        self, fleet: Fleet, settings: RouterSettings, metrics: RequestMetrics, release_handoff: ReleaseHandoff
+        self,
+        fleet: Fleet,
+        queues: Mapping[Pool, PrefillQueue],
+        settings: RouterSettings,
+        metrics: RequestMetrics,
+        release_handoff: ReleaseHandoff,
     ) -> None:
         self._fleet = fleet
+        self._queues = queues
         self._settings = settings
         self._metrics = metrics
         self._release_handoff = release_handoff
@@ -56,30 +56,40 @@ class Attempt:
         tasks = _Tasks(request, answer, number)
         answer.timeline.state = "queued"
         if self._settings.mode == "colocated":
-            replica = await self._available("colocated")
-            await self._whole(replica, tasks.whole(), answer)
+            await self._whole("colocated", tasks, "", answer)
             return
-        decode = await self._available("decode")
         reason = local_prefill_reason(len(request.prompt_token_ids), self._settings.min_remote_prefill_tokens)
         if reason is not None:
             answer.timeline.path = "ineligible"
-        elif not self._fleet.usable("prefill"):
-            answer.timeline.path, reason = "local", "no_prefill_worker"
-        if reason is not None:
-            await self._whole(decode, tasks.whole(reason), answer)
+            await self._whole("decode", tasks, reason, answer)
             return
-        answer.timeline.path = "disaggregated"
-        with decode.reserve():
-            await self._prefill_then_decode(decode, tasks, answer)
+        if self._fleet.usable("prefill"):
+            answer.timeline.path = "disaggregated"
+            decode = await self._fleet.available(
+                "decode", fewest_running_then_most_free, self._settings.recovery_timeout_s
+            )
+            try:
+                with decode.reserve():
+                    await self._prefill_then_decode(decode, tasks, answer)
+                return
+            except NoWorker:  # the prefill pool has gone while the prompt waited for it
+                answer.timeline.state = "queued"
+        answer.timeline.path = "local"
+        await self._whole("decode", tasks, "no_prefill_worker", answer)
 
-    async def _available(self, pool: Pool) -> Worker:
-        """The best worker of a pool; if all are gone, the first to come back."""
-        return await self._fleet.available(pool, _SCORES[pool], self._settings.recovery_timeout_s)
+    @asynccontextmanager
+    async def _turn(self, pool: Pool, tasks: _Tasks, answer: Answer) -> AsyncIterator[Turn]:
+        """A worker that computes the prompt, once it is this prompt's turn."""
+        timeline, request = answer.timeline, tasks.request
+        began_s = timeline.clock()
+        async with self._queues[pool].turn(request.client, tasks.num_tokens, urgent=request.urgent) as turn:
+            timeline.router_queue_s += timeline.clock() - began_s
+            timeline.state = "prefilling"
+            yield turn
 
-    async def _whole(self, worker: Worker, task: GenerateTask, answer: Answer) -> None:
-        with worker.reserve(len(task.prompt_token_ids)) as reservation:
-            answer.timeline.state = "prefilling"
-            await self._stream(worker.client.generate(task), answer, reservation)
+    async def _whole(self, pool: Pool, tasks: _Tasks, reason: str, answer: Answer) -> None:
+        async with self._turn(pool, tasks, answer) as turn:
+            await self._stream(turn.worker.client.generate(tasks.whole(reason)), answer, turn)
 
     async def _prefill_then_decode(self, decode: Worker, tasks: _Tasks, answer: Answer) -> None:
         early: _EarlyLeg | None = None
@@ -92,7 +102,7 @@ class Attempt:
             early = _EarlyLeg(decode.client.generate(tasks.decode(handoff, "follows")))
 
         try:
-            first = await self._prefill(tasks.prefill(), answer, follow)
+            first = await self._prefill(tasks, answer, follow)
             handoff = first.handoff
             if handoff is None:
                 answer.give(first)  # the whole answer was one token
@@ -114,18 +124,19 @@ class Attempt:
             if early is not None:
                 await early.close()
 
-    async def _prefill(self, task: GenerateTask, answer: Answer, follow: Callable[[KvHandoff], None]) -> TokenDelta:
+    async def _prefill(self, tasks: _Tasks, answer: Answer, follow: Callable[[KvHandoff], None]) -> TokenDelta:
         """The leg's last delta; `follow` is called before, if the hand-off can be followed while it grows."""
-        worker = await self._available("prefill")
-        with worker.reserve(len(task.prompt_token_ids)):
-            answer.timeline.state = "prefilling"
-            async with aclosing(worker.client.generate(task)) as deltas:
-                async for delta in deltas:
-                    if delta.handoff is not None and not delta.handoff.complete:
-                        follow(delta.handoff)
-                        continue
-                    answer.timeline.prefill_timing = delta.timing
-                    return delta
+        async with (
+            self._turn("prefill", tasks, answer) as turn,
+            aclosing(turn.worker.client.generate(tasks.prefill())) as deltas,
+        ):
+            async for delta in deltas:
+                if delta.handoff is not None and not delta.handoff.complete:
+                    follow(delta.handoff)
+                    continue
+                answer.timeline.prefill_timing = delta.timing
+                turn.prompt_done()
+                return delta
         raise AssertionError("a prefill leg ends with one delta or an error")
 
     async def _hand_over(self, decode: Worker, task: GenerateTask, early: _EarlyLeg | None, answer: Answer) -> bool:
@@ -145,7 +156,7 @@ class Attempt:
         self,
         leg: AsyncGenerator[TokenDelta, None],
         answer: Answer,
-        reservation: PromptReservation | None = None,
+        turn: Turn | None = None,
     ) -> bool:
         """Stream one decode leg; True once the worker has produced a token, that is, has fetched the KV."""
         produced = False
@@ -153,19 +164,12 @@ class Attempt:
             async for delta in deltas:
                 produced = True
                 answer.timeline.state = "decoding"
-                if reservation is not None:
-                    reservation.prompt_done()
+                if turn is not None:
+                    turn.prompt_done()
                 answer.timeline.decode_timing = delta.timing
                 if answer.give(delta):
                     break
         return produced
-
-
-_SCORES: dict[Pool, Score] = {
-    "prefill": least_prompt_tokens,
-    "decode": fewest_running_then_most_free,
-    "colocated": least_work,
-}
 
 
 def _recomputed(answer: Answer) -> bool:
@@ -179,7 +183,9 @@ class _Tasks:
     def __init__(self, request: SequenceRequest, answer: Answer, number: int) -> None:
         self.resample = sampling.resample_reason(request.params)
         self.mode: FirstToken = "continue" if self.resample is None else "resample"
-        self._request = request
+        self.request = request
+        self.num_tokens = len(request.prompt_token_ids) + len(answer.token_ids)
+        """What this attempt has to compute before the next token, if no cache has any of it."""
         self._answer = answer
         self._attempt = f"-again{number}" if number else ""
 
@@ -198,7 +204,7 @@ class _Tasks:
     def _task(
         self, leg: Leg, suffix: str, *, handoff: KvHandoff | None = None, recompute_reason: str = ""
     ) -> GenerateTask:
-        request = self._request
+        request = self.request
         name = "-".join(part for part in (request.request_id, leg, suffix) if part)
         return GenerateTask(
             request_id=name + self._attempt,

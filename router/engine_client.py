@@ -7,7 +7,8 @@ tool parsers, stop strings, log-probabilities and usage counts are vLLM's. What 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from http import HTTPStatus
 from typing import Any
@@ -28,9 +29,11 @@ from vllm.v1.metrics.stats import PrefillStats
 from engine import logprobs, sampling
 from engine.errors import EngineError, InvalidTask
 from engine.messages import TokenDelta
+from router import retry_after
+from router.admission import Admission, Ask, Refused, Ticket
 from router.answer import SequenceRequest
+from router.client_identity import CLIENT
 from router.deadline import TIMEOUT_S
-from router.metrics import RequestMetrics
 from router.orchestrator import DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
 
@@ -41,45 +44,36 @@ SUPPORTED_TASKS = ("generate",)
 class RouterEngineClient(EngineClient):
     """One per router process."""
 
-    def __init__(self, vllm_config: VllmConfig, max_outstanding_requests: int, metrics: RequestMetrics) -> None:
+    def __init__(self, vllm_config: VllmConfig, admission: Admission) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False)
-        self._max_outstanding_requests = max_outstanding_requests
-        self._metrics = metrics
+        self._admission = admission
         self._orchestrator: Orchestrator | None = None
         self._groups: dict[str, list[asyncio.Task[None]]] = {}
-        self._draining = False
 
     def close_admission(self) -> None:
         """From now on every new request gets 503."""
-        self._draining = True
+        self._admission.state = "draining"
 
     def bind(self, orchestrator: Orchestrator) -> None:
         """Give it the workers; until then every request gets 503."""
         self._orchestrator = orchestrator
+        self._admission.state = "open"
 
     # --- what serving calls for every request
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse before any work: 503 while no workers are connected, 429 over the limit."""
-        if self._draining:
-            self._metrics.rejected.labels("draining").inc()
-            raise GracefulHTTPError("the server is shutting down", HTTPStatus.SERVICE_UNAVAILABLE)
-        if self._orchestrator is None:
-            self._metrics.rejected.labels("not_ready").inc()
-            raise GracefulHTTPError("the workers are not ready yet", HTTPStatus.SERVICE_UNAVAILABLE)
-        if self._orchestrator.in_flight + n > self._max_outstanding_requests:
-            self._metrics.rejected.labels("overload").inc()
-            raise GracefulHTTPError(
-                f"{self._orchestrator.in_flight} requests are being served, the limit is "
-                f"{self._max_outstanding_requests} (router.max_outstanding_requests): try again later",
-                HTTPStatus.TOO_MANY_REQUESTS,
-            )
+        """Refuse before the prompt is even tokenised, and before a streaming response has begun.
 
-    async def generate(  # noqa: PLR0913 - vLLM's signature
+        Raises GracefulHTTPError (429, 503) or VLLMValidationError (400).
+        """
+        with _as_http():
+            self._admission.check(CLIENT.get(), n)
+
+    def generate(  # noqa: PLR0913 - vLLM's signature
         self,
         prompt: Any,
         sampling_params: SamplingParams,
@@ -96,8 +90,11 @@ class RouterEngineClient(EngineClient):
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield vLLM RequestOutputs; closing or cancelling it aborts the request on every worker."""
-        self.check_admission(sampling_params.n, request_id)
+        """Take the request in and return its outputs; closing or cancelling them aborts it on every worker.
+
+        Raises at once, not at the first output, so that a refusal has its HTTP status in a streaming response too:
+        GracefulHTTPError (429, 503) or VLLMValidationError (400).
+        """
         request = self.input_processor.process_inputs(
             request_id,
             prompt,
@@ -112,9 +109,18 @@ class RouterEngineClient(EngineClient):
         self.input_processor.assign_request_id(request)
         if prompt_text is None:
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
+        client = CLIENT.get()
+        with _as_http():
+            ticket = self._admission.admit(client, _ask(request))
+        return self._serve(request, request_id, prompt_text, client, ticket)
+
+    async def _serve(
+        self, request: EngineCoreRequest, request_id: str, prompt_text: str | None, client: str, ticket: Ticket
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a request that was taken in. Never started if its client has left already."""
         collector = RequestOutputCollector(request.params.output_kind, request.request_id)
         children = self._register(request, prompt_text, collector)
-        tasks = [asyncio.create_task(self._run(child, collector), name=child.request_id) for child in children]
+        tasks = [asyncio.create_task(self._run(child, collector, client), name=child.request_id) for child in children]
         self._groups.setdefault(request_id, []).extend(tasks)
         try:
             finished = False
@@ -123,6 +129,7 @@ class RouterEngineClient(EngineClient):
                 finished = output.finished
                 yield output
         finally:
+            ticket.release()
             self._groups.pop(request_id, None)
             for task in tasks:
                 task.cancel()
@@ -144,7 +151,7 @@ class RouterEngineClient(EngineClient):
             children.append(child)
         return children
 
-    async def _run(self, request: EngineCoreRequest, collector: RequestOutputCollector) -> None:
+    async def _run(self, request: EngineCoreRequest, collector: RequestOutputCollector, client: str) -> None:
         """One sequence. Errors go to the collector, which raises them in `generate`."""
         assert self._orchestrator is not None
         assert request.sampling_params is not None
@@ -155,6 +162,7 @@ class RouterEngineClient(EngineClient):
             reasoning_ended=request.reasoning_ended,
             priority=request.priority,
             timeout_s=TIMEOUT_S.get(),
+            client=client,
         )
         text = _TextSink(self._outputs, sequence)
         try:
@@ -225,6 +233,24 @@ class RouterEngineClient(EngineClient):
 
     async def is_paused(self) -> bool:
         return False
+
+
+def _ask(request: EngineCoreRequest) -> Ask:
+    params = request.sampling_params
+    assert params is not None
+    return Ask(params.n, len(request.prompt_token_ids or []), params.max_tokens or 0)
+
+
+@contextmanager
+def _as_http() -> Iterator[None]:
+    """A refusal as vLLM's server understands it."""
+    try:
+        yield
+    except Refused as refused:
+        if refused.status is HTTPStatus.BAD_REQUEST:
+            raise VLLMValidationError(str(refused)) from None
+        retry_after.suggest(refused.retry_after_s)
+        raise GracefulHTTPError(str(refused), refused.status) from None
 
 
 class _TextSink:

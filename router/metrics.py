@@ -82,11 +82,16 @@ class RequestMetrics:
         self.pause = Histogram(
             "ridgeline_continuation_pause_seconds",
             "What the loss of a worker cost a client: last token before it, or arrival, to the next token",
+            ("state",),
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
         self.rejected = Counter(
             "ridgeline_rejected", "Requests refused before any work", ("reason",), registry=registry
+        )
+
+        self.canaries = Counter(
+            "ridgeline_canaries", "Canaries of /ready by how they ended", ("result",), registry=registry
         )
 
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
@@ -99,8 +104,8 @@ class RequestMetrics:
             self.second_token.labels(later_pool).observe(timeline.second_token_s)
         for itl_s in timeline.itls_s:
             self.itl.labels(later_pool).observe(itl_s)
-        for pause_s in timeline.pauses_s:
-            self.pause.observe(pause_s)
+        for state, pause_s in timeline.pauses_s:
+            self.pause.labels(state).observe(pause_s)
         if outcome != "finished":
             return
         if timeline.tpot_s is not None:
@@ -241,6 +246,42 @@ class WorkerCollector(Collector):
             if moved:
                 intensity.add_metric([pool], flops / moved)
         yield from (count, peak_flops, peak_bytes, intensity)
+
+
+class QueueView(Protocol):
+    """What the collector reads of a pool's prompt queue."""
+
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def waiting_tokens(self) -> int: ...
+    @property
+    def tokens_per_s(self) -> float | None: ...
+
+
+class QueueCollector(Collector):
+    """Series about prompts that wait in the router; registered once."""
+
+    def __init__(self, queues: Iterable[QueueView]) -> None:
+        self._queues = list(queues)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client at each scrape."""
+        prompts = GaugeMetricFamily("ridgeline_waiting_prompts", "Prompts waiting in the router", labels=["pool"])
+        tokens = GaugeMetricFamily("ridgeline_waiting_prompt_tokens", "Their tokens", labels=["pool"])
+        rate = GaugeMetricFamily(
+            "ridgeline_prompt_tokens_per_second",
+            "Prompt tokens the pool computes when it has all it may have, as last measured",
+            labels=["pool"],
+        )
+        for queue in self._queues:
+            prompts.add_metric([queue.pool], queue.waiting)
+            tokens.add_metric([queue.pool], queue.waiting_tokens)
+            if queue.tokens_per_s is not None:
+                rate.add_metric([queue.pool], queue.tokens_per_s)
+        yield from (prompts, tokens, rate)
 
 
 def _total(workers: list[WorkerView], prefix: str) -> float:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from engine import sampling
 from engine.errors import EngineError, EngineFailed, TaskRejected, WorkerDraining, WorkerLost
+from engine.messages import Pool
 from router.answer import Answer, Emit, SequenceRequest
 from router.attempt import Attempt, ReleaseHandoff
 from router.fleet import Fleet
 from router.metrics import RequestMetrics
+from router.prefill_queue import PrefillQueue
 from router.settings import RouterSettings
 from router.timeline import Outcome, RequestTimeline
 
@@ -39,15 +42,20 @@ class CannotContinue(EngineError):
 
 
 class Orchestrator:
-    """Stateless between requests; the fleet holds what is outstanding."""
+    """Stateless between requests; the fleet holds what is outstanding, the queues what waits for it."""
 
     def __init__(
-        self, fleet: Fleet, settings: RouterSettings, metrics: RequestMetrics, release_handoff: ReleaseHandoff
+        self,
+        fleet: Fleet,
+        queues: Mapping[Pool, PrefillQueue],
+        settings: RouterSettings,
+        metrics: RequestMetrics,
+        release_handoff: ReleaseHandoff,
     ) -> None:
         self._fleet = fleet
         self._settings = settings
         self._metrics = metrics
-        self._attempt = Attempt(fleet, settings, metrics, release_handoff)
+        self._attempt = Attempt(fleet, queues, settings, metrics, release_handoff)
         self.in_flight = 0
 
     async def run(self, request: SequenceRequest, emit: Emit) -> None:

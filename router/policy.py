@@ -55,10 +55,10 @@ def least_work(load: WorkerLoad) -> tuple[float, ...]:
 
 def pick(loads: Sequence[WorkerLoad], score: Score, needed_blocks: int = 0) -> str:
     """The id of the usable worker with the lowest score; ties go to the first. Raises NoWorker."""
-    usable = [load for load in loads if load.usable and load.kv_blocks_total >= needed_blocks]
-    if not usable:
+    candidates = [load for load in loads if load.usable and load.kv_blocks_total >= needed_blocks]
+    if not candidates:
         raise NoWorker("no worker is connected and accepting work")
-    return min(usable, key=score).worker_id
+    return min(candidates, key=score).worker_id
 
 
 def room_to_follow(load: WorkerLoad, needed_blocks: int) -> bool:

@@ -27,8 +27,14 @@ class RouterSettings:
     mode: str
     request_deadline_s: float
     max_outstanding_requests: int
-    recovery_timeout_s: float
-    """How long an accepted request waits for a worker when its pool has none."""
     overlap: bool
     """Whether decode may fetch the KV of a long prompt while its later chunks are prefilled."""
     min_remote_prefill_tokens: int
+    prefill_window_tokens: int
+    """Prompt tokens a worker is given at a time; further prompts wait in the router, in fair order."""
+    max_prompt_wait_s: float
+    """A prompt that would wait longer than this to be started is refused."""
+    recovery_timeout_s: float
+    """How long accepted requests wait for a pool that has lost all of its workers."""
+    ready_deadline_s: float
+    """How long the canary of /ready may take."""

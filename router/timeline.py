@@ -27,6 +27,8 @@ class RequestTimeline:
     num_prompt_tokens: int
     path: Path = "local"
     arrived_s: float = 0.0
+    router_queue_s: float = 0.0
+    """The prompt waited so long in the router for a worker."""
     token_times_s: list[float] = field(default_factory=list)
     num_output_tokens: int = 0
     prefill_timing: LegTiming | None = None
@@ -34,9 +36,10 @@ class RequestTimeline:
     followed: bool = False
     """The KV was fetched while prefill went on: waiting for it cost nothing but the last segment."""
     state: State = "queued"
-    pauses_s: list[float] = field(default_factory=list)
-    """What each loss of a worker cost the client: from the token before it, or the arrival, to the token after it."""
-    _interrupted: bool = False
+    pauses_s: list[tuple[State, float]] = field(default_factory=list)
+    """What each loss of a worker cost the client, and where the request was: from the token before the loss, or the
+    arrival, to the token after it."""
+    _interrupted: State | None = None
 
     def __post_init__(self) -> None:
         self.arrived_s = self.clock()
@@ -46,15 +49,16 @@ class RequestTimeline:
         if not count:
             return
         now_s = self.clock()
-        if self._interrupted:
-            self.pauses_s.append(now_s - (self.token_times_s[-1] if self.token_times_s else self.arrived_s))
-            self._interrupted = False
+        if self._interrupted is not None:
+            before_s = self.token_times_s[-1] if self.token_times_s else self.arrived_s
+            self.pauses_s.append((self._interrupted, now_s - before_s))
+            self._interrupted = None
         self.num_output_tokens += count
         self.token_times_s.append(now_s)
 
     def interrupted(self) -> None:
         """Its worker is lost; it begins again where it was."""
-        self._interrupted = True
+        self._interrupted = self.state
         self.followed = False
         self.prefill_timing = self.decode_timing = None
 
@@ -86,7 +90,7 @@ class RequestTimeline:
             return self._local_stages_s()
         stages: dict[str, float] = {}
         if self.prefill_timing is not None:
-            stages["queue"] = self.prefill_timing.queue_s
+            stages["queue"] = self.router_queue_s + self.prefill_timing.queue_s
             stages["prefill"] = self.prefill_timing.compute_s
         if self.decode_timing is not None:
             receipt = self.decode_timing.receipt
@@ -102,8 +106,9 @@ class RequestTimeline:
         timing, ttft_s = self.decode_timing, self.ttft_s
         if timing is None or ttft_s is None:
             return {}
-        prefill_s = min(max(0.0, ttft_s - timing.queue_s), timing.compute_s)
-        return {"queue": timing.queue_s, "prefill": prefill_s, "decode": timing.compute_s - prefill_s}
+        queue_s = self.router_queue_s + timing.queue_s
+        prefill_s = min(max(0.0, ttft_s - queue_s), timing.compute_s)
+        return {"queue": queue_s, "prefill": prefill_s, "decode": timing.compute_s - prefill_s}
 
 
 def token_pool(path: Path, mode: str) -> tuple[Pool, Pool]:

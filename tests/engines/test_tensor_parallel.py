@@ -44,9 +44,11 @@ from kv_transfer.blocks import BlockPool
 from kv_transfer.handoff import KvHandoff
 from kv_transfer.lease import LeaseTable
 from kv_transfer.transports import TransportSettings, make_transport
+from router.answer import SequenceRequest
 from router.fleet import Fleet
 from router.metrics import RequestMetrics
-from router.orchestrator import Orchestrator, SequenceRequest
+from router.orchestrator import Orchestrator
+from router.prefill_queue import prompt_queues
 from router.releaser import HandoffReleaser
 from router.settings import RouterSettings
 
@@ -95,6 +97,10 @@ class Split:
             max_outstanding_requests=16,
             overlap=True,
             min_remote_prefill_tokens=0,
+            prefill_window_tokens=1024,
+            max_prompt_wait_s=30.0,
+            recovery_timeout_s=60.0,
+            ready_deadline_s=10.0,
         )
 
     async def prefill(self, ranks: int, prompt: list[int]) -> KvHandoff:
@@ -303,7 +309,8 @@ async def routed(split: Split, prefill_ranks: int, decode_ranks: int) -> AsyncIt
     try:
         background.create_task(releaser.run())
         await fleet.connect(addresses, background)  # type: ignore[arg-type]
-        yield Orchestrator(fleet, split.settings, metrics, releaser.release), metrics, fleet
+        queues = prompt_queues(fleet, split.settings)
+        yield Orchestrator(fleet, queues, split.settings, metrics, releaser.release), metrics, fleet
     finally:
         await background.end()
         for worker in fleet.workers:

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from cluster.cli import app
 from engine.messages import WorkerStatus
 from router.fleet import KvPair
-from router.metrics import _WORKER_COUNTERS, RequestMetrics, WorkerCollector
+from router.metrics import _WORKER_COUNTERS, QueueCollector, RequestMetrics, WorkerCollector
 from router.settings import PoolHardware
 
 PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
@@ -90,7 +90,9 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
         pool="prefill", worker_id="prefill-0", status=WorkerStatus(worker_id="prefill-0", counters=counters)
     )
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}
-    for family in WorkerCollector(lambda: [worker], lambda: hardware, lambda: 0, lambda: PAIRS).collect():
+    queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
+    workers = WorkerCollector(lambda: [worker], lambda: hardware, lambda: 0, lambda: PAIRS)
+    for family in (*workers.collect(), *QueueCollector([queue]).collect()):
         sample = family.samples[0]
         rows.append((sample.name, family.type, ", ".join(sample.labels), family.documentation))
     return rows

@@ -25,13 +25,14 @@ from engine.errors import EngineError, EngineFailed
 from engine.host import WorkerHost
 from engine.messages import TokenDelta
 from engine.notices import Notice
-from kv_transfer.handoff import FetchReceipt
+from kv_transfer.handoff import FetchReceipt, KvHandoff
 from prefill_worker.handler import PrefillHandler
 from router.answer import SequenceRequest
 from router.failure_table import CANNOT_HAPPEN, FAULTS, ROWS, STATES, Row, as_markdown
 from router.fleet import Fleet
 from router.metrics import RequestMetrics
 from router.orchestrator import DeadlineExceeded, Orchestrator
+from router.prefill_queue import prompt_queues
 from router.settings import RouterSettings
 
 PROMPT = list(range(70))
@@ -47,6 +48,9 @@ SETTINGS = RouterSettings(
     request_deadline_s=30.0,
     max_outstanding_requests=10,
     recovery_timeout_s=10.0,
+    prefill_window_tokens=1024,
+    max_prompt_wait_s=30.0,
+    ready_deadline_s=5.0,
     overlap=True,
     min_remote_prefill_tokens=0,
 )
@@ -87,6 +91,9 @@ class Workers:
         self.tokens += delta.token_ids
         self.endings += delta.finished
         return False
+
+    def release(self, handoff: KvHandoff, after_s: float) -> None:
+        self.released.append(handoff.handoff_id)
 
     def begin(self, orchestrator: Orchestrator) -> None:
         wish = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
@@ -155,9 +162,8 @@ async def workers() -> AsyncIterator[tuple[Workers, Fleet, Orchestrator]]:
     await running.start()
     fleet = Fleet("router")
     metrics = RequestMetrics(running.registry, "disaggregated")
-    orchestrator = Orchestrator(
-        fleet, SETTINGS, metrics, lambda handoff, _: running.released.append(handoff.handoff_id)
-    )
+    queues = prompt_queues(fleet, SETTINGS)
+    orchestrator = Orchestrator(fleet, queues, SETTINGS, metrics, running.release)
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -21,6 +21,7 @@ from router.fleet import Fleet, Worker
 from router.metrics import RequestMetrics
 from router.orchestrator import MAX_FRUITLESS_RETRIES, CannotContinue, DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
+from router.prefill_queue import prompt_queues
 from router.settings import RouterSettings
 
 PROMPT = list(range(70))
@@ -91,7 +92,7 @@ class Bench:
         names = {"prefill": "prefill-0", "decode": "decode-0", "colocated": "colocated-0"}
         self.fleet = FakeFleet(self.log, {names.get(name, name): script for name, script in scripts.items()})
         self.registry = CollectorRegistry()
-        settings = RouterSettings(
+        self.settings = RouterSettings(
             model_path="m",
             served_name="m",
             dtype="bfloat16",
@@ -101,12 +102,16 @@ class Bench:
             mode=mode,
             request_deadline_s=deadline_s,
             max_outstanding_requests=10,
-            recovery_timeout_s=0.0,
             overlap=True,
             min_remote_prefill_tokens=min_remote,
+            prefill_window_tokens=1024,
+            max_prompt_wait_s=30.0,
+            recovery_timeout_s=0.0,
+            ready_deadline_s=5.0,
         )
         metrics = RequestMetrics(self.registry, mode)
-        self.orchestrator = Orchestrator(self.fleet, settings, metrics, self.release)
+        self.queues = queues = prompt_queues(self.fleet, self.settings)
+        self.orchestrator = Orchestrator(self.fleet, queues, self.settings, metrics, self.release)
 
     def release(self, handoff, after_s):
         self.released.append(handoff)
@@ -388,7 +393,7 @@ async def test_the_next_attempt_is_told_what_the_client_has_and_the_pause_is_cou
     assert bench.client("decode").tasks[1].emitted_token_ids == [1, 2, 7]
     labels = {"state": "decoding", "cause": "worker_lost"}
     assert bench.registry.get_sample_value("ridgeline_retries_total", labels) == 1
-    assert bench.registry.get_sample_value("ridgeline_continuation_pause_seconds_count") == 1
+    assert bench.registry.get_sample_value("ridgeline_continuation_pause_seconds_count", {"state": "decoding"}) == 1
     bench.assert_idle()
 
 

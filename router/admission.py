@@ -1,0 +1,285 @@
+"""What is taken in, decided before any work: what can never fit is refused at once, what would wait too long as well.
+
+`decide` is a pure function on a snapshot. `Admission` makes the snapshot, keeps count of what is accepted, and counts
+what is refused. vLLM's server asks twice: before it has tokenised the prompt (`check`), then with the tokens (`admit`).
+
+What is promised to an accepted prompt is the wait at that moment. A client that comes later takes no more than its fair
+share (`router/fair_queue.py`), and is itself refused if that share would make it wait too long. So n clients have
+together at most (1 + 1/2 + ... + 1/n) * `max_prompt_wait_s` of prompts waiting, one client alone at most that itself.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Literal
+
+from engine.messages import Pool
+from router.fleet import Worker
+from router.metrics import RequestMetrics
+from router.policy import local_prefill_reason
+from router.prefill_queue import PrefillQueue
+from router.settings import RouterSettings
+
+State = Literal["not_ready", "open", "draining"]
+LONGEST_RETRY_AFTER_S = 60
+DRAIN_WINDOW_S = 10.0
+
+
+class Refused(Exception):
+    """The request is not taken in; the message says why, and what would change it."""
+
+    def __init__(self, status: HTTPStatus, reason: str, sentence: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.reason = reason
+        self.retry_after_s = min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(retry_after_s)))
+        """Whole seconds after which it may be worth another try."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request wants. The token counts are 0 while its prompt is not tokenised yet."""
+
+    sequences: int
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """How things stand, with what has been accepted."""
+
+    state: State
+    block_size_tokens: int
+    answer_pool: Pool
+    """Where answers are decoded."""
+    usable_answer_workers: int
+    answer_blocks: int
+    """KV blocks of that pool."""
+    prompt_worker_blocks: int
+    """KV blocks of the largest worker that may compute this prompt."""
+    answer_worker_blocks: int
+    """KV blocks of the largest worker that may decode the answer."""
+    sequences: int
+    """Accepted and not ended."""
+    prompt_blocks: int
+    """KV blocks their prompts take."""
+    sequences_per_s: float
+    """How many ended lately."""
+    blocks_per_s: float
+    prompt_wait_s: float | None
+    """How long this client's next prompt would wait to be started; None before that was measured."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """From the configuration."""
+
+    max_outstanding_requests: int
+    max_prompt_wait_s: float
+
+
+def decide(ask: Ask, now: Snapshot, limits: Limits) -> None:
+    """Raise Refused, or return: it fits."""
+    _refuse_unless_open(now)
+    _refuse_what_never_fits(ask, now, limits)
+    if not now.usable_answer_workers:
+        raise Refused(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "no_worker",
+            f"no {now.answer_pool} worker is connected and accepting work: try again later, or see /ready",
+        )
+    _refuse_what_is_too_much_now(ask, now, limits)
+
+
+def _refuse_unless_open(now: Snapshot) -> None:
+    if now.state == "draining":
+        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "draining", "the server is shutting down")
+    if now.state == "not_ready":
+        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the workers are not ready yet")
+
+
+def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: Limits) -> None:
+    if ask.sequences > limits.max_outstanding_requests:
+        raise Refused(
+            HTTPStatus.BAD_REQUEST,
+            "too_large",
+            f"n = {ask.sequences} sequences can never be served at a time, the limit is "
+            f"{limits.max_outstanding_requests} (router.max_outstanding_requests): ask for fewer",
+        )
+    if not now.usable_answer_workers:
+        return  # how large they are is not known
+    prompt_blocks = _blocks(ask.prompt_tokens, now)
+    whole_blocks = _blocks(ask.prompt_tokens + ask.output_tokens, now)
+    for needed, have, what in (
+        (prompt_blocks, now.prompt_worker_blocks, f"the prompt ({ask.prompt_tokens} tokens)"),
+        (
+            whole_blocks,
+            now.answer_worker_blocks,
+            f"prompt and answer ({ask.prompt_tokens} + {ask.output_tokens} tokens)",
+        ),
+    ):
+        if needed > have > 0:
+            raise Refused(
+                HTTPStatus.BAD_REQUEST,
+                "too_large",
+                f"{what} take {needed} KV blocks and the largest worker has {have}: send a shorter prompt or lower "
+                "max_tokens (the server's setting is pools.*.kv_cache_bytes)",
+            )
+
+
+def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: Limits) -> None:
+    excess = now.sequences + ask.sequences - limits.max_outstanding_requests
+    if excess > 0:
+        raise _overload(
+            "overload",
+            f"{now.sequences} requests are being served, the limit is {limits.max_outstanding_requests} "
+            "(router.max_outstanding_requests)",
+            _seconds(excess, now.sequences_per_s),
+        )
+    if now.prompt_wait_s is not None and now.prompt_wait_s > limits.max_prompt_wait_s:
+        raise _overload(
+            "prompt_wait",
+            f"a prompt would wait about {now.prompt_wait_s:.0f} s to be started, the limit is "
+            f"{limits.max_prompt_wait_s:.0f} s (router.max_prompt_wait_s)",
+            now.prompt_wait_s - limits.max_prompt_wait_s,
+        )
+    wanted = now.prompt_blocks + ask.sequences * _blocks(ask.prompt_tokens, now)
+    if now.prompt_blocks and wanted > now.answer_blocks:  # with nothing accepted it does fit, or was refused above
+        raise _overload(
+            "kv_blocks",
+            f"the prompts accepted and this one take {wanted} KV blocks, the {now.answer_pool} pool has "
+            f"{now.answer_blocks} (pools.{now.answer_pool}.kv_cache_bytes and workers)",
+            _seconds(wanted - now.answer_blocks, now.blocks_per_s),
+        )
+
+
+def _overload(reason: str, sentence: str, retry_after_s: float) -> Refused:
+    refused = Refused(HTTPStatus.TOO_MANY_REQUESTS, reason, sentence, retry_after_s)
+    refused.args = (f"{sentence}: try again in {refused.retry_after_s} s",)
+    return refused
+
+
+def _blocks(tokens: int, now: Snapshot) -> int:
+    return -(-tokens // now.block_size_tokens)
+
+
+def _seconds(amount: float, per_s: float) -> float:
+    return amount / per_s if per_s > 0 else 1.0
+
+
+class Admission:
+    """What this router has accepted; one per router process."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        queues: Mapping[Pool, PrefillQueue],
+        workers: Callable[[Pool], list[Worker]],
+        metrics: RequestMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state: State = "not_ready"
+        self._limits = Limits(settings.max_outstanding_requests, settings.max_prompt_wait_s)
+        self._answer_pool: Pool = "colocated" if settings.mode == "colocated" else "decode"
+        self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
+        self._queues = queues
+        self._workers = workers
+        self._metrics = metrics
+        self._sequences = 0
+        self._prompt_blocks = 0
+        self._ended_sequences = _DrainRate(clock)
+        self._ended_blocks = _DrainRate(clock)
+
+    def check(self, client: str, sequences: int) -> None:
+        """Would a request of this client be taken, as far as can be told without its prompt? Raises Refused."""
+        pools: set[Pool] = {self._prompt_pool(0), self._prompt_pool(self._min_remote_prefill_tokens)}
+        waits_s = [self._queues[pool].wait_s(client, 0) for pool in pools]
+        shortest_s = None if None in waits_s else min(wait_s for wait_s in waits_s if wait_s is not None)
+        self._decide(Ask(sequences), self._snapshot(self._prompt_pool(0), shortest_s))
+
+    def admit(self, client: str, ask: Ask) -> Ticket:
+        """Take a request in, until its ticket is released. Raises Refused."""
+        pool = self._prompt_pool(ask.prompt_tokens)
+        now = self._snapshot(pool, self._queues[pool].wait_s(client, ask.prompt_tokens))
+        self._decide(ask, now)
+        blocks = ask.sequences * _blocks(ask.prompt_tokens, now)
+        self._count(ask.sequences, blocks)
+        return Ticket(lambda: self._count(-ask.sequences, -blocks))
+
+    def _decide(self, ask: Ask, now: Snapshot) -> None:
+        try:
+            decide(ask, now, self._limits)
+        except Refused as refused:
+            self._metrics.rejected.labels(refused.reason).inc()
+            raise
+
+    def _count(self, sequences: int, blocks: int) -> None:
+        self._sequences += sequences
+        self._prompt_blocks += blocks
+        self._ended_sequences.add(max(0, -sequences))
+        self._ended_blocks.add(max(0, -blocks))
+
+    def _prompt_pool(self, prompt_tokens: int) -> Pool:
+        """Where a prompt of that length is computed."""
+        if self._answer_pool == "colocated":
+            return "colocated"
+        return "prefill" if local_prefill_reason(prompt_tokens, self._min_remote_prefill_tokens) is None else "decode"
+
+    def _snapshot(self, prompt_pool: Pool, prompt_wait_s: float | None) -> Snapshot:
+        answer, prompt = self._workers(self._answer_pool), self._workers(prompt_pool)
+        return Snapshot(
+            state=self.state,
+            block_size_tokens=answer[0].description.block_size_tokens if answer else 1,
+            answer_pool=self._answer_pool,
+            usable_answer_workers=sum(worker.load().usable for worker in answer),
+            answer_blocks=sum(worker.description.num_kv_blocks for worker in answer),
+            prompt_worker_blocks=max((worker.description.num_kv_blocks for worker in prompt), default=0),
+            answer_worker_blocks=max((worker.description.num_kv_blocks for worker in answer), default=0),
+            sequences=self._sequences,
+            prompt_blocks=self._prompt_blocks,
+            sequences_per_s=self._ended_sequences.per_s,
+            blocks_per_s=self._ended_blocks.per_s,
+            prompt_wait_s=prompt_wait_s,
+        )
+
+
+class Ticket:
+    """One accepted request. Released once: by whoever serves it, or when it is dropped before anybody did.
+
+    A client may leave after its request was accepted and before its answer was begun; the generator that would have
+    served it is then never started, and only forgotten.
+    """
+
+    def __init__(self, on_release: Callable[[], None]) -> None:
+        self._finalizer = weakref.finalize(self, on_release)
+        self._finalizer.atexit = False
+
+    def release(self) -> None:
+        """The request has ended. Safe to call twice."""
+        self._finalizer()
+
+
+class _DrainRate:
+    """How much of something ended per second, over about the last ten."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._value = 0.0
+        self._at_s = clock()
+
+    def add(self, amount: float) -> None:
+        self._value = self._faded() + amount
+        self._at_s = self._clock()
+
+    @property
+    def per_s(self) -> float:
+        return self._faded() / DRAIN_WINDOW_S
+
+    def _faded(self) -> float:
+        return self._value * math.exp((self._at_s - self._clock()) / DRAIN_WINDOW_S)

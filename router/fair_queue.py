@@ -1,0 +1,114 @@
+"""Which prompt is next: deficit round robin over clients, first come first served within one. No clock, no asyncio.
+
+Clients take turns. At each of its turns a client may send `quantum_tokens` more prompt tokens; what it does not use, or
+saves up for a prompt longer than that, is kept while it has prompts waiting. So clients get equal prompt tokens, not
+equal numbers of prompts.
+
+**Bound.** With Q the quantum and L the longest prompt, a prompt of t tokens that its client sends with nothing else
+waiting is popped after at most ceil(t / Q) * (Q + L) tokens of each other client, however many those have waiting. For
+a short prompt (t <= Q) this is one quantum and one prompt of each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+QUANTUM_TOKENS = 512
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Entry(Generic[T]):
+    """One prompt that waits."""
+
+    client: str
+    tokens: int
+    item: T
+    urgent: bool
+
+
+@dataclass
+class _Client(Generic[T]):
+    entries: deque[Entry[T]] = field(default_factory=deque)
+    tokens: int = 0
+    deficit_tokens: int = 0
+    has_turn: bool = False
+
+
+class FairQueue(Generic[T]):
+    """Prompts that wait, in fair order."""
+
+    def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
+        self._quantum_tokens = quantum_tokens
+        self._urgent: deque[Entry[T]] = deque()
+        self._clients: dict[str, _Client[T]] = {}
+        """Those with prompts waiting."""
+        self._turns: deque[str] = deque()
+
+    def __len__(self) -> int:
+        return len(self._urgent) + sum(len(client.entries) for client in self._clients.values())
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that wait."""
+        return sum(entry.tokens for entry in self._urgent) + sum(client.tokens for client in self._clients.values())
+
+    def push(self, client: str, tokens: int, item: T, *, urgent: bool = False) -> Entry[T]:
+        """Line one up. Urgent ones go before all others, in their own order: for what is small and must not wait."""
+        entry = Entry(client, tokens, item, urgent)
+        if urgent:
+            self._urgent.append(entry)
+            return entry
+        if client not in self._clients:
+            self._clients[client] = _Client()
+            self._turns.append(client)
+        self._clients[client].entries.append(entry)
+        self._clients[client].tokens += tokens
+        return entry
+
+    def pop(self) -> Entry[T]:
+        """Take the next one out; raises IndexError when none waits."""
+        if self._urgent:
+            return self._urgent.popleft()
+        while True:
+            client = self._clients[self._turns[0]]
+            if not client.has_turn:
+                client.has_turn = True
+                client.deficit_tokens += self._quantum_tokens
+            entry = client.entries[0]
+            if entry.tokens <= client.deficit_tokens:
+                client.deficit_tokens -= entry.tokens
+                self.remove(entry)
+                return entry
+            client.has_turn = False
+            self._turns.rotate(-1)
+
+    def remove(self, entry: Entry[T]) -> None:
+        """Take this one out, wherever it stands; does nothing if it is out already."""
+        if entry.urgent:
+            if entry in self._urgent:
+                self._urgent.remove(entry)
+            return
+        client = self._clients.get(entry.client)
+        if client is None or entry not in client.entries:
+            return
+        client.entries.remove(entry)
+        client.tokens -= entry.tokens
+        if not client.entries:  # what it saved is lost: credit is for those who wait
+            del self._clients[entry.client]
+            self._turns.remove(entry.client)
+
+    def tokens_ahead(self, client: str, tokens: int) -> int:
+        """About how many waiting tokens would be popped before a prompt of `tokens` tokens that `client` sends now.
+
+        All of its own, and of each other client as many as it gets itself until then, plus one quantum or prompt.
+        """
+        own = self._clients[client].tokens if client in self._clients else 0
+        others = (
+            min(other.tokens, own + tokens + max(self._quantum_tokens, other.entries[0].tokens))
+            for name, other in self._clients.items()
+            if name != client
+        )
+        return sum(entry.tokens for entry in self._urgent) + own + sum(others)

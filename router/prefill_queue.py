@@ -1,0 +1,220 @@
+"""Prompts wait here, in the router, until a worker of their pool may have them: fair among clients, and bounded.
+
+An engine runs prompts in the order they come, so what is sent there cannot be reordered. A worker therefore gets a
+prompt only while the prompt tokens it still has to compute are below a window; the others wait in a `FairQueue`.
+
+**Bound.** Of a pool of one worker, with window W, quantum Q and longest prompt L: a short prompt (up to Q tokens) of a
+client with nothing else waiting starts after at most W + L tokens that the worker has already, and Q + L tokens of each
+other client that has prompts waiting. More workers only make it sooner.
+
+Called by the orchestrator; `admission.py` reads how long a prompt would wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+
+from engine.messages import Pool
+from router.fair_queue import Entry, FairQueue
+from router.fleet import Fleet, Worker
+from router.policy import NoWorker, Score, fewest_running_then_most_free, least_prompt_tokens, least_work, pick
+from router.service_rate import ServiceRate
+from router.settings import RouterSettings
+
+PREFILL_PATIENCE_S = 2.0
+"""Prompts of a prefill pool that is gone are computed on decode instead; those of the others have nowhere to go."""
+RECHECK_S = 0.25
+"""While a pool has no usable worker, and prompts wait for one."""
+
+_SCORES: dict[Pool, Score] = {
+    "prefill": least_prompt_tokens,
+    "decode": fewest_running_then_most_free,
+    "colocated": least_work,
+}
+
+
+class Turn:
+    """A prompt's place on a worker: it counts there as a sequence, and as prompt tokens until `prompt_done`."""
+
+    def __init__(self, queue: PrefillQueue, worker: Worker, prompt_tokens: int) -> None:
+        self.worker = worker
+        self.prompt_tokens = prompt_tokens
+        self._queue = queue
+        self._counted = ExitStack()
+        self._reservation = self._counted.enter_context(worker.reserve(prompt_tokens))
+        self._open = True
+
+    def prompt_done(self) -> None:
+        """The first token is here: another prompt may go to this worker. Safe to call twice."""
+        self._end(computed=True)
+
+    def close(self) -> None:
+        """The sequence has left the worker. Safe to call twice."""
+        self._counted.close()
+        self._end(computed=False)
+
+    def _end(self, computed: bool) -> None:
+        if self._open:
+            self._open = False
+            self._reservation.prompt_done()
+            self._queue.ended(self, computed)
+
+
+class PrefillQueue:
+    """The prompts of one pool."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        workers: Callable[[], Sequence[Worker]],
+        window_tokens: int,
+        recovery_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool: Pool = pool
+        self._workers = workers
+        self._window_tokens = window_tokens
+        self._recovery_timeout_s = recovery_timeout_s
+        self._clock = clock
+        self._queue: FairQueue[asyncio.Future[Turn]] = FairQueue()
+        self._rate = ServiceRate(clock)
+        self._unusable_since_s: float | None = None
+        self._recheck: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def turn(self, client: str, prompt_tokens: int, *, urgent: bool = False) -> AsyncIterator[Turn]:
+        """Wait for a worker, and count this sequence there while the block runs.
+
+        `urgent` goes before everything that waits. Raises NoWorker once the pool has had no usable worker for
+        `recovery_timeout_s` while prompts waited.
+        """
+        granted: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        entry = self._queue.push(client, prompt_tokens, granted, urgent=urgent)
+        self.wake()
+        try:
+            turn = await granted
+        except BaseException:
+            self._queue.remove(entry)
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                granted.result().close()  # cancelled on the way here: the place goes to the next one
+            raise
+        try:
+            yield turn
+        finally:
+            turn.close()
+
+    def wake(self) -> None:
+        """Look again who can go where; called when a place is free, and to be called when the fleet has changed."""
+        while len(self._queue) and (worker := self._worker_with_room()) is not None:
+            entry = self._queue.pop()
+            if not entry.item.done():
+                self._grant(entry, worker)
+        self._watch_outage()
+
+    def ended(self, turn: Turn, computed: bool) -> None:
+        """Called by the turn: its prompt tokens are no longer outstanding."""
+        worker_id = turn.worker.worker_id
+        if not computed:
+            self._rate.dropped(worker_id)
+            self.wake()
+            return
+        self._rate.finished(worker_id, turn.prompt_tokens)
+        self.wake()
+        if turn.worker.load().outstanding_prompt_tokens:
+            self._rate.begin(worker_id, self._full(turn.worker))
+
+    # --- what admission and metrics read
+
+    @property
+    def usable_workers(self) -> int:
+        """Workers that would take a prompt, now or later."""
+        return sum(worker.load().usable for worker in self._workers())
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait here."""
+        return len(self._queue)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Their tokens."""
+        return self._queue.tokens
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Prompt tokens the whole pool computes per second; None before it was measured."""
+        rate = self._rate.tokens_per_s
+        return None if rate is None else rate * max(1, self.usable_workers)
+
+    def wait_s(self, client: str, prompt_tokens: int) -> float | None:
+        """About how long a prompt of this client would wait to be started; None before the rate was measured."""
+        rate = self.tokens_per_s
+        if rate is None:
+            return None
+        on_workers = sum(worker.load().outstanding_prompt_tokens for worker in self._workers())
+        return (on_workers + self._queue.tokens_ahead(client, prompt_tokens)) / rate
+
+    # ---
+
+    def _worker_with_room(self) -> Worker | None:
+        with_room = {
+            load.worker_id: worker
+            for worker in self._workers()
+            if (load := worker.load()).usable and load.outstanding_prompt_tokens < self._window_tokens
+        }
+        if not with_room:
+            return None
+        return with_room[pick([worker.load() for worker in with_room.values()], _SCORES[self.pool])]
+
+    def _full(self, worker: Worker) -> bool:
+        return worker.load().outstanding_prompt_tokens >= self._window_tokens
+
+    def _grant(self, entry: Entry[asyncio.Future[Turn]], worker: Worker) -> None:
+        idle = not worker.load().outstanding_prompt_tokens
+        entry.item.set_result(Turn(self, worker, entry.tokens))
+        if idle:
+            self._rate.begin(worker.worker_id, self._full(worker))
+
+    def _watch_outage(self) -> None:
+        """Fail what waits once there was nobody to wait for long enough."""
+        if self._recheck is not None:
+            self._recheck.cancel()
+            self._recheck = None
+        if not len(self._queue) or self.usable_workers:
+            self._unusable_since_s = None
+            return
+        now_s = self._clock()
+        if self._unusable_since_s is None:
+            self._unusable_since_s = now_s
+        if now_s - self._unusable_since_s < self._recovery_timeout_s:
+            self._recheck = asyncio.get_running_loop().call_later(RECHECK_S, self.wake)
+            return
+        self._unusable_since_s = None
+        while len(self._queue):
+            granted = self._queue.pop().item
+            if not granted.done():
+                granted.set_exception(
+                    NoWorker(
+                        f"no {self.pool} worker was connected and accepting work for {self._recovery_timeout_s:.0f} s "
+                        "(router.recovery_timeout_s): start one, or see why they went"
+                    )
+                )
+
+
+def prompt_queues(fleet: Fleet, settings: RouterSettings) -> dict[Pool, PrefillQueue]:
+    """A queue for each pool that may compute prompts in this mode."""
+    pools: tuple[Pool, ...] = ("colocated",) if settings.mode == "colocated" else ("prefill", "decode")
+    patience_s = {"prefill": min(PREFILL_PATIENCE_S, settings.recovery_timeout_s)}
+    return {
+        pool: PrefillQueue(
+            pool,
+            partial(fleet.pool, pool),
+            settings.prefill_window_tokens,
+            patience_s.get(pool, settings.recovery_timeout_s),
+        )
+        for pool in pools
+    }

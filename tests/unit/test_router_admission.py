@@ -1,0 +1,209 @@
+"""Who is let in: refusals by reason, what they say, and what is counted."""
+
+import asyncio
+import gc
+import sys
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from fake_engine import FakeClock
+from test_router_orchestrator import FOREVER, Bench
+
+from router.admission import Admission, Ask, Limits, Refused, Snapshot, decide
+from router.metrics import RequestMetrics
+from router.prefill_queue import prompt_queues
+
+IDLE = Snapshot(
+    state="open",
+    block_size_tokens=32,
+    answer_pool="decode",
+    usable_answer_workers=2,
+    answer_blocks=200,
+    prompt_worker_blocks=100,
+    answer_worker_blocks=100,
+    sequences=0,
+    prompt_blocks=0,
+    sequences_per_s=0.0,
+    blocks_per_s=0.0,
+    prompt_wait_s=None,
+)
+LIMITS = Limits(max_outstanding_requests=10, max_prompt_wait_s=30.0)
+SMALL = Ask(1, 64, 16)
+
+
+def refusal(ask=SMALL, limits=LIMITS, **now):
+    with pytest.raises(Refused) as refused:
+        decide(ask, replace(IDLE, **now), limits)
+    return refused.value
+
+
+def test_what_fits_is_let_in():
+    decide(SMALL, IDLE, LIMITS)
+    decide(Ask(10, 64, 16), IDLE, LIMITS)
+    decide(Ask(1, 3200 - 16, 16), IDLE, LIMITS)
+    decide(SMALL, replace(IDLE, sequences=9, prompt_blocks=198, prompt_wait_s=30.0), LIMITS)
+
+
+@pytest.mark.parametrize(("state", "says"), [("draining", "shutting down"), ("not_ready", "not ready yet")])
+def test_a_server_that_is_not_open_is_unavailable(state, says):
+    refused = refusal(state=state)
+    assert (refused.status, refused.reason) == (HTTPStatus.SERVICE_UNAVAILABLE, state)
+    assert says in str(refused)
+
+
+def test_without_a_worker_that_decodes_new_requests_are_refused():
+    refused = refusal(usable_answer_workers=0)
+    assert (refused.status, refused.reason) == (HTTPStatus.SERVICE_UNAVAILABLE, "no_worker")
+    assert "no decode worker" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (Ask(1, 3201, 1), "the prompt (3201 tokens) take 101 KV blocks and the largest worker has 100"),
+        (Ask(1, 3000, 201), "prompt and answer (3000 + 201 tokens) take 101 KV blocks"),
+        (Ask(11, 5, 5), "n = 11 sequences can never be served at a time, the limit is 10 (router.max_outstanding"),
+    ],
+)
+def test_what_can_never_fit_is_a_bad_request_at_once_even_under_overload(ask, says):
+    refused = refusal(ask, sequences=10, prompt_wait_s=99.0)
+    assert (refused.status, refused.reason) == (HTTPStatus.BAD_REQUEST, "too_large")
+    assert says in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("now", "reason", "retry_after_s", "says"),
+    [
+        ({"sequences": 10}, "overload", 1, "10 requests are being served, the limit is 10 (router.max_outstanding_req"),
+        ({"sequences": 12, "sequences_per_s": 0.5}, "overload", 6, "try again in 6 s"),
+        ({"prompt_wait_s": 42.3}, "prompt_wait", 13, "wait about 42 s to be started, the limit is 30 s (router.max_p"),
+        ({"prompt_wait_s": 30.01}, "prompt_wait", 1, "try again in 1 s"),
+        ({"prompt_wait_s": 1e6}, "prompt_wait", 60, "try again in 60 s"),
+        ({"prompt_blocks": 199, "blocks_per_s": 0.25}, "kv_blocks", 4, "take 201 KV blocks, the decode pool has 200"),
+    ],
+)
+def test_what_is_too_much_now_is_told_limit_value_setting_and_when_to_come_back(now, reason, retry_after_s, says):
+    refused = refusal(**now)
+    assert (refused.status, refused.reason) == (HTTPStatus.TOO_MANY_REQUESTS, reason)
+    assert refused.retry_after_s == retry_after_s
+    assert says in str(refused)
+
+
+def test_an_idle_server_refuses_nobody_for_what_is_too_much_now():
+    decide(Ask(10, 1000, 16), IDLE, LIMITS)  # 320 blocks of prompts, if n sequences did not share them
+
+
+def test_every_sequence_of_a_request_counts():
+    assert refusal(Ask(2, 64, 16), sequences=9).reason == "overload"
+    assert refusal(Ask(2, 64, 16), prompt_blocks=197).reason == "kv_blocks"
+
+
+# --- what is counted
+
+
+class Router:
+    """Admission over fake workers."""
+
+    def __init__(self, **bench):
+        self.bench = Bench(**{"prefill": [FOREVER], "decode": [FOREVER]} | bench)
+        self.clock = FakeClock()
+        self.registry = CollectorRegistry()
+        settings = replace(self.bench.settings, recovery_timeout_s=60.0)
+        self.queues = prompt_queues(self.bench.fleet, settings)
+        metrics = RequestMetrics(self.registry, settings.mode)
+        self.admission = Admission(settings, self.queues, self.bench.fleet.pool, metrics, self.clock)
+        self.admission.state = "open"
+
+    def rejected(self, reason):
+        return self.registry.get_sample_value("ridgeline_rejected_total", {"reason": reason})
+
+
+def test_tickets_count_until_they_are_released():
+    router = Router()
+    tickets = [router.admission.admit("a", SMALL) for _ in range(10)]
+    with pytest.raises(Refused, match="10 requests are being served"):
+        router.admission.admit("a", SMALL)
+    with pytest.raises(Refused, match="10 requests are being served"):
+        router.admission.check("a", 1)
+    tickets[0].release()
+    tickets[0].release()
+    router.admission.check("a", 1)
+    tickets.append(router.admission.admit("a", SMALL))
+    with pytest.raises(Refused):
+        router.admission.admit("a", SMALL)
+    assert router.rejected("overload") == 3
+
+
+def test_a_ticket_nobody_used_is_released_when_it_is_forgotten():
+    router = Router()
+    for _ in range(30):
+        router.admission.admit("a", SMALL)
+        gc.collect()
+    router.admission.check("a", 10)
+
+
+def test_prompts_that_would_fill_the_decode_pool_are_refused_until_some_have_ended():
+    router = Router()
+    first = router.admission.admit("a", Ask(1, 3000, 16))
+    with pytest.raises(Refused, match=r"take 111 KV blocks, the decode pool has 100"):
+        router.admission.admit("a", Ask(1, 544, 16))
+    router.clock.now_s += 1
+    first.release()
+    router.admission.admit("a", Ask(1, 544, 16))
+    assert router.rejected("kv_blocks") == 1
+
+
+async def test_a_client_is_refused_by_the_wait_it_would_have_itself_and_others_are_not():
+    router = Router()
+    queue, clock = router.queues["prefill"], FakeClock()
+    queue._clock = queue._rate._clock = clock
+
+    async def hold(client, tokens, seconds=None):
+        async with queue.turn(client, tokens) as turn:
+            if seconds is None:
+                await asyncio.Event().wait()
+            clock.now_s += seconds
+            turn.prompt_done()
+
+    await hold("flood", 2000, seconds=8.0)  # 250 tokens/s
+    running = [asyncio.create_task(hold("flood", 2000)) for _ in range(5)]
+    await asyncio.sleep(0)
+    with pytest.raises(Refused, match="would wait about 40 s"):
+        router.admission.check("flood", 1)
+    with pytest.raises(Refused, match="would wait about 40 s"):
+        router.admission.admit("flood", SMALL)
+    router.admission.check("short", 1)
+    router.admission.admit("short", SMALL)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    router.admission.check("flood", 1)
+
+
+def test_short_prompts_of_a_split_deployment_are_judged_by_the_pool_that_computes_them():
+    router = Router(min_remote=71)
+    router.queues["prefill"].wait_s = lambda client, tokens: 99.0
+    router.queues["decode"].wait_s = lambda client, tokens: 1.0
+    router.admission.check("a", 1)
+    router.admission.admit("a", Ask(1, 70, 1))
+    with pytest.raises(Refused, match="would wait about 99 s"):
+        router.admission.admit("a", Ask(1, 71, 1))
+
+
+def test_without_a_decode_worker_new_requests_are_refused_before_their_prompt_is_read():
+    router = Router()
+    router.bench.client("decode").connected = False
+    with pytest.raises(Refused, match="no decode worker"):
+        router.admission.check("a", 1)
+    assert router.rejected("no_worker") == 1
+
+
+def test_without_a_prefill_worker_requests_are_taken_in_and_wait():
+    router = Router()
+    router.bench.client("prefill").connected = False
+    router.admission.admit("a", SMALL)

@@ -1,0 +1,173 @@
+"""Refusals and readiness over HTTP: vLLM's real app, real gRPC, engines without a model."""
+
+import asyncio
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from fake_engine import FakeEngine, eventually
+
+from decode_worker.handler import DecodeHandler
+from engine.host import WorkerHost
+from prefill_worker.handler import PrefillHandler
+from router.settings import RouterSettings
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+MAX_OUTSTANDING = 4
+WORDS = 200
+
+
+def make_model(directory):
+    """Configuration and tokenizer of a model without weights: one word, one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, WORDS)}}, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(directory)
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=WORDS,
+        max_position_embeddings=4096,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    ).save_pretrained(directory)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory):
+    """(HTTP client, prefill engine, decode engine) of a router over two workers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from router.app import Router
+    model = tmp_path_factory.mktemp("model")
+    make_model(model)
+    engines = [FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="auto")]
+    hosts = [WorkerHost(engines[0], PrefillHandler()), WorkerHost(engines[1], DecodeHandler())]
+    for host in hosts:
+        await host.start()
+    settings = RouterSettings(
+        model_path=str(model),
+        served_name="m",
+        dtype="bfloat16",
+        max_model_len_tokens=4096,
+        host="127.0.0.1",
+        port=0,
+        mode="disaggregated",
+        request_deadline_s=30.0,
+        max_outstanding_requests=MAX_OUTSTANDING,
+        overlap=True,
+        min_remote_prefill_tokens=0,
+        prefill_window_tokens=1024,
+        max_prompt_wait_s=30.0,
+        recovery_timeout_s=60.0,
+        ready_deadline_s=0.5,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            router = Router(settings)
+            url = await router.serve([host.address for host in hosts], {})
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            yield http, *engines
+        await router.stop()
+    finally:
+        for host in hosts:
+            await host.stop()
+
+
+def body(prompt_tokens=8, **fields):
+    return {"model": "m", "prompt": [5] * prompt_tokens, "max_tokens": 3, "ignore_eos": True, **fields}
+
+
+async def send(http, **fields):
+    """(status, Retry-After, what came) of one completion."""
+    response = await http.post("/v1/completions", json=body(**fields))
+    return response.status_code, response.headers.get("retry-after"), response.text
+
+
+async def stepping(engine):
+    while True:
+        engine.step()
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_can_never_fit_is_a_bad_request_in_a_stream_too(served, stream):
+    http, _, _ = served
+    status, retry_after, text = await send(http, prompt_tokens=3300, stream=stream)
+    assert (status, retry_after) == (400, None)
+    assert "take 104 KV blocks and the largest worker has 100" in json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_beyond_the_context_is_a_bad_request(served, stream):
+    http, _, _ = served
+    assert (await send(http, prompt_tokens=4097, stream=stream))[0] == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_too_much_is_429_with_retry_after_in_a_stream_too_and_what_was_accepted_is_answered(
+    served, stream
+):
+    http, prefill, _ = served
+    accepted = [asyncio.create_task(send(http, prompt_tokens=1500)) for _ in range(2)]
+    await eventually(lambda: prefill.running)
+    await asyncio.sleep(0.1)
+    status, retry_after, text = await send(http, prompt_tokens=300, stream=stream)
+    assert (status, 1 <= int(retry_after) <= 60) == (429, True)
+    assert "KV blocks, the decode pool has 100" in json.loads(text)["error"]["message"]
+    accepted += [asyncio.create_task(send(http)) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    began_s = time.monotonic()
+    status, retry_after, text = await send(http, stream=stream)
+    assert time.monotonic() - began_s < 1.0
+    assert (status, 1 <= int(retry_after) <= 60) == (429, True)
+    assert "4 requests are being served, the limit is 4" in json.loads(text)["error"]["message"]
+    stepper = asyncio.create_task(stepping(prefill))
+    assert [status for status, _, _ in await asyncio.gather(*accepted)] == [200] * 4
+    assert (await send(http, stream=stream))[0] == 200, "there is room again"
+    stepper.cancel()
+
+
+async def test_a_client_that_leaves_while_its_prompt_waits_makes_room(served):
+    http, prefill, _ = served
+    sent = [asyncio.create_task(send(http, prompt_tokens=1500, stream=True)) for _ in range(2)]
+    await eventually(lambda: prefill.running)
+    await asyncio.sleep(0.1)
+    for one in sent:
+        one.cancel()
+    await asyncio.gather(*sent, return_exceptions=True)
+    await eventually(lambda: not prefill.running)
+    stepper = asyncio.create_task(stepping(prefill))
+    assert (await send(http, prompt_tokens=3000))[0] == 200
+    stepper.cancel()
+
+
+async def test_ready_is_a_canary_through_both_pools_and_names_the_one_that_is_stuck(served):
+    http, prefill, decode = served
+    await asyncio.sleep(2.1)  # until tokens of the tests before are no sign any more
+    stuck = await http.get("/ready")
+    assert stuck.status_code == 503
+    assert stuck.json()["ready"] is False
+    assert "router.ready_deadline_s" in stuck.json()["pools"]["prefill"]["why"]
+    await asyncio.sleep(1.1)
+    stepper = asyncio.create_task(stepping(prefill))
+    before = len(decode.calls)
+    ready = await http.get("/ready")
+    assert (ready.status_code, ready.json()["ready"], len(decode.calls) - before) == (200, True, 1)
+    again = await http.get("/ready")
+    assert (again.status_code, len(decode.calls) - before) == (200, 1)
+    stepper.cancel()
+    assert (await http.get("/health")).status_code == 200
+    metrics = (await http.get("/metrics")).text
+    assert 'ridgeline_canaries_total{result="ok"} 1.0' in metrics
+    assert 'ridgeline_canaries_total{result="late"} 1.0' in metrics
