@@ -14,11 +14,12 @@ import grpc
 import grpc.aio
 import msgspec
 
-from engine.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerLost
+from engine.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
 from engine.messages import (
     AbortRequest,
     Ack,
     AttachRequest,
+    DrainRequest,
     GenerateTask,
     PairAnswer,
     PairRequest,
@@ -103,6 +104,10 @@ class WorkerClient:
         """Have it agree with the sources it will fetch from, before the first request. Raises WorkerLost."""
         return await self._unary("Pair", PairRequest(addresses, transport), PairAnswer, deadline_s=PAIR_DEADLINE_S)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Have it leave, see `DrainRequest`; returns at once. Raises WorkerLost."""
+        await self._unary("Drain", DrainRequest(timeout_s), Ack)
+
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False when some are in use. Raises WorkerLost."""
         return (await self._unary("ResetPrefixCache", Ack(), Ack)).accepted
@@ -110,7 +115,7 @@ class WorkerClient:
     async def generate(self, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
         """Yield the task's deltas, the last one with `finished`. Closing it earlier aborts the task on the worker.
 
-        Raises WorkerLost, TaskRejected, InvalidTask or EngineFailed.
+        Raises WorkerLost, WorkerDraining, TaskRejected, InvalidTask or EngineFailed.
         """
         deltas: asyncio.Queue[TokenDelta | WorkerLost] = asyncio.Queue()
         self._streams[task.request_id] = deltas
@@ -136,7 +141,8 @@ class WorkerClient:
                 self._unclaimed(deltas.get_nowait())
 
     async def close(self) -> None:
-        """Close the channel; call after `run` has been cancelled."""
+        """Close the channel and fail what is still open; call after `run` has been cancelled."""
+        self._lose(f"the worker at {self.address} has left")
         await self._channel.close()
 
     async def _attach_for_ever(self) -> None:
@@ -212,6 +218,8 @@ def _raise_error(delta: TokenDelta) -> None:
         return
     if delta.error_kind == "handoff":
         raise HandoffLost(delta.error)
+    if delta.error_kind == "draining":
+        raise WorkerDraining(delta.error)
     raise (InvalidTask if delta.error_kind == "invalid" else EngineFailed)(delta.error)
 
 

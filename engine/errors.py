@@ -27,5 +27,9 @@ class HandoffLost(EngineError):
         self.reason = reason
 
 
+class WorkerDraining(EngineError):
+    """The worker leaves and has cut the request off; it can go on elsewhere, after the tokens that came."""
+
+
 class TaskRejected(EngineError):
     """The worker does not take new work (draining)."""

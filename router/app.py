@@ -25,6 +25,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
+from router.admin import admin_routes
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet, KvPair, PairingRefused
 from router.metrics import RequestMetrics, WorkerCollector
@@ -35,6 +36,7 @@ from router.settings import PoolHardware, RouterSettings
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 DRAIN_POLL_S = 0.05
 RETRY_AFTER_S = b"1"
+LAST_WORDS_S = 2
 
 
 class _Stopped(Exception):
@@ -60,6 +62,7 @@ class Router:
                 hardware=lambda: self._hardware,
                 in_flight=lambda: self._orchestrator.in_flight,
                 kv_pairs=lambda: self._fleet.kv_pairs,
+                restarts=lambda: self._fleet.restarts,
             )
         )
         self._hardware: dict[Pool, PoolHardware] = {}
@@ -90,6 +93,17 @@ class Router:
             await self._running  # raises what went wrong
         return await self._url
 
+    async def replace_worker(self, address: str, reason: str) -> None:
+        """Take in a worker that was started again because of `reason`, in place of its older incarnation.
+
+        Raises WorkerLost or PairingRefused.
+        """
+        await self._fleet.replace(address, reason)
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker that has left for good."""
+        await self._fleet.remove(worker_id)
+
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests and wait for the running ones; returns how many did not end in time."""
         self._client.close_admission()
@@ -102,7 +116,12 @@ class Router:
         return 0
 
     async def stop(self) -> None:
-        """Close the port and every connection."""
+        """Refuse new requests, end the running ones with an error that says why, close the port and every connection.
+
+        Clients get `LAST_WORDS_S` to read it.
+        """
+        self._client.close_admission()
+        self._client.end_all("the router is shutting down")
         self._stop.set()
         if self._running is not None:
             await self._running
@@ -122,7 +141,7 @@ class Router:
             await self._fleet.connect(worker_addresses, group)
             group.create_task(self._releaser.run(), name="handoff-releaser")
             self._client.bind(self._orchestrator)
-            server = uvicorn.Server(uvicorn.Config(await self._build_app(), log_level="warning", access_log=False))
+            server = uvicorn.Server(self._uvicorn_config(await self._build_app()))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
             while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
                 await asyncio.sleep(0.01)
@@ -130,12 +149,15 @@ class Router:
             self._url.set_result(f"http://{host}:{port}")
             await self._stop.wait()
             server.should_exit = True
-            server.force_exit = True
             await serving
+
+    def _uvicorn_config(self, app: Asgi) -> uvicorn.Config:
+        return uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_WORDS_S)
 
     async def _build_app(self) -> Asgi:
         app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
+        app.include_router(admin_routes(self._fleet))
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
 
         async def with_fresh_metrics(scope: Any, receive: Any, send: Any) -> None:

@@ -90,7 +90,9 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
         pool="prefill", worker_id="prefill-0", status=WorkerStatus(worker_id="prefill-0", counters=counters)
     )
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}
-    for family in WorkerCollector(lambda: [worker], lambda: hardware, lambda: 0, lambda: PAIRS).collect():
+    for family in WorkerCollector(
+        lambda: [worker], lambda: hardware, lambda: 0, lambda: PAIRS, lambda: {("decode-0", "stalled"): 1}
+    ).collect():
         sample = family.samples[0]
         rows.append((sample.name, family.type, ", ".join(sample.labels), family.documentation))
     return rows
