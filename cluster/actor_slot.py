@@ -135,25 +135,29 @@ class ActorSlot:
         await self.end()
 
 
+def worker_actor(planned: PlannedWorker) -> Any:
+    """A worker's actor, which Ray places, and starts again on another node if need be."""
+    settings = planned.settings
+    env = engine_environment(settings.cores_per_worker, on_cpu=settings.gpus_per_worker == 0, ranks=settings.ranks)
+    return (
+        ray.remote(WorkerActor)
+        .options(
+            num_cpus=settings.cores_per_worker,
+            num_gpus=settings.gpus_per_worker,
+            resources=settings.resources,
+            runtime_env={"env_vars": env},
+            max_concurrency=16,
+            max_restarts=-1,
+        )
+        .remote()
+    )
+
+
 class WorkerSlot(ActorSlot):
     """One worker; `start` makes a new incarnation of it."""
 
     def __init__(self, plan: Plan, planned: PlannedWorker, cores: CoreTable) -> None:
-        settings = planned.settings
-        env = engine_environment(settings.cores_per_worker, on_cpu=settings.gpus_per_worker == 0, ranks=settings.ranks)
-        actor = (
-            ray.remote(WorkerActor)
-            .options(
-                num_cpus=settings.cores_per_worker,
-                num_gpus=settings.gpus_per_worker,
-                resources=settings.resources,
-                runtime_env={"env_vars": env},
-                max_concurrency=16,
-                max_restarts=-1,
-            )
-            .remote()
-        )
-        super().__init__(planned.worker_id, actor)
+        super().__init__(planned.worker_id, worker_actor(planned))
         self.planned = planned
         self._plan = plan
         self._cores = cores

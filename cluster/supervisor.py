@@ -181,7 +181,9 @@ class Supervisor:
                 )
             await self._sleep(delay_s)
             try:
-                await self._router.start_again(list(self._addresses.values()))
+                await self._router.start_again(
+                    [self._addresses[name] for name in self._workers if name in self._addresses]
+                )
                 return
             except DeploymentFailed as error:
                 self._say(f"{self._router.name} could not be brought back: {error}")
