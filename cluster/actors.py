@@ -13,12 +13,19 @@ from typing import Any
 import psutil
 import ray
 
-from engine.config import EngineConfig
-from engine.messages import Pool
-from router.fleet import KvPair
+from cluster.processes import ProcessId, this_process
+from cluster.sigterm import on_sigterm
+from engine.config import EngineConfig, HostSettings
+from engine.messages import Health, Pool
+from router.pairing import KvPair
 from router.settings import PoolHardware, RouterSettings
 
-ENGINE_POLL_S = 0.5
+ROUTER_LEFT = 143
+"""Exit status of a router that has ended on SIGTERM: 128 + 15."""
+
+
+class NotServing(RuntimeError):
+    """The router process has been started again and does not serve yet."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,12 @@ class NodePlace:
     host: str
     cores: tuple[int, ...]
     pid: int
+    started_s: float = 0.0
+
+    @property
+    def process(self) -> ProcessId:
+        """The actor's process."""
+        return ProcessId(self.pid, self.started_s)
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,7 @@ class WorkerReady:
     engine_pids: tuple[int, ...]
     num_kv_blocks: int
     cores: tuple[int, ...]
+    engine_processes: tuple[ProcessId, ...] = ()
 
 
 def engine_environment(cores: int, *, on_cpu: bool, ranks: int = 1) -> dict[str, str]:
@@ -77,8 +91,8 @@ class WorkerActor:
 
         return worker_hardware(dtype, cores, gpus)
 
-    async def start(self, config: EngineConfig, cores: tuple[int, ...]) -> WorkerReady:
-        """Load the engine on `cores` and serve. Takes 10 to 60 s."""
+    async def start(self, config: EngineConfig, cores: tuple[int, ...], settings: HostSettings) -> WorkerReady:
+        """Load the engine on `cores` and serve; SIGTERM drains it from then on. Takes 10 to 60 s."""
         from decode_worker.handler import DecodeHandler
         from engine.cores import BIND_VARIABLE, bind_list
         from engine.host import Handler, WorkerHost
@@ -97,18 +111,17 @@ class WorkerActor:
         finally:
             os.sched_setaffinity(0, everywhere)
         handler: Handler = PrefillHandler() if config.pool == "prefill" else DecodeHandler()
-        self._host = WorkerHost(engine, handler)
-        address = await self._host.start()
-        return WorkerReady(address, os.getpid(), _engine_processes(), engine.num_kv_blocks, cores)
+        host = WorkerHost(engine, handler, settings)
+        address = await host.start()
+        on_sigterm(host.drain)
+        self._host = host
+        engines = _engine_processes()
+        pids = tuple(process.pid for process in engines)
+        return WorkerReady(address, os.getpid(), pids, engine.num_kv_blocks, cores, engines)
 
-    async def wait_failed(self) -> None:
-        """Return when the engine process is gone; until then, wait."""
-        while self._host is None or not self._host.engine_failed:  # noqa: ASYNC110 - vLLM has a flag, not an event
-            await asyncio.sleep(ENGINE_POLL_S)
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Take no new tasks, let the running ones end."""
-        return True if self._host is None else bool(await self._host.drain(timeout_s))
+    async def failure(self) -> Health:
+        """Whether it must be replaced, and why. Without a host this process has taken the place of one that died."""
+        return "actor_died" if self._host is None else self._host.failure()
 
     async def stop(self) -> None:
         """End the engine process and the server."""
@@ -122,6 +135,7 @@ class RouterActor:
 
     def __init__(self) -> None:
         self._router: Any = None
+        self._leaving: asyncio.Task[None] | None = None
 
     async def place(self) -> NodePlace:
         """Where Ray put it."""
@@ -132,6 +146,7 @@ class RouterActor:
         from router.app import Router
 
         self._router = Router(settings)
+        on_sigterm(self._begin_to_leave)
 
     async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
         """Connect, open the port, return the URL."""
@@ -141,9 +156,17 @@ class RouterActor:
         """What carries KV between which workers."""
         return list(self._router.kv_pairs)
 
-    async def wait_failed(self) -> None:
-        """Wait for ever: a router fails only as a whole process."""
-        await asyncio.Event().wait()
+    async def replace_worker(self, address: str, reason: str) -> None:
+        """A worker has been started again because of `reason`. Raises NotServing, WorkerLost, PairingRefused."""
+        await self._serving().replace_worker(address, reason)
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """A worker has left for good. Raises NotServing."""
+        await self._serving().remove_worker(worker_id)
+
+    async def failure(self) -> Health:
+        """Without a router this process has taken the place of one that died."""
+        return "actor_died" if self._router is None else ""
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests; how many were still running after `timeout_s`."""
@@ -155,14 +178,32 @@ class RouterActor:
             await self._router.stop()
             self._router = None
 
+    def _begin_to_leave(self) -> None:
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(), name="leave")
+
+    async def _leave(self) -> None:
+        """End on SIGTERM; Ray takes it for a crash and starts another one, which is wanted."""
+        try:
+            await self.stop()
+        finally:
+            os._exit(ROUTER_LEFT)
+
+    def _serving(self) -> Any:
+        if self._router is None:
+            raise NotServing("the router does not serve yet")
+        return self._router
+
 
 def _place() -> NodePlace:
     context = ray.get_runtime_context()
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    return NodePlace(context.get_node_id(), ray.util.get_node_ip_address(), cores, os.getpid())
+    me = this_process()
+    return NodePlace(context.get_node_id(), ray.util.get_node_ip_address(), cores, me.pid, me.started_s)
 
 
-def _engine_processes() -> tuple[int, ...]:
+def _engine_processes() -> tuple[ProcessId, ...]:
     """The engine's processes below this one, without Python's own resource tracker."""
     children = psutil.Process().children(recursive=True)
-    return tuple(sorted(child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())))
+    engines = (child for child in children if "resource_tracker" not in " ".join(child.cmdline()))
+    return tuple(sorted((ProcessId.of(child) for child in engines), key=lambda process: process.pid))

@@ -204,6 +204,21 @@ def top(
     run(watch(url, interval_s, count, console))
 
 
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="the worker that is to leave, as in the table of serve: decode-1")],
+    url: Annotated[str, typer.Option(help="a running server")] = "http://127.0.0.1:8000",
+    timeout_s: Annotated[
+        float, typer.Option(help="running requests may take so long, then they are cut off", min=0)
+    ] = (30.0),
+    force: Annotated[bool, typer.Option("--force", help="also the last worker that can decode")] = False,
+) -> None:
+    """Let one worker finish what it does and leave for good; RIDGELINE_API_KEY is sent if set."""
+    from cluster.drain_command import drain as drain_worker
+
+    run(drain_worker(url, worker, timeout_s, force=force, console=console))
+
+
 TraceOption = Annotated[
     str, typer.Option(help="demo, an Azure CSV, a Mooncake JSONL, or poisson:rate=2,input=512,output=64,n=100")
 ]

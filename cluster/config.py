@@ -25,6 +25,7 @@ from cluster.config_models import (
     RidgelineConfig,
     RouterConfig,
     ServerConfig,
+    SupervisionConfig,
     TransferConfig,
     conflicts,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "RidgelineConfig",
     "RouterConfig",
     "ServerConfig",
+    "SupervisionConfig",
     "TransferConfig",
     "explain",
     "load_config",

@@ -68,6 +68,10 @@ class RayConfig(_Section):
         ge=RAY_SMALLEST_OBJECT_STORE_BYTES,
         description="Ray's shared memory when started here; small, since no tokens or KV bytes go through it",
     )
+    share_cores: bool = Field(
+        default=False,
+        description="workers may share cores; for tests of faults on a small machine, timings then mean nothing",
+    )
 
 
 class PoolConfig(_Section):
@@ -164,6 +168,18 @@ class RouterConfig(_Section):
     )
 
 
+class SupervisionConfig(_Section):
+    """When a worker counts as lost, and how often it is started again."""
+
+    max_restarts: int = Field(
+        default=5, ge=0, description="starts again of one worker within window_s; after that it stays away"
+    )
+    window_s: float = Field(default=300.0, gt=0, description="the time in which max_restarts are counted")
+    stall_timeout_s: float = Field(
+        default=60.0, gt=0, description="an engine with work and without a step for so long is replaced"
+    )
+
+
 class RidgelineConfig(_Section):
     """The whole configuration. Build it with `cluster.config.load_config`, which also checks it across sections."""
 
@@ -174,6 +190,7 @@ class RidgelineConfig(_Section):
     pools: PoolsConfig = PoolsConfig()
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
 
     def active_pools(self) -> dict[PoolName, PoolConfig]:
         """The pools that run in this mode, in the order they are placed."""

@@ -9,29 +9,25 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
 
-from cluster.actors import RouterActor, WorkerActor, WorkerReady, engine_environment
+from cluster.actor_slot import PLACEMENT_TIMEOUT_S, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
+from cluster.actors import NodePlace, WorkerReady
 from cluster.config import PoolName, RidgelineConfig
-from cluster.plan import PlacementError, Plan, PlannedWorker, assign_cores
-from router.fleet import KvPair
+from cluster.plan import CoreTable, PlacementError, Plan
+from cluster.supervisor import Say, Supervisor
+from router.pairing import KvPair
 from router.settings import PoolHardware
 
-PLACEMENT_TIMEOUT_S = 120.0
-START_TIMEOUT_S = 900.0
-STOP_TIMEOUT_S = 15.0
+__all__ = ["Deployment", "DeploymentFailed", "Row", "deploy", "ray_runtime"]
 
-Say = Callable[[str], None]
-
-
-class DeploymentFailed(RuntimeError):
-    """Something that was running or starting is gone; the message says what."""
+STOP_ROUTER_WITHIN_S = 5.0
+STOP_WORKERS_WITHIN_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -52,24 +48,22 @@ class Row:
 class Deployment:
     """Running actors; made by `deploy`."""
 
-    def __init__(self, url: str, rows: list[Row], kv_pairs: list[KvPair], actors: dict[str, Any]) -> None:
+    def __init__(
+        self, url: str, rows: list[Row], kv_pairs: list[KvPair], router: RouterSlot, supervisor: Supervisor
+    ) -> None:
         self.url = url
         self.rows = rows
         self.kv_pairs = kv_pairs
-        self._actors = actors
+        self._router = router
+        self._supervisor = supervisor
 
-    async def watch(self) -> None:
-        """Return never; raise DeploymentFailed as soon as an actor or its engine is gone."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for name, actor in self._actors.items():
-                    group.create_task(_watch(name, actor))
-        except* DeploymentFailed as failures:
-            raise failures.exceptions[0] from None
+    async def watch(self, say: Say) -> None:
+        """Bring back what dies and tell it. Returns never; raises DeploymentFailed when nothing can be served."""
+        await self._supervisor.run(say)
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests and wait for the running ones; how many did not end in time."""
-        return int(await self._actors["router"].drain.remote(timeout_s))
+        return int(await self._router.call("drain", timeout_s))
 
 
 @asynccontextmanager
@@ -107,131 +101,80 @@ async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
-    """Place and start everything; on exit stop it, engines first. Raises PlacementError or DeploymentFailed."""
-    actors: dict[str, Any] = {}
+    """Place and start everything; on exit stop it. Raises PlacementError or DeploymentFailed."""
+    cores = CoreTable(share=plan.config.ray.share_cores)
+    workers = [WorkerSlot(plan, planned, cores) for planned in plan.workers]
+    router = RouterSlot(plan)
     try:
-        for worker in plan.workers:
-            actors[worker.worker_id] = _worker_actor(worker)
-        actors["router"] = (
-            ray.remote(RouterActor)
-            .options(
-                num_cpus=0,
-                resources=dict(plan.config.router.resources),
-                runtime_env={"env_vars": engine_environment(1, on_cpu=not plan.config.uses_gpus())},
-            )
-            .remote()
-        )
-        yield await _start(plan, actors, say)
+        yield await _start(plan, workers, router, say)
     finally:
-        await _stop(actors)
+        await _stop(workers, router)
 
 
-def _worker_actor(worker: PlannedWorker) -> Any:
-    settings = worker.settings
-    env = engine_environment(settings.cores_per_worker, on_cpu=settings.gpus_per_worker == 0, ranks=settings.ranks)
-    return (
-        ray.remote(WorkerActor)
-        .options(
-            num_cpus=settings.cores_per_worker,
-            num_gpus=settings.gpus_per_worker,
-            resources=settings.resources,
-            runtime_env={"env_vars": env},
-            max_concurrency=16,
-        )
-        .remote()
-    )
-
-
-async def _start(plan: Plan, actors: dict[str, Any], say: Say) -> Deployment:
-    say(f"placing {len(plan.workers)} workers and the router on Ray")
-    places = await _placed(plan, actors)
-    local_only = plan.config.ray.address is None
-    cores = assign_cores(plan.workers, places)
-    hardware = await _hardware(plan, actors, say)
-    router = asyncio.ensure_future(_call(actors, "router", "prepare", plan.router_settings()))
-    starts = [
-        _timed_start(plan, actors, worker, "127.0.0.1" if local_only else place.host, worker_cores, say)
-        for worker, place, worker_cores in zip(plan.workers, places, cores, strict=True)
-    ]
-    started = await _all_or_fail([*starts, router])
+async def _start(plan: Plan, workers: list[WorkerSlot], router: RouterSlot, say: Say) -> Deployment:
+    say(f"placing {len(workers)} workers and the router on Ray")
+    places = await _placed(workers)
+    for worker in workers:
+        worker.take_cores()  # all before the first one starts: too few are told at once
+    hardware = await _hardware(plan, workers, say)
+    started = await _all_or_fail([*(_timed_load(worker, say) for worker in workers), router.prepare()])
     ready: list[tuple[WorkerReady, float]] = started[:-1]
     say("connecting the router to the workers")
-    url = await _call(actors, "router", "serve", [worker.address for worker, _ in ready], hardware)
+    addresses = {slot.name: worker.address for slot, (worker, _) in zip(workers, ready, strict=True)}
+    url = await router.serve(list(addresses.values()), hardware)
     rows = [
         Row(
-            name=planned.worker_id,
-            pool=planned.pool,
+            name=slot.name,
+            pool=slot.pool,
             node=place.host,
-            cores=",".join(map(str, worker.cores)) or f"{planned.settings.gpus_per_worker} GPU",
+            cores=",".join(map(str, worker.cores)) or f"{slot.planned.settings.gpus_per_worker} GPU",
             pid=worker.pid,
             engine_pids=worker.engine_pids,
             address=worker.address,
             kv_blocks=worker.num_kv_blocks,
             start_s=start_s,
         )
-        for planned, place, (worker, start_s) in zip(plan.workers, places, ready, strict=True)
+        for slot, place, (worker, start_s) in zip(workers, places, ready, strict=True)
     ]
-    return Deployment(url, rows, await _call(actors, "router", "kv_pairs"), actors)
+    supervisor = Supervisor(workers, router, addresses, plan.config.supervision)
+    return Deployment(url, rows, await router.call("kv_pairs"), router, supervisor)
 
 
-async def _placed(plan: Plan, actors: dict[str, Any]) -> list[Any]:
+async def _placed(workers: list[WorkerSlot]) -> list[NodePlace]:
     try:
-        async with asyncio.timeout(PLACEMENT_TIMEOUT_S):
-            return list(await asyncio.gather(*(actors[worker.worker_id].place.remote() for worker in plan.workers)))
-    except TimeoutError as error:
+        return list(await _all_or_fail([worker.find_place() for worker in workers]))
+    except NoPlace as error:
         wanted = ", ".join(
-            f"{w.worker_id}: {w.settings.cores_per_worker} CPU, {w.settings.gpus_per_worker} GPU, "
-            f"{w.settings.resources or 'no custom resources'}"
-            for w in plan.workers
+            f"{w.name}: {w.planned.settings.cores_per_worker} CPU, {w.planned.settings.gpus_per_worker} GPU, "
+            f"{w.planned.settings.resources or 'no custom resources'}"
+            for w in workers
         )
         raise PlacementError(
             f"Ray found no place for all workers within {PLACEMENT_TIMEOUT_S:.0f} s. Wanted: {wanted}. The cluster has "
             f"{ray.cluster_resources()}: add nodes or lower pools.*"
         ) from error
-    except RayError as error:
-        raise DeploymentFailed(f"a worker process ended while starting: {error}") from error
 
 
-async def _hardware(plan: Plan, actors: dict[str, Any], say: Say) -> dict[PoolName, PoolHardware]:
+async def _hardware(plan: Plan, workers: list[WorkerSlot], say: Say) -> dict[PoolName, PoolHardware]:
     """Peaks of one worker of each pool, measured one after the other and before any engine makes the node busy."""
     say("reading or measuring peak FLOP/s and memory bandwidth")
-    first = {worker.pool: worker for worker in reversed(plan.workers)}
+    first = {worker.pool: worker for worker in reversed(workers)}
     return {
-        pool: await _call(
-            actors,
-            worker.worker_id,
-            "hardware",
-            plan.dtype,
-            worker.settings.cores_per_worker,
-            worker.settings.gpus_per_worker,
+        pool: await worker.call(
+            "hardware", plan.dtype, worker.planned.settings.cores_per_worker, worker.planned.settings.gpus_per_worker
         )
         for pool, worker in first.items()
     }
 
 
-async def _timed_start(
-    plan: Plan, actors: dict[str, Any], worker: PlannedWorker, host: str, cores: tuple[int, ...], say: Say
-) -> tuple[WorkerReady, float]:
+async def _timed_load(worker: WorkerSlot, say: Say) -> tuple[WorkerReady, float]:
     began_s = time.monotonic()
-    say(f"{worker.worker_id}: loading the engine" + (f" on core {','.join(map(str, cores))}" if cores else ""))
-    ready = await _call(actors, worker.worker_id, "start", plan.engine_config(worker, host), cores)
+    cores = worker.take_cores()
+    say(f"{worker.name}: loading the engine" + (f" on core {','.join(map(str, cores))}" if cores else ""))
+    ready = await worker.load()
     took_s = time.monotonic() - began_s
-    say(f"{worker.worker_id}: ready after {took_s:.0f} s")
+    say(f"{worker.name}: ready after {took_s:.0f} s")
     return ready, took_s
-
-
-async def _call(actors: dict[str, Any], name: str, method: str, *args: Any) -> Any:
-    """Call an actor; what went wrong there becomes one sentence here."""
-    try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            return await getattr(actors[name], method).remote(*args)
-    except TimeoutError as error:
-        raise DeploymentFailed(f"{name} did not finish {method} within {START_TIMEOUT_S:.0f} s") from error
-    except RayActorError as error:
-        raise DeploymentFailed(f"{name} ended while it ran {method}: {error}") from error
-    except RayError as error:
-        cause = getattr(error, "cause", None) or error
-        raise DeploymentFailed(f"{name} could not {method}: {type(cause).__name__}: {cause}") from error
 
 
 async def _all_or_fail(awaitables: list[Any]) -> list[Any]:
@@ -243,28 +186,10 @@ async def _all_or_fail(awaitables: list[Any]) -> list[Any]:
             task.cancel()
 
 
-async def _watch(name: str, actor: Any) -> None:
-    try:
-        await actor.wait_failed.remote()
-    except RayError as error:
-        raise DeploymentFailed(f"{name} is gone: {str(error).splitlines()[0]}") from error
-    raise DeploymentFailed(f"the engine process of {name} is gone")
-
-
-async def _stop(actors: dict[str, Any]) -> None:
-    """Stop gracefully, then end what is left. Engines watch their actors, so a kill leaves nothing behind."""
-    names = ["router", *(name for name in actors if name != "router")]
-    stopping = [actors[name].stop.remote() for name in names if name in actors]
-    if stopping:
-        await asyncio.wait(
-            [asyncio.ensure_future(_quietly(reference)) for reference in stopping], timeout=STOP_TIMEOUT_S
-        )
-    for actor in actors.values():
-        ray.kill(actor)
-
-
-async def _quietly(reference: Any) -> None:
-    try:
-        await reference
-    except RayError:
-        return  # it is gone already, which is what we wanted
+async def _stop(workers: list[WorkerSlot], router: RouterSlot) -> None:
+    """Stop gracefully, the router first so that its clients hear why; then end what is left, also if it hangs."""
+    for slots, within_s in (([router], STOP_ROUTER_WITHIN_S), (workers, STOP_WORKERS_WITHIN_S)):
+        stopping = [asyncio.ensure_future(slot.stop()) for slot in slots]
+        if stopping:
+            await asyncio.wait(stopping, timeout=within_s)
+    await asyncio.gather(*(slot.retire() for slot in (router, *workers)))

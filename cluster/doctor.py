@@ -108,7 +108,11 @@ def _native_bfloat16(config: RidgelineConfig, host: HostFacts) -> Iterator[Check
 
 
 def _cores(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    needed = sum(pool.workers * pool.cores_per_worker for pool in config.active_pools().values())
+    pools = config.active_pools().values()
+    if config.ray.share_cores:
+        needed = max(pool.cores_per_worker for pool in pools)
+    else:
+        needed = sum(pool.workers * pool.cores_per_worker for pool in pools)
     fix = f"{needed} cores are needed and {host.cores} usable: lower workers or cores_per_worker in {_pools(config)}."
     ok = needed <= host.cores
     yield CheckResult("cores", ok, f"{needed} needed, {host.cores} usable", "" if ok else fix)

@@ -12,7 +12,7 @@ from cluster.doctor import resolve_dtype
 from cluster.host_facts import read_model_facts
 from cluster.model_heads import head_conflicts
 from cluster.model_store import ModelError, prepare_model
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HostSettings
 from router.settings import RouterSettings
 
 
@@ -86,6 +86,13 @@ class Plan:
             on_cpu=on_cpu,
         )
 
+    def host_settings(self) -> HostSettings:
+        """How patient the workers are."""
+        return HostSettings(
+            stall_timeout_s=self.config.supervision.stall_timeout_s,
+            drain_timeout_s=self.config.server.drain_timeout_s,
+        )
+
 
 def make_plan(config: RidgelineConfig) -> Plan:
     """Resolve model, dtype and hardware.
@@ -110,21 +117,38 @@ def make_plan(config: RidgelineConfig) -> Plan:
     )
 
 
-def assign_cores(workers: tuple[PlannedWorker, ...], places: list[NodePlace]) -> list[tuple[int, ...]]:
-    """Disjoint cores for every worker, node by node; none for GPU workers. Raises PlacementError."""
-    free: dict[str, list[int]] = {place.node_id: list(place.cores) for place in places}
-    assigned: list[tuple[int, ...]] = []
-    for worker, place in zip(workers, places, strict=True):
-        wanted = worker.settings.cores_per_worker
+class CoreTable:
+    """Which cores of which node each worker runs on."""
+
+    def __init__(self, *, share: bool = False) -> None:
+        """`share`: hand a core out again when none is free, the least used first."""
+        self._share = share
+        self._taken: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+    def take(self, worker: PlannedWorker, place: NodePlace) -> tuple[int, ...]:
+        """Cores for a worker; none for one on GPUs, the same again if it is back on its node. Raises PlacementError."""
         if worker.settings.gpus_per_worker:
-            assigned.append(())
-            continue
-        cores = free[place.node_id]
-        if len(cores) < wanted:
+            return ()
+        node_id, cores = self._taken.pop(worker.worker_id, ("", ()))
+        if node_id != place.node_id:
+            cores = self._pick(worker, place)
+        self._taken[worker.worker_id] = (place.node_id, cores)
+        return cores
+
+    def give_back(self, worker_id: str) -> None:
+        """The worker stays away."""
+        self._taken.pop(worker_id, None)
+
+    def _pick(self, worker: PlannedWorker, place: NodePlace) -> tuple[int, ...]:
+        wanted = worker.settings.cores_per_worker
+        busy = [core for node_id, cores in self._taken.values() if node_id == place.node_id for core in cores]
+        if self._share:
+            usable = sorted(place.cores, key=busy.count)
+        else:
+            usable = [core for core in place.cores if core not in busy]
+        if len(usable) < wanted:
             raise PlacementError(
-                f"{worker.worker_id} needs {wanted} cores of its own on {place.host} and {len(cores)} are left: lower "
+                f"{worker.worker_id} needs {wanted} cores of its own on {place.host} and {len(usable)} are left: lower "
                 f"pools.{worker.pool}.workers or cores_per_worker, or add a machine"
             )
-        assigned.append(tuple(cores[:wanted]))
-        del cores[:wanted]
-    return assigned
+        return tuple(usable[:wanted])

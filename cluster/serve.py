@@ -7,8 +7,11 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import datetime
+from functools import partial
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cluster import doctor
@@ -65,7 +68,7 @@ async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, 
                 f"KV {pair.prefill} -> {pair.decode}: {pair.transport}" + (f" ({pair.why})" if pair.why else "")
             )
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
-        watching = asyncio.create_task(deployment.watch())
+        watching = asyncio.create_task(deployment.watch(partial(_say_with_time, console)))
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -73,6 +76,10 @@ async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, 
             watching.result()  # raises what failed
         watching.cancel()
         await _drain(deployment, config, console)
+
+
+def _say_with_time(console: Console, sentence: str) -> None:
+    console.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/]  {escape(sentence)}", highlight=False)
 
 
 async def _drain(deployment: Deployment, config: RidgelineConfig, console: Console) -> None:

@@ -9,6 +9,16 @@ from kv_transfer.names import TransportName, WireDtype
 
 
 @dataclass(frozen=True)
+class HostSettings:
+    """How long a worker is patient, in seconds."""
+
+    stall_timeout_s: float = 60.0
+    """With work and without a step for this long, its engine counts as stalled."""
+    drain_timeout_s: float = 30.0
+    """How long running tasks may still take after SIGTERM."""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """One engine of one worker; sizes in the units their names carry."""
 

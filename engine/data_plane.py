@@ -20,6 +20,7 @@ from engine.messages import (
     AbortRequest,
     Ack,
     AttachRequest,
+    DrainRequest,
     GenerateTask,
     PairAnswer,
     PairRequest,
@@ -34,6 +35,7 @@ from kv_transfer.handoff import KvHandoff
 SERVICE = "ridgeline.Worker"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CONTROL_DEADLINE_S = 10.0
+STATUS_DEADLINE_S = 2.0
 PAIR_DEADLINE_S = 30.0
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -100,11 +102,15 @@ class WorkerClient:
 
     async def status(self) -> WorkerStatus:
         """How it is doing. Raises WorkerLost."""
-        return await self._unary("Status", Ack(), WorkerStatus)
+        return await self._unary("Status", Ack(), WorkerStatus, deadline_s=STATUS_DEADLINE_S)
 
     async def pair(self, addresses: list[str], transport: str | None = None) -> PairAnswer:
         """Have it agree with the sources it will fetch from, before the first request. Raises WorkerLost."""
         return await self._unary("Pair", PairRequest(addresses, transport), PairAnswer, deadline_s=PAIR_DEADLINE_S)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Have it leave, see `DrainRequest`; returns at once. Raises WorkerLost."""
+        await self._unary("Drain", DrainRequest(timeout_s), Ack)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False when some are in use. Raises WorkerLost."""
@@ -139,7 +145,8 @@ class WorkerClient:
                 self._unclaimed(deltas.get_nowait())
 
     async def close(self) -> None:
-        """Close the channel; call after `run` has been cancelled."""
+        """Close the channel and fail what is still open; call after `run` has been cancelled."""
+        self._lose(f"the worker at {self.address} has left")
         await self._channel.close()
 
     async def _attach_for_ever(self) -> None:

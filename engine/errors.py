@@ -19,16 +19,16 @@ class WorkerLost(EngineError):
     """The connection to a worker broke, or it did not answer in time."""
 
 
-class WorkerDraining(EngineError):
-    """The worker leaves and has given the task back; another one may take it."""
-
-
 class HandoffLost(EngineError):
     """A decode leg that followed a prefill cannot go on; nothing was emitted, and the prefill may well succeed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"following the hand-off failed: {reason}")
         self.reason = reason
+
+
+class WorkerDraining(EngineError):
+    """The worker leaves and has cut the request off; it can go on elsewhere, after the tokens that came."""
 
 
 class TaskRejected(EngineError):

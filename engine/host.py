@@ -15,13 +15,17 @@ from typing import Protocol
 
 import grpc.aio
 
+from engine.config import HostSettings
 from engine.data_plane import OPTIONS, SERVICE, stream_handler, unary_handler
+from engine.draining import kv_unneeded
 from engine.errors import EngineFailed, HandoffLost, InvalidTask
 from engine.messages import (
     AbortRequest,
     Ack,
     AttachRequest,
+    DrainRequest,
     GenerateTask,
+    Health,
     PairAnswer,
     PairRequest,
     StepBatch,
@@ -33,6 +37,8 @@ from engine.messages import (
 from engine.vllm_engine import VllmEngine
 
 logger = logging.getLogger(__name__)
+ABORT_WITHIN_S = 2.0
+"""How long a task that is cut off may take to end; with a wedged engine it may never."""
 
 
 class Handler(Protocol):
@@ -76,12 +82,13 @@ class RouterSession:
 class WorkerHost:
     """One engine, one handler, one gRPC server."""
 
-    def __init__(self, engine: VllmEngine, handler: Handler) -> None:
+    def __init__(self, engine: VllmEngine, handler: Handler, settings: HostSettings | None = None) -> None:
         self._engine = engine
+        self._settings = settings or HostSettings()
         self._handler = handler
         self._sessions: dict[str, RouterSession] = {}
         self._server = grpc.aio.server(options=OPTIONS)
-        self._draining = False
+        self._leaving: asyncio.Task[None] | None = None
         self.address = ""
         self._description: WorkerDescription | None = None
 
@@ -109,6 +116,7 @@ class WorkerHost:
             "Pair": unary_handler(self._pair, PairRequest),
             "Submit": unary_handler(self._submit, SubmitRequest),
             "Abort": unary_handler(self._abort, AbortRequest),
+            "Drain": unary_handler(self._drain, DrainRequest),
             "Attach": stream_handler(self._attach, AttachRequest),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -117,26 +125,56 @@ class WorkerHost:
         self.address = f"{config.host}:{port}"
         return self.address
 
-    @property
-    def engine_failed(self) -> bool:
-        """True once the engine process is gone."""
-        return self._engine.failed
+    def failure(self) -> Health:
+        """Whether this worker must be replaced, and why; a worker that drains is to go, not to be replaced."""
+        if self._leaving is not None:
+            return "drained" if self._leaving.done() or self._engine.failed else "draining"
+        if self._engine.failed:
+            return "engine_died"
+        return "stalled" if self._stalled_s() >= self._settings.stall_timeout_s else ""
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Take no new tasks; True when the running ones ended within `timeout_s`."""
-        self._draining = True
-        running = [task for session in self._sessions.values() for task in session.tasks.values()]
-        if not running:
-            return True
-        _, pending = await asyncio.wait(running, timeout=timeout_s)
-        return not pending
+    def drain(self, timeout_s: float | None = None) -> asyncio.Task[None]:
+        """Take no new task; what has not ended after `timeout_s` is cut off. Ends once nobody needs the KV here.
+
+        None: as long as the settings say. A drain that has begun goes on as it was.
+        """
+        if self._leaving is None:
+            patience_s = self._settings.drain_timeout_s if timeout_s is None else timeout_s
+            self._leaving = asyncio.create_task(self._leave(patience_s), name="drain")
+        return self._leaving
+
+    async def _leave(self, timeout_s: float) -> None:
+        running = [(session, name, task) for session in self._sessions.values() for name, task in session.tasks.items()]
+        if running:
+            _, late = await asyncio.wait([task for _, _, task in running], timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=ABORT_WITHIN_S)
+        for session, name, task in running:
+            if not task.done() or task.cancelled():  # else it has sent its finished delta itself
+                session.send(TokenDelta(request_id=name, finished=True, error=self._refusal, error_kind="draining"))
+        await kv_unneeded(self._engine.stats, self._engine.config.lease_s)
 
     async def stop(self) -> None:
         """Abort what runs, close the server, end the engine process."""
+        if self._leaving is not None:
+            self._leaving.cancel()
         for session in self._sessions.values():
             session.abort(list(session.tasks))
         await self._server.stop(grace=0.5)
         self._engine.close()
+
+    @property
+    def _num_tasks(self) -> int:
+        return sum(len(session.tasks) for session in self._sessions.values())
+
+    @property
+    def _refusal(self) -> str:
+        return f"worker {self._engine.config.worker_id} is draining"
+
+    def _stalled_s(self) -> float:
+        return self._engine.stats.stall.stalled_s(has_work=self._num_tasks > 0)
 
     # --- methods of the data plane
 
@@ -151,12 +189,13 @@ class WorkerHost:
             worker_id=self._engine.config.worker_id,
             running=stats.running,
             waiting=stats.waiting,
-            tasks=sum(len(session.tasks) for session in self._sessions.values()),
+            tasks=self._num_tasks,
             kv_blocks_free=round(total * (1.0 - stats.kv_usage)),
             kv_blocks_total=total,
             counters=stats.counters,
-            draining=self._draining,
+            draining=self._leaving is not None,
             engine_failed=self._engine.failed,
+            stalled_s=self._stalled_s(),
         )
 
     async def _pair(self, request: PairRequest) -> PairAnswer:
@@ -176,14 +215,20 @@ class WorkerHost:
         session = self._sessions.get(request.router_id)
         if session is None:
             return Ack(accepted=False, reason="attach a stream first")
-        if self._draining:
-            return Ack(accepted=False, reason=f"worker {self._engine.config.worker_id} is draining")
+        if self._leaving is not None:
+            return Ack(accepted=False, reason=self._refusal)
         request_id = request.task.request_id
         if request_id in session.tasks:
             return Ack(accepted=False, reason=f"request {request_id} is running already")
+        if not self._num_tasks:
+            self._engine.stats.stall.moved()
         task = asyncio.create_task(self._run(session, request.task), name=request_id)
         session.tasks[request_id] = task
         task.add_done_callback(lambda _: session.tasks.pop(request_id, None))
+        return Ack()
+
+    async def _drain(self, request: DrainRequest) -> Ack:
+        self.drain(request.timeout_s)
         return Ack()
 
     async def _abort(self, request: AbortRequest) -> Ack:

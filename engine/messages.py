@@ -15,6 +15,8 @@ from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 Pool = Literal["prefill", "decode", "colocated"]
 Leg = Literal["prefill", "decode"]
 FirstToken = Literal["continue", "resample"]
+Health = Literal["", "draining", "drained", "actor_died", "engine_died", "stalled", "unreachable"]
+"""Why a worker must be replaced; not with "" (it is fine), while it drains, and once it has left on purpose."""
 
 
 class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +116,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Flat names, as `accounting.StepAccountant.counters` and `connector_worker` give them."""
     draining: bool = False
     engine_failed: bool = False
+    stalled_s: float = 0.0
+    """Since the engine's last step, while it has work; 0 without work."""
 
 
 class AttachRequest(msgspec.Struct, frozen=True):
@@ -148,6 +152,12 @@ class PairAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     paired: dict[str, tuple[str, str]]
     refused: dict[str, str]
+
+
+class DrainRequest(msgspec.Struct, frozen=True):
+    """Leave: no new tasks, the running ones get `timeout_s`, then wait until nobody needs the KV here any more."""
+
+    timeout_s: float
 
 
 class Ack(msgspec.Struct, frozen=True):

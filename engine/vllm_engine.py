@@ -27,6 +27,7 @@ from engine.connector_messages import NOTICES
 from engine.errors import EngineFailed, InvalidTask
 from engine.messages import LegTiming, TokenDelta
 from engine.notices import NoticeBoard
+from engine.stall import StallWatch
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.service import PairedTransport
 
@@ -43,9 +44,11 @@ class EngineStats(StatLoggerBase):
         self.kv_usage = 0.0
         self.counters: dict[str, float] = {}
         self.notices = NoticeBoard()
+        self.stall = StallWatch()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM for every batch of outputs, in this process."""
+        self.stall.moved()
         if scheduler_stats is None:
             return
         self.running = scheduler_stats.num_running_reqs

@@ -25,12 +25,14 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
+from router.admin import admin_routes
 from router.admission import Admission
 from router.deadline import with_deadline
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
-from router.fleet import Fleet, KvPair, PairingRefused
+from router.fleet import Fleet
 from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
+from router.pairing import KvPair, PairingRefused
 from router.prefill_queue import prompt_queues
 from router.readiness import Canary, Readiness, canary_prompt_tokens, ready_endpoint
 from router.releaser import HandoffReleaser
@@ -39,6 +41,7 @@ from router.settings import PoolHardware, RouterSettings
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 DRAIN_POLL_S = 0.05
+LAST_WORDS_S = 2
 
 
 class _Stopped(Exception):
@@ -65,6 +68,7 @@ class Router:
                 hardware=lambda: self._hardware,
                 in_flight=lambda: self._orchestrator.in_flight,
                 kv_pairs=lambda: self._fleet.kv_pairs,
+                restarts=lambda: self._fleet.restarts,
             )
         )
         REGISTRY.register(QueueCollector(self._queues.values()))
@@ -96,6 +100,24 @@ class Router:
             await self._running  # raises what went wrong
         return await self._url
 
+    async def replace_worker(self, address: str, reason: str) -> None:
+        """Take in a worker that was started again because of `reason`, in place of its older incarnation.
+
+        Raises WorkerLost or PairingRefused.
+        """
+        await self._fleet.replace(address, reason)
+        self._wake()
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker that has left for good."""
+        await self._fleet.remove(worker_id)
+        self._wake()
+
+    def _wake(self) -> None:
+        """The fleet has changed: who waits for a worker may find one."""
+        for queue in self._queues.values():
+            queue.wake()
+
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests and wait for the running ones; returns how many did not end in time."""
         self._client.close_admission()
@@ -108,7 +130,12 @@ class Router:
         return 0
 
     async def stop(self) -> None:
-        """Close the port and every connection."""
+        """Refuse new requests, end the running ones with an error that says why, close the port and every connection.
+
+        Clients get `LAST_WORDS_S` to read it.
+        """
+        self._client.close_admission()
+        self._client.end_all("the router is shutting down")
         self._stop.set()
         if self._running is not None:
             await self._running
@@ -129,7 +156,7 @@ class Router:
             group.create_task(self._releaser.run(), name="handoff-releaser")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
-            server = uvicorn.Server(uvicorn.Config(await self._build_app(), log_level="warning", access_log=False))
+            server = uvicorn.Server(self._uvicorn_config(await self._build_app()))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
             while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
                 await asyncio.sleep(0.01)
@@ -138,7 +165,6 @@ class Router:
             await self._stop.wait()
             self._readiness.close()
             server.should_exit = True
-            server.force_exit = True
             await serving
 
     def _make_readiness(self) -> Readiness:
@@ -161,9 +187,13 @@ class Router:
             metrics=self._metrics,
         )
 
+    def _uvicorn_config(self, app: Asgi) -> uvicorn.Config:
+        return uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_WORDS_S)
+
     async def _build_app(self) -> Asgi:
         app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
+        app.include_router(admin_routes(self._fleet))
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
         app.add_route("/ready", ready_endpoint(self._readiness), methods=["GET"])
 

@@ -53,10 +53,16 @@ class RouterEngineClient(EngineClient):
         self._admission = admission
         self._orchestrator: Orchestrator | None = None
         self._groups: dict[str, list[asyncio.Task[None]]] = {}
+        self._collectors: set[RequestOutputCollector] = set()
 
     def close_admission(self) -> None:
         """From now on every new request gets 503."""
         self._admission.state = "draining"
+
+    def end_all(self, reason: str) -> None:
+        """End every running request with an error: 503, or an error event in a stream."""
+        for collector in self._collectors:
+            collector.put(GracefulHTTPError(reason, HTTPStatus.SERVICE_UNAVAILABLE))
 
     def bind(self, orchestrator: Orchestrator) -> None:
         """Give it the workers; until then every request gets 503."""
@@ -122,6 +128,7 @@ class RouterEngineClient(EngineClient):
         children = self._register(request, prompt_text, collector)
         tasks = [asyncio.create_task(self._run(child, collector, client), name=child.request_id) for child in children]
         self._groups.setdefault(request_id, []).extend(tasks)
+        self._collectors.add(collector)
         try:
             finished = False
             while not finished:
@@ -131,6 +138,7 @@ class RouterEngineClient(EngineClient):
         finally:
             ticket.release()
             self._groups.pop(request_id, None)
+            self._collectors.discard(collector)
             for task in tasks:
                 task.cancel()
             self._outputs.abort_requests([child.request_id for child in children], internal=True)

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from engine.data_plane import OnUnclaimed, WorkerClient
 from engine.errors import WorkerLost
 from engine.messages import Pool, WorkerDescription, WorkerStatus
-from kv_transfer.handoff import explain_mismatch
+from router.pairing import KvPair, PairingRefused, pair
 from router.policy import NoWorker, Score, WorkerLoad, pick
 
 STATUS_INTERVAL_S = 0.5
 CONNECT_TIMEOUT_S = 30.0
 RECOVERY_POLL_S = 0.1
-
-
-class PairingRefused(Exception):
-    """A prefill and a decode worker cannot exchange KV; the message names what differs."""
-
-
-@dataclass(frozen=True)
-class KvPair:
-    """What carries KV blocks from a prefill worker to a decode worker."""
-
-    prefill: str
-    decode: str
-    transport: str
-    why: str
-    """What stood in the way of a better transport; empty if nothing."""
+STALLED_S = 20.0
+"""A worker whose engine has work and made no step for so long gets no more; one step of a long prompt may take 10 s."""
 
 
 class Worker:
@@ -41,6 +28,8 @@ class Worker:
         self.client = client
         self.description = description
         self.status: WorkerStatus | None = None
+        self.answers = True
+        """Whether it told its status when last asked; one that hangs gets no new work."""
         self._outstanding_prompt_tokens = 0
         self._running = 0
 
@@ -61,7 +50,7 @@ class Worker:
             worker_id=self.worker_id,
             connected=self.client.connected,
             draining=status.draining if status else False,
-            healthy=not (status and status.engine_failed),
+            healthy=self.answers and not (status and (status.engine_failed or status.stalled_s > STALLED_S)),
             outstanding_prompt_tokens=self._outstanding_prompt_tokens,
             running=self._running,
             kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
@@ -99,13 +88,19 @@ class PromptReservation:
 
 
 class Fleet:
-    """All workers by pool."""
+    """All workers by pool; they come and go."""
 
     def __init__(self, router_id: str, on_unclaimed: OnUnclaimed = lambda _: None) -> None:
         self._router_id = router_id
         self._on_unclaimed = on_unclaimed
         self._workers: dict[str, Worker] = {}
+        self._clients: dict[WorkerClient, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._change = asyncio.Lock()
+        """One at a time: a prefill and a decode worker that came at once would each miss the other."""
         self.kv_pairs: list[KvPair] = []
+        self.restarts: Counter[tuple[str, str]] = Counter()
+        """By worker id and reason."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -117,16 +112,44 @@ class Fleet:
 
         Raises WorkerLost or PairingRefused.
         """
-        for address in addresses:
-            client = WorkerClient(address, self._router_id, self._on_unclaimed)
-            group.create_task(client.run(), name=f"client-{address}")
-            await client.wait_connected(CONNECT_TIMEOUT_S)
-            worker = Worker(client, await client.describe())
-            self._workers[worker.worker_id] = worker
-        self._check_pairs()
-        await self._pair()
+        self._group = group
+        async with self._change:
+            for address in addresses:
+                worker = await self._open(address)
+                self._workers[worker.worker_id] = worker
+            self.kv_pairs = await pair(self.pool("prefill"), self.pool("decode"))
         await self.refresh()
         group.create_task(self._keep_fresh(), name="fleet-status")
+
+    async def replace(self, address: str, reason: str) -> None:
+        """Take in a worker that was started again, in place of its older incarnation, and count why.
+
+        Raises WorkerLost or PairingRefused; then all is as before. Done again with the same address it does nothing.
+        """
+        async with self._change:
+            if any(worker.client.address == address for worker in self.workers):
+                return
+            worker = await self._open(address)
+            try:
+                pairs = await self._pair_with_connected(worker)
+            except (WorkerLost, PairingRefused):
+                await self._close(worker)
+                raise
+            former = self._workers.get(worker.worker_id)
+            self._workers[worker.worker_id] = worker
+            self.kv_pairs = list(dict.fromkeys([*self._pairs_without(worker.worker_id), *pairs]))
+            self.restarts[worker.worker_id, reason] += 1
+            if former is not None:
+                await self._close(former)
+        await self._refresh_one(worker)
+
+    async def remove(self, worker_id: str) -> None:
+        """Forget a worker that has left; an unknown one is forgotten already."""
+        async with self._change:
+            worker = self._workers.pop(worker_id, None)
+            self.kv_pairs = self._pairs_without(worker_id)
+            if worker is not None:
+                await self._close(worker)
 
     def pool(self, name: Pool) -> list[Worker]:
         """The workers of one pool."""
@@ -158,33 +181,45 @@ class Fleet:
     async def _refresh_one(self, worker: Worker) -> None:
         try:
             worker.status = await worker.client.status()
+            worker.answers = True
         except WorkerLost:
             worker.status = None
+            worker.answers = False
 
     async def _keep_fresh(self) -> None:
         while True:
             await asyncio.sleep(STATUS_INTERVAL_S)
             await self.refresh()
 
-    async def _pair(self) -> None:
-        """Every decode worker agrees with every prefill worker on what will carry the bytes, before any request."""
-        sources = {
-            address: worker for worker in self.pool("prefill") for address in worker.description.transfer_addresses
-        }
-        for decode in self.pool("decode"):
-            answer = await decode.client.pair(list(sources))
-            for address, sentence in answer.refused.items():
-                raise PairingRefused(
-                    f"{sources[address].worker_id} and {decode.worker_id} cannot exchange KV: {sentence}"
-                )
-            for address, (transport, why) in answer.paired.items():
-                pair = KvPair(sources[address].worker_id, decode.worker_id, transport, why)
-                if pair not in self.kv_pairs:
-                    self.kv_pairs.append(pair)
+    async def _open(self, address: str) -> Worker:
+        if self._group is None:
+            raise WorkerLost("the router has not connected to its first workers yet")
+        client = WorkerClient(address, self._router_id, self._on_unclaimed)
+        self._clients[client] = self._group.create_task(client.run(), name=f"client-{address}")
+        try:
+            await client.wait_connected(CONNECT_TIMEOUT_S)
+            return Worker(client, await client.describe())
+        except WorkerLost:
+            await self._close_client(client)
+            raise
 
-    def _check_pairs(self) -> None:
-        for prefill in self.pool("prefill"):
-            for decode in self.pool("decode"):
-                sentence = explain_mismatch(prefill.description.layout, decode.description.layout)
-                if sentence is not None:
-                    raise PairingRefused(f"{prefill.worker_id} and {decode.worker_id} cannot exchange KV: {sentence}")
+    async def _close(self, worker: Worker) -> None:
+        await self._close_client(worker.client)
+
+    async def _close_client(self, client: WorkerClient) -> None:
+        running = self._clients.pop(client)
+        running.cancel()
+        await asyncio.wait((running,))
+        await client.close()
+
+    async def _pair_with_connected(self, worker: Worker) -> list[KvPair]:
+        """A worker that is away at the moment pairs when it comes back."""
+        others = [one for one in self.workers if one.client.connected and one.worker_id != worker.worker_id]
+        prefills = [one for one in (*others, worker) if one.pool == "prefill"]
+        decodes = [one for one in (*others, worker) if one.pool == "decode"]
+        if worker.pool == "prefill":
+            return await pair(prefills, decodes, new=worker)
+        return await pair(prefills, [worker] if worker.pool == "decode" else [], new=worker)
+
+    def _pairs_without(self, worker_id: str) -> list[KvPair]:
+        return [pair for pair in self.kv_pairs if worker_id not in (pair.prefill, pair.decode)]

@@ -6,7 +6,7 @@ time: their counters are cumulative since the worker's start. No data is an abse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -169,17 +169,20 @@ class WorkerCollector(Collector):
         hardware: Callable[[], dict[Pool, PoolHardware]],
         in_flight: Callable[[], int],
         kv_pairs: Callable[[], Iterable[KvPairView]],
+        restarts: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
         self._workers = workers
         self._hardware = hardware
         self._in_flight = in_flight
         self._kv_pairs = kv_pairs
+        self._restarts = restarts
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client at each scrape."""
         workers = list(self._workers())
         yield GaugeMetricFamily("ridgeline_requests_in_flight", "Requests the router is serving", self._in_flight())
         yield self._pairs()
+        yield self._restarted()
         yield from self._counters(workers)
         yield from self._gauges(workers)
         yield from self._pools(workers)
@@ -192,6 +195,16 @@ class WorkerCollector(Collector):
         )
         for pair in self._kv_pairs():
             family.add_metric([pair.prefill, pair.decode, pair.transport], 1)
+        return family
+
+    def _restarted(self) -> Metric:
+        family = CounterMetricFamily(
+            "ridgeline_worker_restarts",
+            "Workers started again by why: actor_died, engine_died, stalled, unreachable",
+            labels=["worker", "reason"],
+        )
+        for (worker, reason), count in self._restarts().items():
+            family.add_metric([worker, reason], count)
         return family
 
     def _counters(self, workers: list[WorkerView]) -> Iterator[Metric]:

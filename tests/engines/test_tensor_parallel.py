@@ -27,13 +27,14 @@ import torch
 from conftest import CONFIG, TEXT
 from harness import TIE_NAT, Engines, Figure, _held
 from prometheus_client import CollectorRegistry
-from test_processes import body, descendants, serving, still_there
+from served import body, descendants, serving, still_there
 from tiny_model import NUM_KV_HEADS, NUM_LAYERS, make_tiny_model
 from vllm.sampling_params import SamplingParams
 
+from cluster.actor_slot import worker_actor
 from cluster.actors import WorkerReady
 from cluster.config import load_config
-from cluster.deployment import _quietly, _worker_actor, ray_runtime
+from cluster.deployment import ray_runtime
 from cluster.doctor import resolve_dtype
 from cluster.model_store import prepare_model
 from cluster.plan import make_plan
@@ -204,9 +205,9 @@ async def split(model: Path) -> AsyncIterator[Split]:
         for ranks, config in configs.items():
             plan = await asyncio.to_thread(make_plan, config)
             for worker in plan.workers:
-                actor = actors[worker.pool, ranks] = _worker_actor(worker)
+                actor = actors[worker.pool, ranks] = worker_actor(worker)
                 engine = replace(plan.engine_config(worker, "127.0.0.1"), worker_id=f"{worker.pool}-of-{ranks}")
-                starts.append(actor.start.remote(engine, shared_cores(ranks)))
+                starts.append(actor.start.remote(engine, shared_cores(ranks), plan.host_settings()))
         ready = dict(zip(actors, await asyncio.gather(*starts), strict=True))
         engines = {}
         for name, actor in actors.items():
@@ -220,9 +221,8 @@ async def split(model: Path) -> AsyncIterator[Split]:
             await background.end()
             for engine in engines.values():
                 await engine.client.close()
-            await asyncio.wait(
-                [asyncio.ensure_future(_quietly(actor.stop.remote())) for actor in actors.values()], timeout=30
-            )
+            stopping = (asyncio.wait_for(actor.stop.remote(), 30) for actor in actors.values())
+            await asyncio.gather(*stopping, return_exceptions=True)  # a test may have ended it already
 
 
 def settings(model: str, ranks: int) -> Any:
@@ -424,12 +424,11 @@ async def test_no_rank_outlives_its_engine_process(split: Split, figure: Figure)
     engine = split.engines["prefill", 2]
     core, ranks = processes_of(engine)
     assert len(ranks) == 2
-    failed = asyncio.ensure_future(asyncio.wait_for(engine.actor.wait_failed.remote(), GONE_WITHIN_S))
     killed_s = time.monotonic()
     os.kill(core.pid, signal.SIGKILL)
     assert await asyncio.to_thread(still_there, ranks, GONE_WITHIN_S) == []
     figure(f"both ranks ended {time.monotonic() - killed_s:.1f} s after their engine process was killed")
-    await failed
+    assert await engine.actor.failure.remote() == "engine_died"
 
 
 async def test_no_rank_outlives_its_worker(split: Split, figure: Figure):

@@ -25,6 +25,7 @@ from engine import sampling
 from engine.config import EngineConfig
 from engine.messages import GenerateTask, LegTiming, Pool, TokenDelta
 from engine.notices import NoticeBoard
+from engine.stall import StallWatch
 from kv_transfer.handoff import KvHandoff, KvLayout
 from kv_transfer.service import PairedTransport
 
@@ -137,6 +138,7 @@ class FakeStats:
     waiting: int = 0
     kv_usage: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)
+    stall: StallWatch = field(default_factory=StallWatch)
 
 
 class FakeEngine:

@@ -14,7 +14,7 @@ from cluster import plan as plan_module
 from cluster.actors import NodePlace
 from cluster.config import PoolConfig, load_config
 from cluster.model_store import ModelError
-from cluster.plan import PlacementError, PlannedWorker, assign_cores, make_plan
+from cluster.plan import CoreTable, PlacementError, PlannedWorker, make_plan
 
 
 def a_worker(name="prefill-0", cores=1, gpus=0):
@@ -22,6 +22,11 @@ def a_worker(name="prefill-0", cores=1, gpus=0):
         workers=1, cores_per_worker=cores, gpus_per_worker=gpus, max_num_seqs=8, max_num_batched_tokens=64
     )
     return PlannedWorker(name, name.split("-")[0], settings)
+
+
+def assign_cores(workers, places, **options):
+    table = CoreTable(**options)
+    return [table.take(worker, place) for worker, place in zip(workers, places, strict=True)]
 
 
 def a_place(node="n1", cores=(0, 1, 2, 3)):
@@ -61,6 +66,24 @@ def test_too_few_cores_is_a_sentence_that_names_worker_node_numbers_and_fix():
         "decode-0 needs 2 cores of its own on host-n1 and 1 are left: lower pools.decode.workers or cores_per_worker, "
         "or add a machine"
     )
+
+
+def test_a_worker_that_is_back_on_its_node_gets_its_cores_again_and_on_another_free_ones():
+    table = CoreTable()
+    first, second = a_worker("decode-0"), a_worker("decode-1")
+    assert [table.take(first, a_place()), table.take(second, a_place())] == [(0,), (1,)]
+    assert table.take(first, a_place()) == (0,)
+    assert table.take(first, a_place("n2", (8, 9))) == (8,)
+    assert table.take(a_worker("decode-2"), a_place()) == (0,), "what it left is free"
+    table.give_back("decode-1")
+    assert table.take(a_worker("decode-3"), a_place()) == (1,)
+
+
+def test_shared_cores_go_round():
+    workers = tuple(a_worker(f"decode-{index}") for index in range(5))
+    assert assign_cores(workers, [a_place(cores=(4, 5))] * 5, share=True) == [(4,), (5,), (4,), (5,), (4,)]
+    with pytest.raises(PlacementError):
+        assign_cores((a_worker("decode-0", 3),), [a_place(cores=(4, 5))], share=True)
 
 
 @pytest.fixture

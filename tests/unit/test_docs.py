@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from cluster.cli import app
 from engine.messages import WorkerStatus
-from router.fleet import KvPair
 from router.metrics import _WORKER_COUNTERS, QueueCollector, RequestMetrics, WorkerCollector
+from router.pairing import KvPair
 from router.settings import PoolHardware
 
 PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
@@ -91,7 +91,8 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     )
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}
     queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
-    workers = WorkerCollector(lambda: [worker], lambda: hardware, lambda: 0, lambda: PAIRS)
+    restarts = {("decode-0", "stalled"): 1}
+    workers = WorkerCollector(lambda: [worker], lambda: hardware, lambda: 0, lambda: PAIRS, lambda: restarts)
     for family in (*workers.collect(), *QueueCollector([queue]).collect()):
         sample = family.samples[0]
         rows.append((sample.name, family.type, ", ".join(sample.labels), family.documentation))

@@ -12,16 +12,18 @@ import grpc.aio
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-from fake_engine import LAYOUT, FakeEngine, eventually, make_handoff, make_task
+from fake_engine import LAYOUT, FakeClock, FakeEngine, FakeStats, eventually, make_handoff, make_task
 
 from decode_worker.handler import DecodeHandler
 from engine.data_plane import OPTIONS, SERVICE, WorkerClient, decoder, encode
-from engine.errors import EngineFailed, InvalidTask, TaskRejected, WorkerLost
+from engine.draining import kv_unneeded
+from engine.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
 from engine.host import WorkerHost
 from engine.messages import AbortRequest, Ack, AttachRequest, StepBatch, SubmitRequest, TokenDelta
+from engine.stall import StallWatch
 from prefill_worker.handler import PrefillHandler
 
-METHODS = ("Describe", "Status", "ResetPrefixCache", "Submit", "Abort", "Attach")
+METHODS = ("Describe", "Status", "ResetPrefixCache", "Submit", "Abort", "Drain", "Attach")
 
 
 class Worker:
@@ -330,16 +332,75 @@ async def test_a_draining_worker_takes_no_new_task_and_finishes_the_running_ones
     async with serving() as worker:
         stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
         await eventually(lambda: worker.engine.running)
-        assert await worker.host.drain(0.001) is False
+        await worker.client.drain(5)
         assert (await worker.client.status()).draining
+        assert worker.host.failure() == "draining"
         with pytest.raises(TaskRejected, match="decode-0 is draining"):
             await worker.tokens(make_task("new"))
-        drained = asyncio.create_task(worker.host.drain(5))
-        await asyncio.sleep(0)
         worker.engine.step()
         assert len(await stream) == 1
-        assert await drained is True
+        await worker.host.drain()
+        assert worker.host.failure() == "drained"
         assert worker.engine.aborted == []
+
+
+async def test_what_has_not_ended_when_the_time_for_draining_is_up_is_cut_off_after_its_tokens_and_says_why():
+    async with serving() as worker:
+        async with aclosing(worker.client.generate(make_task(max_tokens=9))) as stream:
+            first = asyncio.ensure_future(anext(stream))
+            await eventually(lambda: worker.engine.running)
+            worker.engine.step()
+            assert len((await first).token_ids) == 1
+            await worker.client.drain(0.01)
+            with pytest.raises(WorkerDraining, match="decode-0 is draining"):
+                await anext(stream)
+        assert worker.engine.aborted == ["r"]
+
+
+async def test_a_worker_is_drained_only_once_nobody_needs_its_kv_blocks_any_more():
+    async with serving() as worker:
+        worker.engine.stats.counters = {"open_leases": 1.0, "pinned_blocks": 3.0}
+        drained = worker.host.drain(0.0)
+        await asyncio.sleep(1.5)
+        assert worker.host.failure() == "draining"
+        worker.engine.stats.counters = {"open_leases": 0.0, "pinned_blocks": 0.0}
+        await drained
+        assert worker.host.failure() == "drained"
+
+
+async def test_a_lease_that_nobody_ends_holds_a_draining_worker_for_its_time_only(monkeypatch):
+    monkeypatch.setattr("engine.draining.LEASE_MARGIN_S", 0.0)
+    stats = FakeStats(counters={"open_leases": 1.0})
+    async with asyncio.timeout(5):
+        await kv_unneeded(stats, lease_s=0.1)
+
+
+async def test_an_engine_that_dies_while_it_drains_has_left():
+    async with serving() as worker:
+        worker.engine.stats.counters = {"open_leases": 1.0}
+        worker.host.drain(0.0)
+        worker.engine.failed = True
+        assert worker.host.failure() == "drained"
+
+
+async def test_an_engine_with_work_and_without_steps_counts_as_stalled_until_it_moves():
+    engine, clock = FakeEngine(stepping="manual"), FakeClock()
+    engine.stats.stall = StallWatch(clock)
+    async with serving(engine) as worker:
+        clock.now_s += 1000.0
+        assert worker.host.failure() == "", "idle is not stalled"
+        stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
+        await eventually(lambda: engine.running)
+        assert (await worker.client.status()).stalled_s == 0.0, "the time before its first work does not count"
+        clock.now_s += 59.0
+        assert (worker.host.failure(), (await worker.client.status()).stalled_s) == ("", 59.0)
+        clock.now_s += 1.0
+        assert worker.host.failure() == "stalled"
+        engine.stats.stall.moved()
+        assert worker.host.failure() == ""
+        engine.step()
+        await stream
+        assert (await worker.client.status()).stalled_s == 0.0
 
 
 async def test_a_rejected_task_is_not_aborted_since_it_never_began():
@@ -469,9 +530,9 @@ async def test_a_worker_describes_itself_and_its_state():
 
 async def test_a_failed_engine_shows_on_its_host():
     async with serving(FakeEngine()) as worker:
-        assert worker.host.engine_failed is False
+        assert worker.host.failure() == ""
         worker.engine.failed = True
-        assert worker.host.engine_failed is True
+        assert worker.host.failure() == "engine_died"
 
 
 async def test_a_handoff_that_nobody_claims_any_more_is_given_to_the_owner_for_release():

@@ -287,7 +287,7 @@ async def test_what_the_table_says_of(row: Row) -> None:
             running.client_timeout_s = 0.4
         if row.state == "queued":  # nobody can take it yet
             for name in ("decode-0", "decode-1"):
-                running.hosts[name]._draining = True
+                running.engines[name].failed = True
             await fleet.refresh()
         running.begin(orchestrator)
         await running.reach(row.state)
@@ -295,7 +295,7 @@ async def test_what_the_table_says_of(row: Row) -> None:
         if row.state == "queued":
             await asyncio.sleep(0.05)
             spared = [name for name in ("decode-1", "decode-0") if name in running.hosts]
-            running.hosts[spared[0]]._draining = False
+            running.engines[spared[0]].failed = False
             await fleet.refresh()
         if row.ending == "whole":
             await running.run_on()

@@ -9,14 +9,13 @@ import msgspec
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-from fake_engine import LAYOUT, FakeEngine, eventually
+from fake_engine import LAYOUT, eventually, make_task
+from small_fleet import Done, a_fleet, hosts
 
-from decode_worker.handler import DecodeHandler
 from engine.errors import WorkerLost
-from engine.host import WorkerHost
 from engine.messages import WorkerDescription, WorkerStatus
-from prefill_worker.handler import PrefillHandler
-from router.fleet import Fleet, KvPair, PairingRefused, Worker
+from router.fleet import Fleet, Worker
+from router.pairing import KvPair, PairingRefused
 
 
 class Client:
@@ -66,30 +65,6 @@ def test_a_load_is_what_the_worker_last_said_and_what_was_sent_there():
     assert worker.load().connected is False
 
 
-@contextlib.asynccontextmanager
-async def hosts(**layouts):
-    """Hosts on loopback: pool -> layout."""
-    started = []
-    for pool, layout in layouts.items():
-        engine = FakeEngine(pool)
-
-        async def describe(layout=layout):
-            return layout, ["127.0.0.1:7001"]
-
-        engine.describe = describe
-        host = WorkerHost(engine, PrefillHandler() if pool == "prefill" else DecodeHandler())
-        await host.start()
-        started.append(host)
-    try:
-        yield started
-    finally:
-        await asyncio.gather(*(host.stop() for host in started))
-
-
-class Done(Exception):
-    """Ends the task group that a fleet lives in."""
-
-
 async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():
     async with asyncio.timeout(20), hosts(prefill=LAYOUT, decode=LAYOUT) as started:
         fleet, checked = Fleet("router"), False
@@ -110,6 +85,70 @@ async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():
                 checked = True
                 raise Done
         assert checked
+
+
+async def test_a_worker_that_comes_back_takes_the_place_of_its_older_incarnation_and_pairs_again():
+    async with (
+        asyncio.timeout(20),
+        hosts(prefill=LAYOUT, decode=LAYOUT) as old,
+        hosts(decode=LAYOUT) as new,
+        a_fleet([host.address for host in old]) as fleet,
+    ):
+        before = fleet.get("decode-0")
+        await old[1].stop()
+        await fleet.replace(new[0].address, "engine_died")
+        await fleet.replace(new[0].address, "engine_died")
+        assert fleet.get("decode-0") is not before
+        assert fleet.get("decode-0").client.address == new[0].address
+        assert fleet.get("decode-0").status is not None
+        assert [worker.worker_id for worker in fleet.workers] == ["prefill-0", "decode-0"]
+        assert fleet.kv_pairs == [KvPair("prefill-0", "decode-0", "shm", "")]
+        assert fleet.restarts == {("decode-0", "engine_died"): 1}, "told twice is counted once"
+
+
+async def test_a_request_on_a_worker_that_is_replaced_or_removed_is_told_that_it_is_lost():
+    async with asyncio.timeout(20), hosts(decode=LAYOUT) as started:
+        started[0]._engine._stepping = "manual"
+        async with a_fleet([started[0].address]) as fleet:
+            leg = asyncio.ensure_future(anext(fleet.get("decode-0").client.generate(make_task())))
+            await eventually(lambda: started[0]._engine.running)
+            await fleet.remove("decode-0")
+            with pytest.raises(WorkerLost, match="has left"):
+                await leg
+            await fleet.remove("decode-0")
+            assert fleet.workers == []
+
+
+async def test_a_worker_that_came_back_different_or_not_at_all_changes_nothing(monkeypatch):
+    monkeypatch.setattr("router.fleet.CONNECT_TIMEOUT_S", 0.5)
+    other = msgspec.structs.replace(LAYOUT, isa="vec")
+    async with (
+        asyncio.timeout(20),
+        hosts(prefill=LAYOUT, decode=LAYOUT) as old,
+        hosts(decode=other) as new,
+        a_fleet([host.address for host in old]) as fleet,
+    ):
+        before, pairs = fleet.get("decode-0"), fleet.kv_pairs
+        with pytest.raises(PairingRefused, match="isa"):
+            await fleet.replace(new[0].address, "actor_died")
+        with pytest.raises(WorkerLost):
+            await fleet.replace("127.0.0.1:9", "actor_died")
+        assert (fleet.get("decode-0"), fleet.kv_pairs, dict(fleet.restarts)) == (before, pairs, {})
+        assert before.load().connected
+
+
+async def test_a_prefill_and_a_decode_worker_that_come_back_at_once_find_each_other():
+    layouts = {"prefill": LAYOUT, "decode": LAYOUT}
+    async with (
+        asyncio.timeout(20),
+        hosts(**layouts) as old,
+        hosts(**layouts) as new,
+        a_fleet([host.address for host in old]) as fleet,
+    ):
+        await asyncio.gather(*(host.stop() for host in old))
+        await eventually(lambda: not any(worker.client.connected for worker in fleet.workers))
+        await asyncio.gather(*(fleet.replace(host.address, "actor_died") for host in new))
+        assert fleet.kv_pairs == [KvPair("prefill-0", "decode-0", "shm", "")]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from fake_engine import FakeClock
 
 from engine.messages import LegTiming, WorkerStatus
 from kv_transfer.handoff import FetchReceipt
-from router.fleet import KvPair
 from router.metrics import RequestMetrics, WorkerCollector
+from router.pairing import KvPair
 from router.settings import PoolHardware
 from router.timeline import RequestTimeline
 
@@ -73,7 +73,7 @@ PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
 
 
 def collect(registry, *workers, in_flight=0):
-    registry.register(WorkerCollector(lambda: workers, lambda: HARDWARE, lambda: in_flight, lambda: PAIRS))
+    registry.register(WorkerCollector(lambda: workers, lambda: HARDWARE, lambda: in_flight, lambda: PAIRS, dict))
 
 
 def test_a_disaggregated_request_credits_each_token_to_the_pool_that_made_it(registry):

@@ -1,0 +1,30 @@
+"""How often, and after how long, something that died is started again. Used by `cluster.supervisor`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+LONGEST_DELAY_S = 30.0
+
+
+class RestartBudget:
+    """Of one worker."""
+
+    def __init__(self, max_restarts: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._clock = clock
+        self._starts_s: deque[float] = deque()
+
+    def next_delay_s(self) -> float | None:
+        """How long to wait before the next start: 0, 1, 2, 4, ... seconds; None if there were too many of late."""
+        now_s = self._clock()
+        while self._starts_s and now_s - self._starts_s[0] >= self._window_s:
+            self._starts_s.popleft()
+        already = len(self._starts_s)
+        if already >= self._max_restarts:
+            return None
+        self._starts_s.append(now_s)
+        return 0.0 if already == 0 else min(2.0 ** (already - 1), LONGEST_DELAY_S)

@@ -1,0 +1,192 @@
+"""Watches workers and router and brings back what dies. Run by `Deployment.watch`, in the driver.
+
+Ray starts a dead actor's process again; what belongs into it, an engine on its cores or the router with its port, is
+started from here. A worker comes back as a new incarnation, which the router pairs again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from cluster.actor_slot import ActorGone, DeploymentFailed
+from cluster.config import PoolName, SupervisionConfig
+from cluster.restart_budget import RestartBudget
+from engine.messages import Health
+
+POLL_S = 0.5
+Say = Callable[[str], None]
+_WHAT_HAPPENED: dict[Health, str] = {
+    "actor_died": "actor process killed",
+    "engine_died": "engine process killed",
+    "stalled": "its engine has work and makes no step",
+    "unreachable": "it does not answer",
+}
+
+
+class Supervised(Protocol):
+    """Something that can be lost."""
+
+    @property
+    def name(self) -> str: ...
+    async def failure(self) -> Health: ...
+    async def end(self) -> None: ...
+
+
+class SupervisedWorker(Supervised, Protocol):
+    """A worker, whichever process fills it."""
+
+    @property
+    def pool(self) -> PoolName: ...
+    async def start_again(self) -> str: ...
+    async def retire(self) -> None: ...
+
+
+class SupervisedRouter(Supervised, Protocol):
+    """The router, whichever process fills it."""
+
+    async def start_again(self, addresses: list[str]) -> None: ...
+    async def replace_worker(self, address: str, reason: Health) -> None: ...
+    async def remove_worker(self, worker_id: str) -> None: ...
+
+
+class Supervisor:
+    """Of one deployment. `addresses` are those of the running workers, by name."""
+
+    def __init__(
+        self,
+        workers: Sequence[SupervisedWorker],
+        router: SupervisedRouter,
+        addresses: dict[str, str],
+        settings: SupervisionConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._workers = {worker.name: worker for worker in workers}
+        self._router = router
+        self._addresses = dict(addresses)
+        self._settings = settings
+        self._clock = clock
+        self._sleep = sleep
+        self._router_serves = asyncio.Event()
+        self._router_serves.set()
+        self._say: Say = lambda _: None
+
+    async def run(self, say: Say) -> None:
+        """Return never; raise DeploymentFailed once a pool that is needed has no worker left and none is coming."""
+        self._say = say
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._mind_router(), name="mind-router")
+                for worker in list(self._workers.values()):
+                    group.create_task(self._mind(worker), name=f"mind-{worker.name}")
+        except* DeploymentFailed as failures:
+            raise failures.exceptions[0] from None
+
+    # --- workers
+
+    async def _mind(self, worker: SupervisedWorker) -> None:
+        budget = self._budget()
+        while True:
+            why = await self._until_lost(worker)
+            self._addresses.pop(worker.name, None)
+            if why == "drained":
+                await self._dismiss(worker, f"{worker.name} has drained and is gone")
+                return
+            self._say(f"{worker.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
+            began_s = self._clock()
+            if not await self._bring_back(worker, why, budget):
+                await self._dismiss(
+                    worker,
+                    f"{worker.name} was lost more than {self._settings.max_restarts} times within "
+                    f"{self._settings.window_s:.0f} s and stays away",
+                )
+                return
+            self._say(f"{worker.name}: back after {self._clock() - began_s:.0f} s")
+
+    async def _until_lost(self, one: Supervised) -> Health:
+        """Poll until it must be replaced or has left; one that dies while it drains has left."""
+        drains = False
+        while True:
+            health = await one.failure()
+            if health == "draining" and not drains:
+                self._say(f"{one.name} drains")
+            drains = drains or health == "draining"
+            if health not in ("", "draining"):
+                return "drained" if drains else health
+            await self._sleep(POLL_S)
+
+    async def _bring_back(self, worker: SupervisedWorker, why: Health, budget: RestartBudget) -> bool:
+        """Start it until it runs and the router has it; False when it is not to be tried again."""
+        while True:
+            await worker.end()
+            delay_s = budget.next_delay_s()
+            if delay_s is None:
+                return False
+            await self._sleep(delay_s)
+            try:
+                address = await worker.start_again()
+                await self._tell_router(partial(self._router.replace_worker, address, why))
+            except DeploymentFailed as error:
+                self._say(f"{worker.name} could not be brought back: {error}")
+                continue
+            self._addresses[worker.name] = address
+            return True
+
+    async def _dismiss(self, worker: SupervisedWorker, sentence: str) -> None:
+        """It is gone for good. Raises DeploymentFailed if nothing can be served without it."""
+        del self._workers[worker.name]
+        self._say(sentence)
+        await worker.retire()
+        needed = worker.pool != "prefill"  # decode workers can compute prompts themselves
+        if needed and all(other.pool != worker.pool for other in self._workers.values()):
+            raise DeploymentFailed(f"{sentence}; it was the last {worker.pool} worker")
+        await self._tell_router(partial(self._router.remove_worker, worker.name))
+
+    async def _tell_router(self, tell: Callable[[], Awaitable[None]]) -> None:
+        """As soon as there is a router; being told twice does not harm it. Raises DeploymentFailed if it refuses."""
+        while True:
+            await self._router_serves.wait()
+            try:
+                await tell()
+                return
+            except ActorGone:
+                await self._sleep(POLL_S)
+
+    # --- router
+
+    async def _mind_router(self) -> None:
+        budget = self._budget()
+        while True:
+            why = await self._until_lost(self._router)
+            self._router_serves.clear()
+            self._say(f"{self._router.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
+            began_s = self._clock()
+            await self._router_back(budget)
+            self._router_serves.set()
+            self._say(f"{self._router.name}: back after {self._clock() - began_s:.0f} s")
+
+    async def _router_back(self, budget: RestartBudget) -> None:
+        while True:
+            await self._router.end()
+            delay_s = budget.next_delay_s()
+            if delay_s is None:
+                raise DeploymentFailed(
+                    f"the router was lost more than {self._settings.max_restarts} times within "
+                    f"{self._settings.window_s:.0f} s"
+                )
+            await self._sleep(delay_s)
+            try:
+                await self._router.start_again(
+                    [self._addresses[name] for name in self._workers if name in self._addresses]
+                )
+                return
+            except DeploymentFailed as error:
+                self._say(f"{self._router.name} could not be brought back: {error}")
+
+    def _budget(self) -> RestartBudget:
+        return RestartBudget(self._settings.max_restarts, self._settings.window_s, self._clock)

@@ -1,0 +1,222 @@
+"""Workers and the router are killed, stopped and sent away; what should come back does, and the server goes on.
+
+One `ridgeline serve` with two workers in each pool for all of these tests, which follow one another: more engines than
+cores, so only what happens counts here, not how fast.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from harness import Metrics
+from served import REPOSITORY, RIDGELINE, Serve, body, descendants, serving, still_there
+
+Figure = Callable[[str], None]
+pytestmark = pytest.mark.engines
+
+BACK_WITHIN_S = 90.0
+STALL_TIMEOUT_S = 5
+SETTINGS = {
+    "ray.share_cores": "true",
+    "supervision.stall_timeout_s": str(STALL_TIMEOUT_S),
+    "model.max_model_len_tokens": "1024",
+    **{f"pools.{pool}.kv_cache_bytes": "128 MiB" for pool in ("prefill", "decode")},
+    **{f"pools.{pool}.max_num_seqs": "8" for pool in ("prefill", "decode")},
+}
+
+
+class Deployed:
+    """A running server and what can be done to its processes."""
+
+    def __init__(self, serve: Serve, url: str) -> None:
+        self.serve = serve
+        self.url = url
+        self.begun: list[psutil.Process] = []
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        rows = httpx.get(f"{self.url}/ridgeline/workers", timeout=30).json()["workers"]
+        return {row["worker"]: row for row in rows}
+
+    def engine(self, worker: str) -> psutil.Process:
+        children = psutil.Process(self.workers()[worker]["pid"]).children()
+        return next(child for child in children if "resource_tracker" not in " ".join(child.cmdline()))
+
+    def router(self) -> psutil.Process:
+        found = [p for p in descendants(self.serve.process.pid) if " ".join(p.cmdline()).startswith("ray::RouterActor")]
+        assert len(found) == 1
+        return found[0]
+
+    def metrics(self) -> Metrics:
+        return Metrics(httpx.get(f"{self.url}/metrics", timeout=30).text)
+
+    def completes(self) -> None:
+        for _ in range(4):  # more than one, so that more than one worker of a pool has its turn
+            reply = httpx.post(f"{self.url}/v1/completions", json=body(3), timeout=60)
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["usage"]["completion_tokens"] == 3
+
+    def back(self, name: str) -> str:
+        """Waits for it; the sentence is forgotten, so that the next one can be waited for."""
+        line = self.serve.wait_said(f"{name}: back after", BACK_WITHIN_S)
+        self.serve.lines.remove(line)
+        return line
+
+
+class Stream:
+    """A long answer, read in the background."""
+
+    def __init__(self, url: str, num_tokens: int = 900) -> None:
+        self.lines: list[str] = []
+        self._request = {**body(num_tokens), "stream": True}
+        self._thread = threading.Thread(target=self._read, args=(url,), daemon=True)
+        self._thread.start()
+        deadline_s = time.monotonic() + 30
+        while len(self.lines) < 3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+    def _read(self, url: str) -> None:
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=self._request, timeout=120) as response:
+                for line in filter(None, response.iter_lines()):
+                    self.lines.append(line)
+        except httpx.TransportError as error:
+            self.lines.append(f"broken: {type(error).__name__}")
+
+    def end(self) -> list[str]:
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        return self.lines
+
+
+@pytest.fixture(scope="module")
+def deployed() -> Iterator[Deployed]:
+    settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+    with serving("--prefill", "2", "--decode", "2", *settings) as serve:
+        one = Deployed(serve, serve.wait_ready())
+        one.completes()
+        yield one
+        family = [*one.begun, *descendants(serve.process.pid)]
+        os.kill(serve.process.pid, signal.SIGINT)
+        assert serve.wait_exit(60) == 0, serve.output
+        assert "Traceback" not in serve.output, serve.output
+        assert still_there(family, 10) == []
+
+
+def test_a_killed_actor_and_a_killed_engine_of_two_pools_come_back_and_pair_again(deployed: Deployed, figure: Figure):
+    before = deployed.workers()
+    old_engine = deployed.engine("decode-0")
+    psutil.Process(before["decode-0"]["pid"]).kill()
+    deployed.engine("prefill-0").kill()
+    figure(deployed.back("decode-0"))
+    figure(deployed.back("prefill-0"))
+    assert "decode-0 is gone (actor process killed); restarting" in deployed.serve.output
+    assert "prefill-0 is gone (engine process killed); restarting" in deployed.serve.output
+    assert still_there([old_engine], 0) == []
+    after = deployed.workers()
+    assert after.keys() == before.keys()
+    assert all(after[name]["incarnation"] != before[name]["incarnation"] for name in ("decode-0", "prefill-0"))
+    assert after["decode-1"] | {"stalled_s": 0} == before["decode-1"] | {"stalled_s": 0}
+    metrics = deployed.metrics()
+    assert metrics.sum("ridgeline_worker_restarts_total", worker="decode-0", reason="actor_died") == 1
+    assert metrics.sum("ridgeline_worker_restarts_total", worker="prefill-0", reason="engine_died") == 1
+    assert metrics.sum("ridgeline_kv_pair") == 4
+    deployed.completes()
+
+
+def test_an_engine_that_stands_still_with_a_request_is_replaced(deployed: Deployed, figure: Figure):
+    stream = Stream(deployed.url)
+    busy = next(row["worker"] for row in deployed.workers().values() if row["pool"] == "decode" and row["tasks"])
+    engine = deployed.engine(busy)
+    engine.suspend()
+    stopped_s = time.monotonic()
+    deployed.serve.wait_said(f"{busy} is gone .its engine has work and makes no step", STALL_TIMEOUT_S + 30)
+    figure(f"found {time.monotonic() - stopped_s:.1f} s after the stop")
+    figure(deployed.back(busy))
+    assert still_there([engine], 0) == []
+    stream.end()
+    assert deployed.metrics().sum("ridgeline_worker_restarts_total", worker=busy, reason="stalled") == 1
+    deployed.completes()
+
+
+def engine_pids(deployed: Deployed) -> list[int]:
+    return [deployed.engine(name).pid for name in deployed.workers()]
+
+
+def test_a_killed_router_is_back_on_its_port_and_the_engines_have_not_moved(deployed: Deployed, figure: Figure):
+    stream = Stream(deployed.url)
+    before, engines = deployed.workers(), engine_pids(deployed)
+    deployed.router().kill()
+    killed_s = time.monotonic()
+    assert stream.end()[-1].startswith("broken")
+    deployed.serve.wait_said("router is gone .actor process killed", 30)
+    line = deployed.back("router")
+    figure(f"{line}; {time.monotonic() - killed_s:.1f} s after the kill")
+    after = deployed.workers()
+    identity = ("worker", "incarnation", "pid")
+    assert [[row[key] for key in identity] for row in after.values()] == [
+        [row[key] for key in identity] for row in before.values()
+    ]
+    assert engine_pids(deployed) == engines
+    deployed.completes()
+    metrics = deployed.metrics()
+    assert metrics.sum("ridgeline_tasks") == 0, "what the dead router had asked for is aborted"
+    assert metrics.sum("ridgeline_kv_pair") == 4
+
+
+def test_a_router_told_to_end_tells_its_clients_why_and_comes_back(deployed: Deployed, figure: Figure):
+    stream = Stream(deployed.url)
+    deployed.router().terminate()
+    lines = stream.end()
+    assert any("the router is shutting down" in line for line in lines[-2:]), lines[-3:]
+    figure(deployed.back("router"))
+    deployed.completes()
+
+
+def ridgeline_drain(url: str, worker: str, *arguments: str) -> tuple[int, str]:
+    command = [str(RIDGELINE), "drain", worker, "--url", url, *arguments]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_a_worker_that_is_drained_finishes_its_request_and_leaves_for_good(deployed: Deployed, figure: Figure):
+    stream = Stream(deployed.url, 80)
+    busy = next(row["worker"] for row in deployed.workers().values() if row["pool"] == "decode" and row["tasks"])
+    other = {"decode-0": "decode-1", "decode-1": "decode-0"}[busy]
+    processes = [deployed.engine(busy), psutil.Process(deployed.workers()[busy]["pid"])]
+    began_s = time.monotonic()
+    status, said = ridgeline_drain(deployed.url, busy, "--timeout-s", "60")
+    figure(f"drained in {time.monotonic() - began_s:.1f} s")
+    assert (status, said.splitlines()[-1]) == (0, f"{busy} is gone"), said
+    assert stream.end()[-1] == "data: [DONE]"
+    assert not any("error" in line for line in stream.lines)
+    assert still_there(processes, 5) == []
+    deployed.serve.wait_said(f"{busy} has drained and is gone", 5)
+    assert busy not in deployed.workers()
+    status, said = ridgeline_drain(deployed.url, other)
+    assert status != 0
+    assert f"{other} is the last decode worker" in said
+    status, said = ridgeline_drain(deployed.url, "decode-7")
+    assert status != 0
+    assert re.search(r"no worker decode-7; there are: .*prefill-0", said.replace("\n", " "))
+    deployed.completes()
+
+
+def test_sigterm_to_a_worker_drains_it(deployed: Deployed):
+    processes = [deployed.engine("prefill-1"), psutil.Process(deployed.workers()["prefill-1"]["pid"])]
+    processes[1].terminate()
+    deployed.serve.wait_said("prefill-1 has drained and is gone", 30)
+    assert still_there(processes, 5) == []
+    assert "prefill-1" not in deployed.workers()
+    assert not re.search("prefill-1 is gone .*restarting", deployed.serve.output)
+    deployed.completes()
