@@ -1,0 +1,14 @@
+"""Who sent the request that is being served: set by `router.guard` for every HTTP request, read where clients share.
+
+A module of its own so that admission needs not import the HTTP side. Tasks made while a request is served inherit it.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Final
+
+ANONYMOUS: Final = "anonymous"
+
+CLIENT: Final[ContextVar[str]] = ContextVar("ridgeline_client", default=ANONYMOUS)
+"""A short hash of the API key where keys are configured, else the peer's IP address; never the key itself."""
