@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.actors import NodePlace
+from cluster.api_keys import api_key_hashes
 from cluster.config import PoolConfig, PoolName, RidgelineConfig
 from cluster.doctor import resolve_dtype
 from cluster.host_facts import read_model_facts
@@ -38,6 +39,7 @@ class Plan:
     dtype: str
     served_name: str
     workers: tuple[PlannedWorker, ...]
+    api_key_hashes: frozenset[bytes] = frozenset()
 
     def router_settings(self) -> RouterSettings:
         """Settings of the router process."""
@@ -54,6 +56,9 @@ class Plan:
             max_outstanding_requests=config.router.max_outstanding_requests,
             overlap=config.transfer.overlap,
             min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
+            max_request_bytes=config.server.max_request_bytes,
+            api_key_hashes=self.api_key_hashes,
+            tls=config.security.tls.files(),
         )
 
     def engine_config(self, worker: PlannedWorker, host: str) -> EngineConfig:
@@ -80,13 +85,14 @@ class Plan:
             transport=self.config.transfer.transport,
             wire_dtype=self.config.transfer.wire_dtype,
             on_cpu=on_cpu,
+            tls=self.config.security.tls.files(),
         )
 
 
 def make_plan(config: RidgelineConfig) -> Plan:
     """Resolve model, dtype and hardware.
 
-    May convert the default model and measure this machine (a few seconds each). Raises ModelError.
+    May convert the default model and measure this machine (a few seconds each). Raises ModelError, ApiKeyError.
     """
     impossible = head_conflicts(config, read_model_facts(config.model.path))
     if impossible:
@@ -103,6 +109,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
         dtype=dtype,
         served_name=config.model.served_name or config.model.path,
         workers=workers,
+        api_key_hashes=api_key_hashes(config.security.api_keys_file),
     )
 
 

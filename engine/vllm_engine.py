@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -179,6 +180,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
                 "transport": config.transport,
                 "faults": config.faults,
                 "wire_dtype": config.wire_dtype,
+                "tls": None if config.tls is None else asdict(config.tls),
                 "share_kv_cache": config.on_cpu and config.pool == "prefill",
             },
         ),

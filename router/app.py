@@ -27,6 +27,8 @@ from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet, KvPair, PairingRefused
+from router.guard import guarded
+from router.http_protocol import BoundedHeads
 from router.metrics import RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
 from router.releaser import HandoffReleaser
@@ -51,8 +53,8 @@ class Router:
         self._client = RouterEngineClient(
             _frontend_config(self._args), settings.max_outstanding_requests, self._metrics
         )
-        self._releaser = HandoffReleaser()
-        self._fleet = Fleet(router_id=secrets.token_hex(8), on_unclaimed=self._releaser.release)
+        self._releaser = HandoffReleaser(settings.tls)
+        self._fleet = Fleet(secrets.token_hex(8), self._releaser.release, settings.tls)
         self._orchestrator = Orchestrator(self._fleet, settings, self._metrics, self._releaser.release)
         REGISTRY.register(
             WorkerCollector(
@@ -122,7 +124,10 @@ class Router:
             await self._fleet.connect(worker_addresses, group)
             group.create_task(self._releaser.run(), name="handoff-releaser")
             self._client.bind(self._orchestrator)
-            server = uvicorn.Server(uvicorn.Config(await self._build_app(), log_level="warning", access_log=False))
+            app = guarded(await self._build_app(), self._settings.api_key_hashes, self._settings.max_request_bytes)
+            server = uvicorn.Server(
+                uvicorn.Config(app, http=BoundedHeads, ws="none", log_level="warning", access_log=False)
+            )
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
             while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
                 await asyncio.sleep(0.01)

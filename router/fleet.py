@@ -11,6 +11,7 @@ from engine.data_plane import OnUnclaimed, WorkerClient
 from engine.errors import WorkerLost
 from engine.messages import Pool, WorkerDescription, WorkerStatus
 from kv_transfer.handoff import explain_mismatch
+from kv_transfer.tls_files import TlsFiles
 from router.policy import WorkerLoad
 
 STATUS_INTERVAL_S = 0.5
@@ -98,8 +99,9 @@ class PromptReservation:
 class Fleet:
     """All workers by pool."""
 
-    def __init__(self, router_id: str, on_unclaimed: OnUnclaimed = lambda _: None) -> None:
+    def __init__(self, router_id: str, on_unclaimed: OnUnclaimed = lambda _: None, tls: TlsFiles | None = None) -> None:
         self._router_id = router_id
+        self._tls = tls
         self._on_unclaimed = on_unclaimed
         self._workers: dict[str, Worker] = {}
         self.kv_pairs: list[KvPair] = []
@@ -115,7 +117,7 @@ class Fleet:
         Raises WorkerLost or PairingRefused.
         """
         for address in addresses:
-            client = WorkerClient(address, self._router_id, self._on_unclaimed)
+            client = WorkerClient(address, self._router_id, self._on_unclaimed, self._tls)
             group.create_task(client.run(), name=f"client-{address}")
             await client.wait_connected(CONNECT_TIMEOUT_S)
             worker = Worker(client, await client.describe())

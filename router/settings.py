@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kv_transfer.tls_files import TlsFiles
+
 
 @dataclass(frozen=True)
 class PoolHardware:
@@ -30,3 +32,9 @@ class RouterSettings:
     overlap: bool
     """Whether decode may fetch the KV of a long prompt while its later chunks are prefilled."""
     min_remote_prefill_tokens: int
+    max_request_bytes: int = 8 << 20
+    """Longest body of an HTTP request."""
+    api_key_hashes: frozenset[bytes] = frozenset()
+    """`client_identity.hash_key` of each key that is let in; none: everybody is."""
+    tls: TlsFiles | None = None
+    """Between router and workers; None: plain text."""
