@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import ray
 
+from cluster.api_keys import KEYS_VARIABLE
 from cluster.processes import ProcessId, this_process
 from cluster.sigterm import on_sigterm
 from engine.config import EngineConfig, HostSettings
@@ -63,6 +64,8 @@ def engine_environment(cores: int, *, on_cpu: bool, ranks: int = 1) -> dict[str,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
+        # Clients' keys are for the command that was given them; what is left of them elsewhere are hashes.
+        KEYS_VARIABLE: "",
     }
     if on_cpu:
         # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.
@@ -99,6 +102,8 @@ class WorkerActor:
         from engine.vllm_engine import VllmEngine
         from prefill_worker.handler import PrefillHandler
 
+        if config.tls is not None:
+            config.tls.check()  # on this node, before the engine takes its half minute
         engine = VllmEngine(config)
         everywhere = os.sched_getaffinity(0)
         # The engine process inherits the cores; this front end then gives its own pinning up.
@@ -145,6 +150,8 @@ class RouterActor:
         """Import vLLM's server and load the tokenizer; the engines load meanwhile."""
         from router.app import Router
 
+        if settings.tls is not None:
+            settings.tls.check()
         self._router = Router(settings)
         on_sigterm(self._begin_to_leave)
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster import doctor as doctor_checks
+from cluster.api_keys import ApiKeyError
 from cluster.config import ConfigError, LoadedConfig, Mode, explain, load_config
 from cluster.model_store import ModelError, prepare_model
 from loadtest.errors import LoadTestError
@@ -79,7 +80,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
         asyncio.run(work)
     except Unfit as error:
         fail(error.sentences)
-    except (DeploymentFailed, PlacementError, ModelError, LoadTestError) as error:
+    except (DeploymentFailed, PlacementError, ModelError, LoadTestError, ApiKeyError) as error:
         fail([str(error)])
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter
 
 from kv_transfer.names import AS_THEY_ARE, WireDtype
+from kv_transfer.tls_files import TlsFiles
 
 PoolName = Literal["prefill", "decode", "colocated"]
 Mode = Literal["disaggregated", "colocated"]
@@ -56,6 +57,9 @@ class ServerConfig(_Section):
     port: int = Field(default=8000, ge=0, le=65535, description="port the HTTP server listens on; 0 picks a free one")
     drain_timeout_s: float = Field(
         default=30.0, ge=0, description="after Ctrl-C, how long running requests may still take"
+    )
+    max_request_bytes: Bytes = Field(
+        default=8 * MIB, ge=1024, description="longest request body; a longer one gets HTTP 413"
     )
 
 
@@ -180,6 +184,34 @@ class SupervisionConfig(_Section):
     )
 
 
+class TlsConfig(_Section):
+    """Mutual TLS between router and workers: PEM files, at the same paths on every node. All three, or none."""
+
+    ca_file: str | None = Field(default=None, min_length=1, description="the authority whose certificates are trusted")
+    cert_file: str | None = Field(
+        default=None, min_length=1, description="certificate of this deployment, signed by it, for DNS:ridgeline"
+    )
+    key_file: str | None = Field(default=None, min_length=1, description="the certificate's private key")
+
+    def files(self) -> TlsFiles | None:
+        """The three paths; None if TLS is off. Whether only some are set is for `conflicts` to say."""
+        if self.ca_file and self.cert_file and self.key_file:
+            return TlsFiles(self.ca_file, self.cert_file, self.key_file)
+        return None
+
+
+class SecurityConfig(_Section):
+    """Who may ask the server, and how router and workers know each other."""
+
+    api_keys_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file of API keys, one a line, # begins a comment; read where `ridgeline serve` runs; the "
+        "environment variable RIDGELINE_API_KEYS (comma separated) adds to it; null and no variable: open to all",
+    )
+    tls: TlsConfig = TlsConfig()
+
+
 class RidgelineConfig(_Section):
     """The whole configuration. Build it with `cluster.config.load_config`, which also checks it across sections."""
 
@@ -191,6 +223,7 @@ class RidgelineConfig(_Section):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+    security: SecurityConfig = SecurityConfig()
 
     def active_pools(self) -> dict[PoolName, PoolConfig]:
         """The pools that run in this mode, in the order they are placed."""
@@ -213,6 +246,7 @@ def conflicts(config: RidgelineConfig) -> list[str]:
         *(sentence for name, pool in config.all_pools().items() for sentence in _pool_conflicts(name, pool)),
         *_model_conflicts(config),
         *_transfer_conflicts(config),
+        *_security_conflicts(config),
     ]
 
 
@@ -292,6 +326,22 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
             f"prefill pool: set it below model.max_model_len_tokens ({config.model.max_model_len_tokens})."
         )
     return found
+
+
+def _security_conflicts(config: RidgelineConfig) -> list[str]:
+    tls = config.security.tls
+    files = tls.model_dump()
+    missing = [f"security.tls.{name}" for name, path in files.items() if path is None]
+    if len(missing) == len(files):
+        return []
+    if missing:
+        return [f"{' and '.join(missing)} must be set as well, or none of security.tls: TLS needs all three files."]
+    if config.transfer.transport == "collective":
+        return [
+            "transfer.transport collective moves KV in plain text (torch.distributed has no TLS) and cannot be had "
+            "with security.tls: set transfer.transport to auto or grpc."
+        ]
+    return []
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -18,6 +18,7 @@ from cluster.doctor_software import (
     packages,
     port,
     python,
+    security,
     torch_companions,
 )
 from cluster.host_facts import HostFacts, read_cpu_flags, read_host_facts
@@ -40,7 +41,7 @@ _NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 def checks(config: RidgelineConfig, facts: HostFacts | None = None) -> list[CheckResult]:
     """Every check that applies; what an existing Ray cluster places elsewhere is not judged by this machine."""
     host = facts or read_host_facts(config)
-    everywhere: list[_Check] = [python, packages, engine_package, torch_companions, model, port, open_files]
+    everywhere: list[_Check] = [python, packages, engine_package, torch_companions, model, port, open_files, security]
     if config.ray.address is None:
         everywhere += [_instruction_set, _native_bfloat16, _cores, _gpus, _memory, _shared_memory]
     return [result for check in everywhere for result in check(config, host)] + list(_limits(config, host))

@@ -4,11 +4,13 @@ Why apart: these apply on every machine that runs the `ridgeline` command, also 
 Called by `cluster.doctor` only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from cluster.api_keys import ApiKeyError, api_key_hashes, open_to_all
 from cluster.config import RidgelineConfig
 from cluster.host_facts import HostFacts
+from kv_transfer.tls_files import TlsFileError, TlsFiles
 
 FEWEST_OPEN_FILES = 1024
 COMFORTABLE_OPEN_FILES = 4096
@@ -94,6 +96,33 @@ def model(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
 
 def port(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     yield CheckResult("port", not host.port_problem, f"{config.server.host}:{config.server.port}", host.port_problem)
+
+
+def security(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+    """API keys are read here whatever the cluster; certificates by each process, so on a joined cluster not here."""
+    yield _judged("api keys", lambda: _keys_found(config))
+    tls = config.security.tls.files()
+    if tls is not None and config.ray.address is None:
+        yield _judged("tls", lambda: _tls_found(tls))
+
+
+def _keys_found(config: RidgelineConfig) -> tuple[str, str]:
+    number = len(api_key_hashes(config.security.api_keys_file))
+    warning = "" if number else open_to_all(config.server.host)
+    return (f"{number} configured" if number else "none: no key is asked for"), warning
+
+
+def _tls_found(tls: TlsFiles) -> tuple[str, str]:
+    tls.check()
+    return f"mutual, {tls.cert_file}", ""
+
+
+def _judged(name: str, judge: Callable[[], tuple[str, str]]) -> CheckResult:
+    try:
+        detail, warning = judge()
+    except (ApiKeyError, TlsFileError) as error:
+        return CheckResult(name, False, "cannot be used", str(error))
+    return CheckResult(name, True, detail, warning)
 
 
 def open_files(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.actors import NodePlace
+from cluster.api_keys import api_key_hashes
 from cluster.config import PoolConfig, PoolName, RidgelineConfig
 from cluster.doctor import resolve_dtype
 from cluster.host_facts import read_model_facts
@@ -38,6 +39,7 @@ class Plan:
     dtype: str
     served_name: str
     workers: tuple[PlannedWorker, ...]
+    api_key_hashes: frozenset[bytes] = frozenset()
 
     def router_settings(self) -> RouterSettings:
         """Settings of the router process."""
@@ -58,6 +60,9 @@ class Plan:
             max_prompt_wait_s=config.router.max_prompt_wait_s,
             recovery_timeout_s=config.router.recovery_timeout_s,
             ready_deadline_s=config.router.ready_deadline_s,
+            max_request_bytes=config.server.max_request_bytes,
+            api_key_hashes=self.api_key_hashes,
+            tls=config.security.tls.files(),
         )
 
     def engine_config(self, worker: PlannedWorker, host: str) -> EngineConfig:
@@ -84,6 +89,7 @@ class Plan:
             transport=self.config.transfer.transport,
             wire_dtype=self.config.transfer.wire_dtype,
             on_cpu=on_cpu,
+            tls=self.config.security.tls.files(),
         )
 
     def host_settings(self) -> HostSettings:
@@ -97,7 +103,7 @@ class Plan:
 def make_plan(config: RidgelineConfig) -> Plan:
     """Resolve model, dtype and hardware.
 
-    May convert the default model and measure this machine (a few seconds each). Raises ModelError.
+    May convert the default model and measure this machine (a few seconds each). Raises ModelError, ApiKeyError.
     """
     impossible = head_conflicts(config, read_model_facts(config.model.path))
     if impossible:
@@ -114,6 +120,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
         dtype=dtype,
         served_name=config.model.served_name or config.model.path,
         workers=workers,
+        api_key_hashes=api_key_hashes(config.security.api_keys_file),
     )
 
 

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster import doctor
+from cluster.api_keys import open_to_all
 from cluster.config import RidgelineConfig
 from cluster.deployment import Deployment, deploy, ray_runtime
 from cluster.plan import make_plan
@@ -96,6 +97,8 @@ async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[De
     plan = await asyncio.to_thread(make_plan, config)
     names = ", ".join(worker.worker_id for worker in plan.workers)
     console.print(f"starting [bold]{config.mode}[/]: {names}; {plan.served_name} in {plan.dtype}")
+    if not plan.api_key_hashes and (warning := open_to_all(config.server.host)):
+        console.print(f"[yellow]{warning}[/]")
     began_s = time.monotonic()
 
     def say(sentence: str) -> None:

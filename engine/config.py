@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.messages import Pool
 from kv_transfer.names import TransportName, WireDtype
+from kv_transfer.tls_files import TlsFiles
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,5 @@ class EngineConfig:
     on_cpu: bool
     wire_dtype: WireDtype = "none"
     """How this engine asks for blocks that travel over a network; `shm` copies them as they are."""
+    tls: TlsFiles | None = None
+    """Between this worker and router and other workers; None: plain text."""

@@ -40,6 +40,7 @@ from kv_transfer.faults import FaultPlan
 from kv_transfer.handoff import KvLayout
 from kv_transfer.service import TransferOptions
 from kv_transfer.shared_pool import KvCacheAllocation
+from kv_transfer.tls_files import TlsFiles
 from roofline.cost import StepCostModel
 from roofline.model_shape import ModelShape
 
@@ -143,6 +144,7 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
                     wire_dtype=self._settings["wire_dtype"],
                     lease_s=float(self._settings["lease_s"]),
                     fetch_deadline_s=float(self._settings["fetch_deadline_s"]),
+                    tls=TlsFiles(**self._settings["tls"]) if self._settings["tls"] else None,
                 ),
                 shared=self._allocation.offer(list(kv_caches.values())),
             )

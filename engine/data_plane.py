@@ -30,7 +30,9 @@ from engine.messages import (
     WorkerDescription,
     WorkerStatus,
 )
+from kv_transfer.channel import open_aio_channel, why_refused
 from kv_transfer.handoff import KvHandoff
+from kv_transfer.tls_files import TlsFiles
 
 SERVICE = "ridgeline.Worker"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -66,13 +68,20 @@ class WorkerClient:
     the stream breaks, every open `generate` raises WorkerLost, and the worker aborts what this router had asked for.
     """
 
-    def __init__(self, address: str, router_id: str, on_unclaimed: OnUnclaimed = lambda _: None) -> None:
+    def __init__(
+        self,
+        address: str,
+        router_id: str,
+        on_unclaimed: OnUnclaimed = lambda _: None,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self.address = address
         self._router_id = router_id
         self._on_unclaimed = on_unclaimed
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._channel = open_aio_channel(address, OPTIONS, tls)
         self._streams: dict[str, asyncio.Queue[TokenDelta | WorkerLost]] = {}
         self._attached = asyncio.Event()
+        self._why_lost = ""
         self._aborts: asyncio.Queue[str] = asyncio.Queue()
         self.last_token_s: float | None = None
         """When the worker last sent what it had computed, by `time.monotonic`."""
@@ -88,7 +97,8 @@ class WorkerClient:
             async with asyncio.timeout(timeout_s):
                 await self._attached.wait()
         except TimeoutError as error:
-            raise WorkerLost(f"no connection to the worker at {self.address} within {timeout_s:.0f} s") from error
+            why = f": {self._why_lost}" if self._why_lost else ""
+            raise WorkerLost(f"no connection to the worker at {self.address} within {timeout_s:.0f} s{why}") from error
 
     async def run(self) -> None:
         """Keep the stream attached and the aborts flowing, until cancelled."""
@@ -154,7 +164,7 @@ class WorkerClient:
             try:
                 await self._attach_once()
             except grpc.aio.AioRpcError as error:
-                self._lose(f"the connection to the worker at {self.address} broke: {error.details()}")
+                self._lose(f"the connection to the worker at {self.address} broke: {why_refused(error.details())}")
             except WorkerLost as error:
                 self._lose(str(error))
             else:
@@ -187,6 +197,7 @@ class WorkerClient:
 
     def _lose(self, reason: str) -> None:
         self._attached.clear()
+        self._why_lost = reason
         for stream in self._streams.values():
             stream.put_nowait(WorkerLost(reason))
 
@@ -209,7 +220,8 @@ class WorkerClient:
         try:
             reply = await method(message, timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
-            raise WorkerLost(f"{name} at {self.address}: {error.code().name}: {error.details()}") from error
+            why = why_refused(error.details())
+            raise WorkerLost(f"{name} at {self.address}: {error.code().name}: {why}") from error
         self._require(reply, name)
         return cast(T, reply)
 

@@ -35,6 +35,7 @@ from engine.messages import (
     WorkerStatus,
 )
 from engine.vllm_engine import VllmEngine
+from kv_transfer.channel import add_port
 
 logger = logging.getLogger(__name__)
 ABORT_WITHIN_S = 2.0
@@ -120,7 +121,7 @@ class WorkerHost:
             "Attach": stream_handler(self._attach, AttachRequest),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        port = self._server.add_insecure_port(f"{config.host}:0")
+        port = add_port(self._server, f"{config.host}:0", config.tls)
         await self._server.start()
         self.address = f"{config.host}:{port}"
         return self.address

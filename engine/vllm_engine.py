@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -194,6 +195,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
                 "transport": config.transport,
                 "faults": config.faults,
                 "wire_dtype": config.wire_dtype,
+                "tls": None if config.tls is None else asdict(config.tls),
                 "share_kv_cache": config.on_cpu and config.pool == "prefill",
             },
         ),

@@ -27,6 +27,7 @@ from kv_transfer.allocator import keep_freed_memory
 from kv_transfer.base import Pull, Puller, SourceDescription, run_in_thread
 from kv_transfer.collective_group import FETCHER_RANK, FORM_S, PairGroup, backend_for, join_store
 from kv_transfer.collective_wire import COLLECT, FORMED, JOIN, STOP, Chunk, End, Invitation, Stop, Transfer
+from kv_transfer.frames import TARGET_FRAME_BYTES
 from kv_transfer.grpc_control import CONTROL_DEADLINE_S, GrpcControl
 from kv_transfer.grpc_stream import SourceStream
 
@@ -170,7 +171,7 @@ class _Membership:
         patience.start()
         group: PairGroup | None = None
         try:
-            invitation = _decode_invitation(_next(call))
+            invitation = grpc_wire.read_answer(_decode_invitation, _next(call), address)
             if invitation.incarnation != incarnation:
                 raise errors.TransferFailed(errors.STALE_PAIRING, f"{address} is another process now")
             store = join_store(address.rpartition(":")[0].strip("[]"), invitation.store_port)
@@ -205,7 +206,8 @@ class _Transfer:
         self._number = next(membership.numbers)
         message = _encode(Transfer(group=membership.name, number=self._number, request=pull.request))
         self._stream = SourceStream(membership.channel, COLLECT, pull, message)
-        self._place = _Place(pull.pool.num_layers, len(pull.target_block_ids))
+        most = max(1, TARGET_FRAME_BYTES // pull.pool.block_bytes)
+        self._place = _Place(pull.pool.num_layers, len(pull.target_block_ids), most)
         self._failure: errors.HandoffError | None = None
         self._lock = threading.Lock()
         self._patience: threading.Timer | None = None
@@ -245,7 +247,7 @@ class _Transfer:
         end = None
         try:
             for message in call:
-                end = _decode_told(message)
+                end = grpc_wire.read_answer(_decode_told, message, self._pull.address)
                 if isinstance(end, Chunk):
                     self._receive(end)
         except grpc.RpcError as failure:
@@ -291,9 +293,10 @@ class _Transfer:
 class _Place:
     """Which chunk is due: segment by segment, in each layer by layer, positions ascending."""
 
-    def __init__(self, num_layers: int, num_blocks: int) -> None:
+    def __init__(self, num_layers: int, num_blocks: int, most_in_chunk: int) -> None:
         self._num_layers = num_layers
         self._num_blocks = num_blocks
+        self._most_in_chunk = most_in_chunk
         self._start = 0
         self._end = 0
         self._layer = 0
@@ -309,7 +312,7 @@ class _Place:
         begins = self._layer == 0 and self._next == self._start
         if (chunk.layer, chunk.first) != (self._layer, self._next) or not (begins or chunk.end == self._end):
             raise self._corrupted(f"layer {chunk.layer} block {chunk.first} of a segment that ends at {chunk.end}")
-        if chunk.end > self._num_blocks or not 1 <= chunk.count <= chunk.end - chunk.first:
+        if chunk.end > self._num_blocks or not 1 <= chunk.count <= min(chunk.end - chunk.first, self._most_in_chunk):
             raise self._corrupted(f"{chunk.count} blocks from {chunk.first} of {chunk.end}")
         self._end = chunk.end
         self._next += chunk.count

@@ -8,7 +8,7 @@ Stop      send no more of this transfer; its Collect ends with an `End` as soon 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -27,7 +27,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
     incarnation: str
     group: str
-    store_port: int
+    store_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,8 @@ import msgspec
 
 from kv_transfer import grpc_wire
 from kv_transfer.base import SourceControl, SourceDescription
+from kv_transfer.channel import open_channel
+from kv_transfer.tls_files import TlsFiles
 
 CONTROL_DEADLINE_S: Final = 3.0
 
@@ -23,18 +25,22 @@ _decode_description: Final = msgspec.msgpack.Decoder(SourceDescription).decode
 class GrpcControl(SourceControl):
     """One channel for each source, kept until `close`; pullers borrow it."""
 
-    def __init__(self, largest_message_bytes: int = grpc_wire.CONTROL_MESSAGE_BYTES) -> None:
+    def __init__(
+        self, largest_message_bytes: int = grpc_wire.CONTROL_MESSAGE_BYTES, tls: TlsFiles | None = None
+    ) -> None:
+        self._tls = tls
         self._options = grpc_wire.channel_options(largest_message_bytes)
         self._channels: dict[str, grpc.Channel] = {}
 
     def channel(self, address: str) -> grpc.Channel:
         """Opened when first asked for; only on the event loop's thread."""
         if address not in self._channels:
-            self._channels[address] = grpc.insecure_channel(address, options=self._options)
+            self._channels[address] = open_channel(address, self._options, self._tls)
         return self._channels[address]
 
     async def describe(self, address: str) -> SourceDescription:
-        return _decode_description(await self._call(address, grpc_wire.DESCRIBE, None))
+        answer = await self._call(address, grpc_wire.DESCRIBE, None)
+        return grpc_wire.read_answer(_decode_description, answer, address)
 
     async def renew(self, address: str, handoff_id: str) -> None:
         await self._call(address, grpc_wire.RENEW, handoff_id)

@@ -23,8 +23,11 @@ from kv_transfer.allocator import keep_freed_memory
 from kv_transfer.base import FetchRequest, KvSource
 from kv_transfer.block_server import BlockServer, Segment
 from kv_transfer.blocks import BlockPool
-from kv_transfer.handoff import KvLayout
+from kv_transfer.channel import add_port
+from kv_transfer.frames import largest_frame_bytes
+from kv_transfer.handoff import HandoffId, KvLayout
 from kv_transfer.lease import LeaseTable
+from kv_transfer.tls_files import TlsFiles
 
 MAX_CONCURRENT_FETCHES: Final = 24
 CONTROL_THREADS: Final = 4
@@ -37,7 +40,7 @@ Slot = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
 """Room for one stream while the block runs; a HandoffError inside becomes the call's status."""
 
 _decode_request: Final = msgspec.msgpack.Decoder(FetchRequest).decode
-_decode_id: Final = msgspec.msgpack.Decoder(str).decode
+_decode_id: Final = msgspec.msgpack.Decoder(HandoffId).decode
 _decode_release: Final = msgspec.msgpack.Decoder(grpc_wire.Release).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -66,7 +69,7 @@ class SourceExtension(ABC):
 class GrpcKvSource(KvSource):
     """A gRPC server for one lease table."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it serves, to whom, and where
         self,
         pool: BlockPool,
         leases: LeaseTable,
@@ -76,8 +79,10 @@ class GrpcKvSource(KvSource):
         offers: Mapping[str, dict[str, Any]] | None = None,
         max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES,
         extensions: Sequence[SourceExtension] = (),
+        tls: TlsFiles | None = None,
     ) -> None:
         """Port 0 takes a free one. `offers`: how else than by streams the blocks can be had."""
+        self._tls = tls
         keep_freed_memory()
         self._extensions = tuple(extensions)
         extra = {extension.name: extension.offer() for extension in extensions}
@@ -88,7 +93,7 @@ class GrpcKvSource(KvSource):
         self._fetch_slots = threading.BoundedSemaphore(max_concurrent_fetches)
         threads = max_concurrent_fetches + CONTROL_THREADS + sum(each.max_streams for each in extensions)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kv-serve")
-        self._grpc = grpc.server(self._threads, options=grpc_wire.server_options())
+        self._grpc = grpc.server(self._threads, options=grpc_wire.server_options(largest_frame_bytes(layout)))
         self._grpc.add_generic_rpc_handlers((self._handlers(),))
 
     @property
@@ -101,7 +106,7 @@ class GrpcKvSource(KvSource):
 
     def start(self) -> None:
         try:
-            self._port = self._grpc.add_insecure_port(self.address)
+            self._port = add_port(self._grpc, self.address, self._tls)
         except RuntimeError as error:
             raise OSError(f"cannot serve KV blocks on {self.address}: is the port taken?") from error
         self._grpc.start()

@@ -9,12 +9,15 @@ worker's own `grpc.aio` data plane in the same process it would wake both for ev
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn
+from collections.abc import Callable
+from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 import msgspec
 
 from kv_transfer import errors
+from kv_transfer.channel import why_refused
+from kv_transfer.handoff import HandoffId
 
 SERVICE: Final = "ridgeline.KvTransfer"
 FETCH: Final = "Fetch"
@@ -46,12 +49,13 @@ _REASON: Final = {
 }
 
 Options = list[tuple[str, int]]
+Answer = TypeVar("Answer")
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True):
     """Reader `reader` of `readers` is done with a hand-off."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     reader: int = 0
     readers: int = 1
 
@@ -65,10 +69,11 @@ class PinnedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     first_token: int | None = None
 
 
-def server_options() -> Options:
-    """A taken port is an error, requests are small, and peers may ping as often as they do."""
+def server_options(largest_message_bytes: int) -> Options:
+    """A taken port is an error, requests are small, answers bounded, and peers may ping as often as they do."""
     return [
         ("grpc.so_reuseport", 0),
+        ("grpc.max_send_message_length", max(largest_message_bytes, CONTROL_MESSAGE_BYTES)),
         ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 500),
         ("grpc.http2.max_ping_strikes", 0),
@@ -110,6 +115,14 @@ def first_token_of(call: Any) -> int | None:
     return None
 
 
+def read_answer(decode: Callable[[bytes], Answer], message: bytes, address: str) -> Answer:
+    """What a source said; raises TransferFailed(`corrupted`) if it makes no sense."""
+    try:
+        return decode(message)
+    except msgspec.DecodeError as error:
+        raise errors.TransferFailed(errors.CORRUPTED, f"the answer of {address} makes no sense: {error}") from error
+
+
 def reason_of(failure: Any) -> str | None:
     """The reason that the source's handler gave; None if the call failed by itself."""
     for key, value in failure.trailing_metadata() or ():
@@ -125,4 +138,5 @@ def error_of(failure: Any, address: str) -> errors.HandoffError:
         return errors.error_for(told, failure.details() or "")
     code = failure.code()
     reason = _REASON.get(code, errors.INTERNAL)
-    return errors.error_for(reason, f"{address}: {code.name if code else 'no status'}: {failure.details()}")
+    why = why_refused(failure.details())
+    return errors.error_for(reason, f"{address}: {code.name if code else 'no status'}: {why}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -20,6 +20,11 @@ WIRE_VERSION = 2
 2 = hand-offs that grow (frames in segments, a first token at the end), parts of blocks for unequal tensor parallelism,
     releases counted by reader, pins for shared memory, encoded payloads (a codec number in each frame).
 """
+
+
+HANDOFF_ID_CHARACTERS: Final = 64
+HandoffId = Annotated[str, msgspec.Meta(max_length=HANDOFF_ID_CHARACTERS)]
+"""As a peer may send it; longer ones are refused, because closed ids are remembered."""
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +43,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     isa: str
     """The instruction set a CPU packs its blocks for, or the GPU's architecture."""
     engine_version: str
-    tensor_parallel_size: int
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)]
     wire_version: int = WIRE_VERSION
 
     def compatibility_hash(self) -> str:
@@ -71,6 +76,11 @@ def explain_mismatch(ours: KvLayout, theirs: KvLayout) -> str | None:
 def new_handoff_id() -> str:
     """An id that cannot be guessed: knowing it is what entitles a peer to read the blocks."""
     return secrets.token_urlsafe(18)
+
+
+def shown_id(handoff_id: str) -> str:
+    """A hand-off's name in logs and messages: the same one in both processes' logs, and of no use to fetch with."""
+    return hashlib.sha256(handoff_id.encode()).hexdigest()[:12]
 
 
 class KvHandoff(msgspec.Struct, frozen=True, kw_only=True):

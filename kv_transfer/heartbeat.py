@@ -12,7 +12,7 @@ from typing import Final
 
 from kv_transfer import errors
 from kv_transfer.fetcher import KvFetcher
-from kv_transfer.handoff import KvHandoff
+from kv_transfer.handoff import KvHandoff, shown_id
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,9 @@ class Heartbeats:
                 give_up_at_s = loop.time() + handoff.lease_s
             except errors.HandoffError as error:
                 if error.reason == errors.LEASE_EXPIRED or loop.time() >= give_up_at_s:
-                    log.warning("stopped renewing hand-off %s of %s: %s", handoff.handoff_id, handoff.addresses, error)
+                    log.warning(
+                        "stopped renewing hand-off %s of %s: %s", shown_id(handoff.handoff_id), handoff.addresses, error
+                    )
                     return
 
 
@@ -81,6 +83,8 @@ async def release_with_retries(release: Callable[[KvHandoff], Awaitable[None]], 
             return
         except errors.HandoffError as error:
             if delay_s is None:
-                log.warning("could not release hand-off %s of %s: %s", handoff.handoff_id, handoff.addresses, error)
+                log.warning(
+                    "could not release hand-off %s of %s: %s", shown_id(handoff.handoff_id), handoff.addresses, error
+                )
                 return
             await asyncio.sleep(delay_s)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kv_transfer import errors
+from kv_transfer.handoff import shown_id
 
 Clock = Callable[[], float]
 Ending = Literal["released", "expired", "withdrawn"]
@@ -109,7 +110,7 @@ class LeaseTable:
         with self._changed:
             growing = self._open.get(handoff_id)
             if (growing is not None and growing.blocks.complete) or self._endings.get(handoff_id) == "expired":
-                raise ValueError(f"hand-off {handoff_id} of {owner} is already published")
+                raise ValueError(f"hand-off {shown_id(handoff_id)} of {owner} is already published")
             if any(lease.owner == owner and lease is not growing for lease in self._open.values()):
                 raise ValueError(
                     f"{owner} already has an open hand-off: its blocks would be freed under the other's lease"
@@ -231,12 +232,13 @@ class LeaseTable:
 
     def refusal(self, handoff_id: str) -> errors.HandoffError:
         """The error for a hand-off that is not open."""
+        name = shown_id(handoff_id)
         ending = self._endings.get(handoff_id)
         if ending == "expired":
-            return errors.LeaseExpired(errors.LEASE_EXPIRED, f"the lease of hand-off {handoff_id} ran out")
+            return errors.LeaseExpired(errors.LEASE_EXPIRED, f"the lease of hand-off {name} ran out")
         if ending == "withdrawn":
-            return errors.TransferFailed(errors.WITHDRAWN, f"the prefill of hand-off {handoff_id} was given up")
-        return errors.UnknownHandoff(errors.UNKNOWN_HANDOFF, f"no hand-off {handoff_id} is open here")
+            return errors.TransferFailed(errors.WITHDRAWN, f"the prefill of hand-off {name} was given up")
+        return errors.UnknownHandoff(errors.UNKNOWN_HANDOFF, f"no hand-off {name} is open here")
 
     def _begin_read(self, handoff_id: str) -> _Lease:
         with self._changed:
@@ -306,5 +308,5 @@ class LeaseRead:
 def _extended(before: PublishedBlocks, block_ids: Sequence[int], handoff_id: str) -> tuple[int, ...]:
     now = tuple(block_ids)
     if now[: len(before.block_ids)] != before.block_ids:
-        raise ValueError(f"hand-off {handoff_id} changed blocks that were final")
+        raise ValueError(f"hand-off {shown_id(handoff_id)} changed blocks that were final")
     return now

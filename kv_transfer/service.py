@@ -27,6 +27,7 @@ from kv_transfer.heartbeat import Heartbeats, release_with_retries
 from kv_transfer.lease import LeaseTable
 from kv_transfer.names import TransportName, WireDtype
 from kv_transfer.shared_pool import SharedOffer
+from kv_transfer.tls_files import TlsFiles
 from kv_transfer.transports import TransportSettings, make_transport
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class TransferOptions:
     """How blocks travel in frames; shared memory copies them as they are."""
     lease_s: float = 30.0
     fetch_deadline_s: float = 30.0
+    tls: TlsFiles | None = None
+    """For every connection with peers; None: plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ class TransferService:
             fetch_deadline_s=options.fetch_deadline_s,
             wire_dtype=options.wire_dtype,
             faults=options.faults,
+            tls=options.tls,
             offers={} if shared is None else {"shm": msgspec.to_builtins(shared)},
         )
         self._source, self._fetcher = make_transport(options.transport, settings)

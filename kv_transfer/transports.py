@@ -14,6 +14,7 @@ from kv_transfer.frames import largest_frame_bytes
 from kv_transfer.handoff import KvLayout
 from kv_transfer.lease import LeaseTable
 from kv_transfer.names import AS_THEY_ARE, AUTO, TRANSPORT_NAMES, TransportName, WireDtype
+from kv_transfer.tls_files import TlsFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class TransportSettings:
     offers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     faults: FaultPlan | None = None
     """For tests only: makes this engine's fetches fail as planned."""
+    tls: TlsFiles | None = None
+    """For every connection between processes; None: plain text."""
 
 
 def make_transport(name: TransportName, settings: TransportSettings) -> tuple[KvSource, KvFetcher]:
@@ -44,6 +47,8 @@ def make_transport(name: TransportName, settings: TransportSettings) -> tuple[Kv
         raise ValueError(f"unknown KV transport {name!r}; there are {', '.join(TRANSPORT_NAMES)}")
     if name in AS_THEY_ARE and settings.wire_dtype != "none":
         raise ValueError(f"{name} copies blocks as they are: wire_dtype must be none, not {settings.wire_dtype}")
+    if name == "collective" and settings.tls is not None:
+        raise ValueError("collective moves bytes in plain text and cannot be had with TLS")
     source, control, pullers = _memory(settings) if name == "memory" else _grpc(settings)
     if settings.faults is not None:
         pullers = [FaultyPuller(puller, settings.faults) for puller in pullers]
@@ -70,9 +75,16 @@ def _grpc(settings: TransportSettings) -> tuple[KvSource, SourceControl, list[Pu
     from kv_transfer.collective_source import CollectiveSource
     from kv_transfer.grpc_control import GrpcControl
     from kv_transfer.grpc_puller import GrpcPuller
-    from kv_transfer.grpc_source import GrpcKvSource
+    from kv_transfer.grpc_source import GrpcKvSource, SourceExtension
     from kv_transfer.shm_puller import ShmPuller
 
+    tls = settings.tls
+    control = GrpcControl(largest_frame_bytes(settings.layout), tls)
+    extensions: list[SourceExtension] = []
+    pullers: list[Puller] = [ShmPuller(control), GrpcPuller(control)]
+    if tls is None:  # torch.distributed moves its bytes in plain text
+        extensions.append(CollectiveSource(settings.pool, settings.host))
+        pullers.insert(1, CollectivePuller(control, settings.pool.device, settings.host))
     source = GrpcKvSource(
         settings.pool,
         settings.leases,
@@ -80,12 +92,7 @@ def _grpc(settings: TransportSettings) -> tuple[KvSource, SourceControl, list[Pu
         settings.host,
         settings.port,
         settings.offers,
-        extensions=[CollectiveSource(settings.pool, settings.host)],
+        extensions=extensions,
+        tls=tls,
     )
-    control = GrpcControl(largest_frame_bytes(settings.layout))
-    pullers: list[Puller] = [
-        ShmPuller(control),
-        CollectivePuller(control, settings.pool.device, settings.host),
-        GrpcPuller(control),
-    ]
     return source, control, pullers

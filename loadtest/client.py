@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from loadtest.records import RequestRecord
 EVENT_END = b"\n\n"
 DATA = b"data:"
 ERROR_CHARACTERS = 300
+KEY_VARIABLE = "RIDGELINE_API_KEY"
 
 
 class _Choice(msgspec.Struct):
@@ -90,16 +92,24 @@ def encode_body(model: str, prompt: list[int], output_tokens: int) -> bytes:
     )
 
 
+def key_headers() -> dict[str, str]:
+    """What shows the server the API key in RIDGELINE_API_KEY; empty without one."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def open_client(base_url: str) -> httpx.AsyncClient:
     """A client without limits of its own: open-loop load must not queue on this side, and deadlines are per request."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits, trust_env=False)
+    return httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits, trust_env=False, headers=key_headers())
 
 
 async def first_model(client: httpx.AsyncClient, name: str | None = None) -> ModelCard:
     """The served model, or the one called `name`."""
     try:
         response = await client.get("/v1/models", timeout=30.0)
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise ServerError(f"{client.base_url} asks for an API key: set {KEY_VARIABLE} to one that it knows")
         response.raise_for_status()
         cards = msgspec.json.decode(response.content, type=_ModelList).data
     except (httpx.HTTPError, msgspec.DecodeError) as error:

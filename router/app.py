@@ -30,6 +30,8 @@ from router.admission import Admission
 from router.deadline import with_deadline
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet
+from router.guard import guarded
+from router.http_protocol import BoundedHeads
 from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
 from router.pairing import KvPair, PairingRefused
@@ -55,8 +57,8 @@ class Router:
         self._settings = settings
         self._args = _server_args(settings)
         self._metrics = RequestMetrics(REGISTRY, settings.mode)
-        self._releaser = HandoffReleaser()
-        self._fleet = Fleet(router_id=secrets.token_hex(8), on_unclaimed=self._releaser.release)
+        self._releaser = HandoffReleaser(settings.tls)
+        self._fleet = Fleet(secrets.token_hex(8), self._releaser.release, settings.tls)
         self._queues = prompt_queues(self._fleet, settings)
         self._client = RouterEngineClient(
             _frontend_config(self._args), Admission(settings, self._queues, self._fleet.pool, self._metrics)
@@ -156,7 +158,8 @@ class Router:
             group.create_task(self._releaser.run(), name="handoff-releaser")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
-            server = uvicorn.Server(self._uvicorn_config(await self._build_app()))
+            app = guarded(await self._build_app(), self._settings.api_key_hashes, self._settings.max_request_bytes)
+            server = uvicorn.Server(self._uvicorn_config(app))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
             while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
                 await asyncio.sleep(0.01)
@@ -188,7 +191,14 @@ class Router:
         )
 
     def _uvicorn_config(self, app: Asgi) -> uvicorn.Config:
-        return uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_WORDS_S)
+        return uvicorn.Config(
+            app,
+            http=BoundedHeads,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=LAST_WORDS_S,
+        )
 
     async def _build_app(self) -> Asgi:
         app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)

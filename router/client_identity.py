@@ -5,6 +5,7 @@ A module of its own so that admission needs not import the HTTP side. Tasks made
 
 from __future__ import annotations
 
+import hashlib
 from contextvars import ContextVar
 from typing import Final
 
@@ -12,3 +13,8 @@ ANONYMOUS: Final = "anonymous"
 
 CLIENT: Final[ContextVar[str]] = ContextVar("ridgeline_client", default=ANONYMOUS)
 """A short hash of the API key where keys are configured, else the peer's IP address; never the key itself."""
+
+
+def hash_key(key: bytes) -> bytes:
+    """What is kept of an API key. Keys are long and random, so a fast hash without salt is enough."""
+    return hashlib.sha256(key).digest()

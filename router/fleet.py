@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from engine.data_plane import OnUnclaimed, WorkerClient
 from engine.errors import WorkerLost
 from engine.messages import Pool, WorkerDescription, WorkerStatus
+from kv_transfer.tls_files import TlsFiles
 from router.pairing import KvPair, PairingRefused, pair
 from router.policy import NoWorker, Score, WorkerLoad, pick
 
@@ -90,8 +91,9 @@ class PromptReservation:
 class Fleet:
     """All workers by pool; they come and go."""
 
-    def __init__(self, router_id: str, on_unclaimed: OnUnclaimed = lambda _: None) -> None:
+    def __init__(self, router_id: str, on_unclaimed: OnUnclaimed = lambda _: None, tls: TlsFiles | None = None) -> None:
         self._router_id = router_id
+        self._tls = tls
         self._on_unclaimed = on_unclaimed
         self._workers: dict[str, Worker] = {}
         self._clients: dict[WorkerClient, asyncio.Task[None]] = {}
@@ -194,7 +196,7 @@ class Fleet:
     async def _open(self, address: str) -> Worker:
         if self._group is None:
             raise WorkerLost("the router has not connected to its first workers yet")
-        client = WorkerClient(address, self._router_id, self._on_unclaimed)
+        client = WorkerClient(address, self._router_id, self._on_unclaimed, self._tls)
         self._clients[client] = self._group.create_task(client.run(), name=f"client-{address}")
         try:
             await client.wait_connected(CONNECT_TIMEOUT_S)

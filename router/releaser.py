@@ -10,12 +10,14 @@ import asyncio
 from kv_transfer.grpc_control import GrpcControl
 from kv_transfer.handoff import KvHandoff
 from kv_transfer.heartbeat import release_with_retries
+from kv_transfer.tls_files import TlsFiles
 
 
 class HandoffReleaser:
     """A queue and the task that empties it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        self._tls = tls
         self._queue: asyncio.Queue[tuple[KvHandoff, float]] = asyncio.Queue()
 
     def release(self, handoff: KvHandoff, after_s: float = 0.0) -> None:
@@ -24,7 +26,7 @@ class HandoffReleaser:
 
     async def run(self) -> None:
         """Release what is queued, several at a time, until cancelled."""
-        control = GrpcControl()
+        control = GrpcControl(tls=self._tls)
 
         async def release(handoff: KvHandoff) -> None:
             for address in handoff.addresses:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kv_transfer.tls_files import TlsFiles
+
 
 @dataclass(frozen=True)
 class PoolHardware:
@@ -38,3 +40,9 @@ class RouterSettings:
     """How long accepted requests wait for a pool that has lost all of its workers."""
     ready_deadline_s: float
     """How long the canary of /ready may take."""
+    max_request_bytes: int = 8 << 20
+    """Longest body of an HTTP request."""
+    api_key_hashes: frozenset[bytes] = frozenset()
+    """`client_identity.hash_key` of each key that is let in; none: everybody is."""
+    tls: TlsFiles | None = None
+    """Between router and workers; None: plain text."""

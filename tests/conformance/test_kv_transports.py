@@ -1,11 +1,17 @@
 """Each transport against the conformance suite."""
 
 import asyncio
+import dataclasses
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from certificates import Authority
 from check_transport import (
     LONG,
     NUM_LAYERS,
@@ -45,6 +51,18 @@ class TestGrpc(FrameConformance, TransportConformance):
     @pytest.fixture
     def harness(self):
         return Harness("grpc", slow_frames)
+
+
+class TestGrpcOverTls(FrameConformance, TransportConformance):
+    @pytest.fixture
+    def harness(self, tmp_path):
+        tls = Authority(tmp_path).issue()
+
+        class TlsHarness(Harness):
+            def make(self, settings):
+                return super().make(dataclasses.replace(settings, tls=tls))
+
+        return TlsHarness("grpc", slow_frames)
 
 
 class TestShm(TransportConformance):

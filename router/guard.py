@@ -1,0 +1,172 @@
+"""What stands before vLLM's app: API keys, the longest body, and the name of the client. Plain ASGI, no framework.
+
+Called by `router.app`, outermost, so that nothing of a request is read before its key is known to be good. Only hashes
+of keys are in this process. `cluster.api_keys` reads the keys themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any, Final
+
+from starlette.requests import ClientDisconnect
+
+from router.client_identity import ANONYMOUS, CLIENT, hash_key
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})
+"""Answered without a key, to GET and by exactly these names: for load balancers, orchestrators and Prometheus."""
+CLIENT_HASH_CHARACTERS: Final = 12
+_POLICY_VIOLATION: Final = 1008
+_NO_KEY: Final = (
+    "A valid API key is required: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`. Ask whoever runs this "
+    "server for one (security.api_keys_file)."
+)
+
+
+def guarded(app: Asgi, api_key_hashes: Iterable[bytes], max_request_bytes: int) -> Asgi:
+    """The app behind keys (none: open to all) and a limit on bodies; `CLIENT` is set for whatever it does."""
+    return KeyGuard(BodyLimit(app, max_request_bytes), api_key_hashes)
+
+
+class KeyGuard:
+    """Refuses with 401 whoever shows no key, and says who is being served."""
+
+    def __init__(self, app: Asgi, api_key_hashes: Iterable[bytes]) -> None:
+        self._app = app
+        self._hashes = tuple(api_key_hashes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] not in ("http", "websocket"):  # the app's own start and end
+            await self._app(scope, receive, send)
+            return
+        key_hash = self._accepted(scope) if self._hashes else None
+        if self._hashes and key_hash is None and not _is_open(scope):
+            await _refuse_without_key(scope, send)
+            return
+        token = CLIENT.set(key_hash.hex()[:CLIENT_HASH_CHARACTERS] if key_hash else _peer(scope))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            CLIENT.reset(token)
+
+    def _accepted(self, scope: Scope) -> bytes | None:
+        """The hash of a key that is let in, whichever header has it; None if there is none."""
+        accepted = None
+        for shown in _shown_keys(scope):
+            shown_hash = hash_key(shown)
+            # Every hash is compared: how long this takes tells nothing about which one was near.
+            matches = [secrets.compare_digest(shown_hash, known) for known in self._hashes]
+            accepted = shown_hash if any(matches) else accepted
+        return accepted
+
+
+class BodyLimit:
+    """Refuses with 413 a body that is too long, by what it announces or as soon as it is; keeps nothing of it."""
+
+    def __init__(self, app: Asgi, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _CountedBody(self._max_bytes, receive, send)
+        if _announced_bytes(scope) > self._max_bytes:
+            await body.refuse()
+            return
+        try:
+            await self._app(scope, body.receive, body.send)
+        except ClientDisconnect:
+            if not body.refused:
+                raise
+
+
+class _CountedBody:
+    """One request's messages. After the refusal its app reads a client that left, and what it sends goes nowhere."""
+
+    def __init__(self, max_bytes: int, receive: Receive, send: Send) -> None:
+        self._left_bytes = max_bytes
+        self._max_bytes = max_bytes
+        self._receive = receive
+        self._send = send
+        self._answering = False
+        self.refused = False
+
+    async def receive(self) -> Message:
+        """The next part of the body."""
+        if self.refused:
+            return {"type": "http.disconnect"}
+        message = await self._receive()
+        self._left_bytes -= len(message.get("body", b""))
+        if self._left_bytes >= 0:
+            return message
+        await self.refuse()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """The app's answer."""
+        if not self.refused:
+            self._answering = True
+            await self._send(message)
+
+    async def refuse(self) -> None:
+        """413, and the end of the connection, since the rest of the body will not be read."""
+        self.refused = True
+        if not self._answering:
+            sentence = (
+                f"The request body is longer than {self._max_bytes} bytes: send less, or have server.max_request_bytes "
+                "raised."
+            )
+            await _answer(self._send, 413, "invalid_request_error", sentence, [(b"connection", b"close")])
+
+
+def _is_open(scope: Scope) -> bool:
+    return scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in OPEN_PATHS
+
+
+def _shown_keys(scope: Scope) -> Iterator[bytes]:
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            yield value.strip()
+        elif name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield key.strip()
+
+
+def _peer(scope: Scope) -> str:
+    client = scope.get("client")
+    return str(client[0]) if client else ANONYMOUS
+
+
+def _announced_bytes(scope: Scope) -> int:
+    """Zero for a body whose length is not told, which is then counted, and for nonsense, which the parser refuses."""
+    announced = [value for name, value in scope["headers"] if name == b"content-length"]
+    return max((int(value) for value in announced if value.isdigit()), default=0)
+
+
+async def _refuse_without_key(scope: Scope, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "a valid API key is required"})
+        return
+    challenge = (b"www-authenticate", b'Bearer realm="ridgeline"')
+    await _answer(send, 401, "authentication_error", _NO_KEY, [challenge])
+
+
+async def _answer(send: Send, status: int, kind: str, sentence: str, headers: list[tuple[bytes, bytes]]) -> None:
+    """An error as OpenAI's API and vLLM write it."""
+    body = json.dumps({"error": {"message": sentence, "type": kind, "param": None, "code": status}}).encode()
+    all_headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": body})

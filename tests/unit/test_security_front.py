@@ -1,0 +1,239 @@
+"""API keys, body and header limits at the HTTP port: a real uvicorn with the guard, before an app like vLLM's."""
+
+import asyncio
+import hashlib
+import json
+import re
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Mount, Route
+
+from cluster.api_keys import ApiKeyError, api_key_hashes, open_to_all
+from router.client_identity import CLIENT, hash_key
+from router.guard import guarded
+from router.http_protocol import MAX_HEAD_BYTES, BoundedHeads
+
+KEY = "k" * 32
+LIMIT = 4096
+BEARER = {"authorization": f"Bearer {KEY}"}
+
+
+async def _echo(request):
+    return JSONResponse({"bytes": len(await request.body()), "client": CLIENT.get()})
+
+
+async def _open(request):
+    return PlainTextResponse("secret" if request.url.path == "/v1/models" else "fine")
+
+
+def _app():
+    """Routes as vLLM has them: its mount of /metrics takes every path that begins so."""
+    metrics = Mount("/metrics", Route("/{rest:path}", _open))
+    metrics.path_regex = re.compile("^/metrics(?P<path>.*)$")
+    paths = ("/health", "/ping", "/ready", "/v1/models", "/version", "/docs", "/openapi.json", "/load")
+    return Starlette(
+        routes=[
+            *(Route(path, _open, methods=["GET", "POST"]) for path in paths),
+            Route("/v1/completions", _echo, methods=["POST"]),
+            Route("/tokenize", _echo, methods=["POST"]),
+            metrics,
+        ]
+    )
+
+
+@asynccontextmanager
+async def serving(*keys):
+    app = guarded(_app(), [hash_key(key.encode()) for key in keys], LIMIT)
+    config = uvicorn.Config(app, port=0, http=BoundedHeads, ws="none", log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    running = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        async with asyncio.timeout(20), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            client.port = port
+            yield client
+    finally:
+        server.should_exit = True
+        await running
+
+
+async def raw(port, *parts):
+    """What comes back for these bytes, whatever a client library would make of them."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), 5)
+    finally:
+        writer.close()
+
+
+# --- keys
+
+
+@pytest.mark.parametrize("headers", [BEARER, {"x-api-key": KEY}, {"authorization": f"bearer   {KEY}"}])
+async def test_a_good_key_is_let_in_by_either_header(headers):
+    async with serving("other-key", KEY) as client:
+        reply = await client.post("/v1/completions", content=b"{}", headers=headers)
+    assert reply.status_code == 200
+    assert reply.json()["client"] == hashlib.sha256(KEY.encode()).hexdigest()[:12]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer"},
+        {"authorization": KEY},
+        {"authorization": f"Basic {KEY}"},
+        {"authorization": f"Bearer {KEY}x"},
+        {"authorization": f"Bearer {KEY[:-1]}"},
+        {"authorization": f"Bearer {hash_key(KEY.encode()).hex()}"},
+        {"x-api-key": ""},
+        {"cookie": f"api_key={KEY}"},
+    ],
+)
+async def test_anything_but_a_good_key_is_refused_with_a_sentence_that_names_the_fix(headers):
+    async with serving(KEY) as client:
+        reply = await client.post("/v1/completions", content=b"{}", headers=headers)
+    assert reply.status_code == 401
+    assert reply.headers["www-authenticate"].startswith("Bearer")
+    assert "Authorization: Bearer" in reply.json()["error"]["message"]
+    assert KEY not in reply.text
+
+
+async def test_only_health_ready_ping_and_metrics_are_open_and_only_to_get():
+    async with serving(KEY) as client:
+        for path in ("/health", "/ready", "/ping", "/metrics"):
+            assert (await client.get(path)).status_code == 200, path
+            assert (await client.post(path)).status_code == 401, path
+            assert (await client.options(path)).status_code == 401, path
+        for path in ("/", "/v1/models", "/version", "/docs", "/openapi.json", "/load", "/nothing"):
+            assert (await client.get(path)).status_code == 401, path
+        assert (await client.post("/tokenize", content=b"{}")).status_code == 401
+        assert (await client.get("/v1/models", headers=BEARER)).text == "secret"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/health/../v1/models",
+        "/health/..%2fv1/models",
+        "/health%2f..%2fv1%2fmodels",
+        "/%76%31/models",
+        "/v1%2fmodels",
+        "//v1/models",
+        "/v1/models/",
+        "/metrics/../v1/models",
+        "/metrics/v1/models",
+        "/metrics2",
+        "/v1/models?/health",
+        "/v1/models#/health",
+        "/v1/models;/health",
+        "/health/",
+        "/HEALTH",
+        "/health%00",
+        "http://x/v1/models",
+        "http://x/health/../v1/models",
+    ],
+)
+async def test_no_way_of_writing_a_path_leads_past_the_key(target):
+    async with serving(KEY) as client:
+        answer = await raw(client.port, f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    assert answer.split()[1] in (b"401", b"400"), answer
+    assert b"secret" not in answer
+
+
+async def test_a_websocket_needs_a_key_too():
+    async with serving(KEY) as client:
+        upgrade = "connection: upgrade, close\r\nupgrade: websocket\r\nsec-websocket-key: eA==\r\n"
+        answer = await raw(client.port, f"GET /v1/realtime HTTP/1.1\r\nhost: x\r\n{upgrade}\r\n".encode())
+    assert answer.split()[1] == b"401", answer
+    sent = []
+    scope = {"type": "websocket", "headers": [], "path": "/health"}
+    await guarded(None, [b"h"], 1)(scope, None, lambda message: asyncio.sleep(0, sent.append(message)))
+    assert [message["type"] for message in sent] == ["websocket.close"]
+
+
+async def test_without_keys_everybody_is_let_in_and_known_by_address():
+    async with serving() as client:
+        reply = await client.post("/v1/completions", content=b"{}")
+    assert reply.json() == {"bytes": 2, "client": "127.0.0.1"}
+    assert CLIENT.get() == "anonymous"
+
+
+def test_keys_come_from_file_and_variable_and_only_their_hashes_are_kept(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# clients\nfirst-key\n\n  second-key  \n")
+    found = api_key_hashes(str(path), {"RIDGELINE_API_KEYS": "third-key, first-key"})
+    assert found == {hash_key(key) for key in (b"first-key", b"second-key", b"third-key")}
+    assert api_key_hashes(None, {}) == api_key_hashes(None, {"RIDGELINE_API_KEYS": ""}) == frozenset()
+
+
+@pytest.mark.parametrize("content", [b"", b"# none\n", b"two words\n", b"\xff\xfe", "schlüssel\n".encode()])
+def test_a_file_that_cannot_close_the_server_is_refused_without_showing_a_key(tmp_path, content):
+    path = tmp_path / "keys"
+    path.write_bytes(content)
+    with pytest.raises(ApiKeyError, match="openssl rand") as caught:
+        api_key_hashes(str(path), {})
+    assert "words" not in str(caught.value)
+    with pytest.raises(ApiKeyError, match="cannot be read"):
+        api_key_hashes(str(tmp_path / "absent"), {})
+    with pytest.raises(ApiKeyError, match="RIDGELINE_API_KEYS holds no"):
+        api_key_hashes(None, {"RIDGELINE_API_KEYS": " , "})
+
+
+def test_an_open_server_that_others_can_reach_is_warned_about():
+    assert [host for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "10.0.0.7") if open_to_all(host)] == [
+        "0.0.0.0",
+        "10.0.0.7",
+    ]
+
+
+# --- sizes
+
+
+async def test_a_body_up_to_the_limit_is_read_and_a_longer_one_refused():
+    async with serving() as client:
+        assert (await client.post("/v1/completions", content=bytes(LIMIT))).json()["bytes"] == LIMIT
+        reply = await client.post("/v1/completions", content=bytes(LIMIT + 1))
+    assert reply.status_code == 413
+    assert "server.max_request_bytes" in reply.json()["error"]["message"]
+
+
+async def test_a_body_that_announces_too_much_is_refused_before_it_is_sent():
+    async with serving() as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {1 << 40}\r\n\r\n"
+        assert (await raw(client.port, head.encode())).split()[1] == b"413"
+
+
+async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long_and_never_kept():
+    async with serving() as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        chunk = b"%x\r\n%s\r\n" % (1024, bytes(1024))
+        answer = await raw(client.port, head, *[chunk] * 5)  # the end never comes
+        assert answer.split()[1] == b"413", answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 413
+        fits = await client.post("/v1/completions", content=(part async for part in _parts(4)))
+        assert fits.json()["bytes"] == LIMIT
+
+
+async def _parts(count):
+    for _ in range(count):
+        yield bytes(1024)
+
+
+async def test_a_head_that_does_not_end_is_refused_and_many_short_ones_are_not():
+    async with serving() as client:
+        endless = [b"GET /health HTTP/1.1\r\nx: ", *[b"a" * 16384] * (MAX_HEAD_BYTES // 16384 + 1)]
+        assert b"431" in await raw(client.port, *endless)
+        for _ in range(300):
+            assert (await client.get("/health", headers={"x": "a" * 1000})).status_code == 200
