@@ -26,7 +26,7 @@ import msgspec
 
 from kv_transfer import errors
 from kv_transfer.blocks import BlockPool
-from kv_transfer.handoff import FetchReceipt, KvLayout
+from kv_transfer.handoff import FetchReceipt, HandoffId, KvLayout
 
 
 class SourceDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
     Of every block, bytes [part_start, part_start + part_bytes): all of it unless the ranks differ in number.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     first_block: int
     num_blocks: int
     layout: KvLayout

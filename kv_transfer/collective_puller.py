@@ -170,7 +170,7 @@ class _Membership:
         patience.start()
         group: PairGroup | None = None
         try:
-            invitation = _decode_invitation(_next(call))
+            invitation = grpc_wire.read(_decode_invitation, _next(call))
             if invitation.incarnation != incarnation:
                 raise errors.TransferFailed(errors.STALE_PAIRING, f"{address} is another process now")
             store = join_store(address.rpartition(":")[0].strip("[]"), invitation.store_port)
@@ -245,7 +245,7 @@ class _Transfer:
         end = None
         try:
             for message in call:
-                end = _decode_told(message)
+                end = grpc_wire.read(_decode_told, message)
                 if isinstance(end, Chunk):
                     self._receive(end)
         except grpc.RpcError as failure:

@@ -34,7 +34,7 @@ class GrpcControl(SourceControl):
         return self._channels[address]
 
     async def describe(self, address: str) -> SourceDescription:
-        return _decode_description(await self._call(address, grpc_wire.DESCRIBE, None))
+        return grpc_wire.read(_decode_description, await self._call(address, grpc_wire.DESCRIBE, None))
 
     async def renew(self, address: str, handoff_id: str) -> None:
         await self._call(address, grpc_wire.RENEW, handoff_id)

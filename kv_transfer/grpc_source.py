@@ -23,7 +23,7 @@ from kv_transfer.allocator import keep_freed_memory
 from kv_transfer.base import FetchRequest, KvSource
 from kv_transfer.block_server import BlockServer, Segment
 from kv_transfer.blocks import BlockPool
-from kv_transfer.handoff import KvLayout
+from kv_transfer.handoff import UNREADABLE, HandoffId, KvLayout
 from kv_transfer.lease import LeaseTable
 
 MAX_CONCURRENT_FETCHES: Final = 24
@@ -37,7 +37,7 @@ Slot = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
 """Room for one stream while the block runs; a HandoffError inside becomes the call's status."""
 
 _decode_request: Final = msgspec.msgpack.Decoder(FetchRequest).decode
-_decode_id: Final = msgspec.msgpack.Decoder(str).decode
+_decode_id: Final = msgspec.msgpack.Decoder(HandoffId).decode
 _decode_release: Final = msgspec.msgpack.Decoder(grpc_wire.Release).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -191,5 +191,5 @@ def parse(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:
     """Raises TransferFailed(`bad_request`) for what cannot be read."""
     try:
         return decode(message)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise errors.TransferFailed(errors.BAD_REQUEST, f"unreadable request: {error}") from error

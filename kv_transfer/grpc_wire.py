@@ -9,12 +9,14 @@ worker's own `grpc.aio` data plane in the same process it would wake both for ev
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn
+from collections.abc import Callable
+from typing import Annotated, Any, Final, NoReturn, TypeVar
 
 import grpc
 import msgspec
 
 from kv_transfer import errors
+from kv_transfer.handoff import UNREADABLE, HandoffId
 
 SERVICE: Final = "ridgeline.KvTransfer"
 FETCH: Final = "Fetch"
@@ -24,6 +26,8 @@ RELEASE: Final = "Release"
 DESCRIBE: Final = "Describe"
 
 CONTROL_MESSAGE_BYTES: Final = 64 << 10
+MOST_READERS: Final = 1024
+"""Tensor parallel ranks of the reading engine."""
 KEEPALIVE_S: Final = 10
 KEEPALIVE_TIMEOUT_S: Final = 5
 CONNECT_TIMEOUT_S: Final = 3
@@ -46,14 +50,18 @@ _REASON: Final = {
 }
 
 Options = list[tuple[str, int]]
+Parsed = TypeVar("Parsed")
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True):
-    """Reader `reader` of `readers` is done with a hand-off."""
+    """Reader `reader` of `readers` is done with a hand-off.
 
-    handoff_id: str
-    reader: int = 0
-    readers: int = 1
+    Bounded, because a source remembers the ids and readers it was told, also those it does not know.
+    """
+
+    handoff_id: HandoffId
+    reader: Annotated[int, msgspec.Meta(ge=0, lt=MOST_READERS)] = 0
+    readers: Annotated[int, msgspec.Meta(ge=1, le=MOST_READERS)] = 1
 
 
 class PinnedBlocks(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,9 +111,11 @@ def end_with_first_token(context: grpc.ServicerContext, first_token: int | None)
 
 
 def first_token_of(call: Any) -> int | None:
-    """The inverse, when the stream has ended."""
+    """The inverse, when the stream has ended. Raises TransferFailed(`corrupted`) for what is no token."""
     for key, value in call.trailing_metadata() or ():
         if key == _FIRST_TOKEN_KEY:
+            if not isinstance(value, str) or not value.isdecimal():
+                raise errors.TransferFailed(errors.CORRUPTED, f"the source names {value!r} as the first token")
             return int(value)
     return None
 
@@ -116,6 +126,14 @@ def reason_of(failure: Any) -> str | None:
         if key == _REASON_KEY:
             return str(value)
     return None
+
+
+def read(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:
+    """What a source answered; TransferFailed(`corrupted`) if it makes no sense."""
+    try:
+        return decode(message)
+    except UNREADABLE as error:
+        raise errors.TransferFailed(errors.CORRUPTED, f"the source's answer cannot be read: {error}") from error
 
 
 def error_of(failure: Any, address: str) -> errors.HandoffError:

@@ -83,7 +83,7 @@ class _Copy:
         asked_s = time.monotonic()
         for message in call:
             self._safe_until_s, asked_s = asked_s + self._pull.lease_s, time.monotonic()
-            pinned = _decode_pinned(message)
+            pinned = grpc_wire.read(_decode_pinned, message)
             if pinned.incarnation != self._pull.source.incarnation:
                 raise errors.TransferFailed(errors.STALE_PAIRING, f"{self._pull.address} is another process now")
             self._copy(pinned.block_ids)

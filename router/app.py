@@ -10,7 +10,6 @@ import asyncio
 import secrets
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,14 +24,15 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
+from router import http_guard
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet, KvPair, PairingRefused
+from router.http_guard import Asgi
 from router.metrics import RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
 from router.releaser import HandoffReleaser
 from router.settings import PoolHardware, RouterSettings
 
-Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 DRAIN_POLL_S = 0.05
 RETRY_AFTER_S = b"1"
 
@@ -135,13 +135,16 @@ class Router:
 
     async def _build_app(self) -> Asgi:
         app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
+        http_guard.install(app)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
+
+        guarded = http_guard.with_ended_streams(app)
 
         async def with_fresh_metrics(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http" and scope["path"].startswith("/metrics"):
                 await self._fleet.refresh()
-            await app(scope, receive, _with_retry_after(send))
+            await guarded(scope, receive, _with_retry_after(send))
 
         return with_fresh_metrics
 
