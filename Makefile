@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(EXTRA)
 MODEL_READY := $(VENV)/.model-ready
 
-.PHONY: help setup model demo test unit transports lint bench-unloaded clean
+.PHONY: help setup model demo test unit transports fuzz lint bench-unloaded clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -34,7 +34,11 @@ transports: setup ## every KV transport against the conformance suite; dead peer
 	@$(BIN)/pytest -q -n 2 tests/conformance
 	@$(BIN)/pytest -q tests/network
 
+fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer frames (about 15 minutes); SEED=1, EXAMPLES=100000
+	@$(BIN)/python tests/fuzz/run.py --seed $(or $(SEED),1) --examples $(or $(EXAMPLES),100000)
+
 test: lint model unit transports ## everything, real engines on real Ray included
+	@$(BIN)/pytest -q tests/fuzz
 	@$(BIN)/pytest -v tests/engines
 
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)

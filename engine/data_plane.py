@@ -31,7 +31,7 @@ from engine.messages import (
     WorkerStatus,
 )
 from kv_transfer.channel import open_aio_channel, why_refused
-from kv_transfer.handoff import KvHandoff
+from kv_transfer.handoff import UNREADABLE, KvHandoff
 from kv_transfer.tls_files import TlsFiles
 
 SERVICE = "ridgeline.Worker"
@@ -239,19 +239,33 @@ def _raise_error(delta: TokenDelta) -> None:
 
 
 def unary_handler(function: Callable[[Any], Any], kind: type[Any]) -> grpc.RpcMethodHandler:
-    """A unary method: `function` takes the decoded message and returns the reply, awaited."""
+    """A unary method: `function` takes the decoded message and returns the reply, awaited.
 
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        return await function(request)
+    A message that is not `kind` ends the call with INVALID_ARGUMENT.
+    """
+    decode = decoder(kind)
 
-    return grpc.unary_unary_rpc_method_handler(call, request_deserializer=decoder(kind), response_serializer=encode)
+    async def call(message: bytes, context: grpc.aio.ServicerContext) -> Any:
+        return await function(await _readable(decode, message, context))
+
+    return grpc.unary_unary_rpc_method_handler(call, response_serializer=encode)
 
 
 def stream_handler(function: Callable[[Any], AsyncIterator[Any]], kind: type[Any]) -> grpc.RpcMethodHandler:
-    """A method with one request and a stream of replies."""
+    """A method with one request and a stream of replies. A message that is not `kind` ends it with INVALID_ARGUMENT."""
+    decode = decoder(kind)
 
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        async for reply in function(request):
+    async def call(message: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async for reply in function(await _readable(decode, message, context)):
             yield reply
 
-    return grpc.unary_stream_rpc_method_handler(call, request_deserializer=decoder(kind), response_serializer=encode)
+    return grpc.unary_stream_rpc_method_handler(call, response_serializer=encode)
+
+
+async def _readable(decode: Callable[[bytes], T], message: bytes, context: grpc.aio.ServicerContext) -> T:
+    """Decoded here, not by gRPC: it would log what a deserializer raises with its stack and answer UNKNOWN."""
+    try:
+        return decode(message)
+    except UNREADABLE as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"unreadable request: {error}")
+        raise AssertionError("gRPC's abort returned") from error

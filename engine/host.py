@@ -257,6 +257,8 @@ class WorkerHost:
     async def _run(self, session: RouterSession, task: GenerateTask) -> None:
         """One task, from its first step to its one finished delta. The only place where its errors are caught."""
         try:
+            if not task.prompt_token_ids:
+                raise InvalidTask("the task has no prompt")
             async with aclosing(self._handler.run(self._engine, task)) as deltas:
                 async for delta in deltas:
                     session.send(delta)

@@ -10,7 +10,11 @@ from copy import copy
 from typing import cast
 
 import msgspec
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from engine.errors import InvalidTask
+from kv_transfer.handoff import UNREADABLE
 
 FORCED = "forced_token_ids"
 """Key in `extra_args` of what `engine.forced_tokens` reads; clients cannot set it."""
@@ -25,8 +29,11 @@ def encode(params: SamplingParams) -> bytes:
 
 
 def decode(data: bytes) -> SamplingParams:
-    """Inverse of `encode`; raises msgspec.ValidationError on anything else."""
-    return cast(SamplingParams, _decoder.decode(data))
+    """Inverse of `encode`; raises InvalidTask on anything else."""
+    try:
+        return cast(SamplingParams, _decoder.decode(data))
+    except (*UNREADABLE, VLLMClientError) as error:
+        raise InvalidTask(f"unreadable sampling parameters: {error}") from error
 
 
 def resample_reason(params: SamplingParams) -> str | None:

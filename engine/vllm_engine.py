@@ -128,6 +128,7 @@ class VllmEngine:
         Raises InvalidTask for parameters the engine refuses, EngineFailed when the engine cannot go on.
         """
         assert self._llm is not None
+        require_in_vocabulary(prompt_token_ids, self._llm.model_config.get_vocab_size())
         outputs = self._llm.generate(
             {"type": "token", "prompt_token_ids": prompt_token_ids},
             params,
@@ -140,6 +141,10 @@ class VllmEngine:
                 async for output in stream:
                     yield _delta(request_id, output)
         except (EngineDeadError, EngineGenerateError) as error:
+            if isinstance(
+                error.__cause__, ValueError | TypeError | OverflowError
+            ):  # a check of vLLM's, made before the engine
+                raise InvalidTask(str(error.__cause__)) from error
             raise EngineFailed(f"the engine of {self.config.worker_id} failed: {error}") from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidTask(str(error)) from error
@@ -164,6 +169,13 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
+
+
+def require_in_vocabulary(token_ids: list[int], vocabulary_tokens: int) -> None:
+    """Raises InvalidTask: vLLM checks texts and HTTP bodies, not tokens given to its engine, which would break."""
+    for token in (min(token_ids), max(token_ids)):
+        if not 0 <= token < vocabulary_tokens:
+            raise InvalidTask(f"token {token} is not one of the model's {vocabulary_tokens}")
 
 
 def _engine_args(config: EngineConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from kv_transfer.block_server import BlockServer, Segment
 from kv_transfer.blocks import BlockPool
 from kv_transfer.channel import add_port
 from kv_transfer.frames import largest_frame_bytes
-from kv_transfer.handoff import HandoffId, KvLayout
+from kv_transfer.handoff import UNREADABLE, HandoffId, KvLayout
 from kv_transfer.lease import LeaseTable
 from kv_transfer.tls_files import TlsFiles
 
@@ -196,5 +196,5 @@ def parse(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:
     """Raises TransferFailed(`bad_request`) for what cannot be read."""
     try:
         return decode(message)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise errors.TransferFailed(errors.BAD_REQUEST, f"unreadable request: {error}") from error

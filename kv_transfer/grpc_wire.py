@@ -10,14 +10,14 @@ worker's own `grpc.aio` data plane in the same process it would wake both for ev
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Annotated, Any, Final, NoReturn, TypeVar
 
 import grpc
 import msgspec
 
 from kv_transfer import errors
 from kv_transfer.channel import why_refused
-from kv_transfer.handoff import HandoffId
+from kv_transfer.handoff import UNREADABLE, HandoffId
 
 SERVICE: Final = "ridgeline.KvTransfer"
 FETCH: Final = "Fetch"
@@ -27,6 +27,8 @@ RELEASE: Final = "Release"
 DESCRIBE: Final = "Describe"
 
 CONTROL_MESSAGE_BYTES: Final = 64 << 10
+MOST_READERS: Final = 1024
+"""Tensor parallel ranks of the reading engine."""
 KEEPALIVE_S: Final = 10
 KEEPALIVE_TIMEOUT_S: Final = 5
 CONNECT_TIMEOUT_S: Final = 3
@@ -53,11 +55,14 @@ Answer = TypeVar("Answer")
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True):
-    """Reader `reader` of `readers` is done with a hand-off."""
+    """Reader `reader` of `readers` is done with a hand-off.
+
+    Bounded, because a source remembers the ids and readers it was told, also those it does not know.
+    """
 
     handoff_id: HandoffId
-    reader: int = 0
-    readers: int = 1
+    reader: Annotated[int, msgspec.Meta(ge=0, lt=MOST_READERS)] = 0
+    readers: Annotated[int, msgspec.Meta(ge=1, le=MOST_READERS)] = 1
 
 
 class PinnedBlocks(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,9 +113,11 @@ def end_with_first_token(context: grpc.ServicerContext, first_token: int | None)
 
 
 def first_token_of(call: Any) -> int | None:
-    """The inverse, when the stream has ended."""
+    """The inverse, when the stream has ended. Raises TransferFailed(`corrupted`) for what is no token."""
     for key, value in call.trailing_metadata() or ():
         if key == _FIRST_TOKEN_KEY:
+            if not isinstance(value, str) or not value.isdecimal():
+                raise errors.TransferFailed(errors.CORRUPTED, f"the source names {value!r} as the first token")
             return int(value)
     return None
 
@@ -119,7 +126,7 @@ def read_answer(decode: Callable[[bytes], Answer], message: bytes, address: str)
     """What a source said; raises TransferFailed(`corrupted`) if it makes no sense."""
     try:
         return decode(message)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise errors.TransferFailed(errors.CORRUPTED, f"the answer of {address} makes no sense: {error}") from error
 
 

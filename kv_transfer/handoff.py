@@ -13,6 +13,9 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not the message that was expected."""
+
 WIRE_VERSION = 2
 """What two workers must speak alike. History, one line each:
 
@@ -62,7 +65,7 @@ def explain_mismatch(ours: KvLayout, theirs: KvLayout) -> str | None:
         if name not in ("tensor_parallel_size", "block_bytes") and getattr(ours, name) != getattr(theirs, name)
     ]
     tp = (ours.tensor_parallel_size, theirs.tensor_parallel_size)
-    if max(tp) % min(tp):
+    if min(tp) < 1 or max(tp) % min(tp):
         differing.append(f"tensor_parallel_size is {tp[0]} here and {tp[1]} there, and neither divides the other")
     elif ours.block_bytes * tp[0] != theirs.block_bytes * tp[1]:
         differing.append(

@@ -10,9 +10,8 @@ import asyncio
 import secrets
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -25,8 +24,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
+from router import app_gaps
 from router.admin import admin_routes
 from router.admission import Admission
+from router.asgi import Asgi
 from router.deadline import with_deadline
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet
@@ -41,7 +42,6 @@ from router.releaser import HandoffReleaser
 from router.retry_after import with_retry_after
 from router.settings import PoolHardware, RouterSettings
 
-Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 2
 
@@ -202,17 +202,20 @@ class Router:
 
     async def _build_app(self) -> Asgi:
         app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
+        app_gaps.install(app)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
         app.include_router(admin_routes(self._fleet))
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
         app.add_route("/ready", ready_endpoint(self._readiness), methods=["GET"])
 
+        without_gaps = app_gaps.with_ended_streams(app)
+
         async def with_fresh_metrics(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http" and scope["path"].startswith("/metrics"):
                 await self._fleet.refresh()
-            await app(scope, receive, send)
+            await without_gaps(scope, receive, send)
 
-        return with_deadline(cast(Asgi, with_retry_after(with_fresh_metrics)))
+        return with_deadline(with_retry_after(with_fresh_metrics))
 
 
 def _server_args(settings: RouterSettings) -> Namespace:

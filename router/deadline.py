@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
 from starlette.responses import JSONResponse
 
+from router.asgi import Asgi
+
 HEADER = b"x-ridgeline-timeout-s"
 TIMEOUT_S: ContextVar[float | None] = ContextVar("timeout_s", default=None)
 """Seconds, or None; read where a request enters the router."""
-
-Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def with_deadline(app: Asgi) -> Asgi:

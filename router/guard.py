@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 from starlette.requests import ClientDisconnect
 
+from router.asgi import Asgi, Message, Receive, Scope, Send
 from router.client_identity import ANONYMOUS, CLIENT, hash_key
-
-Scope = dict[str, Any]
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """Answered without a key, to GET and by exactly these names: for load balancers, orchestrators and Prometheus."""

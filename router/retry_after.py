@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from router.asgi import Asgi
+
 _RETRYABLE = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
@@ -30,7 +32,7 @@ def suggest(seconds: int) -> None:
         slot.seconds = seconds
 
 
-def with_retry_after(app: Any) -> Any:
+def with_retry_after(app: Asgi) -> Asgi:
     """The app, with Retry-After on every 429 and 503: what was suggested, else a second."""
 
     async def wrapped(scope: Any, receive: Any, send: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
@@ -179,6 +180,53 @@ async def test_each_router_gets_only_its_own_deltas():
         worker.engine.step()
         assert [len(await mine), len(await other_task)] == [2, 2]
         assert await mine != await other_task
+
+
+# --- what makes no sense
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"\xc1", b"\x81\xa9router_id\xa2\xff\xfe", b"\x91" * 5000, b"\x81\xa9router_id\x07"]
+)
+@pytest.mark.parametrize("name", ["Submit", "Abort", "Attach", "Pair"])
+async def test_a_message_that_cannot_be_read_is_refused_as_the_callers_fault(name, message):
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        kind = channel.unary_stream if name == "Attach" else channel.unary_unary
+        answer = kind(f"/{SERVICE}/{name}")(message, timeout=5)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await (answer.read() if name == "Attach" else answer)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "unreadable" in refused.value.details()
+        assert (await worker.client.status()).tasks == 0
+
+
+HOSTILE_SAMPLING = [
+    {"max_tokens": 0},
+    {"n": "x"},
+    {"temperature": -1.0},
+    {"\ud7ff": {}, "stop_token_ids": ["a"]},
+    {"top_p": 7.0},
+]
+
+
+@pytest.mark.parametrize("handler", [DecodeHandler(), PrefillHandler()])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"\x81\xa4seed\xa2\xff\xfe", b"\x91" * 5000, *map(msgspec.msgpack.encode, HOSTILE_SAMPLING)]
+)
+async def test_sampling_parameters_that_make_no_sense_are_the_fault_of_that_request_only(data, handler):
+    leg = "prefill" if isinstance(handler, PrefillHandler) else "decode"
+    async with serving(FakeEngine(leg), handler) as worker:
+        task = msgspec.structs.replace(make_task("bad", leg=leg), sampling=data)
+        with pytest.raises(InvalidTask):
+            await worker.tokens(task)
+        assert len(await worker.tokens(make_task("good", leg=leg))) >= 1
+
+
+async def test_a_task_without_a_prompt_is_invalid():
+    async with serving(FakeEngine()) as worker:
+        handoff = msgspec.structs.replace(make_handoff(), complete=False)
+        with pytest.raises(InvalidTask, match="no prompt"):
+            await worker.tokens(make_task(prompt_token_ids=[], handoff=handoff))
 
 
 # --- aborting

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from types import SimpleNamespace
 
 import grpc
 import msgspec
@@ -132,10 +133,42 @@ def test_a_fetch_without_a_deadline_is_refused(source):
     assert (error.reason, "deadline" in error.message) == (errors.BAD_REQUEST, True)
 
 
-@pytest.mark.parametrize("message", [b"", b"\xc1", msgspec.msgpack.encode({"handoff_id": 7})])
+INVALID_UTF_8 = b"\x81\xaahandoff_id\xa2\xff\xfe"
+NESTED = b"\x81\xa1a" + b"\x91" * 5000 + b"\x01"
+
+
+@pytest.mark.parametrize("message", [b"", b"\xc1", msgspec.msgpack.encode({"handoff_id": 7}), INVALID_UTF_8, NESTED])
 def test_an_unreadable_request_is_refused(source, message):
     assert refusal(source, grpc_wire.FETCH, message, timeout=5).reason == errors.BAD_REQUEST
     assert refusal(source, grpc_wire.RENEW, message, timeout=5).reason == errors.BAD_REQUEST
+
+
+@pytest.mark.parametrize("told", [["x" * 129], ["r", -1], ["r", 0, 0], ["r", 0, 1 << 40], ["r", 1 << 20, 2]])
+def test_a_release_that_would_fill_the_sources_memory_is_refused(source, told):
+    published(source, "r")
+    assert refusal(source, grpc_wire.RELEASE, msgspec.msgpack.encode(told), timeout=5).reason == errors.BAD_REQUEST
+    assert source.server._leases.stats().open_leases == 1
+
+
+@pytest.mark.parametrize("ranks", [0, -1, -(2**63)])
+def test_a_layout_of_no_ranks_is_a_mismatch(source, ranks):
+    request = request_for("r")
+    layout = msgspec.structs.replace(LAYOUT, tensor_parallel_size=ranks)
+    message = msgspec.msgpack.encode(msgspec.structs.replace(request, layout=layout))
+    assert refusal(source, grpc_wire.FETCH, message, timeout=5).reason == errors.LAYOUT_MISMATCH
+
+
+@pytest.mark.parametrize("answer", [b"", b"\xc1", INVALID_UTF_8, NESTED])
+def test_a_sources_answer_that_makes_no_sense_is_corrupted(answer):
+    with pytest.raises(errors.TransferFailed, match=errors.CORRUPTED):
+        grpc_wire.read_answer(msgspec.msgpack.Decoder(grpc_wire.PinnedBlocks).decode, answer, "h:1")
+
+
+@pytest.mark.parametrize("told", ["", "x", "-1", "1e9", b"1"])
+def test_a_first_token_that_is_none_is_corrupted(told):
+    call = SimpleNamespace(trailing_metadata=lambda: [("kv-first-token", told)])
+    with pytest.raises(errors.TransferFailed, match=errors.CORRUPTED):
+        grpc_wire.first_token_of(call)
 
 
 def test_a_huge_request_is_refused_unread(source):

@@ -1,0 +1,70 @@
+"""What vLLM's API server app leaves open between a malformed request and its answer. Installed by `router.app`.
+
+The app is written for a server with one engine, and some of its checks of a body fail instead of refusing it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from traceback import walk_tb
+from typing import Any
+
+from starlette.responses import JSONResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+from router.asgi import Asgi
+
+logger = logging.getLogger(__name__)
+
+NOT_OFFERED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone")
+"""Resizing the server's own engine, of which the router has none, and an interface that this model type lacks."""
+_VALIDATION = ("validate_python", "validate_json", "model_validate", "model_validate_json")
+_RAISED_BY_VALIDATORS = (AttributeError, LookupError, AssertionError, RecursionError, ArithmeticError)
+"""What a check meets that takes a value's type for granted; pydantic turns only ValueError and its own into a 422."""
+
+
+def install(app: Any) -> None:
+    """On vLLM's FastAPI app: take away paths that can only fail; refuse bodies on which validation itself fails."""
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in NOT_OFFERED]
+    for kind in _RAISED_BY_VALIDATORS:
+        app.add_exception_handler(kind, _refuse_unreadable)
+    app.middleware_stack = None  # vLLM has built it by now, without these; the first request builds it anew
+
+
+async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:
+    """400 if the error was raised while a body was validated; else it goes on to be a 500, as it was."""
+    functions = (
+        (frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)
+    )
+    if not any(module.startswith("pydantic.") and name in _VALIDATION for module, name in functions):
+        raise error
+    answer = create_error_response(f"the request cannot be understood: {error}")
+    return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+
+
+def with_ended_streams(app: Asgi) -> Asgi:
+    """A stream whose generator fails after the status has been sent ends with an error event, not in the middle."""
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        streams = False
+
+        async def sending(message: Any) -> None:
+            nonlocal streams
+            if message["type"] == "http.response.start":
+                streams = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+            await send(message)
+
+        try:
+            await app(scope, receive, sending)
+        except Exception as error:
+            if not streams:
+                raise
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            answer = create_error_response(cause)
+            if answer.error.code >= 500:
+                logger.exception("an answer failed after its status had been sent")
+            event = f"event: error\ndata: {json.dumps(answer.model_dump())}\n\n"
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
+
+    return guarded

@@ -1,0 +1,105 @@
+"""Runs a check on many generated examples, in seeded batches, and says how far it is.
+
+Hypothesis remembers every example of a test, to generate no two alike. A long run is therefore many tests of
+`BATCH_EXAMPLES` each: memory stays flat, progress can be shown, and a batch can be run again by its seed alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import psutil
+from hypothesis import strategies as st
+
+BATCH_EXAMPLES = 500
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """One kind of input: how to make it, and what must hold for each. `check` raises AssertionError if it does not."""
+
+    name: str
+    examples: st.SearchStrategy[Any]
+    check: Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a process holds; a leak shows in one of the three."""
+
+    rss_bytes: int
+    threads: int
+    descriptors: int
+
+    @classmethod
+    def of(cls, pid: int) -> Footprint:
+        """Raises psutil.NoSuchProcess if it has ended."""
+        process = psutil.Process(pid)
+        with process.oneshot():
+            return cls(process.memory_info().rss, process.num_threads(), process.num_fds())
+
+    def __str__(self) -> str:
+        return f"{self.rss_bytes / MEBIBYTE:.0f} MiB, {self.threads} threads, {self.descriptors} descriptors"
+
+
+def run(campaign: Campaign, examples: int, seed: int, on_batch: Callable[[int], None] = lambda _: None) -> int:
+    """Check this many examples, or fail at the first bad one with the smallest input that shows it.
+
+    Returns how many were checked: a few more or less than asked for. `on_batch` is told so after each batch.
+    """
+    checked = 0
+
+    def check(example: Any) -> None:
+        nonlocal checked
+        checked += 1
+        campaign.check(example)
+
+    batch = 0
+    while checked < examples:
+        test = hypothesis.given(example=campaign.examples)(check)
+        test = hypothesis.settings(
+            max_examples=min(BATCH_EXAMPLES, examples - checked),
+            database=None,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )(test)
+        test = hypothesis.seed(batch_seed(campaign.name, seed, batch))(test)
+        try:
+            test()
+        except BaseException as error:
+            error.add_note(f"in batch {batch} of '{campaign.name}', SEED={seed}")
+            raise
+        batch += 1
+        on_batch(checked)
+    return checked
+
+
+def batch_seed(name: str, seed: int, batch: int) -> int:
+    """Another one for every batch of every campaign, the same in every run."""
+    return int.from_bytes(hashlib.sha256(f"{name} {seed} {batch}".encode()).digest()[:8], "little")
+
+
+class Progress:
+    """Prints a line for a batch now and then: examples, rate, what the process under test holds."""
+
+    def __init__(self, name: str, examples: int, pid: int, interval_s: float = 5.0) -> None:
+        self._name, self._examples, self._pid, self._interval_s = name, examples, pid, interval_s
+        self._started_s = time.monotonic()
+        self._shown_s = 0.0
+
+    def __call__(self, checked: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._shown_s < self._interval_s and checked < self._examples:
+            return
+        self._shown_s, took_s = now_s, now_s - self._started_s
+        print(  # noqa: T201 - a command
+            f"{self._name:<22} {checked:>6} of {self._examples}  {took_s:5.0f} s  {checked / took_s:5.0f}/s  "
+            f"{Footprint.of(self._pid)}",
+            flush=True,
+        )

@@ -1,0 +1,520 @@
+"""Malformed HTTP requests: how they are made, sent, and what every answer must be.
+
+A request starts from a valid body of one of the paths. Fields are replaced by values that should break something, the
+JSON text is damaged or not, headers and framing are honest or not. Some requests are no HTTP at all.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+DEADLINE_S = 20.0
+LARGEST_ANSWER_BYTES = 1 << 20
+
+# --- what is put in
+
+_TEXT = {"model": "fuzzed", "prompt": "one two three four five", "max_tokens": 4}
+_CHAT = {"model": "fuzzed", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": _TEXT,
+    "/v1/chat/completions": _CHAT,
+    "/v1/chat/completions/batch": _CHAT | {"messages": [_CHAT["messages"]]},
+    "/v1/responses": {"model": "fuzzed", "input": "hello there", "max_output_tokens": 4},
+    "/v1/messages": _CHAT,
+    "/v1/messages/count_tokens": _CHAT,
+    "/tokenize": {"model": "fuzzed", "prompt": "one two"},
+    "/detokenize": {"model": "fuzzed", "tokens": [1, 2, 3]},
+    "/invocations": _CHAT,
+    "/generative_scoring": {"model": "fuzzed", "query": "a", "items": ["b"], "label_token_ids": [1, 2]},
+    "/v1/systemone": _CHAT,
+    "/scale_elastic_ep": {},
+}
+_MOST_USED = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+
+_FIELDS = [
+    "model",
+    "prompt",
+    "echo",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "max_tokens",
+    "n",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "suffix",
+    "temperature",
+    "top_p",
+    "user",
+    "use_beam_search",
+    "best_of",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "length_penalty",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "allowed_token_ids",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "bad_words",
+    "prompt_embeds",
+    "add_special_tokens",
+    "response_format",
+    "structured_outputs",
+    "priority",
+    "request_id",
+    "session_id",
+    "return_token_ids",
+    "mm_payload",
+    "cache_salt",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "vllm_xargs",
+    "repetition_detection",
+    "thinking_token_budget",
+    "stream_interval",
+    "messages",
+    "top_logprobs",
+    "max_completion_tokens",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "parallel_tool_calls",
+    "add_generation_prompt",
+    "continue_final_message",
+    "documents",
+    "chat_template",
+    "chat_template_kwargs",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "background",
+    "include",
+    "previous_response_id",
+    "reasoning",
+    "store",
+    "text",
+    "truncation",
+    "metadata",
+    "system",
+    "stop_sequences",
+    "thinking",
+    "tokens",
+    "query",
+    "items",
+    "label_token_ids",
+    "watermarking",
+    "routed_experts_prompt_start",
+    "return_mm_kwargs",
+    "new_data_parallel_size",
+    "drain_timeout",
+    "return_token_offsets",
+    "previous_input_messages",
+    "max_tool_calls",
+]
+
+
+def nested(depth: int, kind: str) -> Any:
+    """Lists or objects inside each other."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value] if kind == "list" else {"a": value}
+    return value
+
+
+_NUMBERS = [
+    *(0, 1, -1, 2, 3, 5, -2, 100, 255, 256, 257, 49151, 49152, 49153, 65536, 10**6),
+    *(2**31 - 1, 2**31, -(2**31), 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64, 10**30, 10**400),
+    *(0.0, -0.0, 0.5, 1.5, -1.5, 2.0, 1e-310, 1e308, -1e308, 1e16, float("nan"), float("inf"), float("-inf")),
+]
+_STRINGS = [
+    *("", " ", "a", "\0", "a\0b", "\ud800", "\udfff\ud800", "\ufeff", "\u202e", "😀" * 50, "�", "a" * 20_000, "\r\n"),
+    *("fuzzed", "auto", "none", "required", "json_object", "length", "../../etc/passwd", "http://127.0.0.1:1/", "true"),
+    *(
+        "<|im_start|>",
+        "<|endoftext|>" * 50,
+        "{{ 1/0 }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "%s%n",
+        "-1",
+        "NaN",
+    ),
+    "data:image/png;base64,AAAA",
+]
+_REGEXES = [
+    *(
+        "(a+)+$",
+        "(a|a)*b",
+        "(" * 200 + "a" + ")" * 200,
+        "a{1,100000}",
+        "(a{1,1000}){1,1000}",
+        "[",
+        "(?<=a)b",
+        r"\1",
+        "",
+    ),
+    *("(?R)", "[^\\0-\uffff]", "a{,}", ".*" * 100, r"\p{L}+", "^$", "\ud800", "(?:" * 5000, "x" * 5000),
+]
+_RECURSIVE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+_SCHEMAS = [
+    *({}, True, False, None, [], "x", 7, {"type": "nothing"}, {"type": ["object", "null"]}, {"type": 7}, {"$ref": "#"}),
+    _RECURSIVE,
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}},
+    {"$ref": "http://127.0.0.1:1/schema.json"},
+    {"$ref": "file:///etc/passwd"},
+    {"type": "array", "minItems": 10**9, "items": {"type": "string"}},
+    {"type": "array", "minItems": -1, "maxItems": 2**64},
+    {"type": "string", "pattern": "(a+)+$"},
+    {"type": "string", "pattern": "["},
+    {"type": "string", "minLength": 10**12},
+    {"type": "integer", "minimum": 1e400, "maximum": -(2**70)},
+    {"type": "number", "multipleOf": 0},
+    {"enum": []},
+    {"enum": [nested(100, "list")]},
+    {"anyOf": []},
+    {"allOf": [{"$ref": "#"}]},
+    {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+    {"not": {}},
+    {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}},
+    {"type": "object", "properties": {"\ud800": {"type": "string"}, "": {}}},
+    {"type": "object", "patternProperties": {"(": {}}, "additionalProperties": {"$ref": "#"}},
+    nested(300, "dict"),
+]
+_GRAMMARS = ["", "root ::= root", 'root ::= "a', "root ::= " + "(" * 500, "start: start", "\0", 'root ::= ("a"*)*', "a"]
+
+_schema = st.sampled_from(_SCHEMAS)
+_scalar = st.one_of(
+    st.sampled_from(_NUMBERS),
+    st.sampled_from(_STRINGS),
+    st.sampled_from([None, True, False, [], {}]),
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(codec=None), max_size=20),
+)
+_json = st.recursive(
+    _scalar,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.sampled_from([*_FIELDS, "type", "a", ""]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+_structured = st.one_of(
+    st.fixed_dictionaries({"json": _schema}),
+    st.fixed_dictionaries({"regex": st.sampled_from(_REGEXES)}),
+    st.fixed_dictionaries({"grammar": st.sampled_from(_GRAMMARS)}),
+    st.fixed_dictionaries({"choice": st.lists(st.one_of(st.sampled_from(_STRINGS), _scalar), max_size=3)}),
+    st.fixed_dictionaries({"structural_tag": st.one_of(_scalar, st.just('{"type": "structural_tag"}'))}),
+    st.fixed_dictionaries({"json_object": _scalar, "json": _schema, "whitespace_pattern": st.sampled_from(_REGEXES)}),
+)
+_response_format = st.one_of(
+    st.just({"type": "json_object"}),
+    st.fixed_dictionaries({"type": st.just("json_schema"), "json_schema": st.one_of(_schema, _scalar)}),
+    st.fixed_dictionaries(
+        {
+            "type": st.just("json_schema"),
+            "json_schema": st.fixed_dictionaries({"name": st.sampled_from(_STRINGS), "schema": _schema}),
+        }
+    ),
+    st.fixed_dictionaries({"type": st.just("structural_tag"), "structures": _json, "triggers": _json, "format": _json}),
+)
+_tools = st.lists(
+    st.one_of(
+        _json,
+        st.fixed_dictionaries(
+            {
+                "type": st.sampled_from(["function", "custom", "", None]),
+                "name": st.sampled_from(_STRINGS),
+                "input_schema": _schema,
+                "function": st.fixed_dictionaries({"name": st.sampled_from(_STRINGS), "parameters": _schema}),
+            }
+        ),
+    ),
+    max_size=3,
+)
+_content = st.one_of(
+    st.sampled_from(_STRINGS),
+    st.lists(
+        st.one_of(
+            _json,
+            st.fixed_dictionaries({"type": st.just("text"), "text": _scalar}),
+            st.fixed_dictionaries(
+                {"type": st.just("image_url"), "image_url": st.fixed_dictionaries({"url": st.sampled_from(_STRINGS)})}
+            ),
+            st.fixed_dictionaries({"type": st.sampled_from(["tool_result", "refusal", "input_audio", "thinking"])}),
+        ),
+        max_size=3,
+    ),
+)
+_messages = st.lists(
+    st.one_of(
+        _json,
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer", "", "x" * 99, None, 7])},
+            optional={"content": _content, "tool_calls": _tools, "name": _scalar, "tool_call_id": _scalar},
+        ),
+    ),
+    max_size=4,
+)
+_token_id = st.one_of(st.integers(0, 49151), st.sampled_from([x for x in _NUMBERS if isinstance(x, int)]))
+_tokens = st.lists(_token_id, max_size=6)
+_xargs = st.dictionaries(st.sampled_from(["kv_transfer_params", "a", "", "do_remote_prefill", "handoff"]), _json)
+_KNOWN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": st.one_of(_tokens, st.lists(_tokens, max_size=3), st.lists(st.sampled_from(_STRINGS), max_size=3)),
+    "tokens": _tokens,
+    "stop_token_ids": _tokens,
+    "allowed_token_ids": _tokens,
+    "logprob_token_ids": _tokens,
+    "label_token_ids": _tokens,
+    "structured_outputs": _structured,
+    "response_format": _response_format,
+    "text": st.fixed_dictionaries({"format": _response_format}),
+    "tools": _tools,
+    "tool_choice": st.fixed_dictionaries({"type": st.just("function"), "function": _json, "name": _scalar}),
+    "messages": _messages,
+    "input": st.one_of(_messages, st.sampled_from(_STRINGS)),
+    "previous_input_messages": _messages,
+    "stop": st.lists(st.one_of(st.sampled_from(_STRINGS), _scalar), max_size=4),
+    "bad_words": st.lists(st.one_of(st.sampled_from(_STRINGS), _scalar), max_size=4),
+    "logit_bias": st.dictionaries(st.one_of(_token_id.map(str), st.sampled_from(_STRINGS)), _scalar, max_size=4),
+    "kv_transfer_params": st.one_of(
+        _xargs,
+        st.just({"do_remote_prefill": True, "handoff": {"handoff_id": "x", "addresses": ["127.0.0.1:1"]}}),
+    ),
+    "vllm_xargs": _xargs,
+    "stream_options": st.dictionaries(
+        st.sampled_from(["include_usage", "continuous_usage_stats", "x"]), _scalar, max_size=2
+    ),
+    "repetition_detection": st.dictionaries(
+        st.sampled_from(["max_pattern_size", "min_pattern_size", "min_count"]), _scalar, max_size=3
+    ),
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn, path: str) -> Any:
+    """A valid body of this path with some fields replaced, added or gone; now and then something else altogether."""
+    if draw(st.integers(0, 19)) == 0:
+        return draw(_json)
+    body = dict(VALID[path])
+    for name in draw(st.lists(st.sampled_from([*_FIELDS, *_KNOWN_FIELDS]), max_size=2, unique=True)):
+        known = _KNOWN_FIELDS.get(name)
+        body[name] = draw(_json if known is None or draw(st.integers(0, 3)) == 0 else known)
+    if draw(st.integers(0, 4)) == 0:
+        name = draw(st.sampled_from(sorted(VALID[path])))
+        if draw(st.booleans()):
+            body.pop(name)
+        else:
+            body[name] = draw(_KNOWN_FIELDS.get(name, _json))
+    if draw(st.integers(0, 3)) == 0:
+        body["stream"] = True
+    return body
+
+
+# --- how it is written and sent
+
+
+@dataclass(frozen=True)
+class RawRequest:
+    """Bytes for a connection of their own, and whether a server that reads them must answer."""
+
+    data: bytes
+    must_answer: bool = True
+
+    def __repr__(self) -> str:
+        return f"RawRequest({self.data!r}, must_answer={self.must_answer})"
+
+
+_DAMAGE = ("cut", "insert", "flip", "append", "utf-16", "latin-1", "bom", "double", "deep", "huge number", "none")
+_HOSTILE_BYTES = [
+    b"\xff",
+    b"\xc0\x80",
+    b"\xed\xa0\x80",
+    b"\0",
+    b"\\u0000",
+    b"\\ud800",
+    b'"',
+    b"}",
+    b",",
+    b"1e999",
+    b"\\",
+]
+_CONTENT_TYPES = [
+    *(b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data; boundary=x", b"", b"application/"),
+    *(b"application/json; charset=utf-7", b"application/json; charset=\xff", b"APPLICATION/JSON", b"x" * 3000),
+]
+_HEADERS = [
+    *(b"X-Request-Id: " + b"x" * 5000, b"X-Request-Id: \xff\xfe", b"X-Request-Id: ", b"Authorization: Bearer \xc3\x28"),
+    *(b"Accept: \xff", b"Accept-Encoding: br;q=\x80", b"Cookie: " + b"a=b;" * 1000, b"Host: \xff", b"Host: a b"),
+    *(b"traceparent: 00-x", b"X-data-parallel-rank: -1", b"X-data-parallel-rank: x", b"Expect: 100-continue"),
+    *(b"Content-Encoding: gzip", b"Upgrade: websocket\r\nConnection: upgrade", b"Upgrade: h2c", b"Origin: null"),
+    *(b"X-Session-ID: \0", b"bad header", b": empty", b"a" * 70000 + b": b", b"X-Forwarded-For: " + b"1," * 2000),
+]
+
+
+@st.composite
+def body_bytes(draw: st.DrawFn, path: str) -> bytes:
+    """JSON text, damaged or not."""
+    text = json.dumps(draw(bodies(path))).encode()
+    damage = draw(st.sampled_from(_DAMAGE)) if draw(st.integers(0, 3)) == 0 else "none"
+    at = draw(st.integers(0, len(text))) if damage in ("cut", "insert", "flip") else 0
+    return {
+        "none": lambda: text,
+        "cut": lambda: text[:at],
+        "insert": lambda: text[:at] + draw(st.sampled_from(_HOSTILE_BYTES)) + text[at:],
+        "flip": lambda: bytes([*text[:at], draw(st.integers(0, 255)), *text[at + 1 :]]),
+        "append": lambda: text + draw(st.binary(max_size=8)),
+        "utf-16": lambda: text.decode().encode("utf-16"),
+        "latin-1": lambda: text.replace(b"e", b"\xe9"),
+        "bom": lambda: b"\xef\xbb\xbf" + text,
+        "double": lambda: text + text,
+        "deep": lambda: draw(st.sampled_from([b"[", b'{"a":', b'{"prompt":['])) * draw(st.sampled_from([500, 50_000])),
+        "huge number": lambda: text.replace(b"4", b"9" * draw(st.sampled_from([20, 5000]))),
+    }[damage]()
+
+
+@st.composite
+def posts(draw: st.DrawFn) -> RawRequest:
+    """HTTP of a client that knows the path, with honest framing, or framing that lies."""
+    path = draw(st.sampled_from([*_MOST_USED * 4, *VALID]))
+    body = draw(body_bytes(path))
+    content_type = b"application/json" if draw(st.integers(0, 9)) else draw(st.sampled_from(_CONTENT_TYPES))
+    extra = draw(st.lists(st.sampled_from(_HEADERS), max_size=2)) if draw(st.integers(0, 4)) == 0 else []
+    upgrades = any(header.startswith(b"Upgrade") for header in extra)  # uvicorn then reads no body
+    framing = draw(st.sampled_from(["length"] * 12 + ["chunked", "chunked garbage", "short", "long", "none", "both"]))
+    start = [b"POST " + path.encode() + b" HTTP/1.1", b"Host: 127.0.0.1", b"Connection: close"]
+    headers = [*start, b"Content-Type: " + content_type, *extra]
+    length = {"short": max(0, len(body) - 3), "long": len(body) + 9}.get(framing, len(body))
+    if framing in ("length", "short", "long", "both"):
+        headers.append(b"Content-Length: %d" % length)
+    sent = body
+    if framing in ("chunked", "chunked garbage", "both"):
+        headers.append(b"Transfer-Encoding: chunked")
+        middle = len(body) // 2
+        sent = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:middle], body[middle:]) if part)
+        sent += b"0\r\n\r\n"
+    if framing == "chunked garbage":
+        sent = draw(
+            st.sampled_from([b"zz\r\nabc", b"-1\r\n", b"f" * 40 + b"\r\n", b"5\r\nab", b"\r\n\r\n", b"3;x=\xff\r\n"])
+        )
+    return RawRequest(
+        b"\r\n".join(headers) + b"\r\n\r\n" + sent,
+        must_answer=framing in ("length", "chunked", "none") and not upgrades,
+    )
+
+
+@st.composite
+def odd_requests(draw: st.DrawFn) -> RawRequest:
+    """Unknown paths and methods."""
+    method = draw(st.sampled_from(["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW", "POST", "get"]))
+    paths = [*VALID, "/", "//", "/v1", "/v1/models", "/v1/responses/x", "/v1/responses/%00", "/v1/responses/x/cancel"]
+    paths += ["/health", "/ping", "/load", "/version", "/docs", "/kv_event_sources", "/%ff"]
+    paths += ["/v1/completions/", "/..%2f..%2fetc", "/v1/models/\xe9", "*", "http://a/v1/models", "/?" + "a=b&" * 500]
+    path = draw(st.one_of(st.sampled_from(paths), st.text(st.characters(min_codepoint=33, max_codepoint=255))))
+    body = draw(st.sampled_from([b"", b"{}", b"[]", b"null", b"\xff"]))
+    lines = [f"{method} {path} HTTP/1.1".encode("latin-1"), b"Host: 127.0.0.1", b"Connection: close"]
+    lines += [b"Content-Length: %d" % len(body), b"Content-Type: application/json"]
+    return RawRequest(b"\r\n".join(lines) + b"\r\n\r\n" + body, must_answer=path.startswith("/"))
+
+
+_garbage = st.one_of(
+    st.binary(max_size=200),
+    st.sampled_from(
+        [b"GET", b"\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\0\x01", b"GET / HTTP/9.9\r\n\r\n"]
+    ),
+    st.sampled_from(
+        [b"POST /v1/completions HTTP/1.1\r\n" + b"a: b\r\n" * 2000, b"GET /" + b"a" * 100_000, b"\0" * 70_000]
+    ),
+).map(lambda data: RawRequest(data, must_answer=False))
+
+requests = st.integers(0, 19).flatmap(lambda kind: _garbage if kind == 0 else odd_requests() if kind <= 2 else posts())
+
+
+def valid_request(path: str) -> RawRequest:
+    """One that must be served."""
+    body = json.dumps(VALID[path]).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    return RawRequest(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+
+
+# --- what comes back
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Status, content type and body."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+def exchange(port: int, request: RawRequest) -> Answer | None:
+    """Send and read to the end. None: the server closed without an answer, or did so before the answer was whole.
+
+    A request that need not be answered may be one whose end the server cannot know: it is told that no more comes.
+    TimeoutError after `DEADLINE_S` without a byte.
+    """
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
+        try:
+            connection.sendall(request.data)
+            if not request.must_answer:
+                connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # refused before all was sent: the answer may be there
+        try:
+            response = http.client.HTTPResponse(connection, method=request.data.split(b" ", 1)[0].decode("latin-1"))
+            response.begin()
+            body = response.read(LARGEST_ANSWER_BYTES + 1)
+            return Answer(response.status, response.getheader("content-type", ""), body)
+        except (http.client.BadStatusLine, http.client.IncompleteRead, ConnectionResetError):
+            return None
+
+
+def check_answer(answer: Answer | None) -> None:
+    """A refusal is the client's fault, and says in words what was wrong."""
+    if answer is None:
+        return
+    assert answer.status < 500, f"{answer.status}: {answer.body[:500]!r}"
+    assert len(answer.body) <= LARGEST_ANSWER_BYTES, f"an answer of more than {LARGEST_ANSWER_BYTES} bytes"
+    if answer.content_type.startswith("text/event-stream"):
+        for line in answer.body.split(b"\n"):
+            if line.startswith(b"data: {"):
+                _check_event(json.loads(line[6:]))
+    elif answer.body and answer.status >= 400 and answer.content_type.startswith("application/json"):
+        assert message_of(json.loads(answer.body)), f"{answer.status} without a message: {answer.body[:500]!r}"
+
+
+def message_of(body: Any) -> str | None:
+    """Of vLLM's errors, and of those that Starlette makes before vLLM is asked."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = (
+        error.get("message") if isinstance(error, dict) else body.get("detail") if isinstance(body, dict) else None
+    )
+    return message if isinstance(message, str) else None
+
+
+def _check_event(event: dict[str, Any]) -> None:
+    """An error inside a stream, whose status was sent long ago, says the status it would have had."""
+    error = event.get("error")
+    if isinstance(error, dict):
+        assert error.get("message"), event
+        code = error.get("code")
+        assert not isinstance(code, int) or code < 500, event

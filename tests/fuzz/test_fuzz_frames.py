@@ -1,0 +1,12 @@
+"""A few hundred malformed transfer frames and collective messages; `make fuzz` runs many more."""
+
+import pytest
+from campaign import run
+from targets import in_process
+
+SEED = 0
+
+
+@pytest.mark.parametrize("target", in_process(), ids=lambda target: target.campaign.name.replace(" ", "-"))
+def test_what_a_hostile_source_sends_ends_in_the_documented_error_and_touches_nothing_else(target):
+    assert run(target.campaign, 400, SEED) >= 400

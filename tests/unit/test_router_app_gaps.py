@@ -1,0 +1,81 @@
+"""What is put around vLLM's app: bodies on which validation fails, streams that break, paths that could only fail."""
+
+from contextlib import aclosing
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, model_validator
+
+from router import app_gaps
+
+
+class Body(BaseModel):
+    options: dict[str, int]
+
+    @model_validator(mode="before")
+    @classmethod
+    def takes_types_for_granted(cls, data):
+        data["options"].get("a")
+        return data
+
+
+def make_app():
+    app = FastAPI()
+
+    @app.post("/read")
+    async def read(body: Body):
+        return {}
+
+    @app.post("/fail")
+    async def fail():
+        return {}["nothing"]
+
+    @app.post("/stream")
+    async def stream(error: str):
+        async def events():
+            yield "data: {}\n\n"
+            raise {"value": ValueError, "key": KeyError}[error]("it broke")
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    @app.post("/scale_elastic_ep")
+    async def scale():
+        return {}
+
+    app.middleware_stack = app.build_middleware_stack()  # as vLLM does
+    app_gaps.install(app)
+    return app_gaps.with_ended_streams(app)
+
+
+async def post(path, **options):
+    transport = httpx.ASGITransport(make_app(), raise_app_exceptions=False)
+    async with aclosing(transport), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        return await client.post(path, **options)
+
+
+@pytest.mark.parametrize("body", [{"options": 7}, {"options": [1]}, {}])
+async def test_a_body_on_which_a_validator_fails_is_refused_as_the_clients_fault(body):
+    assert (await post("/read", json={"options": {"a": 1}})).status_code == 200
+    answer = await post("/read", json=body)
+    assert answer.status_code == 400
+    assert "cannot be understood" in answer.json()["error"]["message"]
+
+
+async def test_the_same_error_outside_of_validation_stays_an_error_of_the_server():
+    assert (await post("/fail")).status_code == 500
+
+
+@pytest.mark.parametrize(("error", "code"), [("value", 400), ("key", 500)])
+async def test_a_stream_that_fails_in_the_middle_ends_with_an_event_that_says_so(error, code):
+    answer = await post(f"/stream?error={error}")
+    assert answer.status_code == 200
+    first, event = answer.text.strip().split("\n\n")
+    assert first == "data: {}"
+    assert event.startswith("event: error\ndata: {")
+    assert f'"code": {code}' in event
+
+
+async def test_paths_that_resize_an_engine_are_not_there():
+    assert (await post("/scale_elastic_ep", json={})).status_code == 404
