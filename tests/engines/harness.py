@@ -135,11 +135,13 @@ class Engines:
         token_ids: list[int] = (await self.complete(prompt, num_tokens, **fields))["token_ids"]
         return token_ids
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    async def stream(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
         """(seconds since sending, event) of each server-sent event; leaving the loop closes the connection."""
         began_s = time.monotonic()
         request = {"model": self.model, "stream": True, **body}
-        async with self.http.stream("POST", path, json=request) as response:
+        async with self.http.stream("POST", path, json=request, headers=headers) as response:
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
@@ -174,6 +176,18 @@ class Engines:
         position = answer.logprobs[0]
         by_token = dict(zip(position.token_ids, position.logprobs, strict=True))
         return max(by_token.values()) - by_token.get(token, -float("inf"))
+
+    async def behind_best_nats(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+        """How far the single engine, given the prompt and the answer so far, ranks each token below its best one.
+
+        One prefill of both together, so it costs less than the answer did. Raises AssertionError if it scored others.
+        """
+        wish = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        task = {"prompt_token_ids": [*prompt, *answer], "sampling": sampling.encode(wish)}
+        scored, _ = await self.run(self.decode, leg="decode", **task)
+        positions = [position for position in scored.prompt_logprobs[-len(answer) :] if position is not None]
+        assert [position.token_ids[0] for position in positions] == list(answer)
+        return [max(position.logprobs) - position.logprobs[0] for position in positions]
 
     async def describe(self) -> tuple[WorkerDescription, WorkerDescription]:
         """Prefill, decode."""

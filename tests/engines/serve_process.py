@@ -1,0 +1,147 @@
+"""A `ridgeline serve` process as its operator sees it: started, read, and certainly ended.
+
+Used by the tests of processes and by the drivers in `tests/chaos`, which kill parts of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+RIDGELINE = Path(sys.executable).parent / "ridgeline"
+START_WITHIN_S = 180.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A row of the printed table."""
+
+    pool: str
+    actor_pid: int
+    engine_pids: tuple[int, ...]
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine process; its ranks, if it is split, are its children."""
+        return next(pid for pid in self.engine_pids if psutil.Process(pid).ppid() == self.actor_pid)
+
+
+class Serve:
+    """One `ridgeline serve` process and what it has printed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_ready(self) -> str:
+        """Returns the URL."""
+        deadline_s = time.monotonic() + START_WITHIN_S
+        while time.monotonic() < deadline_s:
+            found = re.search(r"^ready: (http://\S+)/v1", self.output, re.MULTILINE)
+            if found:
+                return found[1]
+            assert self.process.poll() is None, self.output
+            time.sleep(0.1)
+        raise AssertionError(f"not ready within {START_WITHIN_S:.0f} s:\n{self.output}")
+
+    def table(self) -> dict[str, Worker]:
+        """What runs where, as printed."""
+        rows = {}
+        for line in self.lines:
+            cells = [cell.strip() for cell in line.strip("│ ").split("│")]
+            if len(cells) == 9:
+                rows[cells[0]] = Worker(cells[1], int(cells[4]), tuple(map(int, cells[5].split(","))))
+        return rows
+
+    def wait_exit(self, within_s: float) -> int:
+        """Its exit status; raises subprocess.TimeoutExpired."""
+        status = self.process.wait(within_s)
+        self._reader.join(5)
+        return status
+
+    def close(self) -> None:
+        """Stop reading; the process has ended."""
+        self._reader.join(5)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Serve]:
+    """`ridgeline serve` on the shipped configuration; whatever the test did, nothing of it runs afterwards."""
+    command = [str(RIDGELINE), "serve", "-c", "deploy/local.yaml", "--port", "0", *arguments]
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "250", "NO_COLOR": "1"},
+        start_new_session=True,
+    )
+    serve = Serve(process)
+    family: list[psutil.Process] = []
+    try:
+        yield serve
+    finally:
+        if process.poll() is None:
+            family = descendants(process.pid)
+            process.kill()
+        process.wait(10)
+        for member in family:
+            if member.is_running():
+                member.kill()
+        serve.close()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """All that it, or one of them, has started and that still runs."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def still_there(processes: list[psutil.Process], within_s: float) -> list[str]:
+    """Names of those that have not ended by then. A zombie that nobody collects has ended."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        left = [process for process in processes if alive(process)]
+        if not left or time.monotonic() > deadline_s:
+            return [f"{process.pid} {name_of(process)}" for process in left]
+        time.sleep(0.1)
+
+
+def alive(process: psutil.Process) -> bool:
+    """False for a zombie as well."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def name_of(process: psutil.Process) -> str:
+    """The beginning of its command line."""
+    try:
+        return " ".join(process.cmdline())[:80]
+    except psutil.NoSuchProcess:
+        return "gone just now"
