@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -197,7 +199,7 @@ class Engines:
         """Everything still held on either worker or in the router; empty when all is clean."""
         left: dict[str, float] = {"in_flight": (await self.metrics()).sum("ridgeline_requests_in_flight")}
         for worker in (self.prefill, self.decode):
-            left |= _held(await worker.status())
+            left |= held(await worker.status())
         return {name: value for name, value in left.items() if value}
 
     async def becomes_idle(self, within_s: float = IDLE_WITHIN_S) -> dict[str, float]:
@@ -212,11 +214,29 @@ class Engines:
         return left or await self.leftovers()
 
 
-def _held(status: WorkerStatus) -> dict[str, float]:
-    held = {"running": status.running, "waiting": status.waiting, "tasks": status.tasks}
-    held["kv_blocks"] = status.kv_blocks_total - status.kv_blocks_free
-    held |= {name: status.counters.get(name, 0.0) for name in MUST_BE_ZERO}
-    return {f"{status.worker_id}.{name}": value for name, value in held.items()}
+@asynccontextmanager
+async def connected(addresses: Sequence[str]) -> AsyncIterator[list[WorkerClient]]:
+    """Clients of these workers beside the router's own, with their streams up."""
+    clients = [WorkerClient(address, f"test-{secrets.token_hex(4)}") for address in addresses]
+    running = [asyncio.create_task(client.run()) for client in clients]
+    try:
+        for client in clients:
+            await client.wait_connected(10)
+        yield clients
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for client in clients:
+            await client.close()
+
+
+def held(status: WorkerStatus) -> dict[str, float]:
+    """What this worker holds, by its name and what it is; zeros included."""
+    values = {"running": status.running, "waiting": status.waiting, "tasks": status.tasks}
+    values["kv_blocks"] = status.kv_blocks_total - status.kv_blocks_free
+    values |= {name: status.counters.get(name, 0.0) for name in MUST_BE_ZERO}
+    return {f"{status.worker_id}.{name}": value for name, value in values.items()}
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
