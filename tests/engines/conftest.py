@@ -15,7 +15,13 @@ import pytest_asyncio
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
-OWN_DEPLOYMENT = ("test_processes.py", "test_faults.py", "test_tensor_parallel.py")
+OWN_DEPLOYMENT = (
+    "test_processes.py",
+    "test_faults.py",
+    "test_tensor_parallel.py",
+    "test_cancel_handoff.py",
+    "test_chaos.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
