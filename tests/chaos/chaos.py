@@ -78,6 +78,7 @@ def settings(options: argparse.Namespace) -> list[str]:
         found.append(f"transfer.faults={options.kv_faults.format(seed=options.seed)}")
     if options.kinds:
         found.append(f"supervision.stall_timeout_s={options.stall_timeout_s:g}")
+        found.append(f"supervision.max_restarts={options.max_restarts}")
     return [*found, *options.set]
 
 
@@ -268,6 +269,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, default=128, help="small steps: a stall is noticed against them")
     parser.add_argument("--mean-gap-s", type=float, default=6.0, help="between faults in a pool, once it is whole")
     parser.add_argument("--stall-timeout-s", type=float, default=6.0)
+    parser.add_argument("--max-restarts", type=int, default=1000, help="so that no worker is given up for our kills")
     parser.add_argument(
         "--kv-faults",
         default="seed={seed},drop=0.02,cut=0.02,corrupt=0.01,delay=0.15,longest_delay_s=0.3,longest_drop_s=1",

@@ -147,6 +147,7 @@ async def _until(condition: Any) -> None:
 async def run(options: argparse.Namespace, console: Console) -> tuple[list[Round], list[str]]:
     """All rounds; and what else was wrong."""
     settings = pool_settings(1, 2, options.cores, options.kv_cache, options.step_tokens)
+    settings.append(f"supervision.max_restarts={2 * options.rounds}")
     rounds: list[Round] = []
     async with running([*settings, *options.set]) as setup:
         series = Rounds(setup, options.seed)
