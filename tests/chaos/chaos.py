@@ -76,8 +76,9 @@ def settings(options: argparse.Namespace) -> list[str]:
     found.append(f"transfer.lease_s={LEASE_S:g}")
     if options.kv_faults != "none":
         found.append(f"transfer.faults={options.kv_faults.format(seed=options.seed)}")
-    if options.kinds:
+    if options.kinds and options.stall_timeout_s:
         found.append(f"supervision.stall_timeout_s={options.stall_timeout_s:g}")
+    if any(kind.startswith(("kill", "wedge")) for kind in options.kinds):
         found.append(f"supervision.max_restarts={options.max_restarts}")
     return [*found, *options.set]
 
@@ -268,7 +269,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-cache", default="512 MiB")
     parser.add_argument("--step-tokens", type=int, default=128, help="small steps: a stall is noticed against them")
     parser.add_argument("--mean-gap-s", type=float, default=6.0, help="between faults in a pool, once it is whole")
-    parser.add_argument("--stall-timeout-s", type=float, default=6.0)
+    parser.add_argument("--stall-timeout-s", type=float, default=6.0, help="0: serve's own")
     parser.add_argument("--max-restarts", type=int, default=1000, help="so that no worker is given up for our kills")
     parser.add_argument(
         "--kv-faults",

@@ -49,7 +49,7 @@ def fresh(text: list[int]) -> Callable[[int], list[int]]:
     """Prompts that no cache has seen."""
 
     def window(num_tokens: int) -> list[int]:
-        start = next(starts) % (len(text) - 2_000)
+        start = next(starts) % (len(text) - 2 * LONG_PROMPT_TOKENS)
         return text[start : start + num_tokens]
 
     return window
