@@ -6,7 +6,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(EXTRA)
 MODEL_READY := $(VENV)/.model-ready
 
-.PHONY: help setup model demo test unit transports fuzz lint bench-unloaded clean
+SECONDS ?= 1800
+SEED ?= 1
+
+.PHONY: help setup model demo test unit transports fuzz lint bench-unloaded chaos kill-decode soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -43,6 +46,15 @@ test: lint model unit transports ## everything, real engines on real Ray include
 
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
 	@$(BIN)/python -m tests.bench.unloaded_ttft
+
+chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)
+	@$(BIN)/python -m tests.chaos.chaos --seconds $(SECONDS) --seed $(SEED)
+
+kill-decode: model  ## 20 streams whose decode worker is killed in the middle must all be completed (SEED=1)
+	@$(BIN)/python -m tests.chaos.kill_decode --seed $(SEED)
+
+soak: model      ## memory of every process over 2,000 small requests
+	@$(BIN)/python -m tests.chaos.soak
 
 clean:           ## remove the environment and the runs
 	rm -rf $(VENV) runs

@@ -86,8 +86,12 @@ class VllmEngine:
         return int(self._llm.vllm_config.cache_config.num_gpu_blocks or 0)
 
     async def describe(self) -> tuple[KvLayout, list[str]]:
-        """The KV layout and the addresses at which this engine's blocks can be fetched, one for each rank."""
+        """The KV layout and the addresses at which this engine's blocks can be fetched, one for each rank.
+
+        Called once, before the first request.
+        """
         assert self._llm is not None
+        await self._llm.collective_rpc("ridgeline_prepare")
         described = await self._llm.collective_rpc("ridgeline_describe")
         return msgspec.convert(described[0][0], KvLayout), [str(address) for _, address in described]
 

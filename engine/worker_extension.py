@@ -1,4 +1,4 @@
-"""Methods added to vLLM's worker, so that the front end can ask its connector a few things at start."""
+"""Methods added to vLLM's worker, which the front end calls at start: to prepare it and to ask its connector."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from engine.connector import RidgelineConnector
+from engine.seeded_chunks import put_generators_back
 
 
 class RidgelineWorkerExtension:
     """vLLM mixes this into its worker class (`worker_extension_cls`)."""
+
+    model_runner: Any
+
+    def ridgeline_prepare(self) -> None:
+        """Make vLLM's model runner fit to serve; once, before the first request."""
+        put_generators_back(self.model_runner)
 
     def ridgeline_describe(self) -> tuple[dict[str, Any], str]:
         """The KV layout as plain data, and the address of this rank's blocks."""

@@ -141,7 +141,8 @@ class RouterEngineClient(EngineClient):
             self._collectors.discard(collector)
             for task in tasks:
                 task.cancel()
-            self._outputs.abort_requests([child.request_id for child in children], internal=True)
+            # By the parent's id: aborting the n children one by one would leave the parent in vLLM's table for ever.
+            self._outputs.abort_requests([request.request_id], internal=True)
 
     def _register(
         self, request: EngineCoreRequest, prompt_text: str | None, collector: RequestOutputCollector

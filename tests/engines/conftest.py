@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,7 +15,14 @@ import pytest_asyncio
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
-OWN_DEPLOYMENT = ("test_processes.py", "test_faults.py", "test_tensor_parallel.py", "test_supervision.py")
+OWN_DEPLOYMENT = (
+    "test_processes.py",
+    "test_faults.py",
+    "test_tensor_parallel.py",
+    "test_cancel_handoff.py",
+    "test_supervision.py",
+    "test_chaos.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,33 +51,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @asynccontextmanager
 async def deployed(overrides: dict[str, str]) -> AsyncIterator[Any]:
     """One prefill and one decode worker on a free port, as deploy/local.yaml says but for the overrides."""
-    from harness import Engines
+    from harness import Engines, connected
     from transformers import AutoTokenizer
 
     from cluster.config import load_config
     from cluster.deployment import deploy, ray_runtime
     from cluster.plan import make_plan
-    from engine.data_plane import WorkerClient
 
     config = load_config(CONFIG, {"server.port": "0", **overrides}).config
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(ray_runtime(config))
         plan = await asyncio.to_thread(make_plan, config)
         deployment = await stack.enter_async_context(deploy(plan, print))
-        clients = [WorkerClient(row.address, f"test-{secrets.token_hex(4)}") for row in deployment.rows]
-        running = [asyncio.create_task(client.run()) for client in clients]
-        for client in clients:
-            await client.wait_connected(10)
+        clients = await stack.enter_async_context(connected([row.address for row in deployment.rows]))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=deployment.url, timeout=120))
         tokenizer = AutoTokenizer.from_pretrained(plan.model_path)
-        try:
-            yield Engines(deployment.url, plan.served_name, plan.dtype, str(plan.model_path), tokenizer, http, clients)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            for client in clients:
-                await client.close()
+        yield Engines(deployment.url, plan.served_name, plan.dtype, str(plan.model_path), tokenizer, http, clients)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -135,11 +137,13 @@ class Engines:
         token_ids: list[int] = (await self.complete(prompt, num_tokens, **fields))["token_ids"]
         return token_ids
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    async def stream(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
         """(seconds since sending, event) of each server-sent event; leaving the loop closes the connection."""
         began_s = time.monotonic()
         request = {"model": self.model, "stream": True, **body}
-        async with self.http.stream("POST", path, json=request) as response:
+        async with self.http.stream("POST", path, json=request, headers=headers) as response:
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
@@ -175,6 +179,18 @@ class Engines:
         by_token = dict(zip(position.token_ids, position.logprobs, strict=True))
         return max(by_token.values()) - by_token.get(token, -float("inf"))
 
+    async def behind_best_nats(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+        """How far the single engine, given the prompt and the answer so far, ranks each token below its best one.
+
+        One prefill of both together, so it costs less than the answer did. Raises AssertionError if it scored others.
+        """
+        wish = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        task = {"prompt_token_ids": [*prompt, *answer], "sampling": sampling.encode(wish)}
+        scored, _ = await self.run(self.decode, leg="decode", **task)
+        positions = [position for position in scored.prompt_logprobs[-len(answer) :] if position is not None]
+        assert [position.token_ids[0] for position in positions] == list(answer)
+        return [max(position.logprobs) - position.logprobs[0] for position in positions]
+
     async def describe(self) -> tuple[WorkerDescription, WorkerDescription]:
         """Prefill, decode."""
         return await self.prefill.describe(), await self.decode.describe()
@@ -183,7 +199,7 @@ class Engines:
         """Everything still held on either worker or in the router; empty when all is clean."""
         left: dict[str, float] = {"in_flight": (await self.metrics()).sum("ridgeline_requests_in_flight")}
         for worker in (self.prefill, self.decode):
-            left |= _held(await worker.status())
+            left |= held(await worker.status())
         return {name: value for name, value in left.items() if value}
 
     async def becomes_idle(self, within_s: float = IDLE_WITHIN_S) -> dict[str, float]:
@@ -198,11 +214,29 @@ class Engines:
         return left or await self.leftovers()
 
 
-def _held(status: WorkerStatus) -> dict[str, float]:
-    held = {"running": status.running, "waiting": status.waiting, "tasks": status.tasks}
-    held["kv_blocks"] = status.kv_blocks_total - status.kv_blocks_free
-    held |= {name: status.counters.get(name, 0.0) for name in MUST_BE_ZERO}
-    return {f"{status.worker_id}.{name}": value for name, value in held.items()}
+@asynccontextmanager
+async def connected(addresses: Sequence[str]) -> AsyncIterator[list[WorkerClient]]:
+    """Clients of these workers beside the router's own, with their streams up."""
+    clients = [WorkerClient(address, f"test-{secrets.token_hex(4)}") for address in addresses]
+    running = [asyncio.create_task(client.run()) for client in clients]
+    try:
+        for client in clients:
+            await client.wait_connected(10)
+        yield clients
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for client in clients:
+            await client.close()
+
+
+def held(status: WorkerStatus) -> dict[str, float]:
+    """What this worker holds, by its name and what it is; zeros included."""
+    values = {"running": status.running, "waiting": status.waiting, "tasks": status.tasks}
+    values["kv_blocks"] = status.kv_blocks_total - status.kv_blocks_free
+    values |= {name: status.counters.get(name, 0.0) for name in MUST_BE_ZERO}
+    return {f"{status.worker_id}.{name}": value for name, value in values.items()}
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

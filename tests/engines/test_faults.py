@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from typing import Any
 
 import pytest
 from conftest import book, deployed
 from harness import TIE_NAT, Engines, Figure, Increase
-from vllm.sampling_params import SamplingParams
-
-from engine import sampling
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio]
 
@@ -44,7 +40,8 @@ async def test_500_handoffs_under_faults_are_answered_in_full_and_leave_nothing(
         await asyncio.sleep(1.0)
         counted = Increase(before, await engines.metrics())
         assert await engines.becomes_idle() == {}
-        behind_nat = [await worst_behind_nat(engines, *pair) for pair in zip(prompts, answers, strict=True)]
+        pairs = zip(prompts, answers, strict=True)
+        behind_nat = [max(await engines.behind_best_nats(prompt, answer)) for prompt, answer in pairs]
     fetches = counted.by_label("ridgeline_fetches_total", "result")
     recomputed = counted.by_label("ridgeline_recompute_total", "reason")
     followed = counted.by_label("ridgeline_followed_handoffs_total", "result")
@@ -69,17 +66,3 @@ async def answers_to(engines: Engines, prompts: list[list[int]]) -> list[list[in
             return await engines.tokens(prompt, OUTPUT_TOKENS)
 
     return list(await asyncio.gather(*map(one, prompts)))
-
-
-async def worst_behind_nat(engines: Engines, prompt: list[int], answer: list[int]) -> float:
-    """How far the single engine, given the answer, ranks one of its tokens below its own best one."""
-    wish: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 1}
-    scored, _ = await engines.run(
-        engines.decode,
-        leg="decode",
-        prompt_token_ids=[*prompt, *answer],
-        sampling=sampling.encode(SamplingParams(**wish)),
-    )
-    positions = scored.prompt_logprobs[-len(answer) :]
-    assert [position.token_ids[0] for position in positions if position] == answer
-    return max(max(position.logprobs) - position.logprobs[0] for position in positions if position)

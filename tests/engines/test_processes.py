@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from served import (
+from serve_process import (
     GONE_WITHIN_S,
     RAYS_OWN,
     REPOSITORY,
@@ -22,7 +22,7 @@ from served import (
     START_WITHIN_S,
     body,
     descendants,
-    process_name,
+    name_of,
     serving,
     still_there,
 )
@@ -113,9 +113,7 @@ def test_replicas_serve_and_when_one_is_lost_for_good_the_other_goes_on(figure: 
 def test_after_sigkill_of_serve_itself_no_process_stays():
     with serving(*ONE_REPLICA) as serve:
         serve.wait_ready()
-        family = [
-            process for process in descendants(serve.process.pid) if not process_name(process).startswith(RAYS_OWN)
-        ]
+        family = [process for process in descendants(serve.process.pid) if not name_of(process).startswith(RAYS_OWN)]
         (worker,) = serve.table().values()
         assert {worker.actor_pid, worker.engine_pid} <= {process.pid for process in family}
         serve.process.kill()

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 from harness import Metrics
-from served import REPOSITORY, RIDGELINE, Serve, body, descendants, serving, still_there
+from serve_process import REPOSITORY, RIDGELINE, Serve, body, descendants, serving, still_there
 
 Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines

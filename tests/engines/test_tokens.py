@@ -245,3 +245,16 @@ async def test_the_shortest_answers_have_their_exact_length(engines: Engines, te
     assert choice["token_ids"] == (await engines.reference(prompt, num_tokens)).token_ids
     assert choice["finish_reason"] == "length"
     assert await engines.becomes_idle() == {}
+
+
+async def test_a_seed_with_a_prompt_of_several_steps_gives_the_same_answer_as_one_engine_and_ends_none(
+    engines: Engines, text: list[int]
+):
+    # vLLM alone ends a CPU engine on this: it winds the generator back after each unfinished step.
+    prompt = text[33_000 : 33_000 + 2 * PREFILL_STEP_TOKENS + 100]
+    wish = {"temperature": 0.8, "seed": 11}
+    await engines.cold()
+    reference = (await engines.reference(prompt, 8, **wish)).token_ids
+    await engines.cold()
+    assert await engines.tokens(prompt, 8, **wish) == reference
+    assert await engines.tokens(text[34_000:34_020], 2)

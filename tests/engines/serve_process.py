@@ -1,4 +1,7 @@
-"""`ridgeline serve` as a process of its own: what it prints, what it starts, and that nothing of it stays behind."""
+"""A `ridgeline serve` process as its operator sees it: started, read, and certainly ended.
+
+Used by the tests of processes and by the drivers in `tests/chaos`, which kill parts of it.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +90,16 @@ class Serve:
         return rows
 
     def wait_exit(self, within_s: float) -> int:
+        """Its exit status; raises subprocess.TimeoutExpired."""
         status = self.process.wait(within_s)
         self._reader.join(5)
         return status
+
+    def close(self) -> None:
+        """Stop reading; the process has ended."""
+        self._reader.join(5)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 @contextmanager
@@ -117,12 +127,11 @@ def serving(*arguments: str) -> Iterator[Serve]:
         for member in family:
             if member.is_running():
                 member.kill()
-        assert process.stdout is not None
-        serve._reader.join(5)
-        process.stdout.close()
+        serve.close()
 
 
 def descendants(pid: int) -> list[psutil.Process]:
+    """All that it, or one of them, has started and that still runs."""
     return psutil.Process(pid).children(recursive=True)
 
 
@@ -130,20 +139,22 @@ def still_there(processes: list[psutil.Process], within_s: float) -> list[str]:
     """Names of those that have not ended by then. A zombie that nobody collects has ended."""
     deadline_s = time.monotonic() + within_s
     while True:
-        alive = [process for process in processes if _alive(process)]
-        if not alive or time.monotonic() > deadline_s:
-            return [f"{process.pid} {process_name(process)}" for process in alive]
+        left = [process for process in processes if alive(process)]
+        if not left or time.monotonic() > deadline_s:
+            return [f"{process.pid} {name_of(process)}" for process in left]
         time.sleep(0.1)
 
 
-def _alive(process: psutil.Process) -> bool:
+def alive(process: psutil.Process) -> bool:
+    """False for a zombie as well."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def process_name(process: psutil.Process) -> str:
+def name_of(process: psutil.Process) -> str:
+    """The beginning of its command line."""
     try:
         return " ".join(process.cmdline())[:80]
     except psutil.NoSuchProcess:
@@ -151,4 +162,5 @@ def process_name(process: psutil.Process) -> str:
 
 
 def body(num_tokens: int) -> dict[str, object]:
+    """A completion of exactly so many tokens."""
     return {"model": "smollm2-135m", "prompt": "The light of the sun", "max_tokens": num_tokens, "ignore_eos": True}

@@ -1,0 +1,170 @@
+"""One cell of the matrix state x cause: a request in a state is cancelled, and we watch what is freed when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from harness import Engines, held
+
+State = Literal["queued", "prefilling", "hand-off", "decoding"]
+Cause = Literal["client disconnect", "deadline", "API abort"]
+CAUSES: Final = ("client disconnect", "deadline", "API abort")
+DEADLINE_HEADER: Final = "x-ridgeline-timeout-s"
+DEADLINE_S: Final = 1.5
+ABORT_PATH: Final = "/inference/v1/abort_requests"
+POLL_S: Final = 0.02
+FREE_WITHIN_S: Final = 1.0
+QUIET_S: Final = 0.5
+GIVE_UP_S: Final = 30.0
+NEXT_PROMPT_TOKENS: Final = 64
+UNDISTURBED_ROUNDS: Final = 5
+
+
+@dataclass
+class Target:
+    """A streaming request whose end somebody else decides."""
+
+    request_id: str
+    sent_s: float = 0.0
+    tokens: int = 0
+    ended: str = ""
+    """What the server said in the end, if it did."""
+    task: asyncio.Task[None] | None = None
+
+    def start(self, engines: Engines, body: Mapping[str, Any], deadline_s: float | None = None) -> None:
+        """Send it."""
+        headers = {"x-request-id": self.request_id}
+        if deadline_s is not None:
+            headers[DEADLINE_HEADER] = f"{deadline_s:g}"
+        self.sent_s = time.monotonic()
+        self.task = asyncio.create_task(self._run(engines, body, headers))
+
+    async def _run(self, engines: Engines, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+        request = {"model": engines.model, "stream": True, "return_token_ids": True, **body}
+        async with engines.http.stream("POST", "/v1/completions", json=request, headers=dict(headers)) as response:
+            if response.status_code != 200:
+                self.ended = f"{response.status_code} {(await response.aread()).decode()}"
+                return
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    self._take(json.loads(line.removeprefix("data: ")))
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.ended = str(event["error"])
+        for choice in event.get("choices", ()):
+            self.tokens += len(choice.get("token_ids") or ())
+            self.ended = choice.get("finish_reason") or self.ended
+
+    async def leave(self) -> None:
+        """Close the connection."""
+        assert self.task is not None
+        self.task.cancel()
+        await asyncio.wait((self.task,))
+
+
+@dataclass
+class Watch:
+    """What both workers hold and have computed, asked of them every 20 ms."""
+
+    engines: Engines
+    computed_tokens: float = 0.0
+    held: dict[str, float] = field(default_factory=dict)
+    """What is not zero."""
+
+    async def look(self) -> None:
+        """Once."""
+        statuses = [await worker.status() for worker in (self.engines.prefill, self.engines.decode)]
+        counters = [(name, value) for status in statuses for name, value in status.counters.items()]
+        self.computed_tokens = sum(value for name, value in counters if name.startswith("tokens_total."))
+        self.held = {name: value for status in statuses for name, value in held(status).items() if value}
+
+    async def until(self, condition: Callable[[], bool]) -> float:
+        """Look until it holds; when that was, on the monotonic clock. Raises TimeoutError."""
+        async with asyncio.timeout(GIVE_UP_S):
+            await self.look()
+            while not condition():
+                await asyncio.sleep(POLL_S)
+                await self.look()
+        return time.monotonic()
+
+
+@dataclass(frozen=True)
+class Freed:
+    """How a cancelled request ended."""
+
+    free_after_s: float
+    """From the cancel until neither worker held anything of it."""
+    tokens_after_cancel: float
+    """Computed for it after the cancel: by steps that were running."""
+    tokens_when_free: float
+    """Computed in half a second after all was free: must be none."""
+    tokens_seen: int
+    lived_s: float
+    """From sending to the cancel."""
+    ended: str
+
+
+async def cancelled(
+    engines: Engines, target: Target, cause: Cause, is_free: Callable[[dict[str, float]], bool]
+) -> Freed:
+    """Cancel a request that is in its state, or wait for its deadline, and watch until `is_free` of what is held."""
+    assert target.task is not None
+    watch = Watch(engines)
+    await watch.look()
+    if cause == "client disconnect":
+        cancelled_s = time.monotonic()
+        await target.leave()
+    elif cause == "deadline":
+        await asyncio.wait((target.task,), timeout=GIVE_UP_S)
+        cancelled_s = time.monotonic()
+    else:
+        cancelled_s = time.monotonic()
+        reply = await engines.http.post(ABORT_PATH, json={"request_ids": [f"cmpl-{target.request_id}-0"]})
+        assert reply.status_code == 200, reply.text
+    await watch.look()
+    computed_at_cancel = watch.computed_tokens
+    free_s = await watch.until(lambda: is_free(watch.held))
+    computed_when_free = watch.computed_tokens
+    await asyncio.sleep(QUIET_S)
+    await watch.look()
+    assert is_free(watch.held), f"free, and then not: {watch.held}"
+    return Freed(
+        free_after_s=free_s - cancelled_s,
+        tokens_after_cancel=computed_when_free - computed_at_cancel,
+        tokens_when_free=watch.computed_tokens - computed_when_free,
+        tokens_seen=target.tokens,
+        lived_s=cancelled_s - target.sent_s,
+        ended=target.ended,
+    )
+
+
+def assert_ended_by_deadline(freed: Freed) -> None:
+    """In time, and with a sentence that says so, not with a finish reason."""
+    assert freed.ended not in ("", "stop", "length", "abort"), freed
+    assert DEADLINE_S <= freed.lived_s <= DEADLINE_S + FREE_WITHIN_S, freed
+
+
+async def ttft_s(engines: Engines, prompt: list[int]) -> float:
+    """Of one small request."""
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    async with aclosing(engines.stream("/v1/completions", body)) as events:
+        times_s = [at_s async for at_s, _ in events]
+    return times_s[0]
+
+
+async def undisturbed_ttft_s(engines: Engines, fresh: Callable[[int], list[int]]) -> float:
+    """Median, on idle workers, with prompts no cache has seen."""
+    return statistics.median([await ttft_s(engines, fresh(NEXT_PROMPT_TOKENS)) for _ in range(UNDISTURBED_ROUNDS)])
+
+
+async def offers_abort(engines: Engines) -> bool:
+    """Whether this server lets clients abort a request by its id."""
+    return ABORT_PATH in (await engines.http.get("/openapi.json")).json()["paths"]

@@ -1,0 +1,78 @@
+"""Cancelled between first and second token, while the KV is on its way: a link on which every fetch hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from itertools import count
+
+import pytest
+from cancelling import (
+    ABORT_PATH,
+    CAUSES,
+    DEADLINE_S,
+    FREE_WITHIN_S,
+    NEXT_PROMPT_TOKENS,
+    Freed,
+    Target,
+    Watch,
+    assert_ended_by_deadline,
+    cancelled,
+    offers_abort,
+    ttft_s,
+    undisturbed_ttft_s,
+)
+from conftest import book, deployed
+from harness import Engines, Figure
+
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio]
+
+HANGING = "seed=1,drop=1,longest_drop_s=20"
+ROUNDS = 3
+PROMPT_TOKENS = 200
+TTFT_RATIO = 1.2
+
+
+async def test_a_request_cancelled_in_its_hand_off_frees_the_blocks_of_both_workers(figure: Figure):
+    async with deployed({"transfer.faults": HANGING}) as engines:
+        text, starts = book(engines), count(0, 300)
+
+        def fresh(num_tokens: int) -> list[int]:
+            start = next(starts)
+            return text[start : start + num_tokens]
+
+        undisturbed_s = await undisturbed_ttft_s(engines, fresh)
+        for cause in CAUSES:
+            if cause == "API abort" and not await offers_abort(engines):
+                figure(f"hand-off, {cause}: this server offers none, {ABORT_PATH} is closed")
+                continue
+            freed: list[Freed] = []
+            next_s = []
+            for _ in range(ROUNDS):
+                target = await in_handoff(engines, fresh(PROMPT_TOKENS), DEADLINE_S if cause == "deadline" else None)
+                freed.append(await cancelled(engines, target, cause, lambda held: not held))
+                next_s.append(await ttft_s(engines, fresh(NEXT_PROMPT_TOKENS)))
+            ratio = statistics.median(next_s) / undisturbed_s
+            figure(
+                f"hand-off, {cause}: free after {', '.join(f'{1e3 * one.free_after_s:.0f}' for one in freed)} ms, "
+                f"tokens computed after the cancel {[int(one.tokens_after_cancel) for one in freed]}; the next "
+                f"request's TTFT x {ratio:.2f}"
+            )
+            for one in freed:
+                if cause == "deadline":
+                    assert_ended_by_deadline(one)
+                assert one.tokens_seen == 1, f"{cause}: it was not in its hand-off: {one}"
+                assert one.free_after_s <= FREE_WITHIN_S, cause
+                assert one.tokens_after_cancel == one.tokens_when_free == 0, cause
+            assert ratio <= TTFT_RATIO, cause
+        assert await engines.becomes_idle() == {}
+
+
+async def in_handoff(engines: Engines, prompt: list[int], deadline_s: float | None) -> Target:
+    """A request with its first token out and its fetch begun, which hangs."""
+    target, watch = Target(f"cancel-{prompt[0]}-{prompt[-1]}"), Watch(engines)
+    body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    target.start(engines, body, deadline_s)
+    await watch.until(lambda: target.tokens == 1 and "decode-0.tasks" in watch.held)
+    await asyncio.sleep(0.1)
+    return target

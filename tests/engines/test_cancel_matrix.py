@@ -1,0 +1,145 @@
+"""A request that is cancelled gives everything back at once, whatever it was doing and whoever cancelled it.
+
+The row "hand-off" needs a slow KV link and so a deployment of its own: `test_cancel_handoff.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+from cancelling import (
+    ABORT_PATH,
+    CAUSES,
+    DEADLINE_S,
+    FREE_WITHIN_S,
+    NEXT_PROMPT_TOKENS,
+    Cause,
+    Freed,
+    State,
+    Target,
+    Watch,
+    assert_ended_by_deadline,
+    cancelled,
+    offers_abort,
+    ttft_s,
+    undisturbed_ttft_s,
+)
+from harness import Engines, Figure
+
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
+
+ROUNDS = 3
+LONG_PROMPT_TOKENS = 1500
+"""Three engine steps of prefill."""
+STEP_TOKENS = 512
+SHORT_PROMPT_TOKENS = 50
+IN_PREFILL_S = 0.3
+TTFT_RATIO = 1.2
+starts = count(90_000, 2_000)
+
+
+@pytest.fixture
+def fresh(text: list[int]) -> Callable[[int], list[int]]:
+    """Prompts that no cache has seen."""
+
+    def window(num_tokens: int) -> list[int]:
+        start = next(starts) % (len(text) - 2 * LONG_PROMPT_TOKENS)
+        return text[start : start + num_tokens]
+
+    return window
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("state", ["queued", "prefilling", "decoding"])
+async def test_a_cancelled_request_frees_its_blocks_and_stops_its_engine(
+    engines: Engines, fresh: Callable[[int], list[int]], figure: Figure, state: State, cause: Cause
+):
+    if cause == "API abort" and not await offers_abort(engines):
+        pytest.skip(f"this server offers no abort by request id: {ABORT_PATH} is closed")
+    assert await engines.becomes_idle() == {}
+    await engines.cold()
+    undisturbed_s = await undisturbed_ttft_s(engines, fresh)
+    step_s = await ttft_s(engines, fresh(STEP_TOKENS)) if state != "decoding" else 0.0
+    freed: list[Freed] = []
+    next_s = []
+    for _ in range(ROUNDS):
+        freed.append(await in_state(engines, fresh, state, cause))
+        assert await engines.becomes_idle() == {}
+        next_s.append(await ttft_s(engines, fresh(NEXT_PROMPT_TOKENS)))
+    ratio = statistics.median(next_s) / undisturbed_s
+    worst_s = max(one.free_after_s for one in freed)
+    figure(
+        f"{state}, {cause}: free after {', '.join(f'{1e3 * one.free_after_s:.0f}' for one in freed)} ms (one prefill "
+        f"step: {1e3 * step_s:.0f} ms), tokens computed meanwhile {[int(one.tokens_after_cancel) for one in freed]}, "
+        f"then {[int(one.tokens_when_free) for one in freed]}; the next request's TTFT x {ratio:.2f}"
+    )
+    for one in freed:
+        if cause == "deadline":
+            assert_ended_by_deadline(one)
+        assert (one.tokens_seen == 0) == (state != "decoding"), f"it was not {state}: {one}"
+        # A step that runs is not broken off: what it computes counts as one step more.
+        assert one.tokens_after_cancel <= (2 * STEP_TOKENS if state != "decoding" else 2)
+        assert one.tokens_when_free == 0
+    assert worst_s <= FREE_WITHIN_S + step_s
+    assert ratio <= TTFT_RATIO
+
+
+async def in_state(engines: Engines, fresh: Callable[[int], list[int]], state: State, cause: Cause) -> Freed:
+    """One request, cancelled there."""
+    target = Target(f"cancel-{next(starts)}")
+    deadline_s = DEADLINE_S if cause == "deadline" else None
+    watch = Watch(engines)
+    if state == "queued":
+        return await _queued(engines, fresh, target, cause, deadline_s)
+    if state == "prefilling":
+        target.start(engines, body(fresh(LONG_PROMPT_TOKENS)), deadline_s)
+        await watch.until(lambda: any(name.endswith(".tasks") for name in watch.held))
+        await asyncio.sleep(IN_PREFILL_S)
+    else:
+        target.start(engines, body(fresh(SHORT_PROMPT_TOKENS)), deadline_s)
+        await watch.until(lambda: target.tokens >= 5)
+    return await cancelled(engines, target, cause, lambda held: not held)
+
+
+async def _queued(
+    engines: Engines, fresh: Callable[[int], list[int]], target: Target, cause: Cause, deadline_s: float | None
+) -> Freed:
+    """Behind another prompt that fills every step; that one goes on, and must be all that is left on the worker."""
+    watch, other = Watch(engines), Target(f"before-{next(starts)}")
+    other.start(engines, {**body(fresh(2 * LONG_PROMPT_TOKENS)), "max_tokens": 1})
+    await watch.until(lambda: any(name.endswith(".tasks") for name in watch.held))
+    target.start(engines, body(fresh(SHORT_PROMPT_TOKENS)), deadline_s)
+    await watch.until(lambda: _tasks(watch.held) == 2)
+    freed = await cancelled(engines, target, cause, lambda held: _tasks(held) == 1)
+    assert other.tokens == 0, "it was not behind the other one any more"
+    await other.leave()
+    return replace(freed, tokens_after_cancel=0.0, tokens_when_free=0.0)  # those counted are the other one's
+
+
+def _tasks(held: dict[str, float]) -> float:
+    return held.get("prefill-0.tasks", 0.0)
+
+
+def body(prompt: list[int]) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+
+
+async def test_the_server_offers_no_abort_by_request_id_unless_it_says_so(engines: Engines, figure: Figure):
+    paths = (await engines.http.get("/openapi.json")).json()["paths"]
+    closed = await engines.http.post(ABORT_PATH, json={"request_ids": ["cmpl-nobody-0"]})
+    background = {"model": engines.model, "input": "Name a colour.", "background": True, "store": True}
+    refused = await engines.http.post("/v1/responses", json=background)
+    unknown = await engines.http.post("/v1/responses/resp_nobody/cancel")
+    figure(
+        f"{ABORT_PATH}: {closed.status_code}; /v1/responses with background: {refused.status_code}; "
+        f"/v1/responses/ID/cancel of an unknown one: {unknown.status_code}"
+    )
+    assert closed.status_code == (200 if ABORT_PATH in paths else 403)
+    assert refused.status_code == 400
+    assert unknown.status_code == 404
