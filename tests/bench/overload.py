@@ -121,7 +121,8 @@ async def held_rate(client: Sender, args: argparse.Namespace, seconds: float) ->
     async def one_after_the_other() -> None:
         nonlocal finished
         while time.perf_counter() < end_s:
-            finished += (await client.send(args.prompt_tokens, args.output_tokens)).finished
+            answer = await client.send(args.prompt_tokens, args.output_tokens)
+            finished += answer.finished
 
     began_s = time.perf_counter()
     await asyncio.gather(*(one_after_the_other() for _ in range(CONCURRENT)))
