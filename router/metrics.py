@@ -87,7 +87,11 @@ class RequestMetrics:
             registry=registry,
         )
         self.rejected = Counter(
-            "ridgeline_rejected", "Requests refused before any work", ("reason",), registry=registry
+            "ridgeline_rejected",
+            "Requests refused before any work: draining, not_ready, no_worker, too_large, overload (too many), "
+            "prompt_wait, kv_blocks",
+            ("reason",),
+            registry=registry,
         )
 
         self.canaries = Counter(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -483,6 +484,19 @@ async def test_an_error_of_the_engine_reaches_the_client_as_what_it_is(error, ki
         engine.error = None
         assert len(await worker.tokens(make_task("next"))) == 3, "one bad task does not harm the next"
         assert (await worker.client.status()).tasks == 0
+
+
+async def test_only_what_was_computed_shows_that_a_worker_makes_progress():
+    engine = FakeEngine()
+    engine.error = EngineFailed("the step failed")
+    async with serving(engine) as worker:
+        with pytest.raises(EngineFailed):
+            await worker.tokens(make_task())
+        assert worker.client.last_token_s is None
+        engine.error = None
+        before_s = time.monotonic()
+        await worker.tokens(make_task("next"))
+        assert before_s <= worker.client.last_token_s <= time.monotonic()
 
 
 async def test_sampling_bytes_that_are_none_fail_their_task_only():

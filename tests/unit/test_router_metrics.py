@@ -14,7 +14,7 @@ from fake_engine import FakeClock
 
 from engine.messages import LegTiming, WorkerStatus
 from kv_transfer.handoff import FetchReceipt
-from router.metrics import RequestMetrics, WorkerCollector
+from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
 from router.pairing import KvPair
 from router.settings import PoolHardware
 from router.timeline import RequestTimeline
@@ -197,3 +197,14 @@ def test_a_pool_of_unknown_hardware_has_no_peaks(registry):
     collect(registry, worker("colocated", "c0"))
     assert value(registry, "ridgeline_workers", pool="colocated") == 1
     assert value(registry, "ridgeline_peak_flops", pool="colocated") is None
+
+
+def test_what_waits_in_the_router_is_shown_by_pool_and_a_rate_only_once_it_was_measured(registry):
+    measured = SimpleNamespace(pool="prefill", waiting=2, waiting_tokens=700, tokens_per_s=250.0)
+    unmeasured = SimpleNamespace(pool="decode", waiting=0, waiting_tokens=0, tokens_per_s=None)
+    registry.register(QueueCollector([measured, unmeasured]))
+    assert value(registry, "ridgeline_waiting_prompts", pool="prefill") == 2
+    assert value(registry, "ridgeline_waiting_prompt_tokens", pool="prefill") == 700
+    assert value(registry, "ridgeline_prompt_tokens_per_second", pool="prefill") == 250
+    assert value(registry, "ridgeline_waiting_prompts", pool="decode") == 0
+    assert value(registry, "ridgeline_prompt_tokens_per_second", pool="decode") is None

@@ -108,3 +108,13 @@ def test_a_replica_that_reported_no_times_has_no_stages(clock):
 )
 def test_tokens_are_credited_to_the_pool_that_made_them(path, mode, pools):
     assert token_pool(path, mode) == pools
+
+
+@pytest.mark.parametrize("path", ["disaggregated", "local"])
+def test_the_wait_in_the_router_belongs_to_the_queue_and_not_to_prefill(clock, path):
+    timeline = timeline_of(clock, (10.0, 1), (1, 1), path=path)
+    timeline.router_queue_s = 9.0
+    timeline.prefill_timing = LegTiming(queue_s=0.25, compute_s=0.75)
+    timeline.decode_timing = LegTiming(queue_s=0.25, compute_s=1.75)
+    stages = timeline.stages_s()
+    assert (stages["queue"], stages["prefill"]) == (9.25, 0.75)
