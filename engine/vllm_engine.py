@@ -177,7 +177,7 @@ class VllmEngine:
 
 def require_in_vocabulary(token_ids: list[int], vocabulary_tokens: int) -> None:
     """Raises InvalidTask: vLLM checks texts and HTTP bodies, not tokens given to its engine, which would break."""
-    for token in (min(token_ids), max(token_ids)):
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token < vocabulary_tokens:
             raise InvalidTask(f"token {token} is not one of the model's {vocabulary_tokens}")
 

@@ -19,25 +19,24 @@ logger = logging.getLogger(__name__)
 
 NOT_OFFERED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone")
 """Resizing the server's own engine, of which the router has none, and an interface that this model type lacks."""
-_VALIDATION = ("validate_python", "validate_json", "model_validate", "model_validate_json")
-_RAISED_BY_VALIDATORS = (AttributeError, LookupError, AssertionError, RecursionError, ArithmeticError)
-"""What a check meets that takes a value's type for granted; pydantic turns only ValueError and its own into a 422."""
+_READING = ("loads", "validate_python", "validate_json", "model_validate", "model_validate_json")
+"""Functions of json and pydantic in which a body is read."""
+_RAISED_BY_READING = (AttributeError, LookupError, AssertionError, RecursionError, ArithmeticError)
+"""By nesting without end, and by checks that take a value's type for granted; pydantic refuses only ValueErrors."""
 
 
 def install(app: Any) -> None:
     """On vLLM's FastAPI app: take away paths that can only fail; refuse bodies on which validation itself fails."""
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in NOT_OFFERED]
-    for kind in _RAISED_BY_VALIDATORS:
+    for kind in _RAISED_BY_READING:
         app.add_exception_handler(kind, _refuse_unreadable)
     app.middleware_stack = None  # vLLM has built it by now, without these; the first request builds it anew
 
 
 async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:
-    """400 if the error was raised while a body was validated; else it goes on to be a 500, as it was."""
-    functions = (
-        (frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)
-    )
-    if not any(module.startswith("pydantic.") and name in _VALIDATION for module, name in functions):
+    """400 if the error was raised while a body was read; else it goes on to be a 500, as it was."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name in _READING]
+    if not any(frame.f_globals.get("__name__", "").split(".")[0] in ("json", "pydantic") for frame in frames):
         raise error
     answer = create_error_response(f"the request cannot be understood: {error}")
     return JSONResponse(answer.model_dump(), status_code=answer.error.code)

@@ -33,7 +33,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/invocations": _CHAT,
     "/generative_scoring": {"model": "fuzzed", "query": "a", "items": ["b"], "label_token_ids": [1, 2]},
     "/v1/systemone": _CHAT,
-    "/scale_elastic_ep": {},
+    "/scale_elastic_ep": {"model": "fuzzed"},
 }
 _MOST_USED = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 REPOSITORY = Path(__file__).parents[2]
-START_S = 120.0
+START_S = 240.0
 STOP_S = 30.0
 LOG_TAIL_BYTES = 4000
 

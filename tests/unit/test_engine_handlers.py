@@ -14,6 +14,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from decode_worker.handler import DecodeHandler
 from engine.errors import EngineFailed, HandoffLost, InvalidTask
+from engine.vllm_engine import require_in_vocabulary
 from prefill_worker.handler import PrefillHandler
 
 PROMPT = [5, 6, 7]
@@ -225,3 +226,10 @@ async def test_a_notice_about_another_handoff_is_passed_over():
     engine = FakeEngine()
     engine.notices.deliver([{"handoff_id": "somebody else's", "failed": "timeout"}])
     assert len(await deltas_of(DecodeHandler(), engine, following())) == 2
+
+
+@pytest.mark.parametrize("token", [-1, 1000, 2**31, 2**63])
+def test_a_token_outside_the_vocabulary_is_refused_before_it_breaks_the_engine(token):
+    require_in_vocabulary([0, 999], 1000)
+    with pytest.raises(InvalidTask, match=str(token)):
+        require_in_vocabulary([5, token], 1000)

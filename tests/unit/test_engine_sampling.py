@@ -3,13 +3,13 @@
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 import fake_engine  # noqa: F401 - imports vLLM quietly
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
+from engine.errors import InvalidTask
 from engine.sampling import (
     decode,
     decode_leg,
@@ -184,5 +184,5 @@ def test_parameters_survive_the_wire(fields):
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", encode(SamplingParams())[:-1]])
 def test_bytes_that_are_no_parameters_are_refused(data):
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(InvalidTask):
         decode(data)

@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, model_validator
 
@@ -31,6 +31,10 @@ def make_app():
     @app.post("/fail")
     async def fail():
         return {}["nothing"]
+
+    @app.post("/by-hand")
+    async def by_hand(request: Request):
+        return await request.json()
 
     @app.post("/stream")
     async def stream(error: str):
@@ -61,6 +65,13 @@ async def test_a_body_on_which_a_validator_fails_is_refused_as_the_clients_fault
     answer = await post("/read", json=body)
     assert answer.status_code == 400
     assert "cannot be understood" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"[" * 50_000, b'{"a":' * 50_000])
+async def test_json_that_is_nested_without_end_is_refused_as_the_clients_fault(body):
+    answer = await post("/by-hand", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
 
 
 async def test_the_same_error_outside_of_validation_stays_an_error_of_the_server():
