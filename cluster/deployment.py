@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayError
 
 from cluster.actors import RouterActor, WorkerActor, WorkerReady, engine_environment
@@ -26,6 +27,8 @@ from router.settings import PoolHardware
 PLACEMENT_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
+
+LOOPBACK = "127.0.0.1"
 
 Say = Callable[[str], None]
 
@@ -85,8 +88,10 @@ async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[None]:
             )
             resource_tables = [config.router.resources, *(pool.resources for pool in config.all_pools().values())]
             resources = {name: 1000.0 for table in resource_tables for name in table}
+            _keep_ray_on_loopback()
             ray.init(
                 num_cpus=cores,
+                _node_ip_address=LOOPBACK,
                 resources=resources,
                 object_store_memory=config.ray.object_store_bytes,
                 include_dashboard=False,
@@ -103,6 +108,16 @@ async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _keep_ray_on_loopback() -> None:
+    """Before Ray is started here: have it listen on loopback only.
+
+    Whoever reaches Ray's ports can run code, and Ray opens them on all interfaces unless its address is loopback, which
+    it replaces by an outward one. It does not where it may not form a cluster; its switch for that is read at import.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 @asynccontextmanager
@@ -150,7 +165,7 @@ async def _start(plan: Plan, actors: dict[str, Any], say: Say) -> Deployment:
     hardware = await _hardware(plan, actors, say)
     router = asyncio.ensure_future(_call(actors, "router", "prepare", plan.router_settings()))
     starts = [
-        _timed_start(plan, actors, worker, "127.0.0.1" if local_only else place.host, worker_cores, say)
+        _timed_start(plan, actors, worker, LOOPBACK if local_only else place.host, worker_cores, say)
         for worker, place, worker_cores in zip(plan.workers, places, cores, strict=True)
     ]
     started = await _all_or_fail([*starts, router])

@@ -13,10 +13,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from kv_transfer.tls_files import TlsFiles
+
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
-OWN_DEPLOYMENT = ("test_processes.py", "test_faults.py", "test_tensor_parallel.py")
+OWN_DEPLOYMENT = ("test_processes.py", "test_faults.py", "test_security.py", "test_tensor_parallel.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,7 +45,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @asynccontextmanager
-async def deployed(overrides: dict[str, str]) -> AsyncIterator[Any]:
+async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> AsyncIterator[Any]:
     """One prefill and one decode worker on a free port, as deploy/local.yaml says but for the overrides."""
     from harness import Engines
     from transformers import AutoTokenizer
@@ -58,7 +60,7 @@ async def deployed(overrides: dict[str, str]) -> AsyncIterator[Any]:
         await stack.enter_async_context(ray_runtime(config))
         plan = await asyncio.to_thread(make_plan, config)
         deployment = await stack.enter_async_context(deploy(plan, print))
-        clients = [WorkerClient(row.address, f"test-{secrets.token_hex(4)}") for row in deployment.rows]
+        clients = [WorkerClient(row.address, f"test-{secrets.token_hex(4)}", tls=tls) for row in deployment.rows]
         running = [asyncio.create_task(client.run()) for client in clients]
         for client in clients:
             await client.wait_connected(10)
