@@ -23,6 +23,8 @@ from cluster.processes import ProcessId, end_processes
 from engine.messages import Health
 from router.settings import PoolHardware
 
+LOOPBACK = "127.0.0.1"
+"""Where everything listens when Ray was started here, for this machine alone."""
 PLACEMENT_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 900.0
 ANSWER_WITHIN_S = 20.0
@@ -175,7 +177,7 @@ class WorkerSlot(ActorSlot):
     async def load(self) -> WorkerReady:
         """Start a new incarnation of the engine in the process that is there. Raises DeploymentFailed."""
         assert self._place is not None
-        host = "127.0.0.1" if self._plan.config.ray.address is None else self._place.host
+        host = LOOPBACK if self._plan.config.ray.address is None else self._place.host
         config = self._plan.engine_config(self.planned, host)
         ready: WorkerReady = await self.call("start", config, self.take_cores(), self._plan.host_settings())
         self._children = ready.engine_processes

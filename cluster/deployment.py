@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
-from cluster.actor_slot import PLACEMENT_TIMEOUT_S, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
+from cluster.actor_slot import LOOPBACK, PLACEMENT_TIMEOUT_S, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
 from cluster.actors import NodePlace, WorkerReady
 from cluster.config import PoolName, RidgelineConfig
 from cluster.plan import CoreTable, PlacementError, Plan
@@ -79,8 +80,10 @@ async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[None]:
             )
             resource_tables = [config.router.resources, *(pool.resources for pool in config.all_pools().values())]
             resources = {name: 1000.0 for table in resource_tables for name in table}
+            _keep_ray_on_loopback()
             ray.init(
                 num_cpus=cores,
+                _node_ip_address=LOOPBACK,
                 resources=resources,
                 object_store_memory=config.ray.object_store_bytes,
                 include_dashboard=False,
@@ -97,6 +100,16 @@ async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _keep_ray_on_loopback() -> None:
+    """Before Ray is started here: have it listen on loopback only.
+
+    Whoever reaches Ray's ports can run code, and Ray opens them on all interfaces unless its address is loopback, which
+    it replaces by an outward one. It does not where it may not form a cluster; its switch for that is read at import.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 @asynccontextmanager

@@ -6,9 +6,11 @@ of keys are in this process. `cluster.api_keys` reads the keys themselves.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Final
 
 from starlette.requests import ClientDisconnect
@@ -19,6 +21,8 @@ from router.client_identity import ANONYMOUS, CLIENT, hash_key
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """Answered without a key, to GET and by exactly these names: for load balancers, orchestrators and Prometheus."""
 CLIENT_HASH_CHARACTERS: Final = 12
+LINGER_BYTES: Final = 64 << 20
+LINGER_S: Final = 2.0
 _POLICY_VIOLATION: Final = 1008
 _NO_KEY: Final = (
     "A valid API key is required: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`. Ask whoever runs this "
@@ -106,7 +110,7 @@ class _CountedBody:
         self._left_bytes -= len(message.get("body", b""))
         if self._left_bytes >= 0:
             return message
-        await self.refuse()
+        await self.refuse(more_to_come=message.get("more_body", False))
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
@@ -115,15 +119,32 @@ class _CountedBody:
             self._answering = True
             await self._send(message)
 
-    async def refuse(self) -> None:
+    async def refuse(self, *, more_to_come: bool = True) -> None:
         """413, and the end of the connection, since the rest of the body will not be read."""
         self.refused = True
-        if not self._answering:
-            sentence = (
-                f"The request body is longer than {self._max_bytes} bytes: send less, or have server.max_request_bytes "
-                "raised."
-            )
-            await _answer(self._send, 413, "invalid_request_error", sentence, [(b"connection", b"close")])
+        if self._answering:
+            return
+        sentence = (
+            f"The request body is longer than {self._max_bytes} bytes: send less, or have server.max_request_bytes "
+            "raised."
+        )
+        close = [(b"connection", b"close")]
+        await _answer(self._send, 413, "invalid_request_error", sentence, close, more_body=True)
+        if more_to_come:
+            await self._linger()
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _linger(self) -> None:
+        """Throw away some of what still comes: closing at once would reset the connection of a client that sends its
+        whole body before it reads, and it would never see the answer."""
+        left_bytes = LINGER_BYTES
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while left_bytes > 0:
+                    message = await self._receive()
+                    left_bytes -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
 
 
 def _is_open(scope: Scope) -> bool:
@@ -159,9 +180,11 @@ async def _refuse_without_key(scope: Scope, send: Send) -> None:
     await _answer(send, 401, "authentication_error", _NO_KEY, [challenge])
 
 
-async def _answer(send: Send, status: int, kind: str, sentence: str, headers: list[tuple[bytes, bytes]]) -> None:
+async def _answer(
+    send: Send, status: int, kind: str, sentence: str, headers: list[tuple[bytes, bytes]], *, more_body: bool = False
+) -> None:
     """An error as OpenAI's API and vLLM write it."""
     body = json.dumps({"error": {"message": sentence, "type": kind, "param": None, "code": status}}).encode()
     all_headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status, "headers": all_headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})

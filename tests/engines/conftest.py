@@ -12,12 +12,15 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from kv_transfer.tls_files import TlsFiles
+
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
 OWN_DEPLOYMENT = (
     "test_processes.py",
     "test_faults.py",
+    "test_security.py",
     "test_tensor_parallel.py",
     "test_cancel_handoff.py",
     "test_supervision.py",
@@ -49,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @asynccontextmanager
-async def deployed(overrides: dict[str, str]) -> AsyncIterator[Any]:
+async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> AsyncIterator[Any]:
     """One prefill and one decode worker on a free port, as deploy/local.yaml says but for the overrides."""
     from harness import Engines, connected
     from transformers import AutoTokenizer
@@ -63,7 +66,7 @@ async def deployed(overrides: dict[str, str]) -> AsyncIterator[Any]:
         await stack.enter_async_context(ray_runtime(config))
         plan = await asyncio.to_thread(make_plan, config)
         deployment = await stack.enter_async_context(deploy(plan, print))
-        clients = await stack.enter_async_context(connected([row.address for row in deployment.rows]))
+        clients = await stack.enter_async_context(connected([row.address for row in deployment.rows], tls))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=deployment.url, timeout=120))
         tokenizer = AutoTokenizer.from_pretrained(plan.model_path)
         yield Engines(deployment.url, plan.served_name, plan.dtype, str(plan.model_path), tokenizer, http, clients)

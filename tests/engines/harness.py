@@ -23,6 +23,7 @@ from engine import sampling
 from engine.data_plane import WorkerClient
 from engine.messages import GenerateTask, PositionLogprobs, WorkerDescription, WorkerStatus
 from kv_transfer.handoff import KvHandoff
+from kv_transfer.tls_files import TlsFiles
 
 Figure = Callable[[str], None]
 TIE_NAT = 0.1
@@ -215,9 +216,9 @@ class Engines:
 
 
 @asynccontextmanager
-async def connected(addresses: Sequence[str]) -> AsyncIterator[list[WorkerClient]]:
+async def connected(addresses: Sequence[str], tls: TlsFiles | None = None) -> AsyncIterator[list[WorkerClient]]:
     """Clients of these workers beside the router's own, with their streams up."""
-    clients = [WorkerClient(address, f"test-{secrets.token_hex(4)}") for address in addresses]
+    clients = [WorkerClient(address, f"test-{secrets.token_hex(4)}", tls=tls) for address in addresses]
     running = [asyncio.create_task(client.run()) for client in clients]
     try:
         for client in clients:

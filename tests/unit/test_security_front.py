@@ -205,6 +205,8 @@ async def test_a_body_up_to_the_limit_is_read_and_a_longer_one_refused():
     async with serving() as client:
         assert (await client.post("/v1/completions", content=bytes(LIMIT))).json()["bytes"] == LIMIT
         reply = await client.post("/v1/completions", content=bytes(LIMIT + 1))
+        longer = await client.post("/v1/completions", content=bytes(20 << 20))  # sent whole before it reads
+        assert longer.status_code == 413
     assert reply.status_code == 413
     assert "server.max_request_bytes" in reply.json()["error"]["message"]
 
