@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from engine.messages import Pool, WorkerDescription, WorkerStatus
 from kv_transfer.handoff import explain_mismatch
 from router.policy import WorkerLoad
 
+logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 0.5
 CONNECT_TIMEOUT_S = 30.0
 
@@ -126,7 +128,7 @@ class Fleet:
             for address in addresses:
                 worker = await self._open(address)
                 self._workers[worker.worker_id] = worker
-            self.kv_pairs = await _pair(self.pool("prefill"), self.pool("decode"))
+            await self._pair_all()
         await self.refresh()
         group.create_task(self._keep_fresh(), name="fleet-status")
 
@@ -183,6 +185,14 @@ class Fleet:
             await asyncio.sleep(STATUS_INTERVAL_S)
             await self.refresh()
 
+    async def _pair_all(self) -> None:
+        _check_layouts(self.pool("prefill"), self.pool("decode"))
+        for decode in self.pool("decode"):
+            pairs, refused = await _pair(self.pool("prefill"), decode)
+            if refused:
+                raise PairingRefused(refused[0])
+            self.kv_pairs += pairs
+
     async def _open(self, address: str) -> Worker:
         if self._group is None:
             raise WorkerLost("the router has not connected to its first workers yet")
@@ -205,33 +215,47 @@ class Fleet:
         await client.close()
 
     async def _pair_with_connected(self, worker: Worker) -> list[KvPair]:
-        """A worker that is away at the moment pairs when it comes back."""
+        """One that is away or hangs now is no obstacle: it pairs when it comes back. Raises PairingRefused."""
         others = [one for one in self.workers if one.client.connected and one.worker_id != worker.worker_id]
-        prefills = [one for one in (*others, worker) if one.pool == "prefill"]
-        decodes = [one for one in (*others, worker) if one.pool == "decode"]
-        if worker.pool == "prefill":
-            return await _pair([worker], decodes)
-        return await _pair(prefills, [worker] if worker.pool == "decode" else [])
+        prefills = [worker] if worker.pool == "prefill" else [one for one in others if one.pool == "prefill"]
+        decodes = [worker] if worker.pool == "decode" else [one for one in others if one.pool == "decode"]
+        _check_layouts(prefills, decodes)
+        pairs: list[KvPair] = []
+        for decode in decodes:
+            try:
+                paired, refused = await _pair(prefills, decode)
+            except WorkerLost as error:
+                paired, refused = [], [f"{decode.worker_id}: {error}"]
+            pairs += paired
+            for sentence in refused:
+                logger.warning("not paired for now: %s", sentence)
+        return pairs
 
     def _pairs_without(self, worker_id: str) -> list[KvPair]:
         return [pair for pair in self.kv_pairs if worker_id not in (pair.prefill, pair.decode)]
 
 
-async def _pair(prefills: list[Worker], decodes: list[Worker]) -> list[KvPair]:
-    """Every decode worker agrees with every prefill worker on what will carry the bytes, before any request."""
+def _check_layouts(prefills: list[Worker], decodes: list[Worker]) -> None:
     for prefill in prefills:
         for decode in decodes:
             sentence = explain_mismatch(prefill.description.layout, decode.description.layout)
             if sentence is not None:
                 raise PairingRefused(f"{prefill.worker_id} and {decode.worker_id} cannot exchange KV: {sentence}")
+
+
+async def _pair(prefills: list[Worker], decode: Worker) -> tuple[list[KvPair], list[str]]:
+    """A decode worker agrees with prefill workers on what will carry the bytes, before any request; and refusals.
+
+    Raises WorkerLost if the decode worker does not answer.
+    """
     sources = {address: worker for worker in prefills for address in worker.description.transfer_addresses}
-    pairs: list[KvPair] = []
-    for decode in decodes:
-        answer = await decode.client.pair(list(sources))
-        for address, sentence in answer.refused.items():
-            raise PairingRefused(f"{sources[address].worker_id} and {decode.worker_id} cannot exchange KV: {sentence}")
-        for address, (transport, why) in answer.paired.items():
-            pair = KvPair(sources[address].worker_id, decode.worker_id, transport, why)
-            if pair not in pairs:
-                pairs.append(pair)
-    return pairs
+    answer = await decode.client.pair(list(sources))
+    refused = [
+        f"{sources[address].worker_id} and {decode.worker_id} cannot exchange KV: {sentence}"
+        for address, sentence in answer.refused.items()
+    ]
+    pairs = [
+        KvPair(sources[address].worker_id, decode.worker_id, transport, why)
+        for address, (transport, why) in answer.paired.items()
+    ]
+    return list(dict.fromkeys(pairs)), refused  # each rank has an address of its own
