@@ -30,6 +30,7 @@ START_TIMEOUT_S = 900.0
 ANSWER_WITHIN_S = 20.0
 REMOTE_END_WITHIN_S = 30.0
 RETRY_S = 0.2
+STOP_WITHIN_S = 5.0
 
 
 class DeploymentFailed(RuntimeError):
@@ -131,8 +132,8 @@ class ActorSlot:
         with suppress(RayError):
             await self._actor.stop.remote()
 
-    async def retire(self) -> None:
-        """End it, and Ray starts no other."""
+    async def kill(self) -> None:
+        """End it now, and Ray starts no other."""
         ray.kill(self._actor, no_restart=True)
         await self.end()
 
@@ -192,8 +193,11 @@ class WorkerSlot(ActorSlot):
             raise DeploymentFailed(str(error)) from error
 
     async def retire(self) -> None:
-        """End it, and Ray starts no other; its cores are free."""
-        await super().retire()
+        """End it for good, gently if it is able to; its cores are free."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_WITHIN_S):
+                await self.stop()
+        await self.kill()
         self._cores.give_back(self.name)
 
 

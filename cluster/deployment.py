@@ -205,4 +205,4 @@ async def _stop(workers: list[WorkerSlot], router: RouterSlot) -> None:
         stopping = [asyncio.ensure_future(slot.stop()) for slot in slots]
         if stopping:
             await asyncio.wait(stopping, timeout=within_s)
-    await asyncio.gather(*(slot.retire() for slot in (router, *workers)))
+    await asyncio.gather(*(slot.kill() for slot in (router, *workers)))

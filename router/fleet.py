@@ -12,9 +12,10 @@ from engine.data_plane import OnUnclaimed, WorkerClient
 from engine.errors import WorkerLost
 from engine.messages import Pool, WorkerDescription, WorkerStatus
 from kv_transfer.tls_files import TlsFiles
-from router.pairing import KvPair, PairingRefused, pair
+from router.pairing import KvPair, PairingRefused, pair_all, pair_newcomer
 from router.policy import NoWorker, Score, WorkerLoad, pick
 
+logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 0.5
 CONNECT_TIMEOUT_S = 30.0
 RECOVERY_POLL_S = 0.1
@@ -119,7 +120,7 @@ class Fleet:
             for address in addresses:
                 worker = await self._open(address)
                 self._workers[worker.worker_id] = worker
-            self.kv_pairs = await pair(self.pool("prefill"), self.pool("decode"))
+            self.kv_pairs = await pair_all(self.pool("prefill"), self.pool("decode"))
         await self.refresh()
         group.create_task(self._keep_fresh(), name="fleet-status")
 
@@ -193,6 +194,14 @@ class Fleet:
             await asyncio.sleep(STATUS_INTERVAL_S)
             await self.refresh()
 
+    async def _pair_all(self) -> None:
+        _check_layouts(self.pool("prefill"), self.pool("decode"))
+        for decode in self.pool("decode"):
+            pairs, refused = await _pair(self.pool("prefill"), decode)
+            if refused:
+                raise PairingRefused(refused[0])
+            self.kv_pairs += pairs
+
     async def _open(self, address: str) -> Worker:
         if self._group is None:
             raise WorkerLost("the router has not connected to its first workers yet")
@@ -215,13 +224,11 @@ class Fleet:
         await client.close()
 
     async def _pair_with_connected(self, worker: Worker) -> list[KvPair]:
-        """A worker that is away at the moment pairs when it comes back."""
+        """One that is away or hangs now is no obstacle: it pairs when it comes back. Raises PairingRefused."""
         others = [one for one in self.workers if one.client.connected and one.worker_id != worker.worker_id]
-        prefills = [one for one in (*others, worker) if one.pool == "prefill"]
-        decodes = [one for one in (*others, worker) if one.pool == "decode"]
-        if worker.pool == "prefill":
-            return await pair(prefills, decodes, new=worker)
-        return await pair(prefills, [worker] if worker.pool == "decode" else [], new=worker)
+        prefills = [one for one in (*others, worker) if one.pool == "prefill"]  # all: what is not named is forgotten
+        decodes = [worker] if worker.pool == "decode" else [one for one in others if one.pool == "decode"]
+        return await pair_newcomer(prefills, decodes)
 
     def _pairs_without(self, worker_id: str) -> list[KvPair]:
         return [pair for pair in self.kv_pairs if worker_id not in (pair.prefill, pair.decode)]

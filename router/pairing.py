@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,7 +13,7 @@ from engine.errors import WorkerLost
 from engine.messages import WorkerDescription
 from kv_transfer.handoff import explain_mismatch
 
-UNSURE_S = 1.0
+logger = logging.getLogger(__name__)
 
 
 class PairingRefused(Exception):
@@ -41,39 +41,38 @@ class Connected(Protocol):
     def worker_id(self) -> str: ...
 
 
-async def pair(
-    prefills: Sequence[Connected], decodes: Sequence[Connected], new: Connected | None = None
-) -> list[KvPair]:
+async def pair_all(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> list[KvPair]:
     """Every decode worker agrees with every prefill worker on what will carry the bytes, before any request.
 
-    Raises PairingRefused or WorkerLost. If one is `new`, the others serve meanwhile and may be lost meanwhile: those
-    pair when they come back.
+    Raises PairingRefused or WorkerLost.
     """
     _check_layouts(prefills, decodes)
-    sources = {address: worker for worker in prefills for address in worker.description.transfer_addresses}
     pairs: list[KvPair] = []
     for decode in decodes:
-        try:
-            answer = await decode.client.pair(list(sources))
-        except WorkerLost:
-            if new in (None, decode):
-                raise
-            continue
-        for address, sentence in answer.refused.items():
-            if new is not None and await _is_lost(sources[address]):
-                continue
-            raise PairingRefused(f"{sources[address].worker_id} and {decode.worker_id} cannot exchange KV: {sentence}")
-        for address, (transport, why) in answer.paired.items():
-            pair = KvPair(sources[address].worker_id, decode.worker_id, transport, why)
-            if pair not in pairs:
-                pairs.append(pair)
+        paired, refused = await _pair(prefills, decode)
+        if refused:
+            raise PairingRefused(refused[0])
+        pairs += paired
     return pairs
 
 
-async def _is_lost(worker: Connected) -> bool:
-    """Its peer could not reach it: its connection to us breaks about as soon."""
-    await asyncio.sleep(UNSURE_S)
-    return not worker.client.connected
+async def pair_newcomer(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> list[KvPair]:
+    """The same while requests are served, when one of them is new and any other may be lost at this moment.
+
+    Who cannot be paired now pairs when it comes back, or when it first fetches. Raises PairingRefused only if a KV
+    layout differs, which no waiting mends.
+    """
+    _check_layouts(prefills, decodes)
+    pairs: list[KvPair] = []
+    for decode in decodes:
+        try:
+            paired, refused = await _pair(prefills, decode)
+        except WorkerLost as error:
+            paired, refused = [], [f"{decode.worker_id}: {error}"]
+        pairs += paired
+        for sentence in refused:
+            logger.warning("not paired for now: %s", sentence)
+    return pairs
 
 
 def _check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> None:
@@ -81,3 +80,18 @@ def _check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) 
         sentence = explain_mismatch(prefill.description.layout, decode.description.layout)
         if sentence is not None:
             raise PairingRefused(f"{prefill.worker_id} and {decode.worker_id} cannot exchange KV: {sentence}")
+
+
+async def _pair(prefills: Sequence[Connected], decode: Connected) -> tuple[list[KvPair], list[str]]:
+    """What was agreed, and a sentence for each refusal. Raises WorkerLost if the decode worker does not answer."""
+    sources = {address: worker for worker in prefills for address in worker.description.transfer_addresses}
+    answer = await decode.client.pair(list(sources))
+    refused = [
+        f"{sources[address].worker_id} and {decode.worker_id} cannot exchange KV: {sentence}"
+        for address, sentence in answer.refused.items()
+    ]
+    pairs = [
+        KvPair(sources[address].worker_id, decode.worker_id, transport, why)
+        for address, (transport, why) in answer.paired.items()
+    ]
+    return list(dict.fromkeys(pairs)), refused  # each rank has an address of its own

@@ -108,6 +108,13 @@ def test_every_rank_on_a_cpu_is_a_process_that_needs_memory_and_the_cache_is_sha
     assert caches[0] == caches[1]
 
 
+def test_workers_that_may_share_cores_need_no_more_than_the_largest_of_them():
+    settings = {"pools__prefill__workers": "4", "pools__decode__cores_per_worker": "2"}
+    assert any("6 cores are needed" in sentence for sentence in failures_on(GOOD_CPU_HOST, config_with(**settings)))
+    shared = checks(config_with(**settings, ray__share_cores="true"), GOOD_CPU_HOST)
+    assert [result.detail for result in shared if result.name == "cores"] == ["2 needed, 4 usable"]
+
+
 def test_ranks_need_more_shared_memory():
     config = config_with(pools__decode__tensor_parallel="3", pools__decode__cores_per_worker="3")
     (sentence,) = failures_on(but(shared_memory_free_bytes=300 * 1024**2), config)

@@ -26,7 +26,7 @@ from router.admin import admin_routes
 async def admin(caller="127.0.0.1", callers_are_known=False, **layouts):
     """(HTTP client, hosts, fleet, app) of a router with these workers."""
     layouts = layouts or {"prefill": LAYOUT, "decode": LAYOUT}
-    async with asyncio.timeout(20), hosts(**layouts) as started, a_fleet([host.address for host in started]) as fleet:
+    async with asyncio.timeout(60), hosts(**layouts) as started, a_fleet([host.address for host in started]) as fleet:
         app = FastAPI()
         app.include_router(admin_routes(fleet, callers_are_known=callers_are_known))
         transport = httpx.ASGITransport(app, client=(caller, 5))
@@ -116,10 +116,10 @@ async def test_the_command_tells_what_is_held_until_the_worker_is_gone():
         await eventually(lambda: started[0]._engine.running)
         console = Console(file=io.StringIO(), width=100)
         draining = asyncio.create_task(drain(f"{url}/v1", "prefill-0", 5, force=False, console=console))
-        await eventually(lambda: "draining: 1 requests" in console.file.getvalue())
+        await eventually(lambda: "draining: 1 requests" in console.file.getvalue(), 20)
         started[0]._engine.step()
         await leg
-        await eventually(lambda: started[0].failure() == "drained")
+        await eventually(lambda: started[0].failure() == "drained", 20)
         assert not draining.done()
         await fleet.remove("prefill-0")  # the supervisor's part
         await draining

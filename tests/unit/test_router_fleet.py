@@ -137,6 +137,37 @@ async def test_a_worker_that_came_back_different_or_not_at_all_changes_nothing(m
         assert before.load().connected
 
 
+async def test_a_worker_comes_back_also_while_another_one_hangs(monkeypatch):
+    monkeypatch.setattr("engine.data_plane.PAIR_DEADLINE_S", 0.3)
+
+    async def hang(addresses, transport=None):
+        await asyncio.sleep(60)
+
+    async with (
+        asyncio.timeout(20),
+        hosts(prefill=LAYOUT, decode=LAYOUT) as old,
+        hosts(prefill=LAYOUT) as new,
+        a_fleet([host.address for host in old]) as fleet,
+    ):
+        old[1]._engine.pair = hang
+        await fleet.replace(new[0].address, "stalled")
+        assert fleet.get("prefill-0").client.address == new[0].address
+        assert fleet.kv_pairs == []
+
+
+async def test_a_source_that_a_decode_worker_cannot_reach_now_does_not_keep_it_away():
+    async with (
+        asyncio.timeout(20),
+        hosts(prefill=LAYOUT, decode=LAYOUT) as old,
+        hosts(decode=LAYOUT) as new,
+        a_fleet([host.address for host in old]) as fleet,
+    ):
+        msgspec.structs.force_setattr(fleet.get("prefill-0").description, "transfer_addresses", ["refuse:1"])
+        await fleet.replace(new[0].address, "actor_died")
+        assert fleet.get("decode-0").client.address == new[0].address
+        assert fleet.kv_pairs == []
+
+
 async def test_a_prefill_and_a_decode_worker_that_come_back_at_once_find_each_other():
     layouts = {"prefill": LAYOUT, "decode": LAYOUT}
     async with (
