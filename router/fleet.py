@@ -15,7 +15,6 @@ from kv_transfer.tls_files import TlsFiles
 from router.pairing import KvPair, PairingRefused, pair_all, pair_newcomer
 from router.policy import NoWorker, Score, WorkerLoad, pick
 
-logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 0.5
 CONNECT_TIMEOUT_S = 30.0
 RECOVERY_POLL_S = 0.1
@@ -193,14 +192,6 @@ class Fleet:
         while True:
             await asyncio.sleep(STATUS_INTERVAL_S)
             await self.refresh()
-
-    async def _pair_all(self) -> None:
-        _check_layouts(self.pool("prefill"), self.pool("decode"))
-        for decode in self.pool("decode"):
-            pairs, refused = await _pair(self.pool("prefill"), decode)
-            if refused:
-                raise PairingRefused(refused[0])
-            self.kv_pairs += pairs
 
     async def _open(self, address: str) -> Worker:
         if self._group is None:

@@ -151,11 +151,11 @@ def test_a_release_that_would_fill_the_sources_memory_is_refused(source, told):
 
 
 @pytest.mark.parametrize("ranks", [0, -1, -(2**63)])
-def test_a_layout_of_no_ranks_is_a_mismatch(source, ranks):
+def test_a_layout_of_no_ranks_is_refused(source, ranks):
     request = request_for("r")
     layout = msgspec.structs.replace(LAYOUT, tensor_parallel_size=ranks)
     message = msgspec.msgpack.encode(msgspec.structs.replace(request, layout=layout))
-    assert refusal(source, grpc_wire.FETCH, message, timeout=5).reason == errors.LAYOUT_MISMATCH
+    assert refusal(source, grpc_wire.FETCH, message, timeout=5).reason == errors.BAD_REQUEST
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xc1", INVALID_UTF_8, NESTED])
