@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 GONE_WITHIN_S = 10.0
+RESOURCE_TRACKER = "resource_tracker"
 SAME_START_S = 2.0
 """Start times are computed from the boot time, which moves when the clock is set."""
 
@@ -33,7 +34,11 @@ def this_process() -> ProcessId:
 
 
 def end_processes(processes: Sequence[ProcessId]) -> list[int]:
-    """SIGKILL these and all below them, also if they are stopped; the pids of those that are still there after 10 s."""
+    """SIGKILL these and all below them, also if they are stopped; the pids of those that are still there after 10 s.
+
+    Python's resource trackers are left to end by themselves, which they do when what they track for is gone: they take
+    its semaphores out of /dev/shm.
+    """
     found: list[psutil.Process] = []
     for process in processes:
         found += _with_descendants(process)
@@ -51,7 +56,8 @@ def _with_descendants(process: ProcessId) -> list[psutil.Process]:
         found = psutil.Process(process.pid)
         if abs(found.create_time() - process.started_s) > SAME_START_S:
             return []
-        return [found, *found.children(recursive=True)]
+        below = found.children(recursive=True)
+        return [found, *(child for child in below if RESOURCE_TRACKER not in " ".join(child.cmdline()))]
     except psutil.NoSuchProcess:
         return []
 

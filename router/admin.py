@@ -97,12 +97,13 @@ def _row(worker: Worker) -> dict[str, Any]:
 
 
 async def _from_this_machine(request: Request) -> None:
+    """Neither another machine, nor a page in a browser on this one, which may be anybody's."""
     caller = request.client.host if request.client else ""
     try:
         local = ipaddress.ip_address(caller).is_loopback
     except ValueError:
         local = False
-    if not local:
+    if not local or "origin" in request.headers:
         raise HTTPException(
             HTTPStatus.FORBIDDEN, "without API keys this is answered to callers on the server's own machine only"
         )

@@ -44,6 +44,9 @@ from router.settings import PoolHardware, RouterSettings
 
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 2
+KEEP_ALIVE_S = 75
+"""Longer than clients and proxies keep an idle connection (5 to 60 s): who closes first must not be the one that is
+asked next, or a request is lost between the two."""
 
 
 class _Stopped(Exception):
@@ -197,6 +200,7 @@ class Router:
             ws="none",
             log_level="warning",
             access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=LAST_WORDS_S,
         )
 
@@ -204,7 +208,7 @@ class Router:
         app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
         app_gaps.install(app)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
-        app.include_router(admin_routes(self._fleet))
+        app.include_router(admin_routes(self._fleet, callers_are_known=bool(self._settings.api_key_hashes)))
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
         app.add_route("/ready", ready_endpoint(self._readiness), methods=["GET"])
 

@@ -82,7 +82,7 @@ class Attempt:
         """A worker that computes the prompt, once it is this prompt's turn."""
         timeline, request = answer.timeline, tasks.request
         began_s = timeline.clock()
-        async with self._queues[pool].turn(request.client, tasks.num_tokens, urgent=request.urgent) as turn:
+        async with self._queues[pool].turn(request.client, tasks.num_tokens, urgent=tasks.urgent) as turn:
             timeline.router_queue_s += timeline.clock() - began_s
             timeline.state = "prefilling"
             yield turn
@@ -184,6 +184,8 @@ class _Tasks:
         self.resample = sampling.resample_reason(request.params)
         self.mode: FirstToken = "continue" if self.resample is None else "resample"
         self.request = request
+        self.urgent = request.urgent or number > 0
+        """A client that has waited once, and perhaps has half of its answer, does not wait again behind others."""
         self.num_tokens = len(request.prompt_token_ids) + len(answer.token_ids)
         """What this attempt has to compute before the next token, if no cache has any of it."""
         self._answer = answer

@@ -22,6 +22,8 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """Answered without a key, to GET and by exactly these names: for load balancers, orchestrators and Prometheus."""
 CLIENT_HASH_CHARACTERS: Final = 12
 LINGER_BYTES: Final = 64 << 20
+BODY_PART_WITHIN_S: Final = 30.0
+"""A client that sends its body slower, part by part, is not waited for."""
 LINGER_S: Final = 2.0
 _POLICY_VIOLATION: Final = 1008
 _NO_KEY: Final = (
@@ -82,7 +84,7 @@ class BodyLimit:
             return
         body = _CountedBody(self._max_bytes, receive, send)
         if _announced_bytes(scope) > self._max_bytes:
-            await body.refuse()
+            await body.refuse_length()
             return
         try:
             await self._app(scope, body.receive, body.send)
@@ -100,17 +102,25 @@ class _CountedBody:
         self._receive = receive
         self._send = send
         self._answering = False
+        self._whole = False
         self.refused = False
 
     async def receive(self) -> Message:
         """The next part of the body."""
         if self.refused:
             return {"type": "http.disconnect"}
-        message = await self._receive()
+        try:
+            async with asyncio.timeout(None if self._whole else BODY_PART_WITHIN_S):
+                message = await self._receive()
+        except TimeoutError:
+            await self._refuse(408, f"No part of the request body came for {BODY_PART_WITHIN_S:g} s: send it at once.")
+            return {"type": "http.disconnect"}
+        more = message.get("more_body", False)
+        self._whole = not more
         self._left_bytes -= len(message.get("body", b""))
         if self._left_bytes >= 0:
             return message
-        await self.refuse(more_to_come=message.get("more_body", False))
+        await self.refuse_length(more_to_come=more)
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
@@ -119,17 +129,21 @@ class _CountedBody:
             self._answering = True
             await self._send(message)
 
-    async def refuse(self, *, more_to_come: bool = True) -> None:
-        """413, and the end of the connection, since the rest of the body will not be read."""
-        self.refused = True
-        if self._answering:
-            return
+    async def refuse_length(self, *, more_to_come: bool = True) -> None:
+        """413."""
         sentence = (
             f"The request body is longer than {self._max_bytes} bytes: send less, or have server.max_request_bytes "
             "raised."
         )
+        await self._refuse(413, sentence, more_to_come=more_to_come)
+
+    async def _refuse(self, status: int, sentence: str, *, more_to_come: bool = False) -> None:
+        """And the end of the connection, since the rest of the body will not be read."""
+        self.refused = True
+        if self._answering:
+            return
         close = [(b"connection", b"close")]
-        await _answer(self._send, 413, "invalid_request_error", sentence, close, more_body=True)
+        await _answer(self._send, status, "invalid_request_error", sentence, close, more_body=True)
         if more_to_come:
             await self._linger()
         await self._send({"type": "http.response.body", "body": b""})

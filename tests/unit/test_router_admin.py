@@ -93,6 +93,13 @@ async def test_without_keys_only_callers_on_this_machine_are_answered(path):
         assert await status(http) in (200, 202)
 
 
+async def test_without_keys_a_page_in_a_browser_of_this_machine_drains_nothing():
+    async with admin() as (http, started, _, _):
+        page = {"origin": "http://elsewhere.example"}
+        assert (await http.post("/ridgeline/drain", json={"worker": "prefill-0"}, headers=page)).status_code == 403
+        assert started[0].failure() == ""
+
+
 # --- the command
 
 

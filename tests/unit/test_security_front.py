@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route
 
+import router.guard
 from cluster.api_keys import ApiKeyError, api_key_hashes, open_to_all
 from router.client_identity import CLIENT, hash_key
 from router.guard import guarded
@@ -226,6 +227,14 @@ async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long_and_never_kep
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 413
         fits = await client.post("/v1/completions", content=(part async for part in _parts(4)))
         assert fits.json()["bytes"] == LIMIT
+
+
+async def test_a_body_that_stops_in_the_middle_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(router.guard, "BODY_PART_WITHIN_S", 0.2)
+    async with serving() as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+        answer = await raw(client.port, head, b"half")
+        assert answer.split()[1] == b"408", answer
 
 
 async def _parts(count):
