@@ -45,7 +45,8 @@ class WorkerSide:
         self._num_blocks = int(first.shape[0])
         self._service = TransferService(layers, layout, options, shared)
         self._service.start()
-        self._warm_up()
+        if options.faults is None:  # else it would be about the faults, and leave hand-offs to their leases
+            self._warm_up()
         self._receipts = FetchReceipts()
         self._pairing: tuple[str, Future[dict[str, PairedTransport | str]]] | None = None
 

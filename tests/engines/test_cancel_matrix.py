@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -18,7 +19,9 @@ from cancelling import (
     CAUSES,
     DEADLINE_S,
     FREE_WITHIN_S,
+    GIVE_UP_S,
     NEXT_PROMPT_TOKENS,
+    POLL_S,
     Cause,
     Freed,
     State,
@@ -110,16 +113,27 @@ async def in_state(engines: Engines, fresh: Callable[[int], list[int]], state: S
 async def _queued(
     engines: Engines, fresh: Callable[[int], list[int]], target: Target, cause: Cause, deadline_s: float | None
 ) -> Freed:
-    """Behind another prompt that fills every step; that one goes on, and must be all that is left on the worker."""
+    """In the router, behind a prompt that fills its worker; that one goes on, and must be all that is left."""
     watch, other = Watch(engines), Target(f"before-{next(starts)}")
     other.start(engines, {**body(fresh(2 * LONG_PROMPT_TOKENS)), "max_tokens": 1})
     await watch.until(lambda: any(name.endswith(".tasks") for name in watch.held))
     target.start(engines, body(fresh(SHORT_PROMPT_TOKENS)), deadline_s)
-    await watch.until(lambda: _tasks(watch.held) == 2)
+    await _waiting(engines, 1)
+    forgotten = asyncio.create_task(_waiting(engines, 0))
     freed = await cancelled(engines, target, cause, lambda held: _tasks(held) == 1)
+    free_after_s = await forgotten - (target.sent_s + freed.lived_s)
     assert other.tokens == 0, "it was not behind the other one any more"
     await other.leave()
-    return replace(freed, tokens_after_cancel=0.0, tokens_when_free=0.0)  # those counted are the other one's
+    # The tokens that were counted are the other one's.
+    return replace(freed, free_after_s=max(0.0, free_after_s), tokens_after_cancel=0.0, tokens_when_free=0.0)
+
+
+async def _waiting(engines: Engines, count: int) -> float:
+    """When so many prompts wait in the router, on the monotonic clock."""
+    async with asyncio.timeout(GIVE_UP_S):
+        while (await engines.metrics()).sum("ridgeline_waiting_prompts") != count:
+            await asyncio.sleep(POLL_S)
+    return time.monotonic()
 
 
 def _tasks(held: dict[str, float]) -> float:

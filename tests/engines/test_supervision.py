@@ -1,7 +1,7 @@
 """Workers and the router are killed, stopped and sent away; what should come back does, and the server goes on.
 
-One `ridgeline serve` with two workers in each pool for all of these tests, which follow one another: more engines than
-cores, so only what happens counts here, not how fast.
+One `ridgeline serve` with a prefill worker and two decode workers for all of these tests, which follow one another:
+more engines than cores, so only what happens counts here, not how fast.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Stream:
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
     settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    with serving("--prefill", "2", "--decode", "2", *settings) as serve:
+    with serving("--prefill", "1", "--decode", "2", *settings) as serve:
         one = Deployed(serve, serve.wait_ready())
         one.completes()
         yield one
@@ -213,10 +213,10 @@ def test_a_worker_that_is_drained_finishes_its_request_and_leaves_for_good(deplo
 
 
 def test_sigterm_to_a_worker_drains_it(deployed: Deployed):
-    processes = [deployed.engine("prefill-1"), psutil.Process(deployed.workers()["prefill-1"]["pid"])]
+    processes = [deployed.engine("prefill-0"), psutil.Process(deployed.workers()["prefill-0"]["pid"])]
     processes[1].terminate()
-    deployed.serve.wait_said("prefill-1 has drained and is gone", 30)
+    deployed.serve.wait_said("prefill-0 has drained and is gone", 30)
     assert still_there(processes, 5) == []
-    assert "prefill-1" not in deployed.workers()
-    assert not re.search("prefill-1 is gone .*restarting", deployed.serve.output)
+    assert "prefill-0" not in deployed.workers()
+    assert not re.search("prefill-0 is gone .*restarting", deployed.serve.output)
     deployed.completes()
