@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import hypothesis  # noqa: F401 - its plugin would import it after the last test, where Python 3.11 failed to parse it once
+import hypothesis  # noqa: F401 - else its plugin does after the last test, where Python 3.11 once failed to parse it
 import pytest
 import pytest_asyncio
 

@@ -131,7 +131,7 @@ async def _queued(
 async def _waiting(engines: Engines, count: int) -> float:
     """When so many prompts wait in the router, on the monotonic clock."""
     async with asyncio.timeout(GIVE_UP_S):
-        while (await engines.metrics()).sum("ridgeline_waiting_prompts") != count:
+        while (await engines.metrics()).sum("ridgeline_waiting_prompts") != count:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
     return time.monotonic()
 

@@ -173,8 +173,7 @@ async def workers() -> AsyncIterator[tuple[Workers, Fleet, Orchestrator]]:
     except* _Over:
         pass
     finally:
-        for host in running.hosts.values():
-            await host.stop()
+        await asyncio.gather(*(host.stop() for host in running.hosts.values()))
 
 
 # --- how each fault is brought about; `at` is the worker that has the request, if any
