@@ -113,9 +113,18 @@ class Freed:
 
 
 async def cancelled(
-    engines: Engines, target: Target, cause: Cause, is_free: Callable[[dict[str, float]], bool]
+    engines: Engines,
+    target: Target,
+    cause: Cause,
+    is_free: Callable[[dict[str, float]], bool],
+    *,
+    in_step: bool = False,
 ) -> Freed:
-    """Cancel a request that is in its state, or wait for its deadline, and watch until `is_free` of what is held."""
+    """Cancel a request that is in its state, or wait for its deadline, and watch until `is_free` of what is held.
+
+    An engine tells what it holds when a step ends. `in_step`: one that computes for the request is running, so what was
+    told before its end does not count.
+    """
     assert target.task is not None
     watch = Watch(engines)
     await watch.look()
@@ -131,7 +140,9 @@ async def cancelled(
         assert reply.status_code == 200, reply.text
     await watch.look()
     computed_at_cancel = watch.computed_tokens
-    free_s = await watch.until(lambda: is_free(watch.held))
+    free_s = await watch.until(
+        lambda: is_free(watch.held) and (not in_step or watch.computed_tokens > computed_at_cancel)
+    )
     computed_when_free = watch.computed_tokens
     await asyncio.sleep(QUIET_S)
     await watch.look()

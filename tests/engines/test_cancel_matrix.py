@@ -104,9 +104,9 @@ async def in_state(engines: Engines, fresh: Callable[[int], list[int]], state: S
         target.start(engines, body(fresh(LONG_PROMPT_TOKENS)), deadline_s)
         await watch.until(lambda: any(name.endswith(".tasks") for name in watch.held))
         await asyncio.sleep(IN_PREFILL_S)
-    else:
-        target.start(engines, body(fresh(SHORT_PROMPT_TOKENS)), deadline_s)
-        await watch.until(lambda: target.tokens >= 5)
+        return await cancelled(engines, target, cause, lambda held: not held, in_step=True)
+    target.start(engines, body(fresh(SHORT_PROMPT_TOKENS)), deadline_s)
+    await watch.until(lambda: target.tokens >= 5)
     return await cancelled(engines, target, cause, lambda held: not held)
 
 
@@ -123,7 +123,10 @@ async def _queued(
     freed = await cancelled(engines, target, cause, lambda held: _tasks(held) == 1)
     free_after_s = await forgotten - (target.sent_s + freed.lived_s)
     assert other.tokens == 0, "it was not behind the other one any more"
+    await watch.look()
+    before = watch.computed_tokens
     await other.leave()
+    await watch.until(lambda: not watch.held and watch.computed_tokens > before)  # the step it had begun
     # The tokens that were counted are the other one's.
     return replace(freed, free_after_s=max(0.0, free_after_s), tokens_after_cancel=0.0, tokens_when_free=0.0)
 
