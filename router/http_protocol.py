@@ -22,14 +22,14 @@ class BoundedHeads(HttpToolsProtocol):
     """One connection."""
 
     _in_head = True
-    _head_ended = False
+    _part_ended = False
     _head_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Parse, then count what belongs to a head that has not ended; not what follows one in the same read."""
-        self._head_ended = False
+        """Parse, then count what belongs to a head that has not ended; not what a read has besides the end of one."""
+        self._part_ended = False
         super().data_received(data)
-        if self._head_ended:
+        if self._part_ended:
             self._head_bytes = 0
         elif self._in_head:
             self._head_bytes += len(data)
@@ -39,10 +39,10 @@ class BoundedHeads(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A body follows, or the next request's head."""
-        self._in_head, self._head_ended = False, True
+        self._in_head, self._part_ended = False, True
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """What comes now is a head."""
-        self._in_head = True
+        self._in_head, self._part_ended = True, True
         super().on_message_complete()

@@ -48,8 +48,8 @@ def _app():
 
 
 @asynccontextmanager
-async def serving(*keys):
-    app = guarded(_app(), [hash_key(key.encode()) for key in keys], LIMIT)
+async def serving(*keys, limit=LIMIT):
+    app = guarded(_app(), [hash_key(key.encode()) for key in keys], limit)
     config = uvicorn.Config(app, port=0, http=BoundedHeads, ws="none", log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
@@ -240,6 +240,21 @@ async def test_a_body_that_stops_in_the_middle_is_not_waited_for(monkeypatch):
 async def _parts(count):
     for _ in range(count):
         yield bytes(1024)
+
+
+async def test_a_body_longer_than_a_head_may_be_is_no_head_however_it_arrives():
+    size = 3 * MAX_HEAD_BYTES
+    async with serving(limit=size) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n".encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        for _ in range(2):  # the second request on the same connection
+            writer.write(head)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.write(bytes(size))
+            await writer.drain()
+            assert (await reader.readuntil(b"}")).split()[1] == b"200"
+        writer.close()
 
 
 async def test_a_head_that_does_not_end_is_refused_and_many_short_ones_are_not():
