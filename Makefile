@@ -31,7 +31,7 @@ lint: setup      ## ruff, mypy strict, import rules
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 unit: setup      ## tests of pure logic, under a minute
-	@$(BIN)/pytest -q -n 2 tests/unit
+	@$(BIN)/pytest -q -n 2 --durations=10 tests/unit
 
 transports: setup ## every KV transport against the conformance suite; dead peers, faults, a shaped and a cut network link
 	@$(BIN)/pytest -q -n 2 tests/conformance
@@ -42,7 +42,7 @@ fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer 
 
 test: lint model unit transports ## everything, real engines on real Ray included
 	@$(BIN)/pytest -q tests/fuzz
-	@$(BIN)/pytest -v tests/engines
+	@$(BIN)/pytest -v --durations=40 tests/engines
 
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
 	@$(BIN)/python -m tests.bench.unloaded_ttft
