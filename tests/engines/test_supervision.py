@@ -77,7 +77,7 @@ class Stream:
 
     def __init__(self, url: str, num_tokens: int = 900) -> None:
         self.lines: list[str] = []
-        self._request = {**body(num_tokens), "stream": True}
+        self._request = {**body(num_tokens), "stream": True, "stream_options": {"include_usage": True}}
         self._thread = threading.Thread(target=self._read, args=(url,), daemon=True)
         self._thread.start()
         deadline_s = time.monotonic() + 30
@@ -189,17 +189,19 @@ def ridgeline_drain(url: str, worker: str, *arguments: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def test_a_worker_that_is_drained_finishes_its_request_and_leaves_for_good(deployed: Deployed, figure: Figure):
+def test_a_worker_that_is_drained_gives_its_request_to_another_and_leaves_for_good(deployed: Deployed, figure: Figure):
     stream = Stream(deployed.url, 80)
     busy = next(row["worker"] for row in deployed.workers().values() if row["pool"] == "decode" and row["tasks"])
     other = {"decode-0": "decode-1", "decode-1": "decode-0"}[busy]
     processes = [deployed.engine(busy), psutil.Process(deployed.workers()[busy]["pid"])]
     began_s = time.monotonic()
-    status, said = ridgeline_drain(deployed.url, busy, "--timeout-s", "60")
+    status, said = ridgeline_drain(deployed.url, busy, "--timeout-s", "1")
     figure(f"drained in {time.monotonic() - began_s:.1f} s")
     assert (status, said.splitlines()[-1]) == (0, f"{busy} is gone"), said
     assert stream.end()[-1] == "data: [DONE]"
     assert not any("error" in line for line in stream.lines)
+    assert any('"completion_tokens":80' in line for line in stream.lines[-3:]), stream.lines[-3:]
+    assert deployed.metrics().sum("ridgeline_retries_total", state="decoding", cause="draining") == 1
     assert still_there(processes, 5) == []
     deployed.serve.wait_said(f"{busy} has drained and is gone", 5)
     assert busy not in deployed.workers()
