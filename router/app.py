@@ -33,6 +33,7 @@ from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet
 from router.guard import guarded
 from router.http_protocol import BoundedHeads
+from router.loop_lag import LoopLag
 from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
 from router.pairing import KvPair, PairingRefused
@@ -77,6 +78,8 @@ class Router:
             )
         )
         REGISTRY.register(QueueCollector(self._queues.values()))
+        self._lag = LoopLag()
+        REGISTRY.register(self._lag)
         self._hardware: dict[Pool, PoolHardware] = {}
         self._stop = asyncio.Event()
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -159,6 +162,7 @@ class Router:
         with _bound_socket(self._settings.host, self._settings.port) as sock:
             await self._fleet.connect(worker_addresses, group)
             group.create_task(self._releaser.run(), name="handoff-releaser")
+            group.create_task(self._lag.watch(), name="loop-lag")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
             app = guarded(await self._build_app(), self._settings.api_key_hashes, self._settings.max_request_bytes)

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from cluster.cli import app
 from engine.messages import WorkerStatus
+from router.loop_lag import LoopLag
 from router.metrics import _WORKER_COUNTERS, QueueCollector, RequestMetrics, WorkerCollector
 from router.pairing import KvPair
 from router.settings import PoolHardware
@@ -93,7 +94,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
     restarts = {("decode-0", "stalled"): 1}
     workers = WorkerCollector(lambda: [worker], lambda: hardware, lambda: 0, lambda: PAIRS, lambda: restarts)
-    for family in (*workers.collect(), *QueueCollector([queue]).collect()):
+    for family in (*workers.collect(), *QueueCollector([queue]).collect(), *LoopLag().collect()):
         sample = family.samples[0]
         rows.append((sample.name, family.type, ", ".join(sample.labels), family.documentation))
     return rows
