@@ -25,9 +25,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
+from router.loop_lag import LoopLag
 from tests.chaos import verify
 from tests.chaos.deployment import can_cut_connections
 from tests.chaos.drive import Load
@@ -112,7 +114,9 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     def say(sentence: str) -> None:
         console.print(f"{time.monotonic() - began_s:6.0f} s  {sentence}", highlight=False)
 
-    signs = asyncio.create_task(_progress(setup, load, injector, say))
+    lag = LoopLag()
+    watching = asyncio.create_task(lag.watch())
+    signs = asyncio.create_task(_progress(setup, load, injector, lag, say))
     hurting = asyncio.create_task(injector.run(say))
     loading = asyncio.create_task(load.run(options.users, options.think_s, options.arrivals_per_s))
     try:
@@ -125,9 +129,10 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     except TimeoutError:
         outcome.violations.append(f"{load.running} requests had not ended {ENDS_WITHIN_S:.0f} s after the last one")
     finally:
-        for task in (signs, hurting, loading):
+        helpers = (watching, signs, hurting, loading)
+        for task in helpers:
             task.cancel()
-        await asyncio.gather(signs, hurting, loading, return_exceptions=True)
+        await asyncio.gather(*helpers, return_exceptions=True)
     outcome.violations += injector.violations
     if setup.deployment.serve.process.poll() is not None:
         return  # `stop` says so
@@ -164,14 +169,23 @@ async def _check_afterwards(setup: Running, outcome: Outcome, say: Any) -> None:
     outcome.violations += outcome.scores.wrong
 
 
-async def _progress(setup: Running, load: Load, injector: Injector, say: Any) -> None:
+async def _router_lag_s(setup: Running) -> float:
+    try:
+        return (await setup.deployment.metrics()).sum("ridgeline_loop_lag_seconds")
+    except httpx.TransportError:
+        return -1.0
+
+
+async def _progress(setup: Running, load: Load, injector: Injector, lag: LoopLag, say: Any) -> None:
+    """What is late in the last minute: the router's event loop, and ours, which would delay what we measure."""
     while True:
         await asyncio.sleep(PROGRESS_EVERY_S)
         ends = verify.endings(load.records)
-        rss_mib = footprint(setup.deployment.router()).rss_bytes / MIB
+        rss_mib = (await asyncio.to_thread(lambda: footprint(setup.deployment.router()))).rss_bytes / MIB
         say(
             f"{len(load.records)} done ({', '.join(f'{count} {end}' for end, count in ends.most_common())}), "
-            f"{load.running} running, {len(injector.faults)} faults, router {rss_mib:.0f} MiB"
+            f"{load.running} running, {len(injector.faults)} faults, router {rss_mib:.0f} MiB, "
+            f"late at most {await _router_lag_s(setup):.2f} s; we {lag.worst_s:.2f} s"
         )
 
 

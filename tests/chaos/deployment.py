@@ -76,8 +76,7 @@ class Deployment:
         """The workers whose actors run, by name. One that does not answer, because it still starts, is left out."""
         if self.serve.process.poll() is not None:
             return []
-        actors = [process for process in descendants(self.serve.process.pid) if alive(process)]
-        actors = [process for process in actors if name_of(process).startswith(WORKER)]
+        actors = await asyncio.to_thread(self._actors)
         self._members = {actor: member for actor, member in self._members.items() if actor in actors}
         for actor in actors:
             if actor not in self._members:
@@ -86,6 +85,11 @@ class Deployment:
                     self._members[actor] = Member(found[0], found[1], actor)
         members = sorted(self._members.values(), key=lambda member: (member.worker_id, member.actor.pid))
         return [member for member in members if pool in (None, member.pool)]
+
+    def _actors(self) -> list[psutil.Process]:
+        """On a thread: the command line of a process that maps memory cannot be read until it has, for seconds."""
+        actors = [process for process in descendants(self.serve.process.pid) if alive(process)]
+        return [process for process in actors if name_of(process).startswith(WORKER)]
 
     def router(self) -> psutil.Process:
         """The process that serves HTTP."""
@@ -97,8 +101,7 @@ class Deployment:
 
     async def full(self, pool: str, size: int, without: frozenset[int] = frozenset()) -> bool:
         """Whether `size` whole workers of that pool run, none of these processes among them, and the router has all."""
-        members = [member for member in await self.members(pool) if member.whole]
-        pids = {member.actor.pid for member in members} | {e.pid for m in members if (e := m.engine()) is not None}
+        members, pids = await asyncio.to_thread(_whole, await self.members(pool))
         if len({member.worker_id for member in members}) != size or pids & without:
             return False
         try:
@@ -131,13 +134,24 @@ class Deployment:
             ]
 
 
+def _whole(members: list[Member]) -> tuple[list[Member], set[int]]:
+    """Those of which both processes run, and the pids of these."""
+    engines = [(member, engine) for member in members if alive(member.actor) and (engine := member.engine())]
+    pids = {process.pid for member, engine in engines for process in (member.actor, engine)}
+    return [member for member, _ in engines], pids
+
+
+def _listening(actor: psutil.Process) -> list[int]:
+    return sorted({c.laddr.port for c in actor.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr})
+
+
 async def _described(actor: psutil.Process) -> tuple[WorkerDescription, str] | None:
     """Ask every port it listens on; one is ours, the others are Ray's and do not know the question."""
     try:
-        ports = {c.laddr.port for c in actor.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr}
+        ports = await asyncio.to_thread(_listening, actor)
     except psutil.NoSuchProcess:
         return None
-    for port in sorted(ports):
+    for port in ports:
         address = f"127.0.0.1:{port}"
         client = WorkerClient(address, "chaos-probe")
         try:
