@@ -17,7 +17,7 @@ from kv_transfer.base import FetchProgress, FetchRequest, Pull, Puller, SourceCo
 from kv_transfer.blocks import BlockPool
 from kv_transfer.codec import make_codec
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout, explain_mismatch
-from kv_transfer.names import WireDtype
+from kv_transfer.names import AS_THEY_ARE, WireDtype
 from kv_transfer.ranks import RankPart, parts_for_rank, readers_per_source
 
 FOLLOW_LIMIT_S: Final = 590.0
@@ -94,6 +94,8 @@ class KvFetcher:
                 continue
             obstacle = puller.obstacle(source)
             if obstacle is None:
+                if self._wire_dtype != "none" and puller.name in AS_THEY_ARE:
+                    obstacles.append(f"copies blocks as they are, wire_dtype {self._wire_dtype} is not used")
                 return Pairing(source, puller, "; ".join(obstacles))
             obstacles.append(f"not {puller.name}: {obstacle}")
         raise errors.TransferFailed(

@@ -279,3 +279,27 @@ def test_a_taken_port_and_a_wrong_layout_are_refused_at_start():
         make_service(block_bytes=65)
     with pytest.raises(ValueError, match="unknown KV transport"):
         make_service(transport="pigeon")
+
+
+def test_a_source_that_is_gone_is_forgotten_with_what_was_mapped_of_it(pair):
+    prefill, _, decode, _ = pair
+    paired = decode.pair([prefill.address]).result(5)[prefill.address]
+    assert not isinstance(paired, str)
+    kept = [getattr(puller, "_mapped", {}) for puller in decode._fetcher._pullers]
+    assert sum(map(len, kept)) == (paired.transport == "shm")
+    assert decode.pair([]).result(5) == {}
+    assert decode._fetcher._pairings == {}
+    assert not any(kept)
+    decode.start_fetch("d", offer(prefill, "p", [3]), 0, [7])  # it was not gone after all
+    _, receipts = collect(decode, lambda _sent, receipts: receipts)
+    assert receipts["d"].outcome == "ok"
+
+
+def test_a_pair_that_copies_blocks_as_they_are_says_that_no_encoding_is_used():
+    kv_dtype = {"kv_dtype": "bfloat16"}
+    source, asking = make_service("auto", **kv_dtype), make_service("auto", wire_dtype="int8", **kv_dtype)
+    paired = asking[0].pair([source[0].address]).result(5)[source[0].address]
+    for service in (asking[0], source[0]):
+        service.close()
+    assert not isinstance(paired, str)
+    assert (paired.transport, "wire_dtype int8 is not used" in paired.why) == ("shm", True)
