@@ -81,6 +81,7 @@ class WorkerClient:
         self._channel = open_aio_channel(address, OPTIONS, tls)
         self._streams: dict[str, asyncio.Queue[TokenDelta | WorkerLost]] = {}
         self._attached = asyncio.Event()
+        self._closed = False
         self._why_lost = ""
         self._aborts: asyncio.Queue[str] = asyncio.Queue()
         self.last_token_s: float | None = None
@@ -156,6 +157,7 @@ class WorkerClient:
 
     async def close(self) -> None:
         """Close the channel and fail what is still open; call after `run` has been cancelled."""
+        self._closed = True
         self._lose(f"the worker at {self.address} has left")
         await self._channel.close()
 
@@ -217,8 +219,16 @@ class WorkerClient:
         method = self._channel.unary_unary(
             f"/{SERVICE}/{name}", request_serializer=encode, response_deserializer=decoder(kind)
         )
+        if self._closed:
+            raise WorkerLost(f"the worker at {self.address} has left")
         try:
             reply = await method(message, timeout=deadline_s)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # A channel that is closed cancels its calls: nobody has cancelled us, and the request must not just vanish.
+            raise WorkerLost(f"the worker at {self.address} has left") from None
         except grpc.aio.AioRpcError as error:
             why = why_refused(error.details())
             raise WorkerLost(f"{name} at {self.address}: {error.code().name}: {why}") from error

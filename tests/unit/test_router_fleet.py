@@ -119,6 +119,25 @@ async def test_a_request_on_a_worker_that_is_replaced_or_removed_is_told_that_it
             assert fleet.workers == []
 
 
+async def test_a_call_under_way_when_its_worker_is_removed_fails_and_is_not_cancelled(monkeypatch):
+    asked = asyncio.Event()
+
+    async def never(self, request):
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(WorkerHost, "_submit", never)
+    async with asyncio.timeout(20), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+        client = fleet.get("decode-0").client
+        leg = asyncio.ensure_future(anext(client.generate(make_task())))
+        await asked.wait()
+        await fleet.remove("decode-0")
+        with pytest.raises(WorkerLost, match="has left"):
+            await leg
+        with pytest.raises(WorkerLost, match="has left"):
+            await anext(client.generate(make_task("another")))
+
+
 async def test_a_worker_that_came_back_different_or_not_at_all_changes_nothing(monkeypatch):
     monkeypatch.setattr("router.fleet.CONNECT_TIMEOUT_S", 0.5)
     other = msgspec.structs.replace(LAYOUT, isa="vec")
