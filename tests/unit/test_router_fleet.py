@@ -13,6 +13,7 @@ from fake_engine import LAYOUT, eventually, make_task
 from small_fleet import Done, a_fleet, hosts
 
 from engine.errors import WorkerLost
+from engine.host import WorkerHost
 from engine.messages import WorkerDescription, WorkerStatus
 from router.fleet import Fleet, Worker
 from router.pairing import KvPair, PairingRefused
