@@ -44,7 +44,7 @@ def conversations(draw: st.DrawFn) -> list[bytes]:
 
 def check_conversation(said: list[bytes]) -> None:
     """Every chunk let through lies inside what was asked for, none twice; whole means that all came."""
-    place, landed, reason = _Place(LAYERS, BLOCKS), set(), errors.CORRUPTED
+    place, landed, reason = _Place(LAYERS, BLOCKS, most_in_chunk=BLOCKS), set(), errors.CORRUPTED
     try:
         for message in said:
             told = grpc_wire.read_answer(_decode_told, message, "fuzz")
