@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.engines
 def test_the_converted_default_model_loads_with_its_chat_template(tmp_path: Path):
     code = (
         "from cluster.model_store import prepare_model\n"
@@ -23,5 +26,5 @@ def test_the_converted_default_model_loads_with_its_chat_template(tmp_path: Path
     architecture, chat = result.stdout.splitlines()
     assert architecture == "LlamaForCausalLM <|im_end|> 49152"
     assert "<|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant\\n" in chat
-    (path,) = [path for path in cache.iterdir() if path.is_dir()]
+    (path,) = [path for path in (tmp_path / "ridgeline" / "models").iterdir() if path.is_dir()]
     assert (path / "model.safetensors").stat().st_size == pytest.approx(269e6, rel=0.01)

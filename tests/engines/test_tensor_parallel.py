@@ -25,7 +25,7 @@ import pytest
 import pytest_asyncio
 import torch
 from conftest import CONFIG, TEXT
-from harness import TIE_NAT, Engines, Figure, _held
+from harness import TIE_NAT, Engines, Figure, held
 from prometheus_client import CollectorRegistry
 from served import body, descendants, serving, still_there
 from tiny_model import NUM_KV_HEADS, NUM_LAYERS, make_tiny_model
@@ -124,7 +124,7 @@ class Split:
         """What any engine still holds, a second after the last step that could tell."""
         for _ in range(20):
             statuses = [await engine.client.status() for engine in self.engines.values()]
-            left = {name: value for status in statuses for name, value in _held(status).items() if value}
+            left = {name: value for status in statuses for name, value in held(status).items() if value}
             if not left:
                 break
             await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""`ridgeline bench transfer`: what it prints, writes and refuses. The measurement itself: `tests/conformance/test_kv_measure.py`."""
+"""`ridgeline bench transfer`: what it prints, writes and refuses; `tests/conformance/test_kv_measure.py` measures."""
 
 import io
 import json

