@@ -27,7 +27,7 @@ import torch
 from conftest import CONFIG, TEXT
 from harness import TIE_NAT, Engines, Figure, held
 from prometheus_client import CollectorRegistry
-from served import body, descendants, serving, still_there
+from serve_process import body, descendants, serving, still_there
 from tiny_model import NUM_KV_HEADS, NUM_LAYERS, make_tiny_model
 from vllm.sampling_params import SamplingParams
 
