@@ -54,6 +54,8 @@ class ActorSlot:
         self._place: NodePlace | None = None
         self._children: tuple[ProcessId, ...] = ()
         """Processes below the actor's that must not outlive it."""
+        self._files: tuple[str, ...] = ()
+        """And files."""
 
     async def find_place(self) -> NodePlace:
         """Where Ray put the actor's process, once there is one that has not been here before.
@@ -117,12 +119,13 @@ class ActorSlot:
             return
         processes = [*self._children, place.process]
         if place.node_id == ray.get_runtime_context().get_node_id():
-            await asyncio.to_thread(end_processes, processes)
+            await asyncio.to_thread(end_processes, processes, self._files)
             return
         there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         try:
             async with asyncio.timeout(REMOTE_END_WITHIN_S):
-                await ray.remote(end_processes).options(num_cpus=0, scheduling_strategy=there).remote(processes)
+                end_there = ray.remote(end_processes).options(num_cpus=0, scheduling_strategy=there)
+                await end_there.remote(processes, self._files)
         except (RayError, TimeoutError):
             # The node is gone, or as good as: Ray then starts the actor on another one.
             ray.kill(self._actor, no_restart=False)
@@ -182,6 +185,7 @@ class WorkerSlot(ActorSlot):
         config = self._plan.engine_config(self.planned, host)
         ready: WorkerReady = await self.call("start", config, self.take_cores(), self._plan.host_settings())
         self._children = ready.engine_processes
+        self._files = ready.semaphores
         return ready
 
     async def start_again(self) -> str:

@@ -14,7 +14,7 @@ import psutil
 import ray
 
 from cluster.api_keys import KEYS_VARIABLE
-from cluster.processes import RESOURCE_TRACKER, ProcessId, this_process
+from cluster.processes import RESOURCE_TRACKER, ProcessId, semaphores_of, this_process
 from cluster.sigterm import on_sigterm
 from engine.config import EngineConfig, HostSettings
 from engine.messages import Health, Pool
@@ -55,6 +55,8 @@ class WorkerReady:
     num_kv_blocks: int
     cores: tuple[int, ...]
     engine_processes: tuple[ProcessId, ...] = ()
+    semaphores: tuple[str, ...] = ()
+    """Files that its processes have made and that must not outlive them."""
 
 
 def engine_environment(cores: int, *, on_cpu: bool, ranks: int = 1) -> dict[str, str]:
@@ -122,7 +124,8 @@ class WorkerActor:
         self._host = host
         engines = _engine_processes()
         pids = tuple(process.pid for process in engines)
-        return WorkerReady(address, os.getpid(), pids, engine.num_kv_blocks, cores, engines)
+        semaphores = semaphores_of((os.getpid(), *pids))
+        return WorkerReady(address, os.getpid(), pids, engine.num_kv_blocks, cores, engines, semaphores)
 
     async def failure(self) -> Health:
         """Whether it must be replaced, and why. Without a host this process has taken the place of one that died."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -33,11 +34,32 @@ def this_process() -> ProcessId:
     return ProcessId.of(psutil.Process())
 
 
-def end_processes(processes: Sequence[ProcessId]) -> list[int]:
+def semaphores_of(pids: Sequence[int]) -> tuple[str, ...]:
+    """Files of the named semaphores that these processes have made so far; they outlive a SIGKILL.
+
+    Python's resource tracker would remove them, but Ray may kill it along with an actor that it watches. A mapping has
+    the name that the file had at first, so that it is known by its inode.
+    """
+    inodes = {
+        int(line.split()[4])
+        for pid in pids
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        if "/dev/shm/sem." in line
+    }
+    return tuple(str(path) for path in Path("/dev/shm").glob("sem.mp-*") if _inode(path) in inodes)
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def end_processes(processes: Sequence[ProcessId], files: Sequence[str] = ()) -> list[int]:
     """SIGKILL these and all below them, also if they are stopped; the pids of those that are still there after 10 s.
 
-    Python's resource trackers are left to end by themselves, which they do when what they track for is gone: they take
-    its semaphores out of /dev/shm.
+    Then remove the files they leave behind. Python's resource trackers end by themselves.
     """
     found: list[psutil.Process] = []
     for process in processes:
@@ -48,6 +70,8 @@ def end_processes(processes: Sequence[ProcessId]) -> list[int]:
     give_up_s = time.monotonic() + GONE_WITHIN_S
     while (left := [one.pid for one in found if _runs(one)]) and time.monotonic() < give_up_s:
         time.sleep(0.02)
+    for file in files:
+        Path(file).unlink(missing_ok=True)
     return left
 
 

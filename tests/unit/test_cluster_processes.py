@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 
-from cluster.processes import ProcessId, end_processes, this_process
+from cluster.processes import ProcessId, end_processes, semaphores_of, this_process
 
 SLEEP = "import time; time.sleep(60)"
 FAMILY = f"""
@@ -39,3 +40,17 @@ def test_a_process_that_is_gone_already_is_no_error():
         name = ProcessId.of(psutil.Process(process.pid))
         process.wait(10)
     assert end_processes([name]) == []
+
+
+def test_a_semaphore_of_a_process_whose_tracker_was_killed_too_does_not_stay():
+    code = "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); print(1, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(60)"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        [semaphore] = semaphores_of((process.pid,))
+        for tracker in psutil.Process(process.pid).children():
+            tracker.kill()
+        assert Path(semaphore).exists()
+        assert end_processes([ProcessId.of(psutil.Process(process.pid))], [semaphore]) == []
+        assert not Path(semaphore).exists()
+        process.wait(5)
