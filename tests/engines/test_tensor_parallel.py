@@ -172,7 +172,7 @@ async def test_serve_runs_an_engine_of_two_ranks_and_after_sigkill_of_one_leaves
     pool = {"workers": "1", "tensor_parallel": "2", "cores_per_worker": "2", "kv_cache_bytes": "64 MiB"}
     flags = [f"pools.colocated.{name}={value}" for name, value in pool.items()]
     flags += [f"model.path={model}", "model.served_name=smollm2-135m"]
-    flags += [f"model.max_model_len_tokens={MAX_MODEL_LEN_TOKENS}"]
+    flags += [f"model.max_model_len_tokens={MAX_MODEL_LEN_TOKENS}", "supervision.max_restarts=0"]
     with serving("--mode", "colocated", *(word for flag in flags for word in ("--set", flag))) as serve:
         url = await asyncio.to_thread(serve.wait_ready)
         (worker,) = serve.table().values()
