@@ -14,7 +14,7 @@ import psutil
 import ray
 
 from cluster.api_keys import KEYS_VARIABLE
-from cluster.processes import RESOURCE_TRACKER, ProcessId, semaphores_of, this_process
+from cluster.processes import ProcessId, is_tracker, semaphores_of, this_process
 from cluster.sigterm import on_sigterm
 from engine.config import EngineConfig, HostSettings
 from engine.messages import Health, Pool
@@ -215,5 +215,5 @@ def _place() -> NodePlace:
 def _engine_processes() -> tuple[ProcessId, ...]:
     """The engine's processes below this one, without Python's own resource tracker."""
     children = psutil.Process().children(recursive=True)
-    engines = (child for child in children if RESOURCE_TRACKER not in " ".join(child.cmdline()))
+    engines = (child for child in children if not is_tracker(child))
     return tuple(sorted((ProcessId.of(child) for child in engines), key=lambda process: process.pid))

@@ -80,10 +80,17 @@ def _with_descendants(process: ProcessId) -> list[psutil.Process]:
         found = psutil.Process(process.pid)
         if abs(found.create_time() - process.started_s) > SAME_START_S:
             return []
-        below = found.children(recursive=True)
-        return [found, *(child for child in below if RESOURCE_TRACKER not in " ".join(child.cmdline()))]
+        return [found, *(child for child in found.children(recursive=True) if not is_tracker(child))]
     except psutil.NoSuchProcess:
         return []
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Python's resource tracker of some process; not if it has ended, or nobody has collected it yet."""
+    try:
+        return RESOURCE_TRACKER in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _runs(process: psutil.Process) -> bool:
