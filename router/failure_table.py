@@ -1,7 +1,7 @@
 """What happens to a request in each state on each fault: one row each. `docs/failures.md` and tests are made from it.
 
 `tests/unit/test_failure_table.py` runs every row on real gRPC hosts and checks what it says; a row that it cannot bring
-about fails the suite. The rows that end in an engine or in the KV transfer also run on real engines.
+about fails the suite. Real engines meet some of these faults in `tests/engines`, by tests of their own.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ prompt only while the prompt tokens it still has to compute are below a window; 
 client with nothing else waiting starts after at most W + L tokens that the worker has already, and Q + L tokens of each
 other client that has prompts waiting. More workers only make it sooner.
 
-Called by the orchestrator; `admission.py` reads how long a prompt would wait.
+Called by `attempt.py`; `admission.py` reads how long a prompt would wait.
 """
 
 from __future__ import annotations
