@@ -1,4 +1,4 @@
-"""The chaos run, two minutes of it: `make chaos` is the long one. Not part of `make test` yet, which has 40 minutes."""
+"""The chaos run, two minutes of it: `make chaos` is the long one."""
 
 from __future__ import annotations
 

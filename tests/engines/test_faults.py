@@ -15,13 +15,13 @@ pytestmark = [pytest.mark.engines, pytest.mark.asyncio]
 NUM_HANDOFFS = 500
 NUM_LONG = 5
 CONCURRENCY = 8
-OUTPUT_TOKENS = 5
+OUTPUT_TOKENS = 4
 PLAN = "seed=11,delay=0.10,drop=0.02,corrupt=0.06,cut=0.06,longest_delay_s=0.2,longest_drop_s=0.5"
 
 
 def prompts_of(text: list[int]) -> list[list[int]]:
     rng = random.Random(500)
-    lengths = [rng.randint(33, 60) for _ in range(NUM_HANDOFFS - NUM_LONG)] + [700] * NUM_LONG
+    lengths = [rng.randint(8, 40) for _ in range(NUM_HANDOFFS - NUM_LONG)] + [700] * NUM_LONG
     rng.shuffle(lengths)
     starts = [rng.randrange(len(text) - 800) for _ in lengths]
     return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]

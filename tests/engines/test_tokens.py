@@ -14,7 +14,7 @@ from harness import TIE_NAT, Engines, Figure, Increase, first_difference
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
-NUM_OUTPUT_TOKENS = 8
+NUM_OUTPUT_TOKENS = 6
 PREFILL_STEP_TOKENS = 512
 TRANSPORTS = ("shm", "grpc", "collective")
 
