@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +28,8 @@ from kv_transfer.names import WIRE_DTYPES
 LAYERS, BLOCKS, BLOCK_BYTES, HEADS = 2, 12, 128, 2
 CANARY = 0xA5
 MOST_ALLOCATED_BYTES = 2 << 20
+ONE_IN = 8
+"""Of the examples, whose allocations are traced: tracing is slow, and each start of it keeps 0.7 KiB for good."""
 FRAME_BYTES = 3 * BLOCK_BYTES
 LAYOUT = KvLayout(
     model="m",
@@ -133,18 +138,29 @@ def check_stream(stream: Stream) -> None:
         pool, stream.targets, FetchProgress(started_s=0.0), make_codec(stream.wire_dtype, LAYOUT, BLOCK_BYTES)
     )
     reason = errors.CORRUPTED
-    tracemalloc.start()  # only here: it makes everything several times slower
     try:
-        for frame in stream.frames:
-            reader.accept(frame)
-        reader.finish()
+        with little_memory_taken(traced=zlib.crc32(b"".join(stream.frames)) % ONE_IN == 0):
+            for frame in stream.frames:
+                reader.accept(frame)
+            reader.finish()
     except errors.TransferFailed as error:
         reason = error.reason
-    finally:
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
     assert reason == errors.CORRUPTED, f"refused as {reason}"
-    assert peak_bytes < MOST_ALLOCATED_BYTES, f"{peak_bytes} bytes were allocated"
     untouched = [block + 1 for block in range(BLOCKS) if block not in stream.targets]
     assert (memory[:, [0, -1]] == CANARY).all(), "bytes beside the pool were written"
     assert (memory[:, untouched] == CANARY).all(), "blocks that were not asked for were written"
+
+
+@contextmanager
+def little_memory_taken(traced: bool) -> Iterator[None]:
+    """AssertionError if what runs inside takes more than `MOST_ALLOCATED_BYTES` at any time."""
+    if not traced:
+        yield
+        return
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak_bytes < MOST_ALLOCATED_BYTES, f"{peak_bytes} bytes were allocated"
