@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from samples import kv_layout
 
 from kv_transfer import errors, frames
 from kv_transfer.base import KvSource
@@ -33,19 +34,13 @@ LEASE_S = 30.0
 
 def make_layout(**changes) -> KvLayout:
     fields = {
-        "model": "m",
-        "dtype": "bfloat16",
         "kv_dtype": "auto",
         "block_size_tokens": 4,
         "num_layers": NUM_LAYERS,
         "num_kv_heads": 4,
         "block_bytes": BLOCK_BYTES,
-        "layout": "LBHNC",
-        "isa": "amx",
-        "engine_version": "0.32.0",
-        "tensor_parallel_size": 1,
     }
-    return KvLayout(**(fields | changes))
+    return kv_layout(**fields | changes)
 
 
 def make_pool(num_blocks: int = 32, num_layers: int = NUM_LAYERS, block_bytes: int = BLOCK_BYTES, seed: int = 0):

@@ -2,15 +2,11 @@
 
 import asyncio
 import dataclasses
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from certificates import Authority
 from check_transport import (
     LONG,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from conftest import deployed
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from certificates import Authority
+from conftest import deployed
 
 from engine.data_plane import WorkerClient
 from engine.errors import WorkerLost

@@ -27,6 +27,7 @@ import torch
 from conftest import CONFIG, TEXT
 from harness import TIE_NAT, Engines, Figure, held
 from prometheus_client import CollectorRegistry
+from samples import router_settings
 from serve_process import body, descendants, serving, still_there
 from tiny_model import NUM_KV_HEADS, NUM_LAYERS, make_tiny_model
 from vllm.sampling_params import SamplingParams
@@ -51,7 +52,6 @@ from router.metrics import RequestMetrics
 from router.orchestrator import Orchestrator
 from router.prefill_queue import prompt_queues
 from router.releaser import HandoffReleaser
-from router.settings import RouterSettings
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
@@ -86,20 +86,13 @@ class Split:
         self.text = text
         clients = [engines["prefill", 1].client, engines["decode", 1].client]
         self.whole = Engines("", "", dtype, model_path, None, None, clients)  # type: ignore[arg-type]
-        self.settings = RouterSettings(
+        self.settings = router_settings(
             model_path=model_path,
             served_name="tiny",
             dtype=dtype,
             max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
-            host="127.0.0.1",
-            port=0,
-            mode="disaggregated",
             request_deadline_s=60.0,
             max_outstanding_requests=16,
-            overlap=True,
-            min_remote_prefill_tokens=0,
-            prefill_window_tokens=1024,
-            max_prompt_wait_s=30.0,
             recovery_timeout_s=60.0,
             ready_deadline_s=10.0,
         )

@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from samples import kv_layout
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import engine.connector
@@ -29,19 +31,7 @@ from engine.stall import StallWatch
 from kv_transfer.handoff import KvHandoff, KvLayout
 from kv_transfer.service import PairedTransport
 
-LAYOUT = KvLayout(
-    model="fake",
-    dtype="bfloat16",
-    kv_dtype="bfloat16",
-    block_size_tokens=32,
-    num_layers=2,
-    num_kv_heads=2,
-    block_bytes=1024,
-    layout="LBHNC",
-    isa="amx",
-    engine_version="0",
-    tensor_parallel_size=1,
-)
+LAYOUT = kv_layout(model="fake")
 TIMING = LegTiming(queue_s=0.25, compute_s=0.5)
 
 

@@ -1,15 +1,11 @@
 """The `ridgeline` command: exit status, a sentence that names the fix, and nothing started when something is wrong."""
 
 import json
-import sys
-from pathlib import Path
 
-import pytest
-from typer.testing import CliRunner
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 import fake_engine  # noqa: F401 - imports vLLM quietly
+import pytest
 import ray
+from typer.testing import CliRunner
 
 import cluster.cli
 import cluster.loadtest_commands

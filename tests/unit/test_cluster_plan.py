@@ -1,14 +1,9 @@
 """What will run where: cores, and the settings made from the one configuration."""
 
-import sys
-from pathlib import Path
-
+import fake_engine  # noqa: F401 - imports vLLM quietly
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-import fake_engine  # noqa: F401 - imports vLLM quietly
 
 from cluster import plan as plan_module
 from cluster.actors import NodePlace

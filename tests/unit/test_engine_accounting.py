@@ -1,12 +1,8 @@
 """What each engine step is counted as: kinds, phases, wall time, and the roofline's figures by hand."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import FakeClock
 
 from engine.accounting import StepAccountant

@@ -3,14 +3,10 @@
 A prompt of 70 tokens in blocks of 32: three blocks.
 """
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import LAYOUT, make_handoff
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus

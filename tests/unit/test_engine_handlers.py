@@ -1,14 +1,10 @@
 """The two roles: what each asks of its engine for a task, and what it passes on."""
 
 import asyncio
-import sys
 from contextlib import aclosing
-from pathlib import Path
 
 import msgspec
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import TIMING, FakeEngine, eventually, make_handoff, make_task, next_token
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 

@@ -2,18 +2,14 @@
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 
 import grpc
 import grpc.aio
 import msgspec
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import LAYOUT, FakeClock, FakeEngine, FakeStats, eventually, make_handoff, make_task
 
 from decode_worker.handler import DecodeHandler

@@ -1,16 +1,11 @@
 """Log-probabilities through the wire: what the router's output processor gets equals what the engine's own made."""
 
-import sys
-from pathlib import Path
-
+import fake_engine  # noqa: F401 - imports vLLM quietly
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-import fake_engine  # noqa: F401 - imports vLLM quietly
 from vllm.logprobs import append_logprobs_for_next_position
 
 from engine import logprobs

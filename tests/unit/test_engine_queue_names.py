@@ -1,9 +1,7 @@
 """A queue between an engine process and its ranks works without a name, so that nothing stays when all are killed."""
 
-import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 import fake_engine  # noqa: F401 - imports vLLM quietly
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 

@@ -1,12 +1,7 @@
 """The sampling parameters of a request's two legs."""
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 import fake_engine  # noqa: F401 - imports vLLM quietly
+import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from engine.errors import InvalidTask

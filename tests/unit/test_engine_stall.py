@@ -1,9 +1,5 @@
 """Idle, working and standing still are three things."""
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import FakeClock
 
 from engine.stall import StallWatch

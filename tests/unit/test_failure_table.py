@@ -6,18 +6,16 @@ The fake engine's tokens are a function of everything before them, so a lost or 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import TIMING, FakeEngine, engine_config, eventually, make_handoff, next_token
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from samples import router_settings
 from vllm.sampling_params import SamplingParams
 
 from decode_worker.handler import DecodeHandler
@@ -33,27 +31,10 @@ from router.fleet import Fleet
 from router.metrics import RequestMetrics
 from router.orchestrator import DeadlineExceeded, Orchestrator
 from router.prefill_queue import prompt_queues
-from router.settings import RouterSettings
 
 PROMPT = list(range(70))
 OUTPUT_TOKENS = 6
-SETTINGS = RouterSettings(
-    model_path="m",
-    served_name="m",
-    dtype="bfloat16",
-    max_model_len_tokens=4096,
-    host="127.0.0.1",
-    port=0,
-    mode="disaggregated",
-    request_deadline_s=30.0,
-    max_outstanding_requests=10,
-    recovery_timeout_s=10.0,
-    prefill_window_tokens=1024,
-    max_prompt_wait_s=30.0,
-    ready_deadline_s=5.0,
-    overlap=True,
-    min_remote_prefill_tokens=0,
-)
+SETTINGS = router_settings()
 
 
 def undisturbed() -> list[int]:

@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import kv_layout
 
 from kv_transfer import codec, errors, frames
 from kv_transfer.base import FetchProgress
 from kv_transfer.blocks import BlockPool
-from kv_transfer.handoff import KvLayout
 from kv_transfer.transports import TransportSettings, make_transport
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -21,19 +21,13 @@ HEADS, ELEMENTS = 3, 24
 def layout_of(kv_dtype="bfloat16", heads=HEADS, elements=ELEMENTS, ranks=1, **changes):
     item_bytes = {"float32": 4}.get(kv_dtype, 2)
     fields = {
-        "model": "m",
-        "dtype": "bfloat16",
         "kv_dtype": kv_dtype,
         "block_size_tokens": 4,
-        "num_layers": 2,
         "num_kv_heads": heads,
         "block_bytes": heads // ranks * elements * item_bytes,
-        "layout": "LBHNC",
-        "isa": "amx",
-        "engine_version": "0",
         "tensor_parallel_size": ranks,
     }
-    return KvLayout(**(fields | changes))
+    return kv_layout(**fields | changes)
 
 
 def codec_of(name, kv_dtype="bfloat16", **changes):

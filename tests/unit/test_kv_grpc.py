@@ -9,6 +9,7 @@ import grpc
 import msgspec
 import numpy as np
 import pytest
+from samples import kv_layout
 
 from kv_transfer import errors, grpc_wire
 from kv_transfer.allocator import keep_freed_memory
@@ -18,22 +19,10 @@ from kv_transfer.fetcher import KvFetcher
 from kv_transfer.grpc_control import GrpcControl
 from kv_transfer.grpc_puller import GrpcPuller
 from kv_transfer.grpc_source import GrpcKvSource
-from kv_transfer.handoff import KvHandoff, KvLayout
+from kv_transfer.handoff import KvHandoff
 from kv_transfer.lease import LeaseTable
 
-LAYOUT = KvLayout(
-    model="m",
-    dtype="bfloat16",
-    kv_dtype="auto",
-    block_size_tokens=4,
-    num_layers=4,
-    num_kv_heads=2,
-    block_bytes=32,
-    layout="LBHNC",
-    isa="amx",
-    engine_version="0",
-    tensor_parallel_size=1,
-)
+LAYOUT = kv_layout(block_size_tokens=4, num_layers=4, block_bytes=32)
 
 
 @pytest.fixture

@@ -4,23 +4,12 @@ import pickle
 
 import msgspec
 import pytest
+from samples import kv_layout
 
 from kv_transfer import errors
 from kv_transfer.handoff import KvHandoff, KvLayout, explain_mismatch, new_handoff_id
 
-LAYOUT = KvLayout(
-    model="m",
-    dtype="bfloat16",
-    kv_dtype="auto",
-    block_size_tokens=32,
-    num_layers=30,
-    num_kv_heads=2,
-    block_bytes=24576,
-    layout="LBHNC",
-    isa="amx",
-    engine_version="0.32.0",
-    tensor_parallel_size=1,
-)
+LAYOUT = kv_layout(kv_dtype="auto", num_layers=30, block_bytes=24576, engine_version="0.32.0")
 HANDOFF = KvHandoff(
     handoff_id="id",
     addresses=("10.0.0.1:7000",),

@@ -6,9 +6,10 @@ import time
 
 import pytest
 import torch
+from samples import kv_layout
 
 from kv_transfer import errors
-from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
+from kv_transfer.handoff import KvHandoff, new_handoff_id
 from kv_transfer.service import TransferOptions, TransferService
 from kv_transfer.shared_pool import KvCacheAllocation
 
@@ -26,20 +27,8 @@ def make_service(transport="grpc", lease_s=30.0, num_layers=2, wire_dtype="none"
     }
     for layer in layers.values():
         layer.random_(0, 255)
-    fields = {
-        "model": "m",
-        "dtype": "bfloat16",
-        "kv_dtype": "auto",
-        "block_size_tokens": 4,
-        "num_layers": num_layers,
-        "num_kv_heads": 2,
-        "block_bytes": 64,
-        "layout": "LBHNC",
-        "isa": "amx",
-        "engine_version": "0",
-        "tensor_parallel_size": 1,
-    }
-    layout = KvLayout(**(fields | changes))
+    fields = {"kv_dtype": "auto", "block_size_tokens": 4, "num_layers": num_layers, "block_bytes": 64}
+    layout = kv_layout(**fields | changes)
     service = TransferService(
         layers,
         layout,

@@ -4,16 +4,13 @@ import asyncio
 import contextlib
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from openai_server import Behaviour, running
 from plotly.offline import get_plotlyjs
 from rich.console import Console
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-from openai_server import Behaviour, running
 
 from loadtest import replay as replay_module
 from loadtest.compare import compare, round_schedule

@@ -3,18 +3,14 @@
 import asyncio
 import contextlib
 import io
-import sys
-from pathlib import Path
 
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
-from rich.console import Console
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import LAYOUT, eventually
 from fake_engine import make_task as a_task
+from fastapi import FastAPI
+from rich.console import Console
 from small_fleet import a_fleet, hosts
 
 from cluster.drain_command import drain

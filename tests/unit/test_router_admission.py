@@ -1,16 +1,12 @@
 """Who is let in: refusals by reason, what they say, and what is counted."""
 
 import asyncio
-import sys
 from dataclasses import replace
 from http import HTTPStatus
-from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import FakeClock
+from prometheus_client import CollectorRegistry
 from test_router_orchestrator import FOREVER, Bench
 
 from router.admission import Admission, Ask, Limits, Refused, Snapshot, decide

@@ -2,13 +2,9 @@
 
 import asyncio
 import contextlib
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import LAYOUT, eventually, make_task
 from small_fleet import Done, a_fleet, hosts
 

@@ -2,22 +2,18 @@
 
 import asyncio
 import json
-import sys
 import time
 import warnings
-from pathlib import Path
 
 import httpx
 import pytest
 import pytest_asyncio
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import FakeEngine, eventually
+from samples import router_settings
 
 from decode_worker.handler import DecodeHandler
 from engine.host import WorkerHost
 from prefill_worker.handler import PrefillHandler
-from router.settings import RouterSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MAX_OUTSTANDING = 4
@@ -54,22 +50,8 @@ async def served(tmp_path_factory):
     hosts = [WorkerHost(engines[0], PrefillHandler()), WorkerHost(engines[1], DecodeHandler())]
     for host in hosts:
         await host.start()
-    settings = RouterSettings(
-        model_path=str(model),
-        served_name="m",
-        dtype="bfloat16",
-        max_model_len_tokens=4096,
-        host="127.0.0.1",
-        port=0,
-        mode="disaggregated",
-        request_deadline_s=30.0,
-        max_outstanding_requests=MAX_OUTSTANDING,
-        overlap=True,
-        min_remote_prefill_tokens=0,
-        prefill_window_tokens=1024,
-        max_prompt_wait_s=30.0,
-        recovery_timeout_s=60.0,
-        ready_deadline_s=0.5,
+    settings = router_settings(
+        model_path=str(model), max_outstanding_requests=MAX_OUTSTANDING, recovery_timeout_s=60.0, ready_deadline_s=0.5
     )
     try:
         with warnings.catch_warnings():

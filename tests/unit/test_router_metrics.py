@@ -1,16 +1,12 @@
 """Every series with its labels, and none where there is no data."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_engine import FakeClock
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-from fake_engine import FakeClock
 
 from engine.messages import LegTiming, WorkerStatus
 from kv_transfer.handoff import FetchReceipt

@@ -1,15 +1,12 @@
 """The way of a request through fake workers: order, hand-offs, reservations, outcomes."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import LAYOUT, TIMING, eventually, make_handoff
+from prometheus_client import CollectorRegistry
+from samples import router_settings
 from vllm.sampling_params import SamplingParams
 
 from engine import sampling
@@ -22,7 +19,6 @@ from router.metrics import RequestMetrics
 from router.orchestrator import MAX_FRUITLESS_RETRIES, CannotContinue, DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
 from router.prefill_queue import prompt_queues
-from router.settings import RouterSettings
 
 PROMPT = list(range(70))
 HANDOFF = make_handoff()
@@ -92,22 +88,8 @@ class Bench:
         names = {"prefill": "prefill-0", "decode": "decode-0", "colocated": "colocated-0"}
         self.fleet = FakeFleet(self.log, {names.get(name, name): script for name, script in scripts.items()})
         self.registry = CollectorRegistry()
-        self.settings = RouterSettings(
-            model_path="m",
-            served_name="m",
-            dtype="bfloat16",
-            max_model_len_tokens=4096,
-            host="h",
-            port=0,
-            mode=mode,
-            request_deadline_s=deadline_s,
-            max_outstanding_requests=10,
-            overlap=True,
-            min_remote_prefill_tokens=min_remote,
-            prefill_window_tokens=1024,
-            max_prompt_wait_s=30.0,
-            recovery_timeout_s=0.0,
-            ready_deadline_s=5.0,
+        self.settings = router_settings(
+            mode=mode, request_deadline_s=deadline_s, min_remote_prefill_tokens=min_remote, recovery_timeout_s=0.0
         )
         metrics = RequestMetrics(self.registry, mode)
         self.queues = queues = prompt_queues(self.fleet, self.settings)

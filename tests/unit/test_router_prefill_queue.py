@@ -2,12 +2,8 @@
 
 import asyncio
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import LAYOUT, FakeClock, eventually
 
 from engine.messages import WorkerDescription, WorkerStatus

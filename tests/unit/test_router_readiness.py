@@ -1,16 +1,12 @@
 """/ready tells the truth: tokens that were made, or which pool made none and for how long."""
 
 import asyncio
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import FakeClock
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from test_router_orchestrator import FOREVER, split
 

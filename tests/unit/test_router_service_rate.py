@@ -1,11 +1,6 @@
 """The measured rate of prompts."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import FakeClock
 
 from router.service_rate import ServiceRate

@@ -1,11 +1,6 @@
 """What one request's record says, with a clock that stands still until told."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import FakeClock
 
 from engine.messages import LegTiming

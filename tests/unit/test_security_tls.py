@@ -2,14 +2,10 @@
 
 import asyncio
 import dataclasses
-import sys
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from certificates import Authority
 from fake_engine import LAYOUT, FakeEngine, make_task
 

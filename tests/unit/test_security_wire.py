@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tracemalloc
 from contextlib import closing
-from pathlib import Path
 
 import grpc
 import msgspec
@@ -16,8 +15,6 @@ import numpy as np
 import psutil
 import pytest
 import xxhash
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from fake_engine import LAYOUT, FakeEngine
 
 from decode_worker.handler import DecodeHandler
