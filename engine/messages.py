@@ -55,8 +55,10 @@ class LegTiming(msgspec.Struct, frozen=True, kw_only=True):
 
     queue_s: float
     """From the engine's queue to its first step; on decode this includes the wait for KV."""
+    first_token_s: float
+    """From the first step to the leg's first token."""
     compute_s: float
-    """From the first step to the first token (prefill) or to the last one (decode)."""
+    """From the first step to the leg's last token: on prefill, its only one."""
     receipt: FetchReceipt | None = None
 
 

@@ -255,6 +255,7 @@ def _timing(stats: Any, transfer: dict[str, Any]) -> LegTiming | None:
     receipt = msgspec.convert(transfer["receipt"], FetchReceipt) if "receipt" in transfer else None
     return LegTiming(
         queue_s=max(0.0, stats.scheduled_ts - stats.queued_ts),
+        first_token_s=max(0.0, stats.first_token_ts - stats.scheduled_ts),
         compute_s=max(0.0, stats.last_token_ts - stats.scheduled_ts),
         receipt=receipt,
     )

@@ -102,13 +102,14 @@ class RequestTimeline:
         return stages
 
     def _local_stages_s(self) -> dict[str, float]:
-        """A replica does not report when its first token came: the router's clock splits prefill from decode."""
-        timing, ttft_s = self.decode_timing, self.ttft_s
-        if timing is None or ttft_s is None:
+        timing = self.decode_timing
+        if timing is None:
             return {}
-        queue_s = self.router_queue_s + timing.queue_s
-        prefill_s = min(max(0.0, ttft_s - queue_s), timing.compute_s)
-        return {"queue": queue_s, "prefill": prefill_s, "decode": timing.compute_s - prefill_s}
+        return {
+            "queue": self.router_queue_s + timing.queue_s,
+            "prefill": timing.first_token_s,
+            "decode": timing.compute_s - timing.first_token_s,
+        }
 
 
 def token_pool(path: Path, mode: str) -> tuple[Pool, Pool]:

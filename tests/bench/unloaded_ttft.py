@@ -1,6 +1,8 @@
 """Unloaded TTFT and first-to-second-token gap, disaggregated against colocated, in alternation on the same cores.
 
-Both deployments are up at once; the idle one's engines sleep. Run: `make bench-unloaded`.
+Both deployments are up at once; the idle one's engines sleep. On a slow CPU the prompt's own arithmetic takes seconds
+and varies by more than the two modes differ, so TTFT is also told without it: the engine says how long it computed for
+the first token, and what is left is all that a mode can add. Run: `make bench-unloaded`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from cluster.config import Mode, load_config
 from cluster.deployment import ray_runtime
 from cluster.serve import started
 from loadtest.pools import stage_seconds
-from loadtest.server_metrics import MetricsDelta, parse_metrics
+from loadtest.server_metrics import MetricsDelta, difference, parse_metrics
 
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 8
@@ -33,6 +35,8 @@ class Timing:
     """One request as its client saw it, in milliseconds."""
 
     ttft_ms: float
+    beside_compute_ms: float
+    """TTFT without the engine's computing of the first token, by the engine's own clock."""
     second_token_ms: float
     itl_ms: float
 
@@ -48,6 +52,7 @@ async def measure(client: httpx.AsyncClient, url: str, seed: int) -> Timing:
         "temperature": 0,
         "stream": True,
     }
+    before = parse_metrics((await client.get(f"{url}/metrics")).text)
     began_s = time.perf_counter()
     arrived_s: list[float] = []
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -55,8 +60,12 @@ async def measure(client: httpx.AsyncClient, url: str, seed: int) -> Timing:
         async for line in response.aiter_lines():
             if line.startswith("data: {") and json.loads(line[6:])["choices"]:
                 arrived_s.append(time.perf_counter())  # noqa: PERF401 - each line is timed as it comes
+    after = parse_metrics((await client.get(f"{url}/metrics")).text)
+    compute_s = difference(before, after, wall_s=1.0).total("ridgeline_stage_seconds_sum", stage="prefill")
+    assert compute_s > 0, "the server told no time of the first token's computing"
+    ttft_ms = 1e3 * (arrived_s[0] - began_s)
     gaps_ms = [1e3 * (later - earlier) for earlier, later in pairwise(arrived_s)]
-    return Timing(1e3 * (arrived_s[0] - began_s), gaps_ms[0], statistics.median(gaps_ms[1:]))
+    return Timing(ttft_ms, ttft_ms - 1e3 * compute_s, gaps_ms[0], statistics.median(gaps_ms[1:]))
 
 
 async def run() -> None:
@@ -78,7 +87,8 @@ async def run() -> None:
                 if pair >= 0:
                     timings[mode].append(timing)
                     console.print(
-                        f"{pair + 1:2d} {mode:14s} TTFT {timing.ttft_ms:7.1f} ms, t2 +{timing.second_token_ms:6.1f}, "
+                        f"{pair + 1:2d} {mode:14s} TTFT {timing.ttft_ms:7.1f} ms "
+                        f"({timing.beside_compute_ms:5.1f} beside computing), t2 +{timing.second_token_ms:6.1f}, "
                         f"decode step {timing.itl_ms:5.1f} ms"
                     )
         scraped = parse_metrics((await client.get(f"{urls['disaggregated']}/metrics", follow_redirects=True)).text)
@@ -92,13 +102,18 @@ async def run() -> None:
     }
     for mode, median in medians.items():
         console.print(
-            f"{mode:14s} median of {PAIRS}: TTFT {median.ttft_ms:.1f} ms, first to second token "
-            f"{median.second_token_ms:.1f} ms, decode step {median.itl_ms:.1f} ms"
+            f"{mode:14s} median of {PAIRS}: TTFT {median.ttft_ms:.1f} ms, of it beside computing "
+            f"{median.beside_compute_ms:.1f}, first to second token {median.second_token_ms:.1f} ms, "
+            f"decode step {median.itl_ms:.1f} ms"
         )
     split, whole = medians["disaggregated"], medians["colocated"]
-    console.print(f"TTFT disaggregated - colocated: {split.ttft_ms - whole.ttft_ms:+.1f} ms (limit +10)")
+    added_ms = split.beside_compute_ms - whole.beside_compute_ms
+    console.print(
+        f"TTFT disaggregated - colocated: {split.ttft_ms - whole.ttft_ms:+.1f} ms; beside computing {added_ms:+.1f} ms "
+        "(limit +10)"
+    )
     console.print(f"first to second token - decode step: {split.second_token_ms - split.itl_ms:+.1f} ms (limit +40)")
-    if split.ttft_ms - whole.ttft_ms > 10 or split.second_token_ms - split.itl_ms > 40:
+    if added_ms > 10 or split.second_token_ms - split.itl_ms > 40:
         sys.exit(1)
 
 

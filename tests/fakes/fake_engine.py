@@ -32,7 +32,7 @@ from kv_transfer.handoff import KvHandoff, KvLayout
 from kv_transfer.service import PairedTransport
 
 LAYOUT = kv_layout(model="fake")
-TIMING = LegTiming(queue_s=0.25, compute_s=0.5)
+TIMING = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
 
 
 class FakeClock:

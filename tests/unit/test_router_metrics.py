@@ -51,9 +51,9 @@ def closed(registry, outcome="finished", path="disaggregated", mode="disaggregat
     for _ in range(tokens):
         clock.now_s += 0.25
         timeline.tokens(1)
-    timeline.prefill_timing = LegTiming(queue_s=0.25, compute_s=0.5)
+    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
     receipt = FetchReceipt(outcome="ok", wait_s=0.0625, wire_s=0.125)
-    timeline.decode_timing = LegTiming(queue_s=0.5, compute_s=1.0, receipt=receipt)
+    timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, receipt=receipt)
     RequestMetrics(registry, mode).close(timeline, outcome)
 
 

@@ -50,9 +50,9 @@ def test_what_did_not_happen_is_absent(clock):
 
 def test_the_stages_of_both_legs_are_joined(clock):
     timeline = timeline_of(clock, (1, 1), (1, 1), path="disaggregated")
-    timeline.prefill_timing = LegTiming(queue_s=0.25, compute_s=0.5)
+    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
     receipt = FetchReceipt(outcome="ok", wait_s=0.0625, wire_s=0.125)
-    timeline.decode_timing = LegTiming(queue_s=0.5, compute_s=1.0, receipt=receipt)
+    timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, receipt=receipt)
     assert timeline.stages_s() == {
         "queue": 0.25,
         "prefill": 0.5,
@@ -65,7 +65,7 @@ def test_the_stages_of_both_legs_are_joined(clock):
 
 def test_a_request_that_ended_at_prefill_has_no_decode_stages(clock):
     timeline = timeline_of(clock, (1, 1), path="disaggregated")
-    timeline.prefill_timing = LegTiming(queue_s=0.25, compute_s=0.5)
+    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
     assert set(timeline.stages_s()) == {"queue", "prefill"}
     assert timeline_of(clock, path="disaggregated").stages_s() == {}
 
@@ -73,23 +73,20 @@ def test_a_request_that_ended_at_prefill_has_no_decode_stages(clock):
 def test_the_decode_queue_is_never_negative(clock):
     timeline = timeline_of(clock, (1, 1), path="disaggregated")
     receipt = FetchReceipt(outcome="ok", wait_s=0.25, wire_s=0.25)
-    timeline.decode_timing = LegTiming(queue_s=0.25, compute_s=1.0, receipt=receipt)
+    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=1.0, receipt=receipt)
     assert timeline.stages_s()["decode_queue"] == 0.0
 
 
 @pytest.mark.parametrize("path", ["local", "ineligible"])
 def test_a_replicas_stages_are_split_at_the_first_token(clock, path):
     timeline = timeline_of(clock, (1.0, 1), (2.0, 1), path=path)
-    timeline.decode_timing = LegTiming(queue_s=0.25, compute_s=2.75)
+    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.75, compute_s=2.75)
     assert timeline.stages_s() == {"queue": 0.25, "prefill": 0.75, "decode": 2.0}
     assert sum(timeline.stages_s().values()) == 3.0
 
 
 def test_a_replica_that_reported_no_times_has_no_stages(clock):
     assert timeline_of(clock, (1, 1)).stages_s() == {}
-    silent = timeline_of(clock)
-    silent.decode_timing = LegTiming(queue_s=0.25, compute_s=1.0)
-    assert silent.stages_s() == {}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +106,7 @@ def test_tokens_are_credited_to_the_pool_that_made_them(path, mode, pools):
 def test_the_wait_in_the_router_belongs_to_the_queue_and_not_to_prefill(clock, path):
     timeline = timeline_of(clock, (10.0, 1), (1, 1), path=path)
     timeline.router_queue_s = 9.0
-    timeline.prefill_timing = LegTiming(queue_s=0.25, compute_s=0.75)
-    timeline.decode_timing = LegTiming(queue_s=0.25, compute_s=1.75)
+    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.75, compute_s=0.75)
+    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.75, compute_s=1.75)
     stages = timeline.stages_s()
     assert (stages["queue"], stages["prefill"]) == (9.25, 0.75)
