@@ -175,8 +175,8 @@ class RouterActor:
         await self._serving().remove_worker(worker_id)
 
     async def failure(self) -> Health:
-        """Without a router this process has taken the place of one that died."""
-        return "actor_died" if self._router is None else ""
+        """Without a router this process has taken the place of one that died; or it has ended from within."""
+        return "actor_died" if self._router is None or self._router.ended else ""
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests; how many were still running after `timeout_s`."""

@@ -24,8 +24,11 @@ _decoder = msgspec.msgpack.Decoder(SamplingParams)
 
 
 def encode(params: SamplingParams) -> bytes:
-    """Bytes for `GenerateTask.sampling`."""
-    return _encoder.encode(params)
+    """Bytes for `GenerateTask.sampling`. Raises InvalidTask for values that no message can carry."""
+    try:
+        return _encoder.encode(params)
+    except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
+        raise InvalidTask(f"sampling parameters cannot be sent to a worker: {error}") from error
 
 
 def decode(data: bytes) -> SamplingParams:

@@ -5,6 +5,7 @@ Only from this machine, unless the server knows its callers by API keys. Used by
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from http import HTTPStatus
 from typing import Any
@@ -39,23 +40,30 @@ def admin_routes(fleet: Fleet, *, callers_are_known: bool = False) -> APIRouter:
         await fleet.refresh()
         return {"workers": [_row(worker) for worker in fleet.workers]}
 
+    one_at_a_time = asyncio.Lock()
+
     @routes.post("/drain", status_code=HTTPStatus.ACCEPTED)
     async def drain(wish: DrainWish) -> dict[str, Any]:
-        worker = _find(fleet, wish.worker)
-        if not wish.force and _is_last(fleet, worker):
-            raise HTTPException(
-                HTTPStatus.CONFLICT,
-                f"{wish.worker} is the last {worker.pool} worker, and without it nothing can be served: start another "
-                "one, or say --force",
-            )
-        try:
-            await worker.client.drain(wish.timeout_s)
-        except WorkerLost as error:
-            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{wish.worker} does not answer: {error}") from error
-        await fleet.refresh()  # from now on nothing new is sent there
-        return _row(worker)
+        async with one_at_a_time:  # else two at once would each see the other's worker staying
+            return await _drain(fleet, wish)
 
     return routes
+
+
+async def _drain(fleet: Fleet, wish: DrainWish) -> dict[str, Any]:
+    worker = _find(fleet, wish.worker)
+    if not wish.force and _is_last(fleet, worker):
+        raise HTTPException(
+            HTTPStatus.CONFLICT,
+            f"{wish.worker} is the last {worker.pool} worker, and without it nothing can be served: start another "
+            "one, or say --force",
+        )
+    try:
+        await worker.client.drain(wish.timeout_s)
+    except WorkerLost as error:
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{wish.worker} does not answer: {error}") from error
+    await fleet.refresh()  # from now on nothing new is sent there
+    return _row(worker)
 
 
 def _find(fleet: Fleet, worker_id: str) -> Worker:

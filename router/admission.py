@@ -203,6 +203,11 @@ class Admission:
         shortest_s = None if None in waits_s else min(wait_s for wait_s in waits_s if wait_s is not None)
         self._decide(Ask(sequences), self._snapshot(self._prompt_pool(0), shortest_s))
 
+    @property
+    def sequences(self) -> int:
+        """Taken in and not released yet."""
+        return self._sequences
+
     def admit(self, client: str, ask: Ask) -> Ticket:
         """Take a request in, until its ticket is released. Raises Refused."""
         pool = self._prompt_pool(ask.prompt_tokens)
@@ -229,7 +234,8 @@ class Admission:
         """Where a prompt of that length is computed."""
         if self._answer_pool == "colocated":
             return "colocated"
-        return "prefill" if local_prefill_reason(prompt_tokens, self._min_remote_prefill_tokens) is None else "decode"
+        eligible = local_prefill_reason(prompt_tokens, self._min_remote_prefill_tokens) is None
+        return "prefill" if eligible and self._queues["prefill"].usable_workers else "decode"
 
     def _snapshot(self, prompt_pool: Pool, prompt_wait_s: float | None) -> Snapshot:
         answer, prompt = self._workers(self._answer_pool), self._workers(prompt_pool)

@@ -126,15 +126,20 @@ class Router:
         for queue in self._queues.values():
             queue.wake()
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has served and does not any more, asked to or not."""
+        return self._running is not None and self._running.done()
+
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests and wait for the running ones; returns how many did not end in time."""
+        """Refuse new requests and wait for the accepted ones; returns how many did not end in time."""
         self._client.close_admission()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._orchestrator.in_flight:  # noqa: ASYNC110 - a shutdown may poll
+                while self._client.accepted:  # noqa: ASYNC110 - a shutdown may poll
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
-            return self._orchestrator.in_flight
+            return self._client.accepted
         return 0
 
     async def stop(self) -> None:
@@ -212,9 +217,10 @@ class Router:
         app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
         app_gaps.install(app)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
+        app_gaps.refuse_beam_search(app.state)
         app.include_router(admin_routes(self._fleet, callers_are_known=bool(self._settings.api_key_hashes)))
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
-        app.add_route("/ready", ready_endpoint(self._readiness), methods=["GET"])
+        app.add_route("/ready", ready_endpoint(self._readiness, lambda: self._client.draining), methods=["GET"])
 
         without_gaps = app_gaps.with_ended_streams(app)
 

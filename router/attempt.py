@@ -14,7 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 import msgspec
 
 from engine import sampling
-from engine.errors import HandoffLost
+from engine.errors import HandoffLost, WorkerLost
 from engine.messages import FirstToken, GenerateTask, Leg, Pool, TokenDelta
 from kv_transfer.handoff import KvHandoff
 from router.answer import Answer, SequenceRequest
@@ -102,7 +102,7 @@ class Attempt:
             early = _EarlyLeg(decode.client.generate(tasks.decode(handoff, "follows")))
 
         try:
-            first = await self._prefill(tasks, answer, follow)
+            first = await self._prefill(decode, tasks, answer, follow)
             handoff = first.handoff
             if handoff is None:
                 answer.give(first)  # the whole answer was one token
@@ -124,19 +124,22 @@ class Attempt:
             if early is not None:
                 await early.close()
 
-    async def _prefill(self, tasks: _Tasks, answer: Answer, follow: Callable[[KvHandoff], None]) -> TokenDelta:
+    async def _prefill(
+        self, decode: Worker, tasks: _Tasks, answer: Answer, follow: Callable[[KvHandoff], None]
+    ) -> TokenDelta:
         """The leg's last delta; `follow` is called before, if the hand-off can be followed while it grows."""
-        async with (
-            self._turn("prefill", tasks, answer) as turn,
-            aclosing(turn.worker.client.generate(tasks.prefill())) as deltas,
-        ):
-            async for delta in deltas:
-                if delta.handoff is not None and not delta.handoff.complete:
-                    follow(delta.handoff)
-                    continue
-                answer.timeline.prefill_timing = delta.timing
-                turn.prompt_done()
-                return delta
+        async with self._turn("prefill", tasks, answer) as turn:
+            if not decode.load().usable:
+                answer.timeline.state = "queued"
+                raise WorkerLost(f"{decode.worker_id} was lost while the prompt waited for its turn")
+            async with aclosing(turn.worker.client.generate(tasks.prefill())) as deltas:
+                async for delta in deltas:
+                    if delta.handoff is not None and not delta.handoff.complete:
+                        follow(delta.handoff)
+                        continue
+                    answer.timeline.prefill_timing = delta.timing
+                    turn.prompt_done()
+                    return delta
         raise AssertionError("a prefill leg ends with one delta or an error")
 
     async def _hand_over(self, decode: Worker, task: GenerateTask, early: _EarlyLeg | None, answer: Answer) -> bool:

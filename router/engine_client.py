@@ -7,9 +7,11 @@ tool parsers, stop strings, log-probabilities and usage counts are vLLM's. What 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -37,6 +39,8 @@ from router.deadline import TIMEOUT_S
 from router.orchestrator import DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
 
+logger = logging.getLogger(__name__)
+
 _FINISH = {str(reason): reason for reason in FinishReason}
 SUPPORTED_TASKS = ("generate",)
 
@@ -58,6 +62,16 @@ class RouterEngineClient(EngineClient):
     def close_admission(self) -> None:
         """From now on every new request gets 503."""
         self._admission.state = "draining"
+
+    @property
+    def draining(self) -> bool:
+        """Whether admission has been closed."""
+        return self._admission.state == "draining"
+
+    @property
+    def accepted(self) -> int:
+        """Sequences that were taken in and whose clients do not have everything yet."""
+        return self._admission.sequences
 
     def end_all(self, reason: str) -> None:
         """End every running request with an error: 503, or an error event in a stream."""
@@ -111,6 +125,9 @@ class RouterEngineClient(EngineClient):
         )
         if lora_request is not None or request.mm_features:
             raise VLLMValidationError("LoRA adapters and multimodal inputs are not supported by this server")
+        if request.sampling_params is not None:
+            with _as_http():
+                sampling.encode(request.sampling_params)  # now, while a streaming response can still have a status
         request.reasoning_ended = reasoning_ended
         self.input_processor.assign_request_id(request)
         if prompt_text is None:
@@ -127,6 +144,8 @@ class RouterEngineClient(EngineClient):
         collector = RequestOutputCollector(request.params.output_kind, request.request_id)
         children = self._register(request, prompt_text, collector)
         tasks = [asyncio.create_task(self._run(child, collector, client), name=child.request_id) for child in children]
+        for task in tasks:
+            task.add_done_callback(partial(_tell_of_a_failure, collector))
         self._groups.setdefault(request_id, []).extend(tasks)
         self._collectors.add(collector)
         try:
@@ -250,11 +269,20 @@ def _ask(request: EngineCoreRequest) -> Ask:
     return Ask(params.n, len(request.prompt_token_ids or []), params.max_tokens or 0)
 
 
+def _tell_of_a_failure(collector: RequestOutputCollector, task: asyncio.Task[None]) -> None:
+    """What nobody has foreseen ends the request too: its client must not wait for ever."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("request %s failed", task.get_name(), exc_info=error)
+        collector.put(GracefulHTTPError("the router failed to serve this request", HTTPStatus.INTERNAL_SERVER_ERROR))
+
+
 @contextmanager
 def _as_http() -> Iterator[None]:
     """A refusal as vLLM's server understands it."""
     try:
         yield
+    except InvalidTask as error:
+        raise VLLMValidationError(str(error)) from None
     except Refused as refused:
         if refused.status is HTTPStatus.BAD_REQUEST:
             raise VLLMValidationError(str(refused)) from None

@@ -21,17 +21,17 @@ _TOO_LARGE: Final = (
 class BoundedHeads(HttpToolsProtocol):
     """One connection."""
 
-    _in_head = True
     _part_ended = False
     _head_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Parse, then count what belongs to a head that has not ended; not what a read has besides the end of one."""
+        """Parse, then count what may belong to a head, or to the trailer of a body in chunks, that has not ended; not
+        what a read has besides the end of one."""
         self._part_ended = False
         super().data_received(data)
         if self._part_ended:
             self._head_bytes = 0
-        elif self._in_head:
+        else:
             self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.transport.write(_TOO_LARGE)
@@ -39,10 +39,15 @@ class BoundedHeads(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A body follows, or the next request's head."""
-        self._in_head, self._part_ended = False, True
+        self._part_ended = True
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """How long bodies may be is `router.guard`'s to say."""
+        self._part_ended = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """What comes now is a head."""
-        self._in_head, self._part_ended = True, True
+        self._part_ended = True
         super().on_message_complete()

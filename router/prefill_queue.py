@@ -151,10 +151,16 @@ class PrefillQueue:
         return None if rate is None else rate * max(1, self.usable_workers)
 
     def wait_s(self, client: str, prompt_tokens: int) -> float | None:
-        """About how long a prompt of this client would wait to be started; None before the rate was measured."""
+        """About how long a prompt of this client would wait to be started; None before the rate was measured.
+
+        What a worker would take at once does not wait, however slow the pool was when it was last measured: else a low
+        rate would keep away the prompts by which it is measured again.
+        """
         rate = self.tokens_per_s
         if rate is None:
             return None
+        if not len(self._queue) and self._worker_with_room() is not None:
+            return 0.0
         on_workers = sum(worker.load().outstanding_prompt_tokens for worker in self._workers())
         return (on_workers + self._queue.tokens_ahead(client, prompt_tokens)) / rate
 
@@ -180,12 +186,16 @@ class PrefillQueue:
             self._rate.begin(worker.worker_id, self._full(worker))
 
     def _watch_outage(self) -> None:
-        """Fail what waits once there was nobody to wait for long enough."""
+        """Fail what waits once there was nobody to wait for long enough; a worker that is back need not say so."""
         if self._recheck is not None:
             self._recheck.cancel()
             self._recheck = None
-        if not len(self._queue) or self.usable_workers:
+        if not len(self._queue):
             self._unusable_since_s = None
+            return
+        if self.usable_workers:
+            self._unusable_since_s = None
+            self._recheck = asyncio.get_running_loop().call_later(RECHECK_S, self.wake)
             return
         now_s = self._clock()
         if self._unusable_since_s is None:

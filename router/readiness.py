@@ -172,10 +172,13 @@ def canary_prompt_tokens(block_size_tokens: int, min_remote_prefill_tokens: int)
     return max(block_size_tokens + block_size_tokens // 4, min_remote_prefill_tokens)
 
 
-def ready_endpoint(readiness: Readiness) -> Callable[[Request], Awaitable[JSONResponse]]:
-    """The HTTP side: 200, or 503 that names the pool and how long it has been without a token."""
+def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callable[[Request], Awaitable[JSONResponse]]:
+    """The HTTP side: 200, or 503 that names the pool and how long it has been without a token, or the shutting down."""
 
     async def ready(request: Request) -> JSONResponse:
+        if draining():
+            why = "the server is shutting down and accepts nothing new"
+            return JSONResponse({"ready": False, "why": why}, HTTPStatus.SERVICE_UNAVAILABLE)
         verdict = await readiness.check()
         all_ready = all(pool.ready for pool in verdict.values())
         status = HTTPStatus.OK if all_ready else HTTPStatus.SERVICE_UNAVAILABLE

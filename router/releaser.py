@@ -6,11 +6,14 @@ Without it the blocks would stay pinned until their lease ends: harmless for a c
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from kv_transfer.grpc_control import GrpcControl
 from kv_transfer.handoff import KvHandoff
 from kv_transfer.heartbeat import release_with_retries
-from kv_transfer.tls_files import TlsFiles
+from kv_transfer.tls_files import TlsFileError, TlsFiles
+
+logger = logging.getLogger(__name__)
 
 
 class HandoffReleaser:
@@ -34,7 +37,10 @@ class HandoffReleaser:
 
         async def release_later(handoff: KvHandoff, after_s: float) -> None:
             await asyncio.sleep(after_s)
-            await release_with_retries(release, handoff)
+            try:
+                await release_with_retries(release, handoff)
+            except TlsFileError as error:  # one release must not end the router
+                logger.warning("a hand-off is left to its lease: %s", error)
 
         try:
             async with asyncio.TaskGroup() as group:

@@ -85,7 +85,9 @@ class Rounds:
             process.kill()
         endings = [ending, *(end for _, end in bystanders)]
         await asyncio.gather(*endings)
-        wrong = await self._wrong([end.result() for end in endings])
+        records = [end.result() for end in endings]
+        wrong = [sentence for one in records for sentence in verify.violations(one, self._setup.decode)]
+        wrong += [f"{one.status}: {error}" for one in records for error in one.errors]
         times_s = record.token_times_s
         gaps_s = [later - earlier for earlier, later in pairwise(times_s) if later > killed_s]
         began_s = time.monotonic()
@@ -94,6 +96,8 @@ class Rounds:
         back_after_s = time.monotonic() - killed_s if back else None
         if not back:
             wrong.append(f"two decode workers were not back {time.monotonic() - began_s:.0f} s after the streams' end")
+        else:
+            wrong += await self.score(records)  # on both workers, so not before the killed one is back
         return Round(number, part, had, victim.worker_id, certain, max(gaps_s, default=0.0), back_after_s, wrong)
 
     async def score(self, records: Sequence[Record]) -> list[str]:
@@ -118,11 +122,6 @@ class Rounds:
         self._asked += 1
         record = Record(wish, time.monotonic())
         return record, asyncio.create_task(ask(self._setup.http, wish, record))
-
-    async def _wrong(self, records: Sequence[Record]) -> list[str]:
-        found = [sentence for record in records for sentence in verify.violations(record, self._setup.decode)]
-        found += [f"{record.status}: {error}" for record in records for error in record.errors]
-        return found + await self.score(records)
 
     async def _tasks(self) -> dict[str, float]:
         """Tasks each decode worker has taken and not finished: counted the moment they come."""

@@ -120,6 +120,30 @@ async def test_what_is_too_much_is_429_with_retry_after_in_a_stream_too_and_what
     stepper.cancel()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [({"stream_interval": 2**64}, "cannot be sent to a worker"), ({"use_beam_search": True, "n": 2}, "beam search")],
+)
+async def test_what_no_worker_could_be_asked_for_is_a_bad_request_and_holds_nothing(served, fields, says, stream):
+    http, _, _ = served
+    for _ in range(MAX_OUTSTANDING + 1):
+        status, _, text = await send(http, stream=stream, **fields)
+        assert status == 400
+        assert says in text or "beam search" in text
+
+
+async def test_a_failure_that_nobody_has_foreseen_ends_the_request_with_500(served, monkeypatch):
+    async def fails(*_):
+        raise ZeroDivisionError
+
+    http, _, _ = served
+    monkeypatch.setattr("router.orchestrator.Orchestrator.run", fails)
+    for _ in range(MAX_OUTSTANDING + 1):
+        status, _, text = await send(http)
+        assert (status, "failed to serve" in text) == (500, True)
+
+
 async def test_a_client_that_leaves_while_its_prompt_waits_makes_room(served):
     http, prefill, _ = served
     sent = [asyncio.create_task(send(http, prompt_tokens=1500, stream=True)) for _ in range(2)]

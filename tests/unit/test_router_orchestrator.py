@@ -539,3 +539,20 @@ async def test_a_followed_answer_is_finished_when_its_consumer_cancels_right_aft
     bench.emit = cancelling
     await running
     assert bench.count(path="disaggregated", outcome="finished") == 1
+
+
+async def test_a_decode_worker_lost_while_the_prompt_waited_costs_no_prefill():
+    bench = split(**{"decode-1": [SECOND, LAST]})
+    with bench.fleet.get("prefill-0").reserve(bench.settings.prefill_window_tokens):
+        running = asyncio.create_task(bench.run())
+        await asyncio.sleep(0.05)
+        lost = next(worker for worker in bench.fleet.pool("decode") if worker.load().running)
+        lost.client.connected = False
+        assert bench.log == []
+    bench.queues["prefill"].wake()
+    await running
+    assert bench.tokens == [1, 2, 3]
+    assert [line for line in bench.log if "prefill" in line] == ["prefill-0 asked"]
+    retried = {"state": "queued", "cause": "worker_lost"}
+    assert bench.registry.get_sample_value("ridgeline_retries_total", retried) == 1
+    bench.assert_idle()

@@ -333,3 +333,29 @@ async def test_more_workers_make_the_wait_shorter():
     bench.workers[1].client.connected = False
     assert bench.queue.tokens_per_s == pytest.approx(250)
     await bench.end()
+
+
+async def test_what_a_worker_would_take_at_once_does_not_wait_however_slow_it_was(bench):
+    for name in ("one", "two"):
+        await bench.send(name, WINDOW)
+    bench.clock.now_s += 1000.0
+    await bench.finish("one")
+    bench.clock.now_s += 1000.0
+    await bench.finish("two")
+    assert bench.queue.tokens_per_s == pytest.approx(1.0)
+    assert bench.queue.wait_s("a", 100) == 0.0
+    await bench.send("three", WINDOW - 1)
+    assert bench.queue.wait_s("a", 100) == 0.0, "its window has room"
+    await bench.send("four", WINDOW)
+    assert bench.queue.wait_s("a", 100) > WINDOW
+
+
+async def test_a_worker_that_is_usable_again_takes_what_waits_without_being_told():
+    bench = Bench(workers=2)
+    bench.workers[1].client = type("Client", (), {"connected": False})()
+    await bench.send("one", WINDOW)
+    await bench.send("two", WINDOW)
+    assert bench.started == ["one"]
+    bench.workers[1].client.connected = True
+    await eventually(lambda: bench.started == ["one", "two"])
+    await bench.end()

@@ -37,6 +37,7 @@ class Deployment:
         self.canaries, self.refreshed = 0, 0
         self.canary_does = lambda: None
         self.blocked = None
+        self.draining = False
         self.registry = CollectorRegistry()
         self.readiness = Readiness(
             pools=lambda: {"prefill": [self.prefill], "decode": [self.decode]},
@@ -65,7 +66,7 @@ class Deployment:
 
     async def get(self):
         app = Starlette()
-        app.add_route("/ready", ready_endpoint(self.readiness), methods=["GET"])
+        app.add_route("/ready", ready_endpoint(self.readiness, lambda: self.draining), methods=["GET"])
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
             response = await client.get("/ready")
         return response.status_code, response.json()
@@ -207,3 +208,11 @@ async def test_a_canary_passes_prompts_that_wait():
 def test_a_canary_is_long_enough_to_be_prefilled_where_prompts_are():
     assert canary_prompt_tokens(32, 0) == 40
     assert canary_prompt_tokens(32, 300) == 300
+
+
+async def test_a_router_that_drains_is_not_ready_whatever_its_pools_do():
+    deployment = Deployment()
+    deployment.draining = True
+    status, told = await deployment.get()
+    assert (status, told["ready"], "shutting down" in told["why"]) == (503, False, True)
+    assert deployment.canaries == 0

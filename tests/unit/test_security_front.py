@@ -263,3 +263,15 @@ async def test_a_head_that_does_not_end_is_refused_and_many_short_ones_are_not()
         assert b"431" in await raw(client.port, *endless)
         for _ in range(300):
             assert (await client.get("/health", headers={"x": "a" * 1000})).status_code == 200
+
+
+async def test_a_trailer_that_does_not_end_is_refused():
+    async with serving() as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
+        for part in (head, b"a" * MAX_HEAD_BYTES, b"a"):
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.05)  # in a read of its own
+        assert b"431" in await asyncio.wait_for(reader.read(), 5)
+        writer.close()
