@@ -27,6 +27,8 @@ from router.settings import PoolHardware
 
 __all__ = ["Deployment", "DeploymentFailed", "Row", "deploy", "ray_runtime"]
 
+DRAIN_ANSWER_S = 5.0
+"""How long after its drain's timeout the router may take to say how it ended."""
 STOP_ROUTER_WITHIN_S = 5.0
 STOP_WORKERS_WITHIN_S = 15.0
 
@@ -63,8 +65,14 @@ class Deployment:
         await self._supervisor.run(say)
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests and wait for the running ones; how many did not end in time."""
-        return int(await self._router.call("drain", timeout_s))
+        """Refuse new requests and wait for the running ones; how many did not end in time.
+
+        0 if no router answers, within `DRAIN_ANSWER_S` more: it hangs or is being started again, and serves nobody.
+        """
+        try:
+            return int(await self._router.call("drain", timeout_s, timeout_s=timeout_s + DRAIN_ANSWER_S))
+        except DeploymentFailed:
+            return 0
 
 
 @asynccontextmanager

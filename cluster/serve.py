@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 
@@ -31,6 +32,20 @@ class Unfit(RuntimeError):
         self.sentences = sentences
 
 
+@dataclass(frozen=True)
+class StopSignals:
+    """What the operator has asked for with Ctrl-C or SIGTERM."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Once: drain and end."""
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    """Twice: end without waiting for requests."""
+
+    def received(self) -> None:
+        """The handler of both signals."""
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
 def refuse_unfit_machine(config: RidgelineConfig) -> None:
     """Raise Unfit before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
     if config.ray.address is None:
@@ -40,15 +55,18 @@ def refuse_unfit_machine(config: RidgelineConfig) -> None:
 
 
 async def serve(config: RidgelineConfig, console: Console) -> None:
-    """Serve until Ctrl-C or SIGTERM, then drain. Raises Unfit, PlacementError, DeploymentFailed."""
+    """Serve until Ctrl-C or SIGTERM, then drain; a second one cuts the drain short.
+
+    Raises Unfit, PlacementError, DeploymentFailed.
+    """
     refuse_unfit_machine(config)
-    stop, ready = asyncio.Event(), asyncio.Event()
+    signals, ready = StopSignals(), asyncio.Event()
     async with ray_runtime(config):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets handlers of its own
-            loop.add_signal_handler(number, stop.set)
-        running = asyncio.create_task(_run(config, console, ready, stop))
-        stopped = asyncio.create_task(stop.wait())
+            loop.add_signal_handler(number, signals.received)
+        running = asyncio.create_task(_run(config, console, ready, signals))
+        stopped = asyncio.create_task(signals.stop.wait())
         await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not ready.is_set() and not running.done():
@@ -60,7 +78,7 @@ async def serve(config: RidgelineConfig, console: Console) -> None:
     console.print("stopped")
 
 
-async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, stop: asyncio.Event) -> None:
+async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, signals: StopSignals) -> None:
     async with started(config, console) as deployment:
         ready.set()
         console.print(what_runs_where(deployment))
@@ -70,24 +88,32 @@ async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, 
             )
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
         watching = asyncio.create_task(deployment.watch(partial(_say_with_time, console)))
-        stopped = asyncio.create_task(stop.wait())
+        stopped = asyncio.create_task(signals.stop.wait())
         await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if watching.done():
             watching.result()  # raises what failed
         watching.cancel()
-        await _drain(deployment, config, console)
+        await _drain(deployment, config.server.drain_timeout_s, console, signals.hurry)
 
 
 def _say_with_time(console: Console, sentence: str) -> None:
     console.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/]  {escape(sentence)}", highlight=False)
 
 
-async def _drain(deployment: Deployment, config: RidgelineConfig, console: Console) -> None:
-    timeout_s = config.server.drain_timeout_s
-    console.print(f"draining: no new requests, up to {timeout_s:.0f} s for the running ones")
-    left = await deployment.drain(timeout_s)
-    if left:
+async def _drain(deployment: Deployment, timeout_s: float, console: Console, hurry: asyncio.Event) -> None:
+    console.print(
+        f"draining: no new requests, up to {timeout_s:.0f} s for the running ones; Ctrl-C again cuts them off now"
+    )
+    draining = asyncio.create_task(deployment.drain(timeout_s))
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait([draining, hurried], return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    if not draining.done():
+        draining.cancel()
+        await asyncio.wait([draining])
+        console.print("[yellow]not waiting any longer: running requests are cut off[/]")
+    elif left := draining.result():
         console.print(f"[yellow]{left} requests did not end in time and are cut off[/]")
 
 

@@ -129,13 +129,33 @@ class Supervisor:
                 return False
             await self._sleep(delay_s)
             try:
-                address = await worker.start_again()
-                await self._tell_router(partial(self._router.replace_worker, address, why))
+                await self._introduce(worker, await worker.start_again(), why)
             except DeploymentFailed as error:
                 self._say(f"{worker.name} could not be brought back: {error}")
                 continue
-            self._addresses[worker.name] = address
             return True
+
+    async def _introduce(self, worker: SupervisedWorker, address: str, why: Health) -> None:
+        """Enter its address and have the router take it in. Raises DeploymentFailed if the router refuses.
+
+        The address comes first: a router that is gone may be waiting for one to start again with, and being told of one
+        that it has does not harm it. A worker that is lost meanwhile must not be what the router starts with again and
+        again: back to who minds it.
+        """
+        self._addresses[worker.name] = address
+        while True:
+            if self._router_serves.is_set():
+                try:
+                    await self._router.replace_worker(address, why)
+                    return
+                except ActorGone:
+                    pass  # the one that follows may have started before this address was there
+                except DeploymentFailed:
+                    del self._addresses[worker.name]
+                    raise
+            await self._sleep(POLL_S)
+            if await worker.failure() not in ("", "draining"):
+                return
 
     async def _dismiss(self, worker: SupervisedWorker, sentence: str) -> None:
         """It is gone for good. Raises DeploymentFailed if nothing can be served without it."""
@@ -181,12 +201,16 @@ class Supervisor:
                 )
             await self._sleep(delay_s)
             try:
-                await self._router.start_again(
-                    [self._addresses[name] for name in self._workers if name in self._addresses]
-                )
+                await self._router.start_again(await self._first_addresses())
                 return
             except DeploymentFailed as error:
                 self._say(f"{self._router.name} could not be brought back: {error}")
+
+    async def _first_addresses(self) -> list[str]:
+        """Of the workers there are now, once there is one. If none comes back, `_dismiss` ends the deployment."""
+        while not (there := [self._addresses[name] for name in self._workers if name in self._addresses]):
+            await self._sleep(POLL_S)
+        return there
 
     def _budget(self) -> RestartBudget:
         return RestartBudget(self._settings.max_restarts, self._settings.window_s, self._clock)

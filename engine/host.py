@@ -88,6 +88,8 @@ class WorkerHost:
         self._settings = settings or HostSettings()
         self._handler = handler
         self._sessions: dict[str, RouterSession] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """All that have not ended, those of sessions that are gone included."""
         self._server = grpc.aio.server(options=OPTIONS)
         self._leaving: asyncio.Task[None] | None = None
         self.address = ""
@@ -167,15 +169,11 @@ class WorkerHost:
         self._engine.close()
 
     @property
-    def _num_tasks(self) -> int:
-        return sum(len(session.tasks) for session in self._sessions.values())
-
-    @property
     def _refusal(self) -> str:
         return f"worker {self._engine.config.worker_id} is draining"
 
     def _stalled_s(self) -> float:
-        return self._engine.stats.stall.stalled_s(has_work=self._num_tasks > 0)
+        return self._engine.stats.stall.stalled_s(has_work=bool(self._tasks))
 
     # --- methods of the data plane
 
@@ -190,13 +188,15 @@ class WorkerHost:
             worker_id=self._engine.config.worker_id,
             running=stats.running,
             waiting=stats.waiting,
-            tasks=self._num_tasks,
+            tasks=len(self._tasks),
             kv_blocks_free=round(total * (1.0 - stats.kv_usage)),
             kv_blocks_total=total,
             counters=stats.counters,
             draining=self._leaving is not None,
             engine_failed=self._engine.failed,
-            stalled_s=self._stalled_s(),
+            # Routers keep a stalled worker out. Told as soon as it has no work, it would stay out and never reach the
+            # stall timeout: without work it is usable, so the next request tries it, steps or adds to the time.
+            stalled_s=self._stalled_s() if self._tasks else 0.0,
         )
 
     async def _pair(self, request: PairRequest) -> PairAnswer:
@@ -221,12 +221,22 @@ class WorkerHost:
         request_id = request.task.request_id
         if request_id in session.tasks:
             return Ack(accepted=False, reason=f"request {request_id} is running already")
-        if not self._num_tasks:
-            self._engine.stats.stall.moved()
-        task = asyncio.create_task(self._run(session, request.task), name=request_id)
-        session.tasks[request_id] = task
-        task.add_done_callback(lambda _: session.tasks.pop(request_id, None))
+        self._start(session, request.task)
         return Ack()
+
+    def _start(self, session: RouterSession, wanted: GenerateTask) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            session.tasks.pop(wanted.request_id, None)
+            self._tasks.discard(task)
+            if not self._tasks:
+                self._engine.stats.stall.work_ends()
+
+        if not self._tasks:
+            self._engine.stats.stall.work_begins()
+        task = asyncio.create_task(self._run(session, wanted), name=wanted.request_id)
+        session.tasks[wanted.request_id] = task
+        self._tasks.add(task)
+        task.add_done_callback(ended)
 
     async def _drain(self, request: DrainRequest) -> Ack:
         self.drain(request.timeout_s)

@@ -1,7 +1,9 @@
 """Tells an engine that stands still from one that is idle. Used by `engine.host`; fed by `engine.vllm_engine`.
 
 An engine process can hang without ending: stopped by a signal, waiting for a device or a lock. From outside it shows
-only in that steps are no longer reported while there is work.
+only in that steps are no longer reported while there is work. Work may leave before the engine is taken for stalled,
+since clients do not wait for ever; so the time is added up over all work until a step is reported. An engine that runs
+reports one for any work it is given, and rest counts for nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +17,23 @@ class StallWatch:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._waited_s = 0.0
+        """Before `_since_s`, by work that has gone without a step."""
         self._since_s = clock()
 
     def moved(self) -> None:
-        """The engine has reported a step, or gets its first work after a rest."""
+        """The engine has reported a step."""
+        self._waited_s = 0.0
         self._since_s = self._clock()
 
+    def work_begins(self) -> None:
+        """The engine gets its first work after a rest."""
+        self._since_s = self._clock()
+
+    def work_ends(self) -> None:
+        """The last work has gone, done or not."""
+        self._waited_s += self._clock() - self._since_s
+
     def stalled_s(self, *, has_work: bool) -> float:
-        """Seconds since the last step while there is work; 0 without work."""
-        return self._clock() - self._since_s if has_work else 0.0
+        """Seconds with work since the last step, those of now included if there `has_work`."""
+        return self._waited_s + (self._clock() - self._since_s if has_work else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from kv_transfer.tls_files import TlsFiles
 from router.pairing import KvPair, PairingRefused, pair_all, pair_newcomer
 from router.policy import NoWorker, Score, WorkerLoad, pick
 
+logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 0.5
 CONNECT_TIMEOUT_S = 30.0
 RECOVERY_POLL_S = 0.1
@@ -152,6 +154,8 @@ class Fleet:
             self.kv_pairs = self._pairs_without(worker_id)
             if worker is not None:
                 await self._close(worker)
+                if worker.pool == "prefill":
+                    await self._pair_with_those_left()
 
     def pool(self, name: Pool) -> list[Worker]:
         """The workers of one pool."""
@@ -216,10 +220,24 @@ class Fleet:
 
     async def _pair_with_connected(self, worker: Worker) -> list[KvPair]:
         """One that is away or hangs now is no obstacle: it pairs when it comes back. Raises PairingRefused."""
-        others = [one for one in self.workers if one.client.connected and one.worker_id != worker.worker_id]
+        others = [one for one in self._connected() if one.worker_id != worker.worker_id]
         prefills = [one for one in (*others, worker) if one.pool == "prefill"]  # all: what is not named is forgotten
         decodes = [worker] if worker.pool == "decode" else [one for one in others if one.pool == "decode"]
         return await pair_newcomer(prefills, decodes)
+
+    async def _pair_with_those_left(self) -> None:
+        """A prefill worker has left: decode workers keep its KV cache mapped until they pair without it."""
+        there = self._connected()
+        prefills, decodes = ([one for one in there if one.pool == pool] for pool in ("prefill", "decode"))
+        try:
+            pairs = await pair_newcomer(prefills, decodes)
+        except PairingRefused as error:  # layouts were checked when they came
+            logger.warning("decode workers keep what they had of a prefill worker that has left: %s", error)
+            return
+        self.kv_pairs = list(dict.fromkeys([*self.kv_pairs, *pairs]))
+
+    def _connected(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.client.connected]
 
     def _pairs_without(self, worker_id: str) -> list[KvPair]:
         return [pair for pair in self.kv_pairs if worker_id not in (pair.prefill, pair.decode)]

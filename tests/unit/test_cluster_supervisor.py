@@ -52,6 +52,7 @@ class Actor:
 
 class Worker(Actor):
     starts = 0
+    never = False
     refuses: BaseException | None = None
 
     @property
@@ -61,6 +62,8 @@ class Worker(Actor):
     async def start_again(self):
         self.log.append(f"start {self.name}")
         self.clock.now_s += 14.0
+        if self.never:
+            raise DeploymentFailed("no memory")
         if self.refuses is not None:
             error, self.refuses = self.refuses, None
             raise error
@@ -73,14 +76,20 @@ class Worker(Actor):
 
 class Router(Actor):
     gone_for = 0
+    refuses: BaseException | None = None
 
     async def start_again(self, addresses):
+        if not addresses:
+            raise DeploymentFailed("router could not serve: IndexError: list index out of range")
         self.log.append(f"start router with {addresses}")
 
     async def replace_worker(self, address, reason):
         if self.gone_for:
             self.gone_for -= 1
             raise ActorGone("router ended")
+        if self.refuses is not None:
+            error, self.refuses = self.refuses, None
+            raise error
         self.log.append(f"replace {address} {reason}")
 
     async def remove_worker(self, worker_id):
@@ -103,6 +112,11 @@ class Scene:
             clock=self.clock,
             sleep=self.clock.sleep,
         )
+
+    async def worker_has_started_twice(self):
+        """For a router that takes long to end."""
+        while self.workers[0].starts < 2:  # noqa: ASYNC110 - as many turns as the worker needs
+            await asyncio.sleep(0)
 
     async def play(self):
         async with asyncio.timeout(10):
@@ -194,6 +208,45 @@ async def test_a_worker_that_comes_back_while_the_router_is_gone_is_told_to_the_
     scene.router.gone_for = 3
     await scene.play()
     assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 actor_died"]
+
+
+async def test_a_router_lost_together_with_every_worker_starts_with_the_first_one_that_is_back():
+    scene = Scene(("colocated-0",), colocated_0=["actor_died"], router=["actor_died"])
+    await scene.play()
+    assert scene.log.index("start colocated-0") < scene.log.index("start router with ['colocated-0:1']")
+    assert scene.log[-1] == "replace colocated-0:1 actor_died"
+    assert "could not be brought back" not in " ".join(scene.said)
+    assert [sentence.split(":")[0] for sentence in scene.said[-2:]] == ["router", "colocated-0"]
+
+
+async def test_a_router_and_every_worker_lost_for_good_end_the_deployment():
+    scene = Scene(("colocated-0",), colocated_0=["actor_died"], router=["actor_died"])
+    scene.workers[0].never = True
+    with pytest.raises(DeploymentFailed, match="it was the last colocated worker"):
+        await scene.play()
+
+
+async def test_a_worker_lost_again_before_the_router_is_back_is_started_again_and_not_what_the_router_gets():
+    scene = Scene(("colocated-0",), colocated_0=["actor_died", "engine_died", "engine_died"], router=["actor_died"])
+    scene.router.end = scene.worker_has_started_twice
+    await scene.play()
+    assert scene.log == [
+        *("end colocated-0", "start colocated-0", "end colocated-0", "start colocated-0"),
+        *("start router with ['colocated-0:2']", "replace colocated-0:2 engine_died"),
+    ]
+
+
+async def test_a_worker_that_the_router_refuses_is_not_what_the_next_router_starts_with():
+    scene = Scene(("decode-0", "decode-1"), decode_0=["actor_died"])
+    scene.router.refuses = DeploymentFailed("router could not replace_worker: WorkerLost: it is gone")
+    scene.workers[0].end = lambda: held(scene)
+    await scene.play()
+    assert scene.held == [["decode-1:0"], ["decode-1:0"]]
+
+
+async def held(scene):
+    """Note the addresses there are while a worker is away."""
+    scene.held = [*getattr(scene, "held", []), list(scene.supervisor._addresses.values())]
 
 
 async def test_a_router_lost_again_and_again_ends_the_deployment():

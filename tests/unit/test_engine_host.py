@@ -448,6 +448,38 @@ async def test_an_engine_with_work_and_without_steps_counts_as_stalled_until_it_
         assert (await worker.client.status()).stalled_s == 0.0
 
 
+async def test_an_engine_that_hangs_is_found_also_when_no_task_waits_as_long_as_the_stall_timeout():
+    engine, clock = FakeEngine(stepping="manual"), FakeClock()
+    engine.stats.stall = StallWatch(clock)
+    async with serving(engine) as worker:
+        for failure in ("", "", "stalled"):
+            stream = asyncio.create_task(worker.tokens(make_task()))
+            await eventually(lambda: engine.running)
+            clock.now_s += 25.0
+            assert (await worker.client.status()).stalled_s > 20.0, "routers keep it out while it has work"
+            stream.cancel()
+            await eventually(lambda: not engine.running)
+            await eventually(lambda: not worker.host._tasks)
+            assert (await worker.client.status()).stalled_s == 0.0, "routers try it again once it has none"
+            assert worker.host.failure() == failure
+            clock.now_s += 1000.0
+            assert worker.host.failure() == failure, "rest does not count"
+
+
+async def test_tasks_whose_router_is_gone_count_as_work_until_they_end():
+    engine, clock = FakeEngine(stepping="manual"), FakeClock()
+    engine.stats.stall = StallWatch(clock)
+    async with serving(engine) as worker, connected(worker.host.address, "another") as other:
+        stream = asyncio.create_task(anext(other.generate(make_task())))
+        await eventually(lambda: engine.running)
+        clock.now_s += 70.0
+        worker.host._sessions.pop("another").abort(["r"])
+        assert worker.host.failure() == "stalled"
+        await eventually(lambda: not worker.host._tasks)
+        assert worker.host.failure() == "stalled", "it has not moved"
+        stream.cancel()
+
+
 async def test_a_rejected_task_is_not_aborted_since_it_never_began():
     async with serving() as worker, raw_channel(worker.host.address) as channel:
         ack = await call(channel, "Submit", SubmitRequest("never-attached", make_task()))

@@ -198,6 +198,53 @@ async def test_a_prefill_and_a_decode_worker_that_come_back_at_once_find_each_ot
         assert fleet.kv_pairs == [KvPair("prefill-0", "decode-0", "shm", "")]
 
 
+async def test_decode_workers_forget_a_prefill_worker_that_has_left():
+    asked = []
+    async with (
+        asyncio.timeout(20),
+        hosts(prefill=LAYOUT, decode=LAYOUT) as started,
+        hosts(prefill=LAYOUT) as second,
+    ):
+        describe_itself = second[0]._description
+        msgspec.structs.force_setattr(describe_itself, "worker_id", "prefill-1")
+        msgspec.structs.force_setattr(describe_itself, "transfer_addresses", ["127.0.0.1:7002"])
+        async with a_fleet([host.address for host in (*started, *second)]) as fleet:
+            engine = started[1]._engine
+            pair = engine.pair
+
+            async def pair_and_note(addresses, transport=None):
+                asked.append(addresses)
+                return await pair(addresses, transport)
+
+            engine.pair = pair_and_note
+            await fleet.remove("prefill-0")
+            assert fleet.kv_pairs == [KvPair("prefill-1", "decode-0", "shm", "")]
+            await fleet.remove("prefill-1")
+            assert fleet.kv_pairs == []
+            await fleet.remove("prefill-1")
+            await fleet.remove("decode-0")
+    assert asked == [["127.0.0.1:7002"], []], "who is not named is forgotten"
+
+
+async def test_a_decode_worker_that_does_not_answer_does_not_keep_a_prefill_worker_from_leaving(monkeypatch):
+    monkeypatch.setattr("engine.data_plane.PAIR_DEADLINE_S", 0.3)
+    asked = []
+
+    async def hang(addresses, transport=None):
+        asked.append(addresses)
+        await asyncio.sleep(60)
+
+    async with (
+        asyncio.timeout(20),
+        hosts(prefill=LAYOUT, decode=LAYOUT) as started,
+        a_fleet([host.address for host in started]) as fleet,
+    ):
+        started[1]._engine.pair = hang
+        await fleet.remove("prefill-0")
+        assert asked == [[]]
+        assert [worker.worker_id for worker in fleet.workers] == ["decode-0"]
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("isa", "vec"), ("block_size_tokens", 16), ("model", "another"), ("engine_version", "1")]
 )
