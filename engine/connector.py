@@ -66,6 +66,7 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 block_size_tokens=vllm_config.cache_config.block_size,
                 lease_s=float(self._settings["lease_s"]),
+                vocabulary_tokens=vllm_config.model_config.get_vocab_size(),
                 accountant=StepAccountant(
                     StepCostModel(
                         model_shape(vllm_config),

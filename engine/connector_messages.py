@@ -60,6 +60,8 @@ class StepInstructions(KVConnectorMetadata):
     grow: list[Grow] = field(default_factory=list)
     publish: list[Publish] = field(default_factory=list)
     watch: list[KvHandoff] = field(default_factory=list)
+    unwatch: list[KvHandoff] = field(default_factory=list)
+    """Renew these no more, without releasing: whoever fetches them next renews them again."""
     fetch: list[Fetch] = field(default_factory=list)
     cancel: list[str] = field(default_factory=list)
     release: list[KvHandoff] = field(default_factory=list)

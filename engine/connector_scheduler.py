@@ -28,8 +28,12 @@ FIRST_TOKEN_FOLLOWS = "first_token_follows"
 class SchedulerSide:
     """State of the requests that hand over or take over KV."""
 
-    def __init__(self, block_size_tokens: int, lease_s: float, accountant: StepAccountant) -> None:
+    def __init__(
+        self, block_size_tokens: int, lease_s: float, vocabulary_tokens: int, accountant: StepAccountant
+    ) -> None:
+        """`vocabulary_tokens`: what a peer names as a first token must be below."""
         self._block_size_tokens = block_size_tokens
+        self._vocabulary_tokens = vocabulary_tokens
         self._lease_s = lease_s
         self._accountant = accountant
         self._endpoints: list[Endpoint] = []
@@ -216,14 +220,17 @@ class SchedulerSide:
     def _complete(self, request_id: str, receipt: FetchReceipt | None) -> None:
         """Decode: the KV is here, or will not come. Put the first token where its placeholder stood."""
         request = self._following.pop(request_id)
-        if receipt is None or receipt.outcome != "ok" or receipt.first_token is None:
+        token = None if receipt is None or receipt.outcome != "ok" else receipt.first_token
+        if token is None or not 0 <= token < self._vocabulary_tokens:
+            failed = receipt.reason if receipt is not None else ""
             self._held.add(request_id)
+            request.num_computed_tokens = 0  # vLLM asks whether it may run only if nothing of it is computed
             handoff_id = request.kv_transfer_params["handoff"]["handoff_id"]
-            reason = receipt.reason if receipt is not None and receipt.reason else errors.INTERNAL
+            reason = failed or (errors.INTERNAL if token is None else errors.CORRUPTED)
             self._notices.append(Notice(handoff_id=handoff_id, failed=reason))
             return
-        request.prompt_token_ids[-1] = receipt.first_token
-        request._all_token_ids[-1] = receipt.first_token
+        request.prompt_token_ids[-1] = token
+        request._all_token_ids[-1] = token
         if request.num_tokens % self._block_size_tokens == 0 and request.block_hashes:
             request.block_hashes.pop()  # it covered the placeholder
             request.update_block_hashes()
@@ -231,6 +238,7 @@ class SchedulerSide:
     def _hold(self, request_id: str, handoff: KvHandoff, reason: str) -> None:
         del self._following[request_id]
         del self._incoming[request_id]
+        self._next.unwatch.append(handoff)  # the leg that fetches or releases it is another one, if it comes at all
         self._held.add(request_id)
         self._notices.append(Notice(handoff_id=handoff.handoff_id, failed=reason))
 

@@ -112,6 +112,8 @@ class WorkerSide:
             )
         for handoff in instructions.watch:
             self._service.watch(handoff)
+        for handoff in instructions.unwatch:
+            self._service.unwatch(handoff)
         for fetch in instructions.fetch:
             self._service.start_fetch(fetch.request_id, fetch.handoff, fetch.first_block, fetch.target_block_ids)
         for request_id in instructions.cancel:

@@ -157,6 +157,8 @@ class Pull:
     """Narrowed to the part of each block that this source fills."""
     progress: FetchProgress
     lease_s: float
+    follows: bool
+    """Whether the hand-off still grows: this pull then lasts as long as its prefill."""
     give_up_at_s: float
     """On time.monotonic's scale."""
 

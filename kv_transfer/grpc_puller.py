@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from kv_transfer import grpc_wire
 from kv_transfer.allocator import keep_freed_memory
-from kv_transfer.base import Pull, Puller, SourceDescription, run_in_thread
+from kv_transfer.base import Pull, Puller, SourceDescription
 from kv_transfer.codec import make_codec
+from kv_transfer.fetch_threads import FetchThreads
 from kv_transfer.frames import FrameReader
 from kv_transfer.grpc_control import GrpcControl
 from kv_transfer.grpc_stream import SourceStream
-
-MAX_CONCURRENT_FETCHES: Final = 8
-"""Threads; a fetch that follows a growing prefill holds one, mostly asleep, as long as that lasts."""
 
 
 class GrpcPuller(Puller):
@@ -22,10 +19,10 @@ class GrpcPuller(Puller):
 
     name: ClassVar[str] = "grpc"
 
-    def __init__(self, control: GrpcControl, max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES) -> None:
+    def __init__(self, control: GrpcControl) -> None:
         keep_freed_memory()
         self._control = control
-        self._threads = ThreadPoolExecutor(max_concurrent_fetches, thread_name_prefix="kv-fetch")
+        self._threads = FetchThreads("kv-fetch")
 
     def obstacle(self, source: SourceDescription) -> str | None:
         return None  # who answered `describe` can be reached
@@ -41,7 +38,7 @@ class GrpcPuller(Puller):
             reader.finish()
             pull.progress.first_token = grpc_wire.first_token_of(call)
 
-        await run_in_thread(self._threads, lambda: stream.run(consume), stream.cancel)
+        await self._threads.run(pull, lambda: stream.run(consume), stream.cancel)
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()

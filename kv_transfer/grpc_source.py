@@ -140,7 +140,8 @@ class GrpcKvSource(KvSource):
         """Say where the blocks lie and keep them there until the reader closes the stream, or dies."""
         closed = threading.Event()
         with self._slot(context):
-            context.add_callback(closed.set)
+            if not context.add_callback(closed.set):
+                return  # the call is over already, and nobody would end the wait below
             request = parse(_decode_request, message)
             with self.server.read(request, context.is_active) as read:
                 for segment in read.segments(context.is_active):

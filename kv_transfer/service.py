@@ -153,6 +153,10 @@ class TransferService:
         """Keep the lease alive until its fetch ends or `release`: for a hand-off whose load has not begun."""
         self._post(lambda: self._heartbeats.watch(handoff))
 
+    def unwatch(self, handoff: KvHandoff) -> None:
+        """Stop heartbeats without releasing: the lease lives out its time, unless it is watched or fetched again."""
+        self._post(lambda: self._heartbeats.stop(handoff))
+
     def start_fetch(
         self, request_id: str, handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int]
     ) -> None:

@@ -11,19 +11,17 @@ though, which the pin renews. A copy that took longer than a lease is believed o
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Final
 
 import msgspec
 
 from kv_transfer import errors, grpc_wire
-from kv_transfer.base import Pull, Puller, SourceDescription, run_in_thread
+from kv_transfer.base import Pull, Puller, SourceDescription
 from kv_transfer.blocks import BlockPool
+from kv_transfer.fetch_threads import FetchThreads
 from kv_transfer.grpc_control import GrpcControl
 from kv_transfer.grpc_stream import SourceStream
 from kv_transfer.shared_pool import CannotMap, MappedPool, SharedOffer
-
-MAX_CONCURRENT_FETCHES: Final = 8
 
 _decode_pinned: Final = msgspec.msgpack.Decoder(grpc_wire.PinnedBlocks).decode
 
@@ -33,9 +31,9 @@ class ShmPuller(Puller):
 
     name: ClassVar[str] = "shm"
 
-    def __init__(self, control: GrpcControl, max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES) -> None:
+    def __init__(self, control: GrpcControl) -> None:
         self._control = control
-        self._threads = ThreadPoolExecutor(max_concurrent_fetches, thread_name_prefix="kv-copy")
+        self._threads = FetchThreads("kv-copy")
         self._mapped: dict[str, MappedPool] = {}
 
     def obstacle(self, source: SourceDescription) -> str | None:
@@ -55,7 +53,7 @@ class ShmPuller(Puller):
         part = mapped.part(pull.request.part_start, pull.request.part_bytes)
         stream = SourceStream(self._control.channel(pull.address), grpc_wire.PIN, pull)
         copy = _Copy(pull, part, stream)
-        await run_in_thread(self._threads, lambda: stream.run(copy.consume), stream.cancel)
+        await self._threads.run(pull, lambda: stream.run(copy.consume), stream.cancel)
         if not copy.within_lease():
             await self._control.renew(pull.address, pull.request.handoff_id)  # raises if it was not open all the time
 
@@ -63,7 +61,7 @@ class ShmPuller(Puller):
         self._mapped.pop(source.incarnation, None)
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self._mapped.clear()
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from certificates import Authority
@@ -22,6 +23,7 @@ from check_transport import (
 
 from kv_transfer import errors
 from kv_transfer.collective_group import PairGroup
+from kv_transfer.fetch_threads import MAX_CONCURRENT_FETCHES
 from kv_transfer.transports import make_transport
 
 
@@ -34,6 +36,28 @@ class Harness:
         return make_transport(self._name, settings)
 
 
+class FollowingConformance:
+    """For transports that borrow from `FetchThreads`."""
+
+    async def test_a_complete_handoff_never_waits_behind_those_that_follow_a_prefill(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            growing = []
+            for number in range(MAX_CONCURRENT_FETCHES):
+                handoff = msgspec.structs.replace(prefill.announce([number, 16 + number]), complete=False)
+                prefill.leases.grow(handoff.handoff_id, f"growing {number}", [number])
+                growing.append(decode.fetcher.fetch(handoff, 0, [2 * number, 2 * number + 1], decode.pool))
+            following = [asyncio.create_task(fetch) for fetch in growing]
+            await eventually(
+                lambda: sum(lease.active_reads for lease in prefill.leases._open.values()) == len(following)
+            )
+            receipt = await asyncio.wait_for(decode.fetcher.fetch(prefill.publish([30]), 0, [30], decode.pool), 4)
+            assert receipt.outcome == "ok", receipt
+            assert not any(task.done() for task in following)
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
+
+
 class TestMemory(FrameConformance, TransportConformance):
     @pytest.fixture
     def harness(self):
@@ -43,7 +67,7 @@ class TestMemory(FrameConformance, TransportConformance):
         pytest.skip("an address in this process is never used again")
 
 
-class TestGrpc(FrameConformance, TransportConformance):
+class TestGrpc(FollowingConformance, FrameConformance, TransportConformance):
     @pytest.fixture
     def harness(self):
         return Harness("grpc", slow_frames)
@@ -61,7 +85,7 @@ class TestGrpcOverTls(FrameConformance, TransportConformance):
         return TlsHarness("grpc", slow_frames)
 
 
-class TestShm(TransportConformance):
+class TestShm(FollowingConformance, TransportConformance):
     @pytest.fixture
     def harness(self):
         return Harness("shm", slow_copies)

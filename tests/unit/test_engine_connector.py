@@ -20,6 +20,7 @@ from roofline.model_shape import load_model_shape
 
 MODEL = StepCostModel(load_model_shape("smollm2-135m"))
 HANDOFF = make_handoff()
+VOCABULARY_TOKENS = 50
 NO_CACHED = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
 IDLE = SimpleNamespace(
     total_num_scheduled_tokens=0,
@@ -35,7 +36,9 @@ CANCELLED = FetchReceipt(outcome="cancelled", reason="cancelled")
 
 @pytest.fixture
 def side():
-    side = SchedulerSide(block_size_tokens=32, lease_s=30.0, accountant=StepAccountant(MODEL))
+    side = SchedulerSide(
+        block_size_tokens=32, lease_s=30.0, vocabulary_tokens=VOCABULARY_TOKENS, accountant=StepAccountant(MODEL)
+    )
     side.set_endpoints([Endpoint("127.0.0.1:7001", LAYOUT.compatibility_hash(), 100, 2048)])
     return side
 
@@ -460,11 +463,22 @@ def test_a_block_hash_that_covered_the_placeholder_is_made_again(side):
     assert request.block_hashes == ["h", "again"]
 
 
-@pytest.mark.parametrize(("receipt", "reason"), [(TIMED_OUT, "timeout"), (OK, "internal")])
+@pytest.mark.parametrize(
+    ("receipt", "reason"),
+    [
+        (TIMED_OUT, "timeout"),
+        (OK, "internal"),
+        (msgspec.structs.replace(OK, first_token=VOCABULARY_TOKENS), "corrupted"),
+        (msgspec.structs.replace(OK, first_token=-1), "corrupted"),
+    ],
+)
 def test_without_its_first_token_a_following_request_never_runs_and_its_handler_is_told(side, receipt, reason):
     request = a_following_request()
     start_fetch(side, request)
-    report(side, {"r": receipt}, finished_recving={"r"}, failed_recving={"r"})
+    request.num_computed_tokens = 70
+    report(side, {"r": receipt}, finished_recving={"r"})
+    assert request.num_computed_tokens == 0, "else vLLM would run it without asking"
+    assert request.prompt_token_ids[-1] == 3
     [notice] = side.take_notices()
     assert (notice["handoff_id"], notice["failed"]) == (HANDOFF.handoff_id, reason)
     assert side.num_external_tokens(request, 0) == (None, False)
@@ -480,6 +494,11 @@ def test_a_following_request_that_the_local_cache_covers_is_handed_back(side):
     side.on_new_request(request)
     assert side.num_external_tokens(request, 64) == (None, False)
     assert side.take_notices()[0]["failed"] == "already_cached"
+    told = side.take_instructions(IDLE)
+    assert (told.watch, told.unwatch, told.release) == ([handoff], [handoff], [])
+    complete = msgspec.structs.replace(handoff, complete=True)
+    side.on_new_request(a_fetching_request("second", 65, complete))
+    assert side.take_instructions(IDLE).watch == [complete]
 
 
 # --- several ranks; their ends of one fetch may come in different steps

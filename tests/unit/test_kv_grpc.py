@@ -2,7 +2,9 @@
 
 import asyncio
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import grpc
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from samples import kv_layout
 
-from kv_transfer import errors, grpc_wire
+from kv_transfer import errors, grpc_source, grpc_wire
 from kv_transfer.allocator import keep_freed_memory
 from kv_transfer.base import FetchRequest
 from kv_transfer.blocks import BlockPool
@@ -114,6 +116,30 @@ async def test_a_silent_source_is_a_timeout(source, pool):
     await fetcher.close()
     assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT)
     assert receipt.wait_s >= 0.15
+
+
+def test_a_pin_whose_reader_left_before_it_began_holds_nothing(source, monkeypatch):
+    monkeypatch.setattr(grpc_source, "LONGEST_FETCH_S", 6)
+    published(source, "r")
+    leases, slot, begun = source.server._leases, source._slot, threading.Event()
+
+    @contextmanager
+    def late(context):
+        with slot(context):
+            begun.set()
+            while context.add_callback(lambda: None):  # which gRPC refuses once the call has ended
+                time.sleep(0.01)
+            yield
+
+    source._slot = late
+    with grpc.insecure_channel(source.address) as channel:
+        pin = channel.unary_stream(f"/{grpc_wire.SERVICE}/{grpc_wire.PIN}")
+        call = pin(msgspec.msgpack.encode(request_for("r")), timeout=5)
+        assert begun.wait(5)
+        call.cancel()
+        assert source._fetch_slots.acquire(timeout=3), "the pin kept its slot"
+    source._fetch_slots.release()
+    assert leases._open["r"].active_reads == 0
 
 
 def test_a_fetch_without_a_deadline_is_refused(source):

@@ -183,6 +183,24 @@ def test_heartbeats_keep_the_lease_until_they_stop():
         decode.close()
 
 
+def test_a_handoff_that_is_watched_no_more_lives_out_its_lease_unless_it_is_fetched():
+    (prefill, _), (decode, _) = make_service(lease_s=1.0), make_service()
+    try:
+        left, fetched = offer(prefill, "left", [1], lease_s=1.0), offer(prefill, "fetched", [2], lease_s=1.0)
+        for handoff in (left, fetched):
+            decode.watch(handoff)
+            decode.unwatch(handoff)
+        decode.watch(fetched)
+        assert collect(prefill, lambda sent, _receipts: sent)[0] == {"left"}
+        assert prefill.stats().expired_leases_total == 1
+        decode.start_fetch("d", fetched, 0, [3])
+        _, receipts = collect(decode, lambda _sent, receipts: receipts)
+        assert receipts["d"].outcome == "ok"
+    finally:
+        prefill.close()
+        decode.close()
+
+
 def test_a_vanished_source_fails_the_fetch_and_stops_the_heartbeats():
     (prefill, _), (decode, _) = make_service(), make_service()
     try:
