@@ -265,6 +265,19 @@ async def test_a_head_that_does_not_end_is_refused_and_many_short_ones_are_not()
             assert (await client.get("/health", headers={"x": "a" * 1000})).status_code == 200
 
 
+async def test_the_refusal_of_a_head_arrives_however_much_is_still_on_its_way():
+    async with serving() as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(b"GET /health HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        for _ in range(20):
+            writer.write(b"a" * MAX_HEAD_BYTES)
+            await writer.drain()
+        assert b"431" in await asyncio.wait_for(reader.readuntil(b"in them."), 5)
+        writer.close()
+
+
 async def test_a_trailer_that_does_not_end_is_refused():
     async with serving() as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
