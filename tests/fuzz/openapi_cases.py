@@ -38,6 +38,10 @@ def case_check(url: str) -> Callable[[schemathesis.Case], None]:
 
     def check(case: schemathesis.Case) -> None:
         response = case.call(base_url=url, session=session, timeout=DEADLINE_S)
-        check_answer(Answer(response.status_code, response.headers.get("content-type", [""])[0], response.content))
+        try:
+            check_answer(Answer(response.status_code, response.headers.get("content-type", [""])[0], response.content))
+        except AssertionError as error:
+            error.add_note(case.as_curl_command())
+            raise
 
     return check
