@@ -18,7 +18,7 @@ ATTEMPTS = 3
 HAND_OVER_MS = {2: 25.0, 4: 50.0}
 """By bytes of a KV element: float32 leaves twice the bytes to move after the last chunk."""
 CHUNKED_PROMPT_TOKENS = 1000
-DECODED_TOKENS = 120
+DECODED_TOKENS = 80
 SLOWER = 1.10
 
 

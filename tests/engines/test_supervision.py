@@ -41,7 +41,6 @@ class Deployed:
     def __init__(self, serve: Serve, url: str) -> None:
         self.serve = serve
         self.url = url
-        self.begun: list[psutil.Process] = []
 
     def workers(self) -> dict[str, dict[str, Any]]:
         rows = httpx.get(f"{self.url}/ridgeline/workers", timeout=30).json()["workers"]
@@ -106,11 +105,6 @@ def deployed() -> Iterator[Deployed]:
         one = Deployed(serve, serve.wait_ready())
         one.completes()
         yield one
-        family = [*one.begun, *descendants(serve.process.pid)]
-        os.kill(serve.process.pid, signal.SIGINT)
-        assert serve.wait_exit(60) == 0, serve.output
-        assert "Traceback" not in serve.output, serve.output
-        assert still_there(family, 10) == []
 
 
 def test_a_killed_actor_and_a_killed_engine_of_two_pools_come_back_and_pair_again(deployed: Deployed, figure: Figure):
@@ -223,3 +217,28 @@ def test_sigterm_to_a_worker_drains_it(deployed: Deployed):
     assert "prefill-0" not in deployed.workers()
     assert deployed.serve.output.count("prefill-0 is gone (") == losses, "it was taken for lost"
     deployed.completes()
+
+
+def refusal(url: str) -> str:
+    """What a new request is told once the server drains."""
+    deadline_s = time.monotonic() + 5
+    while time.monotonic() < deadline_s:
+        response = httpx.post(f"{url}/v1/completions", json=body(1), timeout=30)
+        if response.status_code == 503:
+            return response.text
+    raise AssertionError("still accepted 5 s after Ctrl-C")
+
+
+def test_ctrl_c_lets_a_running_stream_end_and_leaves_no_process(deployed: Deployed):
+    serve = deployed.serve
+    family = descendants(serve.process.pid)
+    stream = Stream(deployed.url, 60)
+    os.kill(serve.process.pid, signal.SIGINT)
+    assert "shutting down" in refusal(deployed.url)
+    lines = stream.end()
+    assert lines[-1] == "data: [DONE]", "the stream was cut off"
+    assert any('"completion_tokens":60' in line for line in lines[-3:]), lines[-3:]
+    assert serve.wait_exit(60) == 0, serve.output
+    assert serve.lines[-1] == "stopped"
+    assert not re.search("Traceback|cut off", serve.output), serve.output
+    assert still_there(family, 5) == []
