@@ -64,15 +64,15 @@ class Deployment:
         """Bring back what dies and tell it. Returns never; raises DeploymentFailed when nothing can be served."""
         await self._supervisor.run(say)
 
-    async def drain(self, timeout_s: float) -> int:
+    async def drain(self, timeout_s: float) -> int | None:
         """Refuse new requests and wait for the running ones; how many did not end in time.
 
-        0 if no router answers, within `DRAIN_ANSWER_S` more: it hangs or is being started again, and serves nobody.
+        None if no router answers, within `DRAIN_ANSWER_S` more: it hangs or is being started again.
         """
         try:
             return int(await self._router.call("drain", timeout_s, timeout_s=timeout_s + DRAIN_ANSWER_S))
         except DeploymentFailed:
-            return 0
+            return None
 
 
 @asynccontextmanager

@@ -113,7 +113,9 @@ async def _drain(deployment: Deployment, timeout_s: float, console: Console, hur
         draining.cancel()
         await asyncio.wait([draining])
         console.print("[yellow]not waiting any longer: running requests are cut off[/]")
-    elif left := draining.result():
+    elif (left := draining.result()) is None:
+        console.print("[yellow]the router does not answer: what it was serving, if anything, is cut off[/]")
+    elif left:
         console.print(f"[yellow]{left} requests did not end in time and are cut off[/]")
 
 

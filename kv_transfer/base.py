@@ -99,6 +99,9 @@ class SourceControl(ABC):
     async def release(self, address: str, handoff_id: str, reader: int, readers: int) -> None:
         """Give the blocks back; idempotent, silent for an unknown id. Raises TransferFailed only if unreachable."""
 
+    def forget(self, address: str) -> None:  # noqa: B027 - some keep nothing
+        """Keep nothing of a source that has left for good. Calls that run, and later ones, are not disturbed."""
+
     @abstractmethod
     async def close(self) -> None:
         """Drop connections. Idempotent."""

@@ -73,7 +73,14 @@ class CollectivePuller(Puller):
             try:
                 await run_in_thread(self._threads, transfer.run, transfer.stop)
             finally:
-                if not transfer.settled:
+                if not transfer.settled or self._pairs.get(pull.address) is not pair:
+                    self._leave(pair)
+
+    def forget(self, source: SourceDescription) -> None:
+        for address, pair in list(self._pairs.items()):
+            if pair.incarnation == source.incarnation:
+                del self._pairs[address]
+                if not pair.lock.locked():  # else whoever has its turn leaves the group when that is over
                     self._leave(pair)
 
     async def close(self) -> None:

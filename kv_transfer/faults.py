@@ -128,6 +128,9 @@ class FaultyPuller(Puller):
             if fault.kind == "corrupt":
                 _corrupt(pull, fault)
 
+    def forget(self, source: SourceDescription) -> None:
+        self._wrapped.forget(source)
+
     async def close(self) -> None:
         await self._wrapped.close()
 

@@ -78,6 +78,7 @@ class KvFetcher:
         """Drop what is kept of sources that are gone: their mappings hold memory. Fetches that run keep theirs."""
         for address in set(self._pairings) - set(addresses):
             self._forget(address)
+            self._control.forget(address)
 
     def _forget(self, address: str) -> None:
         pairing = self._pairings.pop(address, None)

@@ -48,6 +48,9 @@ class GrpcControl(SourceControl):
     async def release(self, address: str, handoff_id: str, reader: int = 0, readers: int = 1) -> None:
         await self._call(address, grpc_wire.RELEASE, grpc_wire.Release(handoff_id, reader, readers))
 
+    def forget(self, address: str) -> None:
+        self._channels.pop(address, None)  # not closed, which would end its calls: it goes with the last of them
+
     async def close(self) -> None:
         for channel in self._channels.values():
             channel.close()
@@ -56,8 +59,8 @@ class GrpcControl(SourceControl):
     async def _call(self, address: str, method: str, argument: Any) -> bytes:
         loop = asyncio.get_running_loop()
         answered = asyncio.Event()
-        method_call = self.channel(address).unary_unary(f"/{grpc_wire.SERVICE}/{method}")
-        call = method_call.future(_encode(argument), timeout=CONTROL_DEADLINE_S)
+        channel = self.channel(address)  # held until the answer is there: see `forget`
+        call = channel.unary_unary(f"/{grpc_wire.SERVICE}/{method}").future(_encode(argument), timeout=CONTROL_DEADLINE_S)
         call.add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
         try:
             await answered.wait()

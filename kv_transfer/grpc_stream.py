@@ -26,6 +26,7 @@ class SourceStream:
 
     def __init__(self, channel: grpc.Channel, method: str, pull: Pull, message: bytes | None = None) -> None:
         """`message`: what to ask, if it is not the pull's request."""
+        self._channel = channel  # kept, because one that nobody holds closes and ends its calls
         self._method = channel.unary_stream(f"/{grpc_wire.SERVICE}/{method}")
         self._message = message or _encode(pull.request)
         self._address = pull.address

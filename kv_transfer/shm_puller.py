@@ -49,8 +49,9 @@ class ShmPuller(Puller):
         return None
 
     async def pull(self, pull: Pull) -> None:
-        mapped = self._mapped[pull.source.incarnation].pool
-        part = mapped.part(pull.request.part_start, pull.request.part_bytes)
+        if (obstacle := self.obstacle(pull.source)) is not None:  # forgotten since, because another pull failed
+            raise errors.TransferFailed(errors.STALE_PAIRING, f"{pull.address}: {obstacle}")
+        part = self._mapped[pull.source.incarnation].pool.part(pull.request.part_start, pull.request.part_bytes)
         stream = SourceStream(self._control.channel(pull.address), grpc_wire.PIN, pull)
         copy = _Copy(pull, part, stream)
         await self._threads.run(pull, lambda: stream.run(copy.consume), stream.cancel)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -168,6 +168,14 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 3.0) -> N
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen in time"
         await asyncio.sleep(0.005)
+
+
+def kept(node: Node) -> list[Any]:
+    """Everything that its fetcher has open for later fetches."""
+    fetcher = node.fetcher
+    parts = [fetcher._pairings, getattr(fetcher._control, "_channels", {})]
+    parts += [getattr(puller, name, {}) for puller in fetcher._pullers for name in ("_mapped", "_pairs")]
+    return [one for part in parts for one in part]
 
 
 class TransportConformance:
@@ -467,6 +475,28 @@ class TransportConformance:
             finally:
                 await again.fetcher.close()
                 again.source.close()
+
+    async def test_nothing_is_kept_of_a_source_that_is_forgotten_and_it_can_be_met_anew(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            ids = [1, 2, 3]
+            handoff = prefill.publish(ids)
+            for _ in range(2):
+                assert await self._fetch_ok(prefill, decode, handoff, ids)
+                assert kept(decode)
+                decode.fetcher.forget_all_but(())
+                assert not kept(decode)
+
+    async def test_a_source_forgotten_in_mid_fetch_is_read_to_the_end(self, harness):
+        async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
+            harness.slow_down(prefill, decode)
+            handoff = prefill.publish([1, 2, 3])
+            task = asyncio.create_task(self._fetch_ok(prefill, decode, handoff, [1, 2, 3]))
+            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            decode.fetcher.forget_all_but(())
+            assert not task.done()
+            assert await task
+            assert not kept(decode)
+            assert await self._fetch_ok(prefill, decode, handoff, [1, 2, 3])
 
     def restarted(self, harness: TransportHarness, node: Node) -> Node:
         """Another node, with other bytes, at the address of this one, which is closed."""

@@ -36,8 +36,8 @@ def a_deployment(answer):
     ("answer", "left"),
     [
         (3, 3),
-        (ActorGone("router ended while it ran drain"), 0),
-        (DeploymentFailed("router did not finish drain within 35 s"), 0),
+        (ActorGone("router ended while it ran drain"), None),
+        (DeploymentFailed("router did not finish drain within 35 s"), None),
     ],
 )
 async def test_a_drain_ends_a_few_seconds_after_its_timeout_and_without_a_router_at_once(answer, left):
@@ -70,6 +70,16 @@ async def test_the_second_signal_ends_a_drain_that_the_first_one_began():
     assert hangs.cancelled()
 
 
-@pytest.mark.parametrize(("left", "words"), [(0, []), (2, ["2 requests did not end in time and are cut off"])])
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (0, []),
+        (2, ["2 requests did not end in time and are cut off"]),
+        (
+            DeploymentFailed("router did not finish drain within 35 s"),
+            ["the router does not answer: what it was serving, if anything, is cut off"],
+        ),
+    ],
+)
 async def test_what_a_drain_left_is_told(left, words):
     assert (await drained(left, StopSignals()))[1:] == words
