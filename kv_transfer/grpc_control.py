@@ -60,7 +60,9 @@ class GrpcControl(SourceControl):
         loop = asyncio.get_running_loop()
         answered = asyncio.Event()
         channel = self.channel(address)  # held until the answer is there: see `forget`
-        call = channel.unary_unary(f"/{grpc_wire.SERVICE}/{method}").future(_encode(argument), timeout=CONTROL_DEADLINE_S)
+        call = channel.unary_unary(f"/{grpc_wire.SERVICE}/{method}").future(
+            _encode(argument), timeout=CONTROL_DEADLINE_S
+        )
         call.add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
         try:
             await answered.wait()

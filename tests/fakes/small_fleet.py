@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, engine_config
 
 from decode_worker.handler import DecodeHandler
 from engine.host import WorkerHost
@@ -15,10 +15,12 @@ from router.fleet import Fleet
 
 @contextlib.asynccontextmanager
 async def hosts(**layouts):
-    """Hosts on loopback: pool -> layout."""
+    """Hosts on loopback: pool -> layout; the second worker of a pool is called decode_1."""
     started = []
-    for pool, layout in layouts.items():
+    for name, layout in layouts.items():
+        pool, _, number = name.partition("_")
         engine = FakeEngine(pool)
+        engine.config = engine_config(pool, f"{pool}-{number or 0}")
 
         async def describe(layout=layout):
             return layout, ["127.0.0.1:7001"]

@@ -349,6 +349,18 @@ async def test_a_worker_that_dies_is_lost_to_its_streams_and_to_every_later_call
             await worker.tokens(make_task("late"))
 
 
+async def test_a_task_for_a_worker_that_is_not_connected_is_refused_at_once_and_not_sent():
+    async with serving() as worker:
+        await worker.host.stop()
+        await eventually(lambda: not worker.client.connected)
+        sent = []
+        worker.client._unary = lambda *args, **kwargs: sent.append(args)
+        with pytest.raises(WorkerLost, match=r"127\.0\.0\.1"):
+            await worker.tokens(make_task("early"))
+        assert sent == []
+        assert worker.client._streams == {}
+
+
 async def test_a_worker_that_is_not_there_is_lost_after_the_timeout_and_named():
     client = WorkerClient("127.0.0.1:9", "router")
     running = asyncio.create_task(client.run())

@@ -62,6 +62,14 @@ async def test_the_last_worker_that_can_decode_leaves_only_by_force(pool):
         assert (await http.post("/ridgeline/drain", json={**wish, "force": True})).status_code == 202
 
 
+async def test_of_two_workers_told_to_leave_at_once_one_stays():
+    async with admin(prefill=LAYOUT, decode=LAYOUT, decode_1=LAYOUT) as (http, _, fleet, _):
+        wishes = [{"worker": name, "timeout_s": 0} for name in ("decode-0", "decode-1")]
+        answers = await asyncio.gather(*(http.post("/ridgeline/drain", json=wish) for wish in wishes))
+        assert [answer.status_code for answer in answers] == [202, 409]
+        assert [worker.worker_id for worker in fleet.usable("decode")] == ["decode-1"]
+
+
 async def test_an_unknown_worker_is_answered_with_the_names_there_are():
     async with admin() as (http, _, _, _):
         answer = await http.post("/ridgeline/drain", json={"worker": "decode-7"})

@@ -197,6 +197,17 @@ def test_without_a_decode_worker_new_requests_are_refused_before_their_prompt_is
     assert router.rejected("no_worker") == 1
 
 
+def test_without_a_prefill_worker_prompts_are_judged_by_the_pool_that_computes_them_then():
+    router = Router(min_remote=71)
+    router.queues["prefill"].wait_s = lambda client, tokens: 99.0
+    router.queues["decode"].wait_s = lambda client, tokens: 1.0
+    router.bench.client("prefill").connected = False
+    router.admission.admit("a", Ask(1, 71, 1))
+    router.queues["decode"].wait_s = lambda client, tokens: 98.0
+    with pytest.raises(Refused, match="would wait about 98 s"):
+        router.admission.admit("a", Ask(1, 71, 1))
+
+
 def test_without_a_prefill_worker_requests_are_taken_in_and_wait():
     router = Router()
     router.bench.client("prefill").connected = False

@@ -4,11 +4,13 @@ import asyncio
 import json
 import time
 import warnings
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 import pytest_asyncio
 from fake_engine import FakeEngine, eventually
+from prometheus_client import CollectorRegistry
 from samples import router_settings
 
 from decode_worker.handler import DecodeHandler
@@ -38,14 +40,12 @@ def make_model(directory):
     ).save_pretrained(directory)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory):
-    """(HTTP client, prefill engine, decode engine) of a router over two workers."""
+@asynccontextmanager
+async def serving(model):
+    """(HTTP client, router, prefill engine, decode engine) of a router over two workers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from router.app import Router
-    model = tmp_path_factory.mktemp("model")
-    make_model(model)
     engines = [FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="auto")]
     hosts = [WorkerHost(engines[0], PrefillHandler()), WorkerHost(engines[1], DecodeHandler())]
     for host in hosts:
@@ -59,11 +59,34 @@ async def served(tmp_path_factory):
             router = Router(settings)
             url = await router.serve([host.address for host in hosts], {})
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            yield http, *engines
-        await router.stop()
+            yield http, router, *engines
+        if not router.ended:
+            await router.stop()
     finally:
         for host in hosts:
             await host.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    return directory
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(model):
+    """(HTTP client, prefill engine, decode engine), one router for all tests but those that end it."""
+    async with serving(model) as (http, _, prefill, decode):
+        yield http, prefill, decode
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def own(model, monkeypatch):
+    """The same and the router itself, for a test that ends it."""
+    monkeypatch.setattr("router.app.REGISTRY", CollectorRegistry())  # there is one router in a process elsewhere
+    async with serving(model) as parts:
+        yield parts
 
 
 def body(prompt_tokens=8, **fields):
@@ -177,3 +200,36 @@ async def test_ready_is_a_canary_through_both_pools_and_names_the_one_that_is_st
     metrics = (await http.get("/metrics")).text
     assert 'ridgeline_canaries_total{result="ok"} 1.0' in metrics
     assert 'ridgeline_canaries_total{result="late"} 1.0' in metrics
+
+
+# --- the end of a router
+
+
+async def test_a_drain_waits_for_what_was_accepted_and_tells_what_is_left(own):
+    http, router, prefill, _ = own
+    sent = asyncio.create_task(send(http))
+    await eventually(lambda: prefill.running)
+    assert await router.drain(0.05) == 1
+    assert (await send(http))[0] == 503
+    draining = asyncio.create_task(router.drain(20))
+    await asyncio.sleep(0.05)
+    assert not draining.done()
+    stepper = asyncio.create_task(stepping(prefill))
+    assert (await sent)[0] == 200
+    assert await draining == 0
+    stepper.cancel()
+
+
+async def test_a_router_whose_inside_has_failed_says_that_it_has_ended(own, monkeypatch):
+    http, router, _, _ = own
+    assert not router.ended
+
+    async def fails():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(router._fleet, "refresh", fails)
+    await eventually(lambda: router.ended)
+    with pytest.raises(httpx.TransportError):
+        await http.get("/health")
+    with pytest.raises(ExceptionGroup):
+        await router.stop()
