@@ -19,6 +19,8 @@ from router.policy import NoWorker, Score, WorkerLoad, pick
 logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 0.5
 CONNECT_TIMEOUT_S = 30.0
+UNANSWERED_S = 4.0
+"""Two questions in a row, of 2 s each (`engine.data_plane`)."""
 RECOVERY_POLL_S = 0.1
 STALLED_S = 20.0
 """A worker whose engine has work and made no step for so long gets no more; one step of a long prompt may take 10 s."""
@@ -32,7 +34,8 @@ class Worker:
         self.description = description
         self.status: WorkerStatus | None = None
         self.answers = True
-        """Whether it told its status when last asked; one that hangs gets no new work."""
+        """Whether it tells its status when asked; one that hangs gets no new work."""
+        self._answered_s = time.monotonic()
         self._outstanding_prompt_tokens = 0
         self._running = 0
 
@@ -59,6 +62,17 @@ class Worker:
             kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
             kv_blocks_total=self.description.num_kv_blocks,
         )
+
+    async def refresh(self) -> None:
+        """Ask for its status. One question that is not answered in time may be this router's own fault, and is none."""
+        try:
+            self.status = await self.client.status()
+        except WorkerLost:
+            if self.client.connected and time.monotonic() - self._answered_s < UNANSWERED_S:
+                return
+            self.status, self.answers = None, False
+        else:
+            self.answers, self._answered_s = True, time.monotonic()
 
     @contextmanager
     def reserve(self, prompt_tokens: int = 0) -> Iterator[PromptReservation]:
@@ -145,7 +159,7 @@ class Fleet:
             self.restarts[worker.worker_id, reason] += 1
             if former is not None:
                 await self._close(former)
-        await self._refresh_one(worker)
+        await worker.refresh()
 
     async def remove(self, worker_id: str) -> None:
         """Forget a worker that has left; an unknown one is forgotten already."""
@@ -182,15 +196,7 @@ class Fleet:
 
     async def refresh(self) -> None:
         """Read every worker's status now; one that does not answer has none."""
-        await asyncio.gather(*(self._refresh_one(worker) for worker in self.workers))
-
-    async def _refresh_one(self, worker: Worker) -> None:
-        try:
-            worker.status = await worker.client.status()
-            worker.answers = True
-        except WorkerLost:
-            worker.status = None
-            worker.answers = False
+        await asyncio.gather(*(worker.refresh() for worker in self.workers))
 
     async def _keep_fresh(self) -> None:
         while True:

@@ -62,6 +62,33 @@ def test_a_load_is_what_the_worker_last_said_and_what_was_sent_there():
     assert worker.load().connected is False
 
 
+async def test_one_question_without_an_answer_is_forgiven_and_the_second_in_a_row_is_not(monkeypatch):
+    now_s, worker, status = 100.0, a_worker(), WorkerStatus(worker_id="d0", kv_blocks_free=7)
+    monkeypatch.setattr("router.fleet.time.monotonic", lambda: now_s)
+
+    async def answer():
+        return status
+
+    async def hang():
+        raise WorkerLost("DEADLINE_EXCEEDED")
+
+    worker.client.status = answer
+    await worker.refresh()
+    worker.client.status = hang
+    now_s += 2.5
+    await worker.refresh()
+    assert (worker.load().usable, worker.status) == (True, status)
+    now_s += 2.5
+    await worker.refresh()
+    assert (worker.load().usable, worker.status) == (False, None)
+    worker.client.status = answer
+    await worker.refresh()
+    assert worker.load().usable
+    worker.client.status, worker.client.connected = hang, False
+    await worker.refresh()
+    assert worker.status is None, "it is gone, and that is known"
+
+
 async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():
     async with asyncio.timeout(20), hosts(prefill=LAYOUT, decode=LAYOUT) as started:
         fleet, checked = Fleet("router"), False
