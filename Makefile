@@ -40,9 +40,9 @@ transports: setup ## every KV transport against the conformance suite; dead peer
 fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer frames (about 15 minutes); SEED=1, EXAMPLES=100000
 	@$(BIN)/python tests/fuzz/run.py --seed $(or $(SEED),1) --examples $(or $(EXAMPLES),100000)
 
-test: lint model unit transports ## lint and tests, real engines on real Ray included; not the chaos run
+test: lint model unit transports ## lint and tests, real engines on real Ray and two minutes of chaos included
 	@$(BIN)/pytest -q tests/fuzz
-	@$(BIN)/pytest -v --durations=40 --ignore tests/engines/test_chaos.py tests/engines
+	@$(BIN)/pytest -v --durations=40 tests/engines
 
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
 	@$(BIN)/python -m tests.bench.unloaded_ttft

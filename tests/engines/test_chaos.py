@@ -1,4 +1,4 @@
-"""The chaos run, two minutes of it: `make chaos` is the long one. Not in `make test`, which would pass 40 minutes."""
+"""The chaos run, two minutes of it: `make chaos` is the long one."""
 
 from __future__ import annotations
 
