@@ -29,7 +29,7 @@ from kv_transfer.collective_group import FETCHER_RANK, FORM_S, PairGroup, backen
 from kv_transfer.collective_wire import COLLECT, FORMED, JOIN, STOP, Chunk, End, Invitation, Stop, Transfer
 from kv_transfer.frames import TARGET_FRAME_BYTES
 from kv_transfer.grpc_control import CONTROL_DEADLINE_S, GrpcControl
-from kv_transfer.grpc_stream import SourceStream
+from kv_transfer.grpc_stream import SourceStream, read_last_events
 
 MAX_CONCURRENT_FETCHES: Final = 8
 FORMING_THREADS: Final = 4
@@ -187,6 +187,7 @@ class _Membership:
                 raise errors.TransferFailed(errors.UNREACHABLE, f"{address} formed no group")
         except (grpc.RpcError, errors.HandoffError) as failure:
             call.cancel()
+            read_last_events(call)
             if group is not None:
                 group.break_off()
             if isinstance(failure, errors.HandoffError):
@@ -200,6 +201,7 @@ class _Membership:
         """Release whoever waits in the group, at both ends. Idempotent."""
         self.group.break_off()
         self._call.cancel()
+        read_last_events(self._call)
 
 
 class _Transfer:

@@ -66,6 +66,7 @@ class SourceStream:
             raise grpc_wire.error_of(failure, self._address) from failure
         finally:
             call.cancel()
+            read_last_events(call)
 
     def _begin(self) -> Any:
         left_s = self._give_up_at_s - time.monotonic()
@@ -75,3 +76,13 @@ class SourceStream:
             self.raise_if_cancelled()
             self._call = self._method(self._message, timeout=left_s)
             return self._call
+
+
+def read_last_events(call: Any) -> None:
+    """Of a call that has ended or was cancelled; they come at once.
+
+    A call that reads on its caller's own thread keeps 17 KB in its channel until its last events have been read, and
+    after a cancel gRPC offers no public way to read them (1.85: `grpc._channel._SingleThreadedRendezvous`).
+    """
+    while call._state.due:
+        call._consume_next_event()

@@ -22,6 +22,7 @@ from kv_transfer import errors, frames
 from kv_transfer.base import KvSource
 from kv_transfer.blocks import BlockPool
 from kv_transfer.fetcher import KvFetcher
+from kv_transfer.grpc_stream import SourceStream
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
 from kv_transfer.lease import LeaseTable
 from kv_transfer.shared_pool import KvCacheAllocation
@@ -485,6 +486,20 @@ class TransportConformance:
                 assert kept(decode)
                 decode.fetcher.forget_all_but(())
                 assert not kept(decode)
+
+    async def test_no_stream_leaves_anything_in_its_channel(self, harness, monkeypatch):
+        calls, begin = [], SourceStream._begin
+        monkeypatch.setattr(SourceStream, "_begin", lambda stream: calls.append(begin(stream)) or calls[-1])
+        async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
+            assert await self._fetch_ok(prefill, decode, prefill.publish([1], "whole"), [1])
+            harness.slow_down(prefill, decode)
+            handoff = prefill.publish([1, 2, 3], "cut")
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            before = prefill.source.bytes_sent_total
+            await eventually(lambda: prefill.source.bytes_sent_total > before)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert [call for call in calls if call._state.due] == []
 
     async def test_a_source_forgotten_in_mid_fetch_is_read_to_the_end(self, harness):
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
