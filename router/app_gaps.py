@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from traceback import walk_tb
+from types import FrameType
 from typing import Any, NoReturn
 
 from starlette.responses import JSONResponse
@@ -23,6 +24,8 @@ NOT_OFFERED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone")
 """Resizing the server's own engine, of which the router has none, and an interface that this model type lacks."""
 _READING = ("loads", "validate_python", "validate_json", "model_validate", "model_validate_json")
 """Functions of json and pydantic in which a body is read."""
+_READING_VLLM = ("construct_chat_messages_with_tool_call",)
+"""Functions of vLLM in which a body is understood; this one expects that an earlier answer has a text."""
 _RAISED_BY_READING = (AttributeError, LookupError, AssertionError, RecursionError, ArithmeticError)
 """By nesting without end, and by checks that take a value's type for granted; pydantic refuses only ValueErrors."""
 
@@ -48,11 +51,16 @@ def _refuse_beam_search(*_: Any, **__: Any) -> NoReturn:
 
 async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:
     """400 if the error was raised while a body was read; else it goes on to be a 500, as it was."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name in _READING]
-    if not any(frame.f_globals.get("__name__", "").split(".")[0] in ("json", "pydantic") for frame in frames):
+    if not any(_reads(frame) for frame, _ in walk_tb(error.__traceback__)):
         raise error
     answer = create_error_response(f"the request cannot be understood: {error}")
     return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+
+
+def _reads(frame: FrameType) -> bool:
+    names = {"json": _READING, "pydantic": _READING, "vllm": _READING_VLLM}
+    package = frame.f_globals.get("__name__", "").split(".")[0]
+    return frame.f_code.co_name in names.get(package, ())
 
 
 def with_ended_streams(app: Asgi) -> Asgi:

@@ -6,7 +6,9 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
+from openai.types.responses import ResponseOutputMessage
 from pydantic import BaseModel, model_validator
+from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
 from router import app_gaps
 
@@ -35,6 +37,11 @@ def make_app():
     @app.post("/by-hand")
     async def by_hand(request: Request):
         return await request.json()
+
+    @app.post("/responses")
+    async def responses(request: Request):
+        message = ResponseOutputMessage.model_validate(await request.json())
+        return construct_input_messages(request_input=[message])
 
     @app.post("/stream")
     async def stream(error: str):
@@ -72,6 +79,16 @@ async def test_json_that_is_nested_without_end_is_refused_as_the_clients_fault(b
     answer = await post("/by-hand", content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content", [[], [{"type": "refusal", "refusal": "no"}]])
+async def test_an_earlier_answer_without_a_text_is_refused_as_the_clients_fault(content):
+    message = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": content}
+    text = {"type": "output_text", "text": "yes", "annotations": []}
+    assert (await post("/responses", json=message | {"content": [text]})).status_code == 200
+    answer = await post("/responses", json=message)
+    assert answer.status_code == 400
+    assert "cannot be understood" in answer.json()["error"]["message"]
 
 
 async def test_the_same_error_outside_of_validation_stays_an_error_of_the_server():
