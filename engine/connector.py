@@ -168,7 +168,8 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         """Loads are asynchronous: a request is scheduled only after its KV is here."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are read where they lie, after the request has finished."""
+        """Nothing is saved: blocks are read where they lie. Those of a prompt's last step may be from here on."""
+        self.worker.end_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """Nothing is saved during a step."""

@@ -58,6 +58,8 @@ class StepInstructions(KVConnectorMetadata):
     withdraw: list[str] = field(default_factory=list)
     """Ids of hand-offs whose blocks this step may overwrite."""
     grow: list[Grow] = field(default_factory=list)
+    last_step: dict[str, list[int]] = field(default_factory=dict)
+    """Hand-offs that are whole after this step, with all their blocks."""
     publish: list[Publish] = field(default_factory=list)
     watch: list[KvHandoff] = field(default_factory=list)
     unwatch: list[KvHandoff] = field(default_factory=list)

@@ -137,6 +137,7 @@ class SchedulerSide:
         instructions, self._next = self._next, StepInstructions(step=self._step + 1)
         instructions.withdraw = self._growing.take_withdrawn()
         instructions.grow = self._growing.take()
+        instructions.last_step = self._growing.take_ending()
         instructions.idle = scheduled.total_num_scheduled_tokens == 0
         return instructions
 

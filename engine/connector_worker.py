@@ -43,6 +43,9 @@ class WorkerSide:
         self.layout = layout
         first = next(iter(layers.values()))
         self._num_blocks = int(first.shape[0])
+        self._layers = {name: number for number, name in enumerate(layers, start=1)}
+        self._writes_at_once = first.device.type == "cpu"
+        """Whether a layer is in the cache when its call returns; on a GPU it is only queued then."""
         self._service = TransferService(layers, layout, options, shared)
         self._service.start()
         if options.faults is None:  # else it would be about the faults, and leave hand-offs to their leases
@@ -106,6 +109,7 @@ class WorkerSide:
             self._service.withdraw(handoff_id)
         for grow in instructions.grow:
             self._service.grow(grow.request_id, grow.handoff_id, grow.block_ids)
+        self._service.begin_last_step(instructions.last_step if self._writes_at_once else {})
         for publish in instructions.publish:
             self._service.publish(
                 publish.request_id, publish.handoff_id, publish.block_ids, publish.num_tokens, publish.first_token
@@ -120,6 +124,10 @@ class WorkerSide:
             self._service.cancel(request_id)
         for handoff in instructions.release:
             self._service.release(handoff)
+
+    def end_layer(self, name: str) -> None:
+        """The running step has written this layer, if it writes at once."""
+        self._service.end_layer(self._layers[name])
 
     def results(self, *, idle: bool) -> KVConnectorTransferResults:
         """What ended since the last call, each id exactly once."""

@@ -31,6 +31,7 @@ class GrowingPrompts:
         self._prompts: dict[str, _Prompt] = {}
         self._in_flight: deque[tuple[int, dict[str, int]]] = deque()
         self._withdrawn: list[str] = []
+        self._ending: dict[str, list[int]] = {}
 
     def track(self, request_id: str, handoff_id: str, num_tokens: int) -> None:
         """A prompt of `num_tokens` came in."""
@@ -59,6 +60,11 @@ class GrowingPrompts:
             reached[request_id] = computed + scheduled.num_scheduled_tokens[request_id]
         if reached:
             self._in_flight.append((step, reached))
+        self._ending = {
+            prompt.handoff_id: prompt.block_ids[: -(-prompt.num_tokens // self._block_size_tokens)]
+            for request_id, tokens in reached.items()
+            if tokens >= (prompt := self._prompts[request_id]).num_tokens
+        }
 
     def end(self, step: int) -> list[str]:
         """This step has its outputs, and with it all before; returns the requests that can be followed from now on."""
@@ -83,6 +89,11 @@ class GrowingPrompts:
                 prompt.offered_blocks = count
                 grown.append(Grow(request_id, prompt.handoff_id, prompt.block_ids[:count]))
         return grown
+
+    def take_ending(self) -> dict[str, list[int]]:
+        """Hand-off > all blocks, of prompts that the step begun last computes to the end."""
+        ending, self._ending = self._ending, {}
+        return ending
 
     def take_withdrawn(self) -> list[str]:
         """Hand-offs whose blocks vLLM took back or will reuse, since the last call."""

@@ -129,7 +129,7 @@ class FetchProgress:
             self.first_byte_s = time.monotonic()
 
     def segment_ends(self) -> None:
-        """Note that what comes next is another segment, if anything: the wire's time is that of the last one."""
+        """Note that what comes next is another segment, or one of its layers: the wire's time is that of the last."""
         self.last_first_byte_s, self.first_byte_s = self.first_byte_s, None
 
     def receipt(self, error: errors.HandoffError | None) -> FetchReceipt:

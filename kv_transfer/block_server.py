@@ -27,6 +27,14 @@ Wanted = Callable[[], bool]
 """Asked now and then, while waiting, whether the peer is still there."""
 
 
+LayerFinal = Callable[[int], None]
+"""Returns when that layer may be read."""
+
+
+def _at_once(_layer: int) -> None:
+    """Of blocks that are final."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Blocks that became final together; there is always a last one, perhaps empty."""
@@ -37,6 +45,8 @@ class Segment:
     last: bool
     first_token: int | None
     """Of the last segment, the token that prefill sampled."""
+    wait_layer: LayerFinal = _at_once
+    """To be called before each layer is read."""
 
 
 class BlockRead:
@@ -50,8 +60,8 @@ class BlockRead:
         self._request = request
         self._lease = lease
 
-    def segments(self, wanted: Wanted = lambda: True) -> Iterator[Segment]:
-        """In order, as prefill makes them final.
+    def segments(self, wanted: Wanted = lambda: True, *, by_layer: bool = False) -> Iterator[Segment]:
+        """In order, as prefill makes them final. `by_layer`: the last step's blocks while it still computes them.
 
         Raises TransferFailed(`withdrawn`) if prefill gave up, BAD_REQUEST if fewer were published than asked for. Ends
         early when nobody wants them.
@@ -69,6 +79,15 @@ class BlockRead:
                 sent = max(sent, ready)
             if blocks.complete:
                 return
+            if by_layer and len(self._lease.all_block_ids) >= stop > sent:
+                rest = self._lease.all_block_ids[sent:stop]
+                yield Segment(sent - first, rest, False, None, lambda layer: self._wait_layer(layer, wanted))
+                sent = stop
+
+    def _wait_layer(self, layer: int, wanted: Wanted) -> None:
+        while not self._lease.wait_layer(layer, _WAIT_SLICE_S):
+            if not wanted():
+                raise errors.TransferCancelled(errors.CANCELLED, "the peer went away while prefill computed")
 
 
 class BlockServer:
@@ -126,8 +145,10 @@ class BlockServer:
         generator is exhausted or closed."""
         with self.read(request, wanted) as read:
             first_token = None
-            for segment in read.segments(wanted):
-                for frame in frames.write_frames(read.pool, segment.block_ids, segment.first, codec=read.codec):
+            for segment in read.segments(wanted, by_layer=True):
+                for frame in frames.write_frames(
+                    read.pool, segment.block_ids, segment.first, codec=read.codec, wait_layer=segment.wait_layer
+                ):
                     self.count_sent(frames.payload_bytes(frame))
                     yield frame
                 first_token = segment.first_token

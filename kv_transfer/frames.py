@@ -9,7 +9,7 @@ before a byte is written. How blocks look inside a frame is the codec's matter (
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 import xxhash
@@ -48,11 +48,13 @@ def write_frames(
     position: int = 0,
     target_bytes: int = TARGET_FRAME_BYTES,
     codec: Codec | None = None,
+    wait_layer: Callable[[int], None] = lambda _: None,
 ) -> Generator[bytes]:
     """One segment: all layers of these blocks, the first of which has this position in the hand-off.
 
     Each byte is copied once, when its frame is asked for, or encoded then. `target_bytes` are the blocks' own, before
     the codec (none: as they are) makes them fewer, so that both ends' buffers are bounded by it too.
+    `wait_layer` is called before a layer is read, and returns when it may be.
     """
     if not block_ids:
         return
@@ -60,6 +62,7 @@ def write_frames(
     step = blocks_per_frame(pool.block_bytes, len(block_ids), target_bytes)
     end = position + len(block_ids)
     for layer in range(pool.num_layers):
+        wait_layer(layer)
         for first in range(0, len(block_ids), step):
             yield _frame(codec, layer, position + first, end, pool.read(layer, block_ids[first : first + step]))
 
@@ -110,10 +113,11 @@ class FrameReader:
         if self._next == self._segment_end:
             self._layer += 1
             self._next = self._segment_start
+            if self._segment_start or self._layer == self._pool.num_layers:
+                self._progress.segment_ends()  # of what follows a prefill, each layer may come as it is computed
             if self._layer == self._pool.num_layers:
                 self._layer, self._next = 0, self._segment_end
                 self._segment_start = self._segment_end
-                self._progress.segment_ends()
 
     def finish(self) -> None:
         """The stream has ended: everything must have come."""

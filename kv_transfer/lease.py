@@ -5,9 +5,10 @@ engine's step loop grows, publishes, withdraws and collects (`take_finished`); s
 the service's thread expires. Pure logic under one lock with an injected clock; it never touches a block.
 
 A hand-off's life: announced (its id travels, nothing is here yet) > growing (prefill still computes; the blocks so far
-are final) > complete > released or expired. A growing one has no owner to free blocks for and no time limit: its
-request still runs. It ends early if withdrawn, which fails its readers. A complete one closes when every reader has
-released it or its time is up, but never under a read: then it closes when the last read ends.
+are final, and in its last step the others become so layer by layer) > complete > released or expired. A growing one has
+no owner to free blocks for and no time limit: its request still runs. It ends early if withdrawn, which fails its
+readers. A complete one closes when every reader has released it or its time is up, but never under a read: then it
+closes when the last read ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -61,6 +62,10 @@ class _Lease:
     readers_done: set[int] = field(default_factory=set)
     released: bool = False
     withdrawn: bool = False
+    all_block_ids: tuple[int, ...] = ()
+    """With those that the owner's last step computes; empty before that step."""
+    final_layers: int = 0
+    """How many layers of them that step has computed."""
 
 
 class LeaseTable:
@@ -74,6 +79,7 @@ class LeaseTable:
         self._open: dict[str, _Lease] = {}
         self._endings: OrderedDict[str, Ending] = OrderedDict()
         self._finished_owners: set[str] = set()
+        self._in_last_step: list[_Lease] = []
         self._expired_total = 0
 
     # --- the engine's side
@@ -90,6 +96,28 @@ class LeaseTable:
             if lease is None:
                 lease = self._open[handoff_id] = _Lease(owner, PublishedBlocks((), 0, complete=False), 0.0, math.inf)
             lease.blocks = PublishedBlocks(_extended(lease.blocks, block_ids, handoff_id), 0, complete=False)
+            self._changed.notify_all()
+
+    def begin_last_step(self, handoff_ids: Mapping[str, Sequence[int]]) -> None:
+        """The step that begins now will make these hand-offs' blocks final, all of them, layer by layer.
+
+        Those that are not growing are left alone: nobody follows them.
+        """
+        with self._changed:
+            self._in_last_step = []
+            for handoff_id, block_ids in handoff_ids.items():
+                lease = self._open.get(handoff_id)
+                if lease is not None and not lease.blocks.complete:
+                    lease.all_block_ids, lease.final_layers = _extended(lease.blocks, block_ids, handoff_id), 0
+                    self._in_last_step.append(lease)
+
+    def end_layer(self, final_layers: int) -> None:
+        """The running step has computed so many layers. Free when it is nobody's last one."""
+        if not self._in_last_step:
+            return
+        with self._changed:
+            for lease in self._in_last_step:
+                lease.final_layers = final_layers
             self._changed.notify_all()
 
     def publish(
@@ -204,9 +232,19 @@ class LeaseTable:
                 lambda: len(lease.blocks.block_ids) > more_than or lease.blocks.complete or lease.withdrawn,
                 timeout=timeout_s,
             )
-            if lease.withdrawn:
-                raise errors.TransferFailed(errors.WITHDRAWN, "the prefill that computed these blocks was given up")
+            _require_not_withdrawn(lease)
             return lease.blocks
+
+    def wait_layer(self, lease: _Lease, layer: int, timeout_s: float) -> bool:
+        """Used by `LeaseRead.wait_layer`."""
+
+        def final() -> bool:
+            return lease.final_layers > layer or lease.blocks.complete
+
+        with self._changed:
+            self._changed.wait_for(lambda: final() or lease.withdrawn, timeout=timeout_s)
+            _require_not_withdrawn(lease)
+            return final()
 
     # --- time, counts, reasons
 
@@ -303,6 +341,20 @@ class LeaseRead:
         Raises TransferFailed(`withdrawn`) if prefill gave the blocks up: what was read of them means nothing.
         """
         return self._table.wait_blocks(self._lease, more_than, timeout_s)
+
+    @property
+    def all_block_ids(self) -> tuple[int, ...]:
+        """Every block of the prompt, once its last step computes; empty before."""
+        return self._lease.all_block_ids
+
+    def wait_layer(self, layer: int, timeout_s: float) -> bool:
+        """Whether this layer of `all_block_ids` is final, after waiting at most `timeout_s`. Raises as `wait`."""
+        return self._table.wait_layer(self._lease, layer, timeout_s)
+
+
+def _require_not_withdrawn(lease: _Lease) -> None:
+    if lease.withdrawn:
+        raise errors.TransferFailed(errors.WITHDRAWN, "the prefill that computed these blocks was given up")
 
 
 def _extended(before: PublishedBlocks, block_ids: Sequence[int], handoff_id: str) -> tuple[int, ...]:

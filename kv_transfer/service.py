@@ -145,6 +145,14 @@ class TransferService:
         """Offer the blocks that a running prefill has made final so far; `publish` or `withdraw` must follow."""
         self._leases.grow(handoff_id, request_id, block_ids)
 
+    def begin_last_step(self, handoff_ids: Mapping[str, Sequence[int]]) -> None:
+        """The step that begins now ends these growing prompts: id > all their blocks. Told before every step."""
+        self._leases.begin_last_step(handoff_ids)
+
+    def end_layer(self, final_layers: int) -> None:
+        """The running step has written so many layers of the cache."""
+        self._leases.end_layer(final_layers)
+
     def withdraw(self, handoff_id: str) -> None:
         """The blocks of a growing hand-off are about to be overwritten: fail whoever reads them."""
         self._leases.withdraw(handoff_id)

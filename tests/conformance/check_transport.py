@@ -420,6 +420,23 @@ class TransportConformance:
             receipt = await asyncio.wait_for(task, 3)
             assert (receipt.outcome, receipt.reason) == ("failed", errors.WITHDRAWN), receipt
 
+    async def test_a_followed_handoff_arrives_whole_whether_or_not_its_last_step_is_told(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            ids, targets = [7, 3, 9, 1], [20, 4, 22, 5]
+            handoff = msgspec.structs.replace(prefill.announce(ids), complete=False)
+            prefill.leases.grow(handoff.handoff_id, "a", ids[:2])
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, targets, decode.pool))
+            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            prefill.leases.begin_last_step({handoff.handoff_id: ids, "nobody-follows": [11]})
+            for layer in range(NUM_LAYERS):
+                prefill.leases.end_layer(layer + 1)
+            prefill.leases.begin_last_step({})
+            prefill.leases.publish(handoff.handoff_id, "a", ids, 16, LEASE_S, first_token=77)
+            receipt = await asyncio.wait_for(task, 3)
+            assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
+            for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
+                np.testing.assert_array_equal(ours[targets], theirs[ids])
+
     async def test_cancelling_while_nothing_is_ready_ends_the_read(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             handoff = msgspec.structs.replace(prefill.announce([1, 2]), complete=False)
@@ -561,6 +578,56 @@ class FrameConformance:
                 yield from faults[fault]
 
         await self._expect_corrupted(harness, spoil)
+
+    async def in_last_step(self, prefill: Node, decode: Node) -> tuple[KvHandoff, asyncio.Task[Any]]:
+        """A fetch of blocks 7, 3, 9 and 1, of which two are there and the others computed, one layer so far."""
+        handoff = msgspec.structs.replace(prefill.announce([7, 3, 9, 1]), complete=False)
+        prefill.leases.grow(handoff.handoff_id, "a", [7, 3])
+        task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [20, 4, 22, 5], decode.pool))
+        await eventually(lambda: np.array_equal(decode.layers[-1][[20, 4]], prefill.layers[-1][[7, 3]]))
+        prefill.leases.begin_last_step({handoff.handoff_id: [7, 3, 9, 1]})
+        await asyncio.sleep(0.05)
+        assert not np.array_equal(decode.layers[0][[22, 5]], prefill.layers[0][[9, 1]])
+        prefill.leases.end_layer(1)
+        await eventually(lambda: np.array_equal(decode.layers[0][[22, 5]], prefill.layers[0][[9, 1]]))
+        return handoff, task
+
+    async def test_blocks_of_the_last_step_travel_layer_by_layer_as_they_are_computed(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff, task = await self.in_last_step(prefill, decode)
+            await asyncio.sleep(0.05)
+            assert not np.array_equal(decode.layers[1][[22, 5]], prefill.layers[1][[9, 1]])
+            prefill.leases.end_layer(NUM_LAYERS)
+            await eventually(lambda: np.array_equal(decode.layers[-1][[22, 5]], prefill.layers[-1][[9, 1]]))
+            assert not task.done()
+            prefill.leases.publish(handoff.handoff_id, "a", [7, 3, 9, 1], 16, LEASE_S, first_token=77)
+            receipt = await asyncio.wait_for(task, 3)
+            assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
+            assert receipt.wire_s <= receipt.wait_s, "the wire's time is that of the last layer"
+
+    async def test_what_is_published_in_the_middle_of_its_last_step_travels_whole(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff, task = await self.in_last_step(prefill, decode)
+            prefill.leases.publish(handoff.handoff_id, "a", [7, 3, 9, 1], 16, LEASE_S)
+            assert (await asyncio.wait_for(task, 3)).outcome == "ok"
+            for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
+                np.testing.assert_array_equal(ours[[20, 4, 22, 5]], theirs[[7, 3, 9, 1]])
+
+    async def test_a_prefill_that_is_given_up_in_its_last_step_fails_whoever_follows_it(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff, task = await self.in_last_step(prefill, decode)
+            prefill.leases.withdraw(handoff.handoff_id)
+            receipt = await asyncio.wait_for(task, 3)
+            assert (receipt.outcome, receipt.reason) == ("failed", errors.WITHDRAWN), receipt
+
+    async def test_cancelling_between_two_layers_ends_the_read(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff, task = await self.in_last_step(prefill, decode)
+            lease = prefill.leases._open[handoff.handoff_id]
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await eventually(lambda: lease.active_reads == 0)
 
     async def test_a_slow_reader_holds_the_source_back(self, harness):
         layout = make_layout(num_layers=48, block_bytes=1 << 20)

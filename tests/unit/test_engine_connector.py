@@ -389,6 +389,16 @@ def test_blocks_of_a_chunk_are_offered_when_its_step_has_ended(side):
     assert (last.publish[0].handoff_id, last.publish[0].first_token) == ("handoff-r", 7)
 
 
+def test_the_step_that_ends_a_prompt_is_told_with_all_its_blocks_and_no_other_step_is(side):
+    a_long_prefill(side)
+    first = side.take_instructions(a_step(new=[("r", [4, 5, 6], 80)]))
+    second = side.take_instructions(a_step(cached=[("r", [7, 8], 80, 80)]))
+    last = side.take_instructions(a_step(cached=[("r", [9, 10, 11], 160, 40)]))
+    assert (first.last_step, second.last_step) == ({}, {})
+    assert last.last_step == {"handoff-r": [4, 5, 6, 7, 8, 9, 10]}, "200 tokens, seven blocks"
+    assert side.take_instructions(IDLE).last_step == {}
+
+
 def test_a_step_that_still_runs_makes_nothing_final(side):
     a_long_prefill(side)
     first = side.take_instructions(a_step(new=[("r", [4, 5, 6], 80)]))

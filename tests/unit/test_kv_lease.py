@@ -169,6 +169,34 @@ def test_a_growing_handoff_gives_its_blocks_as_they_become_final(leases):
     assert leases.take_finished() == {"r"}
 
 
+def test_in_its_last_step_a_growing_handoff_becomes_final_layer_by_layer(leases):
+    leases.grow("h", "r", [4, 5])
+    with leases.reading("h") as read:
+        assert read.all_block_ids == ()
+        leases.end_layer(3)
+        assert not read.wait_layer(0, 0.0), "that was another step"
+        leases.begin_last_step({"h": [4, 5, 6], "nobody-reads": [9]})
+        assert (read.all_block_ids, read.blocks.block_ids) == ((4, 5, 6), (4, 5))
+        assert not read.wait_layer(0, 0.0)
+        threading.Timer(0.02, leases.end_layer, [1]).start()
+        assert read.wait_layer(0, 5.0)
+        assert not read.wait_layer(1, 0.0)
+        leases.begin_last_step({})
+        leases.end_layer(9)
+        assert not read.wait_layer(1, 0.0), "that was the next step"
+        leases.publish("h", "r", [4, 5, 6], 12, 10.0)
+        assert read.wait_layer(1, 0.0)
+
+
+def test_a_handoff_withdrawn_in_its_last_step_fails_readers(leases):
+    leases.grow("h", "r", [4])
+    with leases.reading("h") as read:
+        leases.begin_last_step({"h": [4, 5]})
+        leases.withdraw("h")
+        with pytest.raises(errors.TransferFailed, match="given up"):
+            read.wait_layer(0, 0.0)
+
+
 def test_a_growing_handoff_has_no_time_limit_until_it_is_complete(leases, clock):
     leases.grow("h", "r", [4])
     clock.now_s += 1000
@@ -225,6 +253,8 @@ def test_final_blocks_may_not_change(leases):
         leases.grow("h", "r", [4, 6, 7])
     with pytest.raises(ValueError, match="final"):
         leases.publish("h", "r", [4], 4, 10.0)
+    with pytest.raises(ValueError, match="final"):
+        leases.begin_last_step({"h": [4, 6]})
 
 
 def test_every_reader_has_to_release(leases):
