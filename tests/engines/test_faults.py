@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.asyncio]
 
 NUM_HANDOFFS = 500
 NUM_LONG = 5
-CONCURRENCY = 8
+CONCURRENCY = 16
 OUTPUT_TOKENS = 4
 PLAN = "seed=11,delay=0.10,drop=0.02,corrupt=0.06,cut=0.06,longest_delay_s=0.2,longest_drop_s=0.5"
 
