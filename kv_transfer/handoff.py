@@ -129,7 +129,7 @@ class FetchReceipt(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
     """From asking to the first byte, of a hand-off that grew to its last segment's; the whole time if no byte came."""
     wire_s: float = 0.0
-    """From the first byte to the last; of a hand-off that grew, of its last segment."""
+    """From the first byte to the last; of a hand-off that grew, of its last segment, or of that one's last layer."""
     transport: str = ""
     """What carried the bytes; empty if no source was reached."""
     first_token: int | None = None

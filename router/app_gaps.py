@@ -22,10 +22,13 @@ logger = logging.getLogger(__name__)
 
 NOT_OFFERED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone")
 """Resizing the server's own engine, of which the router has none, and an interface that this model type lacks."""
-_READING = ("loads", "validate_python", "validate_json", "model_validate", "model_validate_json")
-"""Functions of json and pydantic in which a body is read."""
-_READING_VLLM = ("construct_chat_messages_with_tool_call",)
-"""Functions of vLLM in which a body is understood; this one expects that an earlier answer has a text."""
+_READING_BODIES = ("loads", "validate_python", "validate_json", "model_validate", "model_validate_json")
+_READING = {
+    "json": _READING_BODIES,
+    "pydantic": _READING_BODIES,
+    "vllm": ("construct_chat_messages_with_tool_call",),  # expects that an earlier answer has a text
+}
+"""Functions, by package, in which a body is read."""
 _RAISED_BY_READING = (AttributeError, LookupError, AssertionError, RecursionError, ArithmeticError)
 """By nesting without end, and by checks that take a value's type for granted; pydantic refuses only ValueErrors."""
 
@@ -58,9 +61,8 @@ async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:
 
 
 def _reads(frame: FrameType) -> bool:
-    names = {"json": _READING, "pydantic": _READING, "vllm": _READING_VLLM}
     package = frame.f_globals.get("__name__", "").split(".")[0]
-    return frame.f_code.co_name in names.get(package, ())
+    return frame.f_code.co_name in _READING.get(package, ())
 
 
 def with_ended_streams(app: Asgi) -> Asgi:

@@ -195,7 +195,7 @@ class Fleet:
             await asyncio.sleep(RECOVERY_POLL_S)
 
     async def refresh(self) -> None:
-        """Read every worker's status now; one that does not answer has none."""
+        """Read every worker's status now; one that is away or has not answered for `UNANSWERED_S` has none."""
         await asyncio.gather(*(worker.refresh() for worker in self.workers))
 
     async def _keep_fresh(self) -> None:
