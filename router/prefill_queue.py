@@ -81,7 +81,7 @@ class PrefillQueue:
         self._recovery_timeout_s = recovery_timeout_s
         self._clock = clock
         self._queue: FairQueue[asyncio.Future[Turn]] = FairQueue()
-        self._rate = ServiceRate(clock)
+        self._rate = ServiceRate(clock, window_tokens)
         self._unusable_since_s: float | None = None
         self._recheck: asyncio.TimerHandle | None = None
 

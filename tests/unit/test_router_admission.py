@@ -164,7 +164,7 @@ async def test_a_client_is_refused_by_the_wait_it_would_have_itself_and_others_a
             clock.now_s += seconds
             turn.prompt_done()
 
-    await hold("flood", 2000, seconds=8.0)  # 250 tokens/s
+    await hold("flood", 4000, seconds=16.0)  # 250 tokens/s
     running = [asyncio.create_task(hold("flood", 2000)) for _ in range(5)]
     await asyncio.sleep(0)
     with pytest.raises(Refused, match="would wait about 40 s"):

@@ -9,7 +9,7 @@ from router.service_rate import ServiceRate
 class Bench:
     def __init__(self):
         self.clock = FakeClock()
-        self.rate = ServiceRate(self.clock)
+        self.rate = ServiceRate(self.clock, window_tokens=100)
 
     def prompt(self, tokens, seconds, full=True, worker="w"):
         self.rate.begin(worker, full)
@@ -23,6 +23,24 @@ def test_it_is_tokens_by_time_once_a_second_was_measured():
     assert bench.rate.tokens_per_s is None
     bench.prompt(500, 0.75)
     assert bench.rate.tokens_per_s == pytest.approx(400, rel=0.02)
+
+
+def test_a_short_prompt_that_ended_beside_the_first_chunk_of_a_long_one_does_not_make_the_pool_look_slow():
+    bench = Bench()
+    bench.prompt(10, 1.2)  # one step: these 10 tokens, and half a window of the long one
+    assert bench.rate.tokens_per_s is None
+    bench.prompt(290, 1.2)
+    assert bench.rate.tokens_per_s == pytest.approx(125, rel=0.02)
+
+
+def test_of_each_worker_several_windows_are_measured():
+    bench = Bench()
+    bench.prompt(300, 1.0, worker="a")
+    assert bench.rate.tokens_per_s == pytest.approx(300)
+    bench.prompt(10, 2.0, worker="b")
+    assert bench.rate.tokens_per_s is None
+    bench.prompt(290, 0.0, worker="b")
+    assert bench.rate.tokens_per_s == pytest.approx(200, rel=0.02)
 
 
 def test_prompts_that_end_in_one_step_count_together():
