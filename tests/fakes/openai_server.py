@@ -9,9 +9,10 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import uvicorn
+from http_server import listening
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -140,16 +141,19 @@ def event(payload: dict) -> bytes:
 @contextlib.contextmanager
 def running(behaviour: Behaviour) -> Iterator[str]:
     """Serve on a free port of this machine; yields the base URL."""
-    config = uvicorn.Config(make_app(behaviour), port=0, log_level="critical", lifespan="off", ws="none")
-    server = uvicorn.Server(config)
-    config.timeout_graceful_shutdown = 1
-    thread = threading.Thread(target=server.run, daemon=True)
+
+    async def serve() -> None:
+        async with listening(make_app(behaviour), log_level="critical") as url:
+            end = asyncio.Event()
+            started.set_result((url, asyncio.get_running_loop(), end))
+            await end.wait()
+
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    url, loop, end = started.result(5)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield url
     finally:
-        server.should_exit = True
+        loop.call_soon_threadsafe(end.set)
         thread.join(5)

@@ -163,7 +163,7 @@ class _Cluster:
 
     @contextlib.asynccontextmanager
     async def serve(self, mode):
-        behaviour = Behaviour(ttft_s=0.06, tpot_s=0.08, mode=mode)
+        behaviour = Behaviour(ttft_s=0.06, tpot_s=0.05, mode=mode)
         if mode == "disaggregated":
             behaviour = Behaviour(mode=mode, **{"ttft_s": 0.06, "tpot_s": 0.005} | self.disaggregated)
         self.started.append(behaviour)
@@ -172,7 +172,8 @@ class _Cluster:
 
 
 def _compare_plan(**fields) -> ComparePlan:
-    return ComparePlan(**{"trace": SIX, "settle_s": 0.02, "tokenizer": "unused", "slo_tpot_ms": 40} | fields)
+    plain = {"trace": SIX, "settle_s": 0.02, "tokenizer": "unused", "warmup_requests": 1, "slo_tpot_ms": 40}
+    return ComparePlan(**plain | fields)
 
 
 async def test_compare_writes_the_contract_and_says_who_won(tmp_path, console):

@@ -6,10 +6,10 @@ import io
 
 import httpx
 import pytest
-import uvicorn
 from fake_engine import LAYOUT, eventually
 from fake_engine import make_task as a_task
 from fastapi import FastAPI
+from http_server import listening
 from rich.console import Console
 from small_fleet import a_fleet, hosts
 
@@ -105,19 +105,6 @@ async def test_without_keys_a_page_in_a_browser_of_this_machine_drains_nothing()
 
 
 # --- the command
-
-
-@contextlib.asynccontextmanager
-async def listening(app):
-    """The app behind a real port."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    running = asyncio.create_task(server._serve())
-    await eventually(lambda: server.started)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await running
 
 
 async def test_the_command_tells_what_is_held_until_the_worker_is_gone():

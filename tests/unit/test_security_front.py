@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-import uvicorn
+from http_server import listening
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route
 
 import router.guard
+import router.http_protocol
 from cluster.api_keys import ApiKeyError, api_key_hashes, open_to_all
 from router.client_identity import CLIENT, hash_key
 from router.guard import guarded
@@ -50,19 +51,13 @@ def _app():
 @asynccontextmanager
 async def serving(*keys, limit=LIMIT):
     app = guarded(_app(), [hash_key(key.encode()) for key in keys], limit)
-    config = uvicorn.Config(app, port=0, http=BoundedHeads, ws="none", log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
-    running = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        async with asyncio.timeout(20), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            client.port = port
-            yield client
-    finally:
-        server.should_exit = True
-        await running
+    async with (
+        listening(app, http=BoundedHeads) as url,
+        asyncio.timeout(20),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        client.port = client.base_url.port
+        yield client
 
 
 async def raw(port, *parts):
@@ -212,12 +207,21 @@ async def test_a_body_up_to_the_limit_is_read_and_a_longer_one_refused():
     assert "server.max_request_bytes" in reply.json()["error"]["message"]
 
 
+@pytest.fixture
+def a_short_linger(monkeypatch):
+    """A refused client that sends on and never closes is read from for a tenth of a second only."""
+    monkeypatch.setattr(router.guard, "LINGER_S", 0.1)
+    monkeypatch.setattr(router.http_protocol, "LINGER_S", 0.1)
+
+
+@pytest.mark.usefixtures("a_short_linger")
 async def test_a_body_that_announces_too_much_is_refused_before_it_is_sent():
     async with serving() as client:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {1 << 40}\r\n\r\n"
         assert (await raw(client.port, head.encode())).split()[1] == b"413"
 
 
+@pytest.mark.usefixtures("a_short_linger")
 async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long_and_never_kept():
     async with serving() as client:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -257,6 +261,7 @@ async def test_a_body_longer_than_a_head_may_be_is_no_head_however_it_arrives():
         writer.close()
 
 
+@pytest.mark.usefixtures("a_short_linger")
 async def test_a_head_that_does_not_end_is_refused_and_many_short_ones_are_not():
     async with serving() as client:
         endless = [b"GET /health HTTP/1.1\r\nx: ", *[b"a" * 16384] * (MAX_HEAD_BYTES // 16384 + 1)]
@@ -278,6 +283,7 @@ async def test_the_refusal_of_a_head_arrives_however_much_is_still_on_its_way():
         writer.close()
 
 
+@pytest.mark.usefixtures("a_short_linger")
 async def test_a_trailer_that_does_not_end_is_refused():
     async with serving() as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
