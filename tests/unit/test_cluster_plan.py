@@ -32,7 +32,7 @@ def a_place(node="n1", cores=(0, 1, 2, 3)):
     wanted=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["n1", "n2"])), min_size=1, max_size=6),
     cores=st.lists(st.integers(0, 63), min_size=18, max_size=18, unique=True),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_workers_of_one_node_get_disjoint_cores_of_that_node(wanted, cores):
     workers = tuple(a_worker(f"decode-{index}", count) for index, (count, _) in enumerate(wanted))
     assigned = assign_cores(workers, [a_place(node, cores) for _, node in wanted])

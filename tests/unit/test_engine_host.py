@@ -385,6 +385,7 @@ async def test_a_task_lost_between_its_acceptance_and_its_first_delta_is_aborted
 # --- refusing and failing
 
 
+@pytest.mark.usefixtures("settles_quickly")
 async def test_a_draining_worker_takes_no_new_task_and_finishes_the_running_ones():
     async with serving() as worker:
         stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
@@ -414,17 +415,25 @@ async def test_what_has_not_ended_when_the_time_for_draining_is_up_is_cut_off_af
         assert worker.engine.aborted == ["r"]
 
 
+@pytest.fixture
+def settles_quickly(monkeypatch):
+    """A drained worker waits a fifth of a second for what may still be published, not a whole one."""
+    monkeypatch.setattr("engine.draining.SETTLED_S", 0.2)
+
+
+@pytest.mark.usefixtures("settles_quickly")
 async def test_a_worker_is_drained_only_once_nobody_needs_its_kv_blocks_any_more():
     async with serving() as worker:
         worker.engine.stats.counters = {"open_leases": 1.0, "pinned_blocks": 3.0}
         drained = worker.host.drain(0.0)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.6)
         assert worker.host.failure() == "draining"
         worker.engine.stats.counters = {"open_leases": 0.0, "pinned_blocks": 0.0}
         await drained
         assert worker.host.failure() == "drained"
 
 
+@pytest.mark.usefixtures("settles_quickly")
 async def test_a_lease_that_nobody_ends_holds_a_draining_worker_for_its_time_only(monkeypatch):
     monkeypatch.setattr("engine.draining.LEASE_MARGIN_S", 0.0)
     stats = FakeStats(counters={"open_leases": 1.0})

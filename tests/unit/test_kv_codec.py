@@ -68,7 +68,7 @@ def kv_values(draw, dtype):
     return (unit * 10.0 ** torch.tensor(sizes, dtype=torch.float64).view(blocks, HEADS, 1)).to(getattr(torch, dtype))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from(DTYPES))
 def test_int8_is_off_by_half_a_scale_at_most(data, dtype):
     values = data.draw(kv_values(dtype))
@@ -80,7 +80,7 @@ def test_int8_is_off_by_half_a_scale_at_most(data, dtype):
     assert ((values.double() - arrived).abs() <= allowed).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from(DTYPES))
 def test_fp8_is_off_by_a_sixteenth_of_each_element_at_most(data, dtype):
     values = data.draw(kv_values(dtype))
@@ -278,7 +278,7 @@ def test_frames_carry_encoded_blocks_and_the_reader_counts_what_it_wrote(name):
         assert (arrived[[1, 3, 5, 6, 7]] == 0).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 8), st.integers(1, 1 << 14))
 def test_no_encoded_frame_is_larger_than_a_receiver_expects(num_blocks, elements):
     layout = layout_of(heads=1, elements=elements + 4)

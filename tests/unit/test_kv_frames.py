@@ -17,7 +17,7 @@ def test_frames_stay_within_the_target_unless_one_block_does_not(block_bytes, nu
     assert step == 1 or step * block_bytes <= target_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 4), st.lists(st.integers(0, 19), unique=True), st.integers(1, 200))
 def test_what_is_written_is_read(num_layers, block_ids, target_bytes):
     random = np.random.default_rng(1)

@@ -367,4 +367,4 @@ class LeaseWalk(RuleBasedStateMachine):
 
 
 TestLeaseWalk = LeaseWalk.TestCase
-TestLeaseWalk.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestLeaseWalk.settings = settings(max_examples=30, stateful_step_count=20)

@@ -1,7 +1,7 @@
 """The checked figures of decode floors, batching, KV, transfer, balance, speculation and efficiency."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roofline import analysis
@@ -85,7 +85,6 @@ def test_speculation_at_a_fifth_of_a_pass_per_drafted_token_stops_paying_below_o
     assert analysis.speculative_speedup(0.45, 4, draft_cost=4 * 0.2) < 1.0
 
 
-@settings(deadline=None)
 @given(acceptance=st.floats(0.0, 0.999), drafted=st.integers(1, 16))
 def test_the_closed_form_of_speculation_equals_the_expectation(acceptance, drafted):
     expectation = sum((k + 1) * acceptance**k * (1 - acceptance) for k in range(drafted))
@@ -163,7 +162,6 @@ def test_the_table_shows_prefill_crossing_the_ridge_and_decode_staying_below_it(
     assert by_size["decode", 512].fits is False
 
 
-@settings(deadline=None)
 @given(batch=st.integers(1, 64), context=st.integers(1, 4096))
 def test_table_rows_agree_with_themselves(batch, context):
     shape = load_model_shape("smollm2-135m")

@@ -139,7 +139,6 @@ def test_tensor_parallel_ranks_beyond_the_kv_heads_replicate_kv():
     assert mla.kv_read_bytes == 8 * MODELS["deepseek-v3"].decode(1, 100).kv_read_bytes
 
 
-@settings(deadline=None)
 @given(prompt=st.integers(1, 4096), cut=st.integers(1, 4095), name=st.sampled_from(["smollm2-135m", "mixtral-8x7b"]))
 def test_prefill_in_chunks_does_the_flops_of_one_shot_and_moves_at_least_its_bytes(prompt, cut, name):
     model, chunk = MODELS[name], min(cut, prompt)
@@ -155,7 +154,6 @@ def test_prefill_in_chunks_does_the_flops_of_one_shot_and_moves_at_least_its_byt
     assert total.weight_bytes >= whole.weight_bytes * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(model=any_model, batch=segments)
 def test_batching_adds_flops_and_kv_but_reads_weights_less_often(model, batch):
     together = model.step(batch, len(batch))
@@ -166,7 +164,6 @@ def test_batching_adds_flops_and_kv_but_reads_weights_less_often(model, batch):
     assert together.weight_bytes <= apart.weight_bytes * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(model=any_model, batch=segments, more=st.tuples(st.integers(1, 512), st.integers(0, 4096)))
 def test_one_more_request_never_makes_a_step_cheaper(model, batch, more):
     fewer, extra = model.step(batch, len(batch)), model.step([*batch, more], len(batch) + 1)
@@ -174,7 +171,7 @@ def test_one_more_request_never_makes_a_step_cheaper(model, batch, more):
     assert extra.bytes > fewer.bytes
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(context=st.integers(1, 100_000), batch=st.integers(1, 256))
 def test_decode_is_the_step_of_single_tokens(context, batch):
     assert SMOLLM2.decode(batch, context) == SMOLLM2.step([(1, context - 1)] * batch, batch)

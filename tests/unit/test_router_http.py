@@ -181,14 +181,16 @@ async def test_a_client_that_leaves_while_its_prompt_waits_makes_room(served):
     stepper.cancel()
 
 
-async def test_ready_is_a_canary_through_both_pools_and_names_the_one_that_is_stuck(served):
+async def test_ready_is_a_canary_through_both_pools_and_names_the_one_that_is_stuck(served, monkeypatch):
     http, prefill, decode = served
-    await asyncio.sleep(2.1)  # until tokens of the tests before are no sign any more
+    monkeypatch.setattr("router.readiness.RECENT_S", 0.3)
+    monkeypatch.setattr("router.readiness.REUSE_S", 0.3)
+    await asyncio.sleep(0.4)  # until tokens of the tests before are no sign any more
     stuck = await http.get("/ready")
     assert stuck.status_code == 503
     assert stuck.json()["ready"] is False
     assert "router.ready_deadline_s" in stuck.json()["pools"]["prefill"]["why"]
-    await asyncio.sleep(1.1)
+    await asyncio.sleep(0.4)
     stepper = asyncio.create_task(stepping(prefill))
     before = len(decode.calls)
     ready = await http.get("/ready")
