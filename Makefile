@@ -41,7 +41,7 @@ fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer 
 	@$(BIN)/python tests/fuzz/run.py --seed $(or $(SEED),1) --examples $(or $(EXAMPLES),100000)
 
 test: lint model unit transports ## lint and tests, real engines on real Ray and two minutes of chaos included
-	@$(BIN)/pytest -q tests/fuzz
+	@$(BIN)/pytest -q tests/replay tests/fuzz
 	@$(BIN)/pytest -v --durations=40 tests/engines
 
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
