@@ -106,7 +106,7 @@ class Engines:
         for worker in (self.prefill, self.decode):
             async with asyncio.timeout(COLD_WITHIN_S):
                 while not await worker.reset_prefix_cache():  # noqa: ASYNC110 - the engine has no event for it
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.01)
 
     async def use_transport(self, name: str) -> None:
         """What carries KV from now on, whatever was picked at start; "auto" picks again."""
