@@ -24,7 +24,6 @@ FREE_WITHIN_S: Final = 1.0
 QUIET_S: Final = 0.5
 GIVE_UP_S: Final = 30.0
 NEXT_PROMPT_TOKENS: Final = 64
-UNDISTURBED_ROUNDS: Final = 5
 
 
 @dataclass
@@ -171,9 +170,27 @@ async def ttft_s(engines: Engines, prompt: list[int]) -> float:
     return times_s[0]
 
 
-async def undisturbed_ttft_s(engines: Engines, fresh: Callable[[int], list[int]]) -> float:
-    """Median, on idle workers, with prompts no cache has seen."""
-    return statistics.median([await ttft_s(engines, fresh(NEXT_PROMPT_TOKENS)) for _ in range(UNDISTURBED_ROUNDS)])
+class NextRequests:
+    """TTFT of small requests right after a cancelled one, and of as many with nothing before them.
+
+    In alternation, after the same rest: a machine that changes its pace changes both.
+    """
+
+    def __init__(self, engines: Engines, fresh: Callable[[int], list[int]]) -> None:
+        self._engines, self._fresh = engines, fresh
+        self._next_s: list[float] = []
+        self._undisturbed_s: list[float] = []
+
+    async def measure(self) -> None:
+        """Both, once; to be called when a cancelled request is gone."""
+        for measured_s in (self._next_s, self._undisturbed_s):
+            await asyncio.sleep(QUIET_S)
+            measured_s.append(await ttft_s(self._engines, self._fresh(NEXT_PROMPT_TOKENS)))
+
+    @property
+    def ratio(self) -> float:
+        """Of the medians."""
+        return statistics.median(self._next_s) / statistics.median(self._undisturbed_s)
 
 
 async def offers_abort(engines: Engines) -> bool:

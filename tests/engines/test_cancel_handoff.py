@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from itertools import count
 
 import pytest
@@ -12,15 +11,13 @@ from cancelling import (
     CAUSES,
     DEADLINE_S,
     FREE_WITHIN_S,
-    NEXT_PROMPT_TOKENS,
     Freed,
+    NextRequests,
     Target,
     Watch,
     assert_ended_by_deadline,
     cancelled,
     offers_abort,
-    ttft_s,
-    undisturbed_ttft_s,
 )
 from conftest import book, deployed
 from harness import Engines, Figure
@@ -41,22 +38,20 @@ async def test_a_request_cancelled_in_its_hand_off_frees_the_blocks_of_both_work
             start = next(starts)
             return text[start : start + num_tokens]
 
-        undisturbed_s = await undisturbed_ttft_s(engines, fresh)
         for cause in CAUSES:
             if cause == "API abort" and not await offers_abort(engines):
                 figure(f"hand-off, {cause}: this server offers none, {ABORT_PATH} is closed")
                 continue
             freed: list[Freed] = []
-            next_s = []
+            following = NextRequests(engines, fresh)
             for _ in range(ROUNDS):
                 target = await in_handoff(engines, fresh(PROMPT_TOKENS), DEADLINE_S if cause == "deadline" else None)
                 freed.append(await cancelled(engines, target, cause, lambda held: not held))
-                next_s.append(await ttft_s(engines, fresh(NEXT_PROMPT_TOKENS)))
-            ratio = statistics.median(next_s) / undisturbed_s
+                await following.measure()
             figure(
                 f"hand-off, {cause}: free after {', '.join(f'{1e3 * one.free_after_s:.0f}' for one in freed)} ms, "
                 f"tokens computed after the cancel {[int(one.tokens_after_cancel) for one in freed]}; the next "
-                f"request's TTFT x {ratio:.2f}"
+                f"request's TTFT x {following.ratio:.2f}"
             )
             for one in freed:
                 if cause == "deadline":
@@ -64,7 +59,7 @@ async def test_a_request_cancelled_in_its_hand_off_frees_the_blocks_of_both_work
                 assert one.tokens_seen == 1, f"{cause}: it was not in its hand-off: {one}"
                 assert one.free_after_s <= FREE_WITHIN_S, cause
                 assert one.tokens_after_cancel == one.tokens_when_free == 0, cause
-            assert ratio <= TTFT_RATIO, cause
+            assert following.ratio <= TTFT_RATIO, cause
         assert await engines.becomes_idle() == {}
 
 

@@ -6,7 +6,6 @@ The row "hand-off" needs a slow KV link and so a deployment of its own: `test_ca
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +19,10 @@ from cancelling import (
     DEADLINE_S,
     FREE_WITHIN_S,
     GIVE_UP_S,
-    NEXT_PROMPT_TOKENS,
     POLL_S,
     Cause,
     Freed,
+    NextRequests,
     State,
     Target,
     Watch,
@@ -31,7 +30,6 @@ from cancelling import (
     cancelled,
     offers_abort,
     ttft_s,
-    undisturbed_ttft_s,
 )
 from harness import Engines, Figure
 
@@ -67,20 +65,18 @@ async def test_a_cancelled_request_frees_its_blocks_and_stops_its_engine(
         pytest.skip(f"this server offers no abort by request id: {ABORT_PATH} is closed")
     assert await engines.becomes_idle() == {}
     await engines.cold()
-    undisturbed_s = await undisturbed_ttft_s(engines, fresh)
     step_s = await ttft_s(engines, fresh(STEP_TOKENS)) if state != "decoding" else 0.0
     freed: list[Freed] = []
-    next_s = []
+    following = NextRequests(engines, fresh)
     for _ in range(ROUNDS):
         freed.append(await in_state(engines, fresh, state, cause))
         assert await engines.becomes_idle() == {}
-        next_s.append(await ttft_s(engines, fresh(NEXT_PROMPT_TOKENS)))
-    ratio = statistics.median(next_s) / undisturbed_s
+        await following.measure()
     worst_s = max(one.free_after_s for one in freed)
     figure(
         f"{state}, {cause}: free after {', '.join(f'{1e3 * one.free_after_s:.0f}' for one in freed)} ms (one prefill "
         f"step: {1e3 * step_s:.0f} ms), tokens computed meanwhile {[int(one.tokens_after_cancel) for one in freed]}, "
-        f"then {[int(one.tokens_when_free) for one in freed]}; the next request's TTFT x {ratio:.2f}"
+        f"then {[int(one.tokens_when_free) for one in freed]}; the next request's TTFT x {following.ratio:.2f}"
     )
     for one in freed:
         if cause == "deadline":
@@ -90,7 +86,7 @@ async def test_a_cancelled_request_frees_its_blocks_and_stops_its_engine(
         assert one.tokens_after_cancel <= (2 * STEP_TOKENS if state != "decoding" else 2)
         assert one.tokens_when_free == 0
     assert worst_s <= FREE_WITHIN_S + step_s
-    assert ratio <= TTFT_RATIO
+    assert following.ratio <= TTFT_RATIO
 
 
 async def in_state(engines: Engines, fresh: Callable[[int], list[int]], state: State, cause: Cause) -> Freed:
