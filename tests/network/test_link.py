@@ -1,6 +1,7 @@
 """The gRPC transport over a real, slow, breakable wire: two network namespaces of this machine."""
 
 import asyncio
+import itertools
 import random
 import statistics
 import time
@@ -18,6 +19,9 @@ NUM_BLOCKS = 54
 NUM_BYTES = SHAPE.handoff_bytes(NUM_BLOCKS)
 ROUNDS = 9
 SOURCE, TARGET = 0, 1
+CONNECTED_WITHIN_S = 6.0
+"""After the link is back: one attempt to connect that began before, and the longest pause after it (`grpc_wire`).
+Until then fetches fail at once, which is right: decode computes the prompt meanwhile."""
 
 
 @pytest.fixture
@@ -53,6 +57,20 @@ async def hand_over(source, target, name, timeout_s=60.0):
         assert answer["receipt"]["num_bytes"] == NUM_BYTES
         assert await target.ask("digest", targets) == await source.ask("digest", ids)
     return answer["receipt"], answer["took_s"]
+
+
+async def first_that_works(source, target, deadline_s):
+    """Hand-offs one after the other until one arrives: its name and seconds. Those before it fail as unreachable."""
+    names = map("after-{}".format, itertools.count())
+    name = next(names)
+    receipt, took_s = await hand_over(source, target, name)
+    while receipt["outcome"] != "ok":
+        assert receipt["reason"] == errors.UNREACHABLE, receipt
+        assert time.monotonic() < deadline_s, receipt
+        await asyncio.sleep(0.2)
+        name = next(names)
+        receipt, took_s = await hand_over(source, target, name)
+    return name, took_s
 
 
 async def test_a_handoff_of_40_mb_fills_85_percent_of_a_gigabit_link(link, tell):
@@ -100,10 +118,9 @@ async def test_a_cut_link_fails_the_fetch_in_time_and_once_mended_the_next_one_w
 
         link.mend()
         mended_s = time.monotonic()
-        receipt, took_s = await hand_over(source, target, "after")
-        assert receipt["outcome"] == "ok", receipt
+        after, took_s = await first_that_works(source, target, mended_s + CONNECTED_WITHIN_S)
         tell(f"the next hand-off was there {time.monotonic() - mended_s:.1f} s after the link, in {took_s:.2f} s")
-        for request_id in ("cut", "after"):
+        for request_id in ("cut", after):
             freed = await source.ask("wait_freed", request_id, fetch_deadline_s + LEASE_S + 10)
             assert freed, f"the blocks of {request_id} are still held"
             tell(f"the blocks of {request_id!r} were free {time.monotonic() - mended_s:.1f} s after the link")
