@@ -11,6 +11,7 @@ from cancelling import (
     CAUSES,
     DEADLINE_S,
     FREE_WITHIN_S,
+    TTFT_RATIO,
     Freed,
     NextRequests,
     Target,
@@ -25,9 +26,7 @@ from harness import Engines, Figure
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio]
 
 HANGING = "seed=1,drop=1,longest_drop_s=20"
-ROUNDS = 3
 PROMPT_TOKENS = 200
-TTFT_RATIO = 1.2
 
 
 async def test_a_request_cancelled_in_its_hand_off_frees_the_blocks_of_both_workers(figure: Figure):
@@ -44,7 +43,7 @@ async def test_a_request_cancelled_in_its_hand_off_frees_the_blocks_of_both_work
                 continue
             freed: list[Freed] = []
             following = NextRequests(engines, fresh)
-            for _ in range(ROUNDS):
+            while not following.enough:
                 target = await in_handoff(engines, fresh(PROMPT_TOKENS), DEADLINE_S if cause == "deadline" else None)
                 freed.append(await cancelled(engines, target, cause, lambda held: not held))
                 await following.measure()
