@@ -24,6 +24,10 @@ FREE_WITHIN_S: Final = 1.0
 QUIET_S: Final = 0.5
 GIVE_UP_S: Final = 30.0
 NEXT_PROMPT_TOKENS: Final = 64
+ROUNDS: Final = 3
+MOST_ROUNDS: Final = 12
+"""A neighbour on a shared machine can spoil some requests of so few; the medians of more pairs then have to tell."""
+TTFT_RATIO: Final = 1.2
 
 
 @dataclass
@@ -168,12 +172,6 @@ async def ttft_s(engines: Engines, prompt: list[int]) -> float:
     async with aclosing(engines.stream("/v1/completions", body)) as events:
         times_s = [at_s async for at_s, _ in events]
     return times_s[0]
-
-
-ROUNDS: Final = 3
-MOST_ROUNDS: Final = 12
-"""A neighbour on a shared machine can spoil some requests of so few; the medians of more pairs then have to tell."""
-TTFT_RATIO: Final = 1.2
 
 
 class NextRequests:
