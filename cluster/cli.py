@@ -53,7 +53,7 @@ def fail(sentences: list[str], status: int = 1) -> None:
     raise typer.Exit(status)
 
 
-def load(config: Path | None, settings: list[str] | None, **flags: Any) -> LoadedConfig:
+def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = False, **flags: Any) -> LoadedConfig:
     """The configuration with flags on top; ends the command on any problem."""
     overrides: dict[str, str] = {}
     for setting in settings or []:
@@ -63,7 +63,7 @@ def load(config: Path | None, settings: list[str] | None, **flags: Any) -> Loade
         overrides[key.strip()] = value
     overrides |= {key.replace("__", "."): str(value) for key, value in flags.items() if value is not None}
     try:
-        return load_config(config, overrides)
+        return load_config(config, overrides, both_modes=both_modes)
     except ConfigError as error:
         fail(error.problems, 2)
         raise
@@ -316,7 +316,7 @@ def compare(
         deadline_s=deadline_s,
         seed=seed,
     )
-    loaded = load(config, settings)
+    loaded = load(config, settings, both_modes=True)
     unequal = equal_hardware(loaded.config)
     if unequal is not None:
         fail([unequal], 2)

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -80,10 +80,13 @@ class _Assignment:
     origin: str
 
 
-def load_config(path: Path | str | None = None, overrides: Mapping[str, str] | None = None) -> LoadedConfig:
+def load_config(
+    path: Path | str | None = None, overrides: Mapping[str, str] | None = None, *, both_modes: bool = False
+) -> LoadedConfig:
     """Merge defaults, the YAML file at `path` and `overrides` (`{"server.port": "8001"}`, values as in YAML).
 
-    Raises ConfigError with every problem found: unknown keys, wrong values, impossible combinations.
+    Raises ConfigError with every problem found: unknown keys, wrong values, impossible combinations in its mode, or
+    in either if it is for `both_modes`.
     """
     problems: list[str] = []
     assignments: list[_Assignment] = []
@@ -101,7 +104,9 @@ def load_config(path: Path | str | None = None, overrides: Mapping[str, str] | N
         origins[leaf] = assignment.origin
     config = _validate(values, origins, problems)
     if config is not None:
-        problems += conflicts(config)
+        modes = get_args(Mode) if both_modes else (config.mode,)
+        found = (sentence for mode in modes for sentence in conflicts(config.model_copy(update={"mode": mode})))
+        problems += dict.fromkeys(found)
     if config is None or problems:
         raise ConfigError(problems)
     return LoadedConfig(config=config, origins=origins)

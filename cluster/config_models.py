@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter
 
-from kv_transfer.names import AS_THEY_ARE, WireDtype
+from kv_transfer.names import AS_THEY_ARE, LONGEST_FETCH_DEADLINE_S, WireDtype
 from kv_transfer.tls_files import TlsFiles
 
 PoolName = Literal["prefill", "decode", "colocated"]
@@ -19,6 +19,8 @@ GIB = 1024**3
 MIB = 1024**2
 CPU_BLOCK_MULTIPLE_TOKENS = 32
 RAY_SMALLEST_OBJECT_STORE_BYTES = 75 * MIB
+WINDOW_STEPS = 2
+"""Engine steps of prompts that a worker has at a time: one runs, and the next must not wait for the router."""
 
 _byte_size: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
 
@@ -118,10 +120,16 @@ class TransferConfig(_Section):
     """How KV blocks get from a prefill worker to a decode worker."""
 
     lease_s: float = Field(
-        default=30.0, gt=0, description="how long unfetched KV blocks stay pinned without a heartbeat"
+        default=30.0,
+        ge=1,
+        le=3600,
+        description="how long unfetched KV blocks stay pinned without a heartbeat; there are six heartbeats in it",
     )
     fetch_deadline_s: float = Field(
-        default=30.0, gt=0, description="how long one fetch may take before prompt is recomputed"
+        default=30.0,
+        gt=0,
+        le=LONGEST_FETCH_DEADLINE_S,
+        description="how long one fetch may take before the prompt is recomputed; a source refuses longer ones",
     )
     transport: Literal["auto", "shm", "collective", "grpc"] = Field(
         default="auto",
@@ -156,10 +164,11 @@ class RouterConfig(_Section):
     max_prompt_wait_s: float = Field(
         default=30.0, gt=0, description="a prompt that would wait longer than this to be started gets HTTP 429"
     )
-    prefill_window_tokens: int = Field(
-        default=1024,
+    prefill_window_tokens: int | None = Field(
+        default=None,
         ge=1,
-        description="prompt tokens a worker has at a time, two engine steps or more; other prompts wait in the router",
+        description="prompt tokens a worker has at a time, others wait in the router; null: two steps of its pool "
+        "(max_num_batched_tokens); less is refused, since engines would wait for the router",
     )
     recovery_timeout_s: float = Field(
         default=60.0, ge=0, description="how long accepted requests wait for a pool that has lost all of its workers"
@@ -235,17 +244,25 @@ class RidgelineConfig(_Section):
         """Every pool, whatever the mode: `compare` runs both modes from one configuration."""
         return {"prefill": self.pools.prefill, "decode": self.pools.decode, "colocated": self.pools.colocated}
 
+    def window_tokens(self, pool: PoolName) -> int:
+        """Prompt tokens that a worker of this pool has at a time."""
+        return self.router.prefill_window_tokens or WINDOW_STEPS * self.all_pools()[pool].max_num_batched_tokens
+
     def uses_gpus(self) -> bool:
         """True when the workers of this mode run on GPUs."""
         return any(pool.gpus_per_worker > 0 for pool in self.active_pools().values())
 
 
 def conflicts(config: RidgelineConfig) -> list[str]:
-    """Settings that are valid one by one and impossible together; one sentence each, naming the fix."""
+    """Settings that are valid one by one and impossible together; one sentence each, naming the fix.
+
+    Only what this mode uses is judged: `compare`, which runs both, asks for both.
+    """
     return [
-        *(sentence for name, pool in config.all_pools().items() for sentence in _pool_conflicts(name, pool)),
+        *(sentence for name, pool in config.active_pools().items() for sentence in _pool_conflicts(name, pool)),
         *_model_conflicts(config),
-        *_transfer_conflicts(config),
+        *_router_conflicts(config),
+        *(_transfer_conflicts(config) if config.mode == "disaggregated" else ()),
         *_security_conflicts(config),
     ]
 
@@ -285,16 +302,17 @@ def _rank_conflicts(name: str, pool: PoolConfig) -> list[str]:
 def _model_conflicts(config: RidgelineConfig) -> list[str]:
     found = []
     model = config.model
-    on_cpu = any(pool.gpus_per_worker == 0 for pool in config.all_pools().values())
+    on_cpu = any(pool.gpus_per_worker == 0 for pool in config.active_pools().values())
     if on_cpu and model.block_size_tokens % CPU_BLOCK_MULTIPLE_TOKENS:
         found.append(
             f"model.block_size_tokens ({model.block_size_tokens}) must be a multiple of {CPU_BLOCK_MULTIPLE_TOKENS} on "
             f"CPU: set it to {_round_up(model.block_size_tokens, CPU_BLOCK_MULTIPLE_TOKENS)}."
         )
-    if model.block_size_tokens > model.max_model_len_tokens:
+    if 2 * model.block_size_tokens > model.max_model_len_tokens:  # the canary of /ready fills one and begins another
         found.append(
-            f"model.block_size_tokens ({model.block_size_tokens}) is more than model.max_model_len_tokens "
-            f"({model.max_model_len_tokens}): lower the block size or raise the length."
+            f"model.block_size_tokens ({model.block_size_tokens}) is more than half of model.max_model_len_tokens "
+            f"({model.max_model_len_tokens}), so hardly a prompt would have a block to hand over: lower the block size "
+            "or raise the length."
         )
     return found
 
@@ -325,6 +343,31 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
             f"router.min_remote_prefill_tokens ({config.router.min_remote_prefill_tokens}) leaves no prompt to the "
             f"prefill pool: set it below model.max_model_len_tokens ({config.model.max_model_len_tokens})."
         )
+    if config.transfer.fetch_deadline_s > config.router.request_deadline_s:
+        found.append(
+            f"transfer.fetch_deadline_s ({config.transfer.fetch_deadline_s:g}) lets one fetch take longer than the "
+            f"request it is for may live: set it to at most router.request_deadline_s "
+            f"({config.router.request_deadline_s:g})."
+        )
+    return found
+
+
+def _router_conflicts(config: RidgelineConfig) -> list[str]:
+    found = []
+    router = config.router
+    if router.max_prompt_wait_s > router.request_deadline_s:
+        found.append(
+            f"router.max_prompt_wait_s ({router.max_prompt_wait_s:g}) accepts prompts that would still wait when their "
+            f"time is up: set it to at most router.request_deadline_s ({router.request_deadline_s:g})."
+        )
+    for name, pool in config.active_pools().items():
+        least_tokens = WINDOW_STEPS * pool.max_num_batched_tokens
+        if config.window_tokens(name) < least_tokens:
+            found.append(
+                f"router.prefill_window_tokens ({router.prefill_window_tokens}) is less than two steps of "
+                f"pools.{name}.max_num_batched_tokens ({pool.max_num_batched_tokens}), so its engines would wait for "
+                f"the router: set it to null, which gives each pool its own, or to {least_tokens} or more."
+            )
     return found
 
 

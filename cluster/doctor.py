@@ -4,6 +4,7 @@ Why: an engine that dies half a minute into its start with a stack trace teaches
 `ridgeline doctor`, and by `serve` and `compare` before they start anything.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table
@@ -31,6 +32,8 @@ MIB = 1024**2
 ENGINE_OVERHEAD_BYTES = int(1.2 * GIB)  # code, tokenizer and activations of one rank, about
 RAY_AND_ROUTER_BYTES = int(1.5 * GIB)
 SHARED_MEMORY_MARGIN_BYTES = 64 * MIB
+CPU_CORE_FLOPS = 50e9
+"""About what vLLM gets out of one core in a long step; measured: 70e9 with AVX2 in float32."""
 RANK_QUEUE_BYTES = 256 * MIB  # vLLM wants this much free for each queue between ranks, and uses little of it
 
 _X86 = ("x86_64", "amd64")
@@ -43,7 +46,7 @@ def checks(config: RidgelineConfig, facts: HostFacts | None = None) -> list[Chec
     host = facts or read_host_facts(config)
     everywhere: list[_Check] = [python, packages, engine_package, torch_companions, model, port, open_files, security]
     if config.ray.address is None:
-        everywhere += [_instruction_set, _native_bfloat16, _cores, _gpus, _memory, _shared_memory]
+        everywhere += [_instruction_set, _native_bfloat16, _cores, _gpus, _memory, _shared_memory, _steps]
     return [result for check in everywhere for result in check(config, host)] + list(_limits(config, host))
 
 
@@ -156,6 +159,26 @@ def _shared_memory(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckRe
     )
     ok = needed_mib <= free_mib
     yield CheckResult("/dev/shm", ok, f"{needed_mib} MiB needed, {free_mib} free", "" if ok else fix)
+
+
+def _steps(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+    """On CPU, where a step takes seconds: whether a full one is shorter than what is patient with it."""
+    if not host.model.parameters or config.uses_gpus():
+        return
+    limits = [("supervision.stall_timeout_s", config.supervision.stall_timeout_s)]
+    if config.mode == "disaggregated":  # engines hear of hand-offs, and begin to renew leases, between two steps
+        limits.append(("transfer.lease_s", config.transfer.lease_s))
+    for name, pool in config.active_pools().items():
+        flops = 2.0 * host.model.parameters * pool.max_num_batched_tokens
+        step_s = flops / (CPU_CORE_FLOPS * pool.cores_per_worker)
+        short = [(setting, value) for setting, value in limits if value < step_s]
+        detail = f"about {step_s:.1f} s for {pool.max_num_batched_tokens} tokens"
+        fix = " ".join(
+            f"One step of {name} takes {detail} here, too long for {setting} ({value:g}): set that to at least "
+            f"{math.ceil(2 * step_s)}, or lower pools.{name}.max_num_batched_tokens."
+            for setting, value in short
+        )
+        yield CheckResult(f"step, {name}", not short, detail, fix)
 
 
 def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:

@@ -56,7 +56,7 @@ class Plan:
             max_outstanding_requests=config.router.max_outstanding_requests,
             overlap=config.transfer.overlap,
             min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
-            prefill_window_tokens=config.router.prefill_window_tokens,
+            prefill_window_tokens={name: config.window_tokens(name) for name in config.active_pools()},
             max_prompt_wait_s=config.router.max_prompt_wait_s,
             recovery_timeout_s=config.router.recovery_timeout_s,
             ready_deadline_s=config.router.ready_deadline_s,

@@ -17,10 +17,10 @@ from kv_transfer.base import FetchProgress, FetchRequest, Pull, Puller, SourceCo
 from kv_transfer.blocks import BlockPool
 from kv_transfer.codec import make_codec
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout, explain_mismatch
-from kv_transfer.names import AS_THEY_ARE, WireDtype
+from kv_transfer.names import AS_THEY_ARE, LONGEST_FETCH_DEADLINE_S, WireDtype
 from kv_transfer.ranks import RankPart, parts_for_rank, readers_per_source
 
-FOLLOW_LIMIT_S: Final = 590.0
+FOLLOW_LIMIT_S: Final = LONGEST_FETCH_DEADLINE_S
 """Longest life of a fetch that follows a growing prefill; a dead source is noticed much sooner, by its connection."""
 
 

@@ -27,13 +27,12 @@ from kv_transfer.channel import add_port
 from kv_transfer.frames import largest_frame_bytes
 from kv_transfer.handoff import UNREADABLE, HandoffId, KvLayout
 from kv_transfer.lease import LeaseTable
+from kv_transfer.names import LONGEST_FETCH_S
 from kv_transfer.tls_files import TlsFiles
 
 MAX_CONCURRENT_FETCHES: Final = 24
 CONTROL_THREADS: Final = 4
 """Threads that fetches never take, so that renewals and releases get through."""
-LONGEST_FETCH_S: Final = 600
-"""A read pins blocks for as long as its call lives, so no call may live for ever."""
 
 Parsed = TypeVar("Parsed")
 Slot = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
@@ -163,7 +162,7 @@ class GrpcKvSource(KvSource):
     def _slot(self, context: grpc.ServicerContext) -> Iterator[None]:
         """Room for one stream; a HandoffError inside becomes the call's status."""
         if (context.time_remaining() or math.inf) > LONGEST_FETCH_S:
-            sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S} s"
+            sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S:g} s"
             grpc_wire.abort(context, errors.TransferFailed(errors.BAD_REQUEST, sentence))
         if not self._fetch_slots.acquire(blocking=False):
             grpc_wire.abort(context, errors.TransferFailed(errors.BUSY, "all fetch slots of this source are taken"))

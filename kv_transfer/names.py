@@ -11,5 +11,10 @@ AUTO: Final = ("shm", "grpc")
 AS_THEY_ARE: Final = ("shm", "collective")
 """Transports without frames, which a `wire_dtype` would not reach."""
 
+LONGEST_FETCH_S: Final = 600.0
+"""A read pins blocks for as long as its call lives, so a source refuses a call that may live longer."""
+LONGEST_FETCH_DEADLINE_S: Final = 590.0
+"""What a fetch may be given, so that no rounding on the way takes it over the limit."""
+
 WireDtype = Literal["none", "int8", "fp8"]
 WIRE_DTYPES: Final = get_args(WireDtype)

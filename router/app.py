@@ -38,7 +38,7 @@ from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
 from router.pairing import KvPair, PairingRefused
 from router.prefill_queue import prompt_queues
-from router.readiness import Canary, Readiness, canary_prompt_tokens, ready_endpoint
+from router.readiness import Canary, Readiness, canary_prompt_tokens, canary_settings, ready_endpoint
 from router.releaser import HandoffReleaser
 from router.retry_after import with_retry_after
 from router.settings import PoolHardware, RouterSettings
@@ -187,11 +187,9 @@ class Router:
         settings = self._settings
         uncounted = RequestMetrics(CollectorRegistry(), settings.mode)
         canary = Canary(
-            Orchestrator(self._fleet, self._queues, settings, uncounted, self._releaser.release),
+            Orchestrator(self._fleet, self._queues, canary_settings(settings), uncounted, self._releaser.release),
             vocabulary_size=self._client.model_config.get_vocab_size(),
-            prompt_tokens=canary_prompt_tokens(
-                self._fleet.workers[0].description.block_size_tokens, settings.min_remote_prefill_tokens
-            ),
+            prompt_tokens=canary_prompt_tokens(self._fleet.workers[0].description.block_size_tokens),
         )
         names: tuple[Pool, ...] = ("colocated",) if settings.mode == "colocated" else ("prefill", "decode")
         return Readiness(

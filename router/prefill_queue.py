@@ -223,7 +223,7 @@ def prompt_queues(fleet: Fleet, settings: RouterSettings) -> dict[Pool, PrefillQ
         pool: PrefillQueue(
             pool,
             partial(fleet.pool, pool),
-            settings.prefill_window_tokens,
+            settings.prefill_window_tokens[pool],
             patience_s.get(pool, settings.recovery_timeout_s),
         )
         for pool in pools

@@ -11,7 +11,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -26,6 +26,7 @@ from router.fleet import Worker
 from router.metrics import RequestMetrics
 from router.orchestrator import DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
+from router.settings import RouterSettings
 
 RECENT_S = 2.0
 """A token this young shows that its pool makes progress."""
@@ -167,9 +168,14 @@ def _discard(delta: TokenDelta) -> bool:
     return False
 
 
-def canary_prompt_tokens(block_size_tokens: int, min_remote_prefill_tokens: int) -> int:
-    """A bit more than a KV block, so that one is handed over, and enough to be prefilled where prompts are."""
-    return max(block_size_tokens + block_size_tokens // 4, min_remote_prefill_tokens)
+def canary_prompt_tokens(block_size_tokens: int) -> int:
+    """A bit more than a KV block, so that one is handed over; no more, since it goes before all prompts."""
+    return block_size_tokens + block_size_tokens // 4
+
+
+def canary_settings(settings: RouterSettings) -> RouterSettings:
+    """The router's, but that a prompt as short as a canary's goes through the prefill pool as well."""
+    return replace(settings, min_remote_prefill_tokens=0)
 
 
 def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callable[[Request], Awaitable[JSONResponse]]:

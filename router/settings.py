@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.messages import Pool
 from kv_transfer.tls_files import TlsFiles
 
 
@@ -32,8 +34,8 @@ class RouterSettings:
     overlap: bool
     """Whether decode may fetch the KV of a long prompt while its later chunks are prefilled."""
     min_remote_prefill_tokens: int
-    prefill_window_tokens: int
-    """Prompt tokens a worker is given at a time; further prompts wait in the router, in fair order."""
+    prefill_window_tokens: Mapping[Pool, int]
+    """Prompt tokens a worker of each pool is given at a time; further prompts wait in the router, in fair order."""
     max_prompt_wait_s: float
     """A prompt that would wait longer than this to be started is refused."""
     recovery_timeout_s: float

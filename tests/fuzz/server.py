@@ -100,7 +100,7 @@ async def main(model: str) -> None:
             mode="disaggregated",
             request_deadline_s=60.0,
             max_outstanding_requests=MAX_OUTSTANDING,
-            prefill_window_tokens=1024,
+            prefill_window_tokens={"prefill": 1024, "decode": 1024},
             max_prompt_wait_s=30.0,
             recovery_timeout_s=5.0,
             ready_deadline_s=5.0,

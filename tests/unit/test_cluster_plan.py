@@ -157,13 +157,20 @@ def test_the_router_is_told_its_limits_and_the_name_clients_use(planned):
         router__min_remote_prefill_tokens="99",
         router__max_outstanding_requests="5",
         router__request_deadline_s="8",
-        router__prefill_window_tokens="300",
+        transfer__fetch_deadline_s="8",
+        router__prefill_window_tokens="3000",
         router__max_prompt_wait_s="7",
         router__recovery_timeout_s="6",
         router__ready_deadline_s="4",
     ).router_settings()
     assert (router.served_name, router.port, router.mode) == ("mine", 1234, "disaggregated")
     assert (router.min_remote_prefill_tokens, router.max_outstanding_requests, router.request_deadline_s) == (99, 5, 8)
-    assert (router.prefill_window_tokens, router.max_prompt_wait_s) == (300, 7)
+    assert (router.prefill_window_tokens, router.max_prompt_wait_s) == ({"prefill": 3000, "decode": 3000}, 7)
     assert (router.recovery_timeout_s, router.ready_deadline_s) == (6, 4)
     assert planned().router_settings().served_name == "smollm2-135m"
+
+
+def test_a_worker_has_two_steps_of_prompts_at_a_time_whatever_its_pools_step_is(planned):
+    steps = {"pools__prefill__max_num_batched_tokens": "700"}
+    assert planned(**steps).router_settings().prefill_window_tokens == {"prefill": 1400, "decode": 1024}
+    assert planned(mode="colocated").router_settings().prefill_window_tokens == {"colocated": 4096}

@@ -127,14 +127,47 @@ def test_resources_are_set_as_a_table_or_one_by_one(tmp_path):
         ("pools.prefill.gpus_per_worker", "1", "set both alike"),
         ("pools.decode.tensor_parallel", "2", "set cores_per_worker to 2"),
         ("router.min_remote_prefill_tokens", "4096", "set it below model.max_model_len_tokens"),
+        ("router.prefill_window_tokens", "600", "set it to null, which gives each pool its own, or to 1024"),
+        ("router.max_prompt_wait_s", "601", "set it to at most router.request_deadline_s (600)"),
     ],
 )
 def test_an_impossible_combination_is_one_sentence_that_names_the_fix(path, value, fix):
     with pytest.raises(ConfigError) as caught:
         load_config(None, {path: value})
-    (problem,) = caught.value.problems
-    assert fix in problem
-    assert path in problem
+    assert any(fix in problem and path in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_a_fetch_cannot_be_given_more_time_than_a_source_accepts():
+    assert "less than or equal to 590" in only_problem_of(transfer__fetch_deadline_s="601")
+
+
+def test_a_fetch_cannot_be_given_more_time_than_its_request():
+    problem = only_problem_of(
+        transfer__fetch_deadline_s="90", router__request_deadline_s="60", router__max_prompt_wait_s="30"
+    )
+    assert "transfer.fetch_deadline_s (90)" in problem
+    assert "set it to at most router.request_deadline_s (60)" in problem
+
+
+def test_a_lease_of_milliseconds_or_of_days_is_refused():
+    assert "greater than or equal to 1" in only_problem_of(transfer__lease_s="0.05")
+    assert "less than or equal to 3600" in only_problem_of(transfer__lease_s="100000")
+
+
+def test_what_this_mode_does_not_use_is_not_judged_unless_both_modes_will_run():
+    overrides = {"pools.colocated.max_num_batched_tokens": "8", "router.prefill_window_tokens": "1024"}
+    assert load_config(None, overrides).config.mode == "disaggregated"
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides, both_modes=True)
+    assert ["pools.colocated.max_num_batched_tokens" in problem for problem in caught.value.problems] == [True]
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+@pytest.mark.parametrize("file", [None, "deploy/local.yaml", "deploy/cluster-serve.yaml"])
+def test_shipped_settings_keep_two_steps_of_prompts_at_every_worker_in_both_modes(file, mode):
+    loaded = load_config(file and REPOSITORY / file, {"mode": mode}, both_modes=True)
+    for name, pool in loaded.config.active_pools().items():
+        assert loaded.config.window_tokens(name) == 2 * pool.max_num_batched_tokens
 
 
 @pytest.mark.parametrize("transport", ["shm", "collective"])

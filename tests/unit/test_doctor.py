@@ -88,6 +88,21 @@ def test_a_kv_cache_smaller_than_one_request_says_how_much_is_needed():
     assert failures_on(GOOD_CPU_HOST, config_with(pools__decode__kv_cache_bytes="91 MiB")) == []
 
 
+def test_a_step_longer_than_the_patience_with_it_is_a_failure_that_names_both_settings():
+    large = but(model=dataclasses.replace(SMALL_MODEL, parameters=2_000_000_000, kv_values_per_token=None))
+    large = dataclasses.replace(large, memory_available_bytes=64 * GIB)
+    sentences = failures_on(large, config_with(pools__decode__max_num_batched_tokens="64"))
+    assert len(sentences) == 1
+    assert (
+        "One step of prefill takes about 41.0 s for 512 tokens here, too long for transfer.lease_s (30)" in sentences[0]
+    )
+    assert "set that to at least 82, or lower pools.prefill.max_num_batched_tokens." in sentences[0]
+    patient = {"transfer__lease_s": "100", "pools__decode__max_num_batched_tokens": "64"}
+    assert failures_on(large, config_with(**patient)) == []
+    hasty = failures_on(large, config_with(**patient, supervision__stall_timeout_s="20"))
+    assert ["supervision.stall_timeout_s (20)" in sentence for sentence in hasty] == [True]
+
+
 def test_heads_that_cannot_be_split_over_the_ranks_are_a_failure_before_anything_starts():
     config = config_with(pools__prefill__tensor_parallel="2", pools__prefill__cores_per_worker="2")
     host = but(model=dataclasses.replace(SMALL_MODEL, attention_heads=9, kv_heads=3))

@@ -543,7 +543,7 @@ async def test_a_followed_answer_is_finished_when_its_consumer_cancels_right_aft
 
 async def test_a_decode_worker_lost_while_the_prompt_waited_costs_no_prefill():
     bench = split(**{"decode-1": [SECOND, LAST]})
-    with bench.fleet.get("prefill-0").reserve(bench.settings.prefill_window_tokens):
+    with bench.fleet.get("prefill-0").reserve(bench.settings.prefill_window_tokens["prefill"]):
         running = asyncio.create_task(bench.run())
         await asyncio.sleep(0.05)
         lost = next(worker for worker in bench.fleet.pool("decode") if worker.load().running)

@@ -13,7 +13,8 @@ from test_router_orchestrator import FOREVER, split
 from engine.errors import EngineFailed
 from engine.messages import WorkerStatus
 from router.metrics import RequestMetrics
-from router.readiness import Canary, PoolVerdict, Readiness, canary_prompt_tokens, ready_endpoint
+from router.orchestrator import Orchestrator
+from router.readiness import Canary, PoolVerdict, Readiness, canary_prompt_tokens, canary_settings, ready_endpoint
 
 
 class Worker:
@@ -179,7 +180,7 @@ async def test_closing_it_ends_a_look_in_progress():
 
 async def test_a_canary_is_two_tokens_of_a_new_prompt_before_all_that_wait_through_both_pools():
     bench = split()
-    canary = Canary(bench.orchestrator, vocabulary_size=100, prompt_tokens=canary_prompt_tokens(32, 0))
+    canary = Canary(bench.orchestrator, vocabulary_size=100, prompt_tokens=canary_prompt_tokens(32))
     await canary()
     await canary()
     first, second = bench.client("prefill").tasks
@@ -205,9 +206,18 @@ async def test_a_canary_passes_prompts_that_wait():
     bench.assert_idle()
 
 
-def test_a_canary_is_long_enough_to_be_prefilled_where_prompts_are():
-    assert canary_prompt_tokens(32, 0) == 40
-    assert canary_prompt_tokens(32, 300) == 300
+def test_a_canary_hands_a_block_over_and_is_no_longer_than_that_needs():
+    assert canary_prompt_tokens(32) == 40
+
+
+async def test_a_canary_is_short_and_goes_through_both_pools_also_where_short_prompts_do_not():
+    bench = split(min_remote=3000)
+    settings = canary_settings(bench.settings)
+    uncounted = RequestMetrics(CollectorRegistry(), "disaggregated")
+    orchestrator = Orchestrator(bench.fleet, bench.queues, settings, uncounted, bench.release)
+    await Canary(orchestrator, vocabulary_size=100, prompt_tokens=canary_prompt_tokens(32))()
+    assert [len(task.prompt_token_ids) for task in bench.client("prefill").tasks] == [40]
+    assert len(bench.client("decode").tasks) == 1
 
 
 async def test_a_router_that_drains_is_not_ready_whatever_its_pools_do():
