@@ -43,6 +43,7 @@ fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer 
 test: lint model unit transports ## lint and tests, real engines on real Ray and two minutes of chaos included
 	@$(BIN)/pytest -q tests/replay tests/fuzz
 	@$(BIN)/pytest -v --durations=40 tests/engines
+	@$(BIN)/python tests/engines/other_format.py
 
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
 	@$(BIN)/python -m tests.bench.unloaded_ttft

@@ -128,8 +128,9 @@ class Deployment:
                 pools[member.pool].append(client)
             longer = max(map(len, pools.values()))
             pairs = list(zip(cycle(pools["prefill"]), cycle(pools["decode"]), range(longer), strict=False))
+            dtype = members[0].description.layout.dtype
             yield [
-                Engines(self.url, model, "", model_path, tokenizer, self.http, (prefill, decode))
+                Engines(self.url, model, dtype, model_path, tokenizer, self.http, (prefill, decode))
                 for prefill, decode, _ in pairs
             ]
 

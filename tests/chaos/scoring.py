@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.chaos.records import Record
-from tests.engines.harness import TIE_NAT, Engines
+from tests.engines.harness import Engines
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ async def score(engines: Sequence[Engines], records: Sequence[Record]) -> Scores
             token_ids = record.choices[0].token_ids
             nats = await engine.behind_best_nats(record.prompt_token_ids, token_ids)
             answers, tokens, worst_nat = answers + 1, tokens + len(nats), max(worst_nat, *nats)
-            position = next((position for position, nat in enumerate(nats) if nat > TIE_NAT), None)
+            position = next((position for position, nat in enumerate(nats) if not engine.is_tie(nat)), None)
             if position is not None:
                 wrong.append(
                     f"request {record.wish.number}: token {position} of {len(nats)} is {nats[position]:.3f} nat from "
-                    f"the best ({sum(nat > TIE_NAT for nat in nats)} such tokens)"
+                    f"the best ({sum(not engine.is_tie(nat) for nat in nats)} such tokens)"
                 )
 
     await asyncio.gather(*(one_after_the_other(engine) for engine in engines))

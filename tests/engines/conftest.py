@@ -74,9 +74,9 @@ async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> As
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def engines() -> AsyncIterator[Any]:
+async def engines(pytestconfig: pytest.Config) -> AsyncIterator[Any]:
     """The deployment, once per session."""
-    async with deployed({}) as engines:
+    async with deployed({"model.dtype": pytestconfig.getoption("--dtype")}) as engines:
         yield engines
 
 

@@ -24,10 +24,9 @@ from engine.data_plane import WorkerClient
 from engine.messages import GenerateTask, PositionLogprobs, WorkerDescription, WorkerStatus
 from kv_transfer.handoff import KvHandoff
 from kv_transfer.tls_files import TlsFiles
+from tests import ties
 
 Figure = Callable[[str], None]
-TIE_NAT = 0.1
-"""Two tokens this close are a tie: another batch shape may round the other way."""
 COLD_WITHIN_S = 5.0
 IDLE_WITHIN_S = 2.0
 LAST_STEP_S = 0.6
@@ -173,12 +172,14 @@ class Engines:
         leg = {"leg": "decode", "prompt_token_ids": list(prompt), "sampling": sampling.encode(SamplingParams(**wish))}
         return (await self.run(self.decode, **leg))[0]
 
+    def is_tie(self, behind_nat: float) -> bool:
+        """Whether a token this far behind the best one may be chosen for it in this deployment's number format."""
+        return ties.is_tie(behind_nat, self.dtype)
+
     async def behind_best_nat(self, prompt: Sequence[int], common: Sequence[int], token: int) -> float:
         """How far the single engine ranks `token` below its best one after prompt + common tokens."""
         answer = await self.reference([*prompt, *common], 1, logprobs=20)
-        position = answer.logprobs[0]
-        by_token = dict(zip(position.token_ids, position.logprobs, strict=True))
-        return max(by_token.values()) - by_token.get(token, -float("inf"))
+        return ties.behind_best_nat(answer.logprobs[0], token)
 
     async def behind_best_nats(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
         """How far the single engine, given the prompt and the answer so far, ranks each token below its best one.

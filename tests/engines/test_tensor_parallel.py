@@ -25,7 +25,7 @@ import pytest
 import pytest_asyncio
 import torch
 from conftest import CONFIG, TEXT
-from harness import TIE_NAT, Engines, Figure, held
+from harness import Engines, Figure, held
 from prometheus_client import CollectorRegistry
 from samples import router_settings
 from serve_process import body, descendants, serving, still_there
@@ -52,6 +52,7 @@ from router.metrics import RequestMetrics
 from router.orchestrator import Orchestrator
 from router.prefill_queue import prompt_queues
 from router.releaser import HandoffReleaser
+from tests.ties import tie_nat
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
@@ -359,7 +360,7 @@ async def test_every_greedy_token_is_one_that_a_whole_engine_could_have_chosen(
         pairs = [(pair.transport, pair.why) for pair in fleet.kv_pairs]
     told = ", ".join(f"{length} tokens {gap:.4f}" for length, gap in worst.items())
     figure(f"P/D {prefill_ranks}/{decode_ranks} over {pairs}: nat behind the best, by prompt: {told}")
-    assert [length for length, gap in worst.items() if gap > TIE_NAT] == []
+    assert [length for length, gap in worst.items() if not split.whole.is_tie(gap)] == []
     assert [transport for transport, _ in pairs] == ["shm"]
     assert followed == 1, "the prompt of three chunks was not followed"
     # One fetch a prompt however many ranks made it, and nothing computed twice.
@@ -380,7 +381,7 @@ async def test_the_kv_of_another_prompt_would_be_noticed(split: Split, decode_ra
     wrong, _ = await split.whole.run(split.engines["decode", decode_ranks].client, handoff=handoff, **leg)
     behind_nat = await behind_best_nat(split, prompt, first + wrong.token_ids)
     figure(f"the worst token from another prompt's KV is {behind_nat:.2f} nat behind (inf: not among the 20 best)")
-    assert behind_nat > 5 * TIE_NAT
+    assert behind_nat > 5 * tie_nat(split.dtype)
     assert await split.leftovers() == {}
 
 

@@ -1,0 +1,28 @@
+"""Which number format and instruction set this run is about: told at its start, and what `--dtype` changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import RidgelineConfig
+from cluster.doctor import resolve_dtype
+from cluster.host_facts import read_cpu_flags
+
+INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
+"""Flags of the CPU on which vLLM's kernels, and so the rounding of every logit, depend."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="number format of the shared deployment in tests/engines; auto: what the model.dtype of that name picks",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    flags = read_cpu_flags()
+    found = ", ".join(name for name in INSTRUCTION_SETS if name in flags) or "none of those that kernels differ by"
+    auto, asked = resolve_dtype(RidgelineConfig()), config.getoption("--dtype")
+    return f"instruction sets: {found}; dtype auto is {auto}; engines run in {auto if asked == 'auto' else asked}"

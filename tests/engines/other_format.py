@@ -1,0 +1,33 @@
+"""Runs the tests of tokens once more in float32, where `dtype: auto` is bfloat16; else says that there is no need.
+
+usage: python tests/engines/other_format.py [pytest's arguments]
+
+What a CPU with bfloat16 instructions runs by itself is not what one without them runs. The other way round is not
+tried: a CPU without these instructions emulates bfloat16, which takes many times as long.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster.config import RidgelineConfig
+from cluster.doctor import resolve_dtype
+
+TOKEN_TESTS = ("test_tokens.py", "test_repeated_tokens.py", "test_recompute.py")
+
+
+def main() -> int:
+    """The tests' exit code."""
+    auto = resolve_dtype(RidgelineConfig())
+    if auto == "float32":
+        print("dtype: this CPU has no bfloat16 instructions; everything was run in float32, and only in float32")  # noqa: T201
+        return 0
+    print(f"dtype: everything was run in {auto}; now the tests of tokens in float32", flush=True)  # noqa: T201
+    tests = [str(Path(__file__).with_name(name)) for name in TOKEN_TESTS]
+    return subprocess.call([sys.executable, "-m", "pytest", "-v", "--dtype", "float32", *tests, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
