@@ -76,7 +76,8 @@ class DecodeHandler:
             task.prompt_token_ids + emitted,
             leg,
             reasoning_ended=task.reasoning_ended,
-            priority=task.priority,
+            reasoning_parser_kwargs=task.reasoning_parser_kwargs,
+            cache_salt=task.cache_salt,
         )
         async with aclosing(stream), aclosing(_without_first(stream, len(repeated))) as deltas:
             async for delta in deltas:

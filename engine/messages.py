@@ -6,7 +6,7 @@ needs a default; fields are never renamed, so that a router and a worker one ver
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,6 +28,7 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     itself, also those once more (`engine.forced_tokens`), so that its sampling state is right.
     `handoff` tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker computes it. One that
     is not complete is followed while prefill computes it, and brings the first token along.
+    `cache_salt` keeps its blocks out of the prefix caches of requests with another one, on every worker.
     """
 
     request_id: str
@@ -39,7 +40,8 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     handoff: KvHandoff | None = None
     recompute_reason: str = ""
     reasoning_ended: bool | None = None
-    priority: int = 0
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -25,10 +25,15 @@ _decoder = msgspec.msgpack.Decoder(SamplingParams)
 
 def encode(params: SamplingParams) -> bytes:
     """Bytes for `GenerateTask.sampling`. Raises InvalidTask for values that no message can carry."""
+    return packed(params, "sampling parameters")
+
+
+def packed(value: object, name: str) -> bytes:
+    """As a message carries it. Raises InvalidTask where it cannot: JSON knows larger numbers, and half characters."""
     try:
-        return _encoder.encode(params)
+        return _encoder.encode(value)
     except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
-        raise InvalidTask(f"sampling parameters cannot be sent to a worker: {error}") from error
+        raise InvalidTask(f"{name} cannot be sent to a worker: {error}") from error
 
 
 def decode(data: bytes) -> SamplingParams:
@@ -78,6 +83,7 @@ def _for_engine(params: SamplingParams) -> SamplingParams:
     leg.stop = []
     leg.n = 1
     leg.output_kind = RequestOutputKind.DELTA
+    leg.stream_interval = None  # a stop string must be seen at once, and a lost worker must not take tokens along
     leg.skip_clone = True
     leg.extra_args = None
     return leg

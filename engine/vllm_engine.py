@@ -17,6 +17,7 @@ import msgspec
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -125,7 +126,8 @@ class VllmEngine:
         params: SamplingParams,
         *,
         reasoning_ended: bool | None = None,
-        priority: int = 0,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield one delta per engine step; closing the generator aborts the request.
 
@@ -134,11 +136,11 @@ class VllmEngine:
         assert self._llm is not None
         require_in_vocabulary(prompt_token_ids, self._llm.model_config.get_vocab_size())
         outputs = self._llm.generate(
-            {"type": "token", "prompt_token_ids": prompt_token_ids},
+            tokens_input(prompt_token_ids, cache_salt=cache_salt),
             params,
             request_id,
             reasoning_ended=reasoning_ended,
-            priority=priority,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
         )
         try:
             async with aclosing(outputs) as stream:

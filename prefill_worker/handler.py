@@ -35,7 +35,7 @@ class PrefillHandler:
         handoff_id = new_handoff_id()
         if goes_on:
             leg = sampling.with_transfer(leg, {"do_remote_decode": True, "handoff_id": handoff_id})
-        stream = engine.generate(task.request_id, task.prompt_token_ids + emitted, leg, priority=task.priority)
+        stream = engine.generate(task.request_id, task.prompt_token_ids + emitted, leg, cache_salt=task.cache_salt)
         with engine.notices.expect(handoff_id) as notice:
             async with aclosing(stream), aclosing(with_notice(stream, notice)) as deltas:
                 async for delta in deltas:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
@@ -23,7 +24,9 @@ class SequenceRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     reasoning_ended: bool | None = None
-    priority: int = 0
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    """Prefix caches are shared only with requests that have the same one."""
     client: str = ANONYMOUS
     """Whom its prompt tokens count against while others wait too."""
     urgent: bool = False

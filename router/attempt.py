@@ -221,7 +221,8 @@ class _Tasks:
             handoff=handoff,
             recompute_reason=recompute_reason,
             reasoning_ended=request.reasoning_ended,
-            priority=request.priority,
+            reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+            cache_salt=request.cache_salt,
         )
 
 

@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 SUPPORTED_TASKS = ("generate",)
+NO_PRIORITIES = (
+    "priority must be 0, in the body and in X-Vllm-Priority: this server takes requests in the order in which they "
+    "come, fair among its clients"
+)
 
 
 class RouterEngineClient(EngineClient):
@@ -115,20 +119,23 @@ class RouterEngineClient(EngineClient):
         Raises at once, not at the first output, so that a refusal has its HTTP status in a streaming response too:
         GracefulHTTPError (429, 503) or VLLMValidationError (400).
         """
+        if priority != 0:
+            raise VLLMValidationError(NO_PRIORITIES, parameter="priority", value=priority)
         request = self.input_processor.process_inputs(
             request_id,
             prompt,
             sampling.without_client_transfer_keys(sampling_params),
             supported_tasks=SUPPORTED_TASKS,
             tokenization_kwargs=tokenization_kwargs,
-            priority=priority,
+            data_parallel_rank=data_parallel_rank,
         )
         if lora_request is not None or request.mm_features:
             raise VLLMValidationError("LoRA adapters and multimodal inputs are not supported by this server")
-        if request.sampling_params is not None:
-            with _as_http():
-                sampling.encode(request.sampling_params)  # now, while a streaming response can still have a status
         request.reasoning_ended = reasoning_ended
+        request.reasoning_parser_kwargs = reasoning_parser_kwargs
+        with _as_http():  # now, while a streaming response can still have a status
+            sampling.encode(request.params)
+            sampling.packed(reasoning_parser_kwargs, "chat_template_kwargs")
         self.input_processor.assign_request_id(request)
         if prompt_text is None:
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
@@ -188,7 +195,8 @@ class RouterEngineClient(EngineClient):
             prompt_token_ids=list(request.prompt_token_ids or []),
             params=request.sampling_params,
             reasoning_ended=request.reasoning_ended,
-            priority=request.priority,
+            reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+            cache_salt=request.cache_salt,
             timeout_s=TIMEOUT_S.get(),
             client=client,
         )

@@ -183,6 +183,30 @@ async def test_tokenize_and_health_answer(engines: Engines):
     assert (await engines.http.get("/health")).status_code == 200
 
 
+async def test_prefixes_are_cached_for_one_cache_salt_only_on_prefill_and_on_decode(engines: Engines, text: list[int]):
+    """Else the time to the first token would tell one tenant what another one has sent."""
+    prompt = text[36_000:36_160]
+
+    async def computed_and_fetched(**fields: str) -> tuple[int, float]:
+        """Prompt tokens that prefill computed, bytes that decode fetched."""
+        before = await engines.metrics()
+        await engines.tokens(prompt, 4, **fields)
+        assert await engines.becomes_idle() == {}
+        counted = Increase(before, await engines.metrics())
+        tokens = counted.sum("ridgeline_tokens_total", pool="prefill", phase="prefill")
+        return int(tokens), counted.sum("ridgeline_kv_transfer_bytes_total", pool="decode", direction="received")
+
+    await computed_and_fetched(cache_salt="what was counted before the first request")
+    await engines.cold()
+    first = await computed_and_fetched(cache_salt="a")
+    again = await computed_and_fetched(cache_salt="a")
+    assert first[0] == len(prompt)
+    assert again[0] < first[0] / 2, "the same salt shares"
+    assert again[1] < first[1] / 2
+    assert await computed_and_fetched(cache_salt="b") == first
+    assert await computed_and_fetched() == first
+
+
 async def test_what_a_client_says_about_transfers_is_ignored(engines: Engines, text: list[int]):
     """These keys name hosts, ports and other people's KV: only the router may set them."""
     prompt = text[33_000:33_080]

@@ -114,7 +114,8 @@ class Call:
     prompt_token_ids: list[int]
     params: SamplingParams
     reasoning_ended: bool | None
-    priority: int
+    reasoning_parser_kwargs: dict[str, Any] | None
+    cache_salt: str | None
 
     @property
     def transfer(self) -> dict[str, Any] | None:
@@ -177,9 +178,12 @@ class FakeEngine:
         params: SamplingParams,
         *,
         reasoning_ended: bool | None = None,
-        priority: int = 0,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        self.calls.append(Call(request_id, prompt_token_ids, params, reasoning_ended, priority))
+        self.calls.append(
+            Call(request_id, prompt_token_ids, params, reasoning_ended, reasoning_parser_kwargs, cache_salt)
+        )
         call, context, steps = self.calls[-1], list(prompt_token_ids), asyncio.Semaphore(0)
         self._waiting[request_id] = steps
         ended = False

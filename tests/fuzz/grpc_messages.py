@@ -126,7 +126,7 @@ def tasks(draw: st.DrawFn, layout: KvLayout) -> bytes:
             st.sampled_from(
                 [
                     {},
-                    {"emitted_token_ids": [8], "first_token": "resample", "priority": 3, "reasoning_ended": True},
+                    {"emitted_token_ids": [8], "first_token": "resample", "cache_salt": "a", "reasoning_ended": True},
                     {"handoff": builtins(handoff)},
                     {"recompute_reason": "short_prompt"},
                 ]

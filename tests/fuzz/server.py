@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 import fake_engine  # imports vLLM with its warnings silenced, so it comes first
 import numpy as np
 from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -61,11 +62,9 @@ class StrictEngine(fake_engine.FakeEngine):
         self.calls.clear()  # a fake that remembers would look like a leak
         self.aborted.clear()
         require_in_vocabulary(prompt_token_ids, self._processor.model_config.get_vocab_size())
-        prompt = {"type": "token", "prompt_token_ids": prompt_token_ids}
+        prompt = tokens_input(prompt_token_ids, cache_salt=options["cache_salt"])
         try:
-            request = self._processor.process_inputs(
-                request_id, prompt, params, supported_tasks=("generate",), priority=options["priority"]
-            )
+            request = self._processor.process_inputs(request_id, prompt, params, supported_tasks=("generate",))
             MsgpackEncoder().encode(request)  # as it would go to the engine's process
         except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
             raise InvalidTask(str(error)) from error

@@ -37,12 +37,12 @@ def decode():
 
 
 async def test_prefill_gives_the_first_token_and_a_hand_off_and_leaves_the_request_open(prefill):
-    [delta] = await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill", priority=3))
+    [delta] = await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill", cache_salt="a"))
     assert (delta.token_ids, delta.finished, delta.finish_reason) == ([T1], True, None)
     assert delta.handoff == make_handoff(delta.handoff.handoff_id, 3)
     assert delta.timing == TIMING
     [call] = prefill.calls
-    assert (call.request_id, call.prompt_token_ids, call.priority) == ("r", PROMPT, 3)
+    assert (call.request_id, call.prompt_token_ids, call.cache_salt) == ("r", PROMPT, "a")
     assert call.params.max_tokens == 1
     assert call.transfer == {"do_remote_decode": True, "handoff_id": delta.handoff.handoff_id}
 
@@ -121,12 +121,12 @@ async def test_prefill_of_a_request_that_goes_on_elsewhere_has_the_emitted_token
 
 async def test_decode_attaches_the_hand_off_and_goes_on_after_the_first_token(decode):
     handoff = make_handoff(num_tokens=3)
-    task = make_task(handoff=handoff, emitted_token_ids=[T1], reasoning_ended=True, priority=2)
+    task = make_task(handoff=handoff, emitted_token_ids=[T1], reasoning_ended=True, cache_salt="a")
     deltas = await deltas_of(DecodeHandler(), decode, task)
     [call] = decode.calls
     assert call.transfer == {"do_remote_prefill": True, "handoff": handoff.to_params()}
     assert call.prompt_token_ids == [*PROMPT, T1]
-    assert (call.params.max_tokens, call.reasoning_ended, call.priority) == (2, True, 2)
+    assert (call.params.max_tokens, call.reasoning_ended, call.cache_salt) == (2, True, "a")
     assert [delta.token_ids for delta in deltas] == [[next_token([*PROMPT, T1])], deltas[1].token_ids]
     assert [delta.finished for delta in deltas] == [False, True]
     assert deltas[-1].finish_reason == "length"

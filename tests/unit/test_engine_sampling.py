@@ -59,13 +59,13 @@ def test_what_does_not_depend_on_them_goes_on_from_prefills_token(fields):
 
 @pytest.mark.parametrize("resample", [False, True])
 def test_both_legs_are_tokens_in_tokens_out_one_sequence_one_delta_a_step(resample):
-    params = wish(stop=["x"], n=3, output_kind=RequestOutputKind.FINAL_ONLY)
+    params = wish(stop=["x"], n=3, output_kind=RequestOutputKind.FINAL_ONLY, stream_interval=1000)
     for leg in (
         prefill_leg(params, emitted_token_ids=[], resample=resample),
         decode_leg(params, emitted_token_ids=[], has_handoff=True),
     ):
         assert (leg.detokenize, leg.stop, leg.n) == (False, [], 1)
-        assert leg.output_kind is RequestOutputKind.DELTA
+        assert (leg.output_kind, leg.stream_interval) == (RequestOutputKind.DELTA, None)
 
 
 def test_prefill_makes_one_token_and_may_end_there():

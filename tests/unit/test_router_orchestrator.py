@@ -106,7 +106,7 @@ class Bench:
 
     async def run(self, **params):
         wish = SamplingParams(**{"max_tokens": 3, "temperature": 0.0} | params)
-        request = SequenceRequest("r", PROMPT, wish, reasoning_ended=True, priority=4)
+        request = SequenceRequest("r", PROMPT, wish, reasoning_ended=True, cache_salt="a")
         await self.orchestrator.run(request, self.emit)
 
     def client(self, name):
@@ -160,7 +160,7 @@ async def test_each_leg_is_told_what_it_needs():
     )
     for task in (prefill, decode):
         assert (task.prompt_token_ids, task.first_token) == (PROMPT, "continue")
-        assert (task.reasoning_ended, task.priority) == (True, 4)
+        assert (task.reasoning_ended, task.cache_salt) == (True, "a")
         assert sampling.decode(task.sampling).max_tokens == 3
 
 
@@ -373,6 +373,7 @@ async def test_the_next_attempt_is_told_what_the_client_has_and_the_pause_is_cou
     assert bench.tokens == [1, 2, 7, 3]
     assert bench.client("prefill").tasks[1].emitted_token_ids == [1, 2]
     assert bench.client("decode").tasks[1].emitted_token_ids == [1, 2, 7]
+    assert {task.cache_salt for name in ("prefill", "decode") for task in bench.client(name).tasks} == {"a"}
     labels = {"state": "decoding", "cause": "worker_lost"}
     assert bench.registry.get_sample_value("ridgeline_retries_total", labels) == 1
     assert bench.registry.get_sample_value("ridgeline_continuation_pause_seconds_count", {"state": "decoding"}) == 1
