@@ -12,6 +12,7 @@ from contextlib import aclosing
 import msgspec
 
 from engine import sampling
+from engine.connector_messages import FIRST_TOKEN_FOLLOWS, PREFIX_CACHE_SKIPPED
 from engine.errors import HandoffLost, InvalidTask
 from engine.messages import GenerateTask, TokenDelta
 from engine.notices import Notice, with_notice
@@ -47,7 +48,7 @@ class DecodeHandler:
         transfer: dict[str, object] = {"do_remote_prefill": True, "handoff": handoff.to_params()}
         emitted = task.emitted_token_ids
         if task.first_token == "continue":
-            transfer["first_token_follows"] = True
+            transfer[FIRST_TOKEN_FOLLOWS] = True
             emitted = [*emitted, task.prompt_token_ids[-1]]
         stream = self._rest(engine, task, emitted, transfer)
         with engine.notices.expect(handoff.handoff_id) as notice:
@@ -61,12 +62,16 @@ class DecodeHandler:
         self, engine: VllmEngine, task: GenerateTask, emitted: list[int], transfer: dict[str, object] | None
     ) -> AsyncGenerator[TokenDelta, None]:
         """What comes after `emitted`, which the engine is given as part of the prompt, or made to repeat."""
-        repeated: list[int] = []
-        if task.first_token == "resample":
-            repeated, emitted = emitted, []
+        repeats = task.first_token == "resample"
         leg = sampling.decode_leg(
-            sampling.decode(task.sampling), emitted_token_ids=emitted, has_handoff=task.handoff is not None
+            sampling.decode(task.sampling),
+            emitted_token_ids=emitted,
+            has_handoff=task.handoff is not None,
+            repeats=repeats,
         )
+        repeated, emitted = (emitted, []) if repeats else ([], emitted)
+        if transfer is not None and FIRST_TOKEN_FOLLOWS in transfer and leg.skip_reading_prefix_cache:
+            raise HandoffLost(PREFIX_CACHE_SKIPPED)  # vLLM would run it on its placeholder
         if transfer is not None:
             leg = sampling.with_transfer(leg, transfer)
         if repeated:

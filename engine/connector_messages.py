@@ -18,6 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from kv_transfer.handoff import FetchReceipt, KvHandoff
 
+FIRST_TOKEN_FOLLOWS = "first_token_follows"
+"""Key of a decode leg's instructions: the last token of its prompt is a placeholder, which the one that comes with the
+KV replaces."""
+PREFIX_CACHE_SKIPPED = "prefix_cache_skipped"
+"""Why a prompt is computed whose KV was there: vLLM reads neither its cache nor ours for this request."""
+
 
 @dataclass
 class Publish:

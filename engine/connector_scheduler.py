@@ -13,7 +13,16 @@ import msgspec
 from vllm.v1.request import RequestStatus
 
 from engine.accounting import StepAccountant
-from engine.connector_messages import Endpoint, Fetch, FetchReceipts, Publish, StepInstructions, join_receipts
+from engine.connector_messages import (
+    FIRST_TOKEN_FOLLOWS,
+    PREFIX_CACHE_SKIPPED,
+    Endpoint,
+    Fetch,
+    FetchReceipts,
+    Publish,
+    StepInstructions,
+    join_receipts,
+)
 from engine.growth import GrowingPrompts
 from engine.notices import Notice
 from kv_transfer import errors
@@ -21,8 +30,6 @@ from kv_transfer.handoff import FetchReceipt, KvHandoff
 
 FETCH = "do_remote_prefill"
 PUBLISH = "do_remote_decode"
-FIRST_TOKEN_FOLLOWS = "first_token_follows"
-"""Set when the last token of the prompt is a placeholder, to be replaced by the one that comes with the KV."""
 
 
 class SchedulerSide:
@@ -118,7 +125,8 @@ class SchedulerSide:
             # known from its question alone: it sets request.num_computed_tokens after this call.
             self._next.release.append(handoff)
             if request.request_id not in self._covered:
-                self._accountant.recompute(request.request_id, "prefix_cache_skipped")
+                self._accountant.recompute(request.request_id, PREFIX_CACHE_SKIPPED)
+                self._receipts[request.request_id] = FetchReceipt(outcome="failed", reason=PREFIX_CACHE_SKIPPED)
             self._covered.discard(request.request_id)
             return
         first_block = (handoff.num_tokens - num_external_tokens) // self._block_size_tokens
@@ -130,7 +138,11 @@ class SchedulerSide:
     # --- the step
 
     def take_instructions(self, scheduled: Any) -> StepInstructions:
-        """Everything decided since the last step, and the accounting of this one."""
+        """Everything decided since the last step, and the accounting of this one.
+
+        Raises RuntimeError, which ends the engine, rather than have a step compute a placeholder.
+        """
+        self._forbid_placeholders(scheduled)
         self._accountant.begin(scheduled)
         self._step += 1
         self._growing.begin(self._step, scheduled)
@@ -140,6 +152,12 @@ class SchedulerSide:
         instructions.last_step = self._growing.take_ending()
         instructions.idle = scheduled.total_num_scheduled_tokens == 0
         return instructions
+
+    def _forbid_placeholders(self, scheduled: Any) -> None:
+        if self._following or self._held:
+            for request_id in scheduled.num_scheduled_tokens:
+                if request_id in self._following or request_id in self._held:
+                    raise RuntimeError(f"vLLM would run {request_id}, whose first token is not known yet")
 
     def after_step(self, output: Any) -> None:
         """Read the worker side's report.

@@ -15,10 +15,16 @@ from engine.messages import PositionLogprobs
 def pack_position(by_token: Mapping[int, Any], chosen: int) -> PositionLogprobs:
     """One position: `by_token` maps token id to vLLM's Logprob (logprob, rank).
 
-    The chosen token comes first, then all by rank, the chosen one among them. The engine's own rows are that list cut
-    at 1 + num_logprobs columns, which `_arrays` does.
+    The engine's own row is the chosen token and then one token a column: the likeliest ones, or the ids that the client
+    asked for, in its order. vLLM's dictionary keeps a token's last column as its rank; only a chosen token that has no
+    column keeps its rank in the vocabulary. It comes last here, and `_arrays` cuts at 1 + num_logprobs.
     """
-    tokens = [chosen, *sorted(by_token, key=lambda token: by_token[token].rank)]
+    columns = {entry.rank: token for token, entry in by_token.items() if token != chosen}
+    last = max(columns, default=0)
+    columns.setdefault(by_token[chosen].rank, chosen)
+    tokens = [chosen]
+    for column in sorted(columns):  # a column without a token held one that has a later column too
+        tokens += [columns[column]] * (column - len(tokens) + 1 if column <= last else 1)
     return PositionLogprobs(tokens, [float(by_token[token].logprob) for token in tokens], int(by_token[chosen].rank))
 
 

@@ -45,7 +45,7 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: the chosen token first, then the top tokens by rank."""
+    """Log-probabilities at one position: the chosen token first, then the top tokens, or those asked for, in order."""
 
     token_ids: list[int]
     logprobs: list[float]

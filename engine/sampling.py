@@ -89,13 +89,27 @@ def _for_engine(params: SamplingParams) -> SamplingParams:
     return leg
 
 
+def _without_prompt_logprobs(leg: SamplingParams) -> None:
+    """The client has them, or gets them from the other leg.
+
+    Where they are asked for vLLM sets a second field, which keeps it from reading any KV that is there already: copied
+    along, it would have the transferred KV thrown away.
+    """
+    leg.prompt_logprobs = None
+    leg.prompt_logprob_token_ids = None
+    leg.skip_reading_prefix_cache = False
+
+
 def prefill_leg(params: SamplingParams, *, emitted_token_ids: Sequence[int], resample: bool) -> SamplingParams:
-    """One token. In resample mode that token is thrown away, so nothing may end the request before the hand-off."""
+    """One token. In resample mode that token is thrown away, so nothing may end the request before the hand-off.
+
+    `emitted_token_ids`: what the client has, whether or not this leg computes it.
+    """
     leg = _for_engine(params)
     leg.max_tokens = 1
     leg.min_tokens = min(max(0, params.min_tokens - len(emitted_token_ids)), 1)
     if emitted_token_ids:
-        leg.prompt_logprobs = None  # the client has them from the first attempt
+        _without_prompt_logprobs(leg)  # they came with the first token
     if resample:
         leg.structured_outputs = None
         leg.bad_words = None
@@ -108,19 +122,20 @@ def prefill_leg(params: SamplingParams, *, emitted_token_ids: Sequence[int], res
     return leg
 
 
-def decode_leg(params: SamplingParams, *, emitted_token_ids: Sequence[int], has_handoff: bool) -> SamplingParams:
-    """What is left after `emitted_token_ids`, which the engine gets as part of its prompt.
+def decode_leg(
+    params: SamplingParams, *, emitted_token_ids: Sequence[int], has_handoff: bool, repeats: bool = False
+) -> SamplingParams:
+    """What is left after `emitted_token_ids`, which the engine gets as part of its prompt, or makes once more.
 
-    With a hand-off the prompt's own log-probabilities came from prefill; asking again would make vLLM ignore the
-    transferred KV.
+    With a hand-off the prompt's own log-probabilities come from prefill.
     """
     leg = _for_engine(params)
-    emitted = len(emitted_token_ids)
+    if has_handoff or emitted_token_ids:
+        _without_prompt_logprobs(leg)
+    emitted = 0 if repeats else len(emitted_token_ids)
     if params.max_tokens is not None:
         leg.max_tokens = params.max_tokens - emitted
     leg.min_tokens = max(0, params.min_tokens - emitted)
-    if has_handoff or emitted:
-        leg.prompt_logprobs = None
     if emitted and params.seed is not None:
         leg.seed = params.seed + emitted
     return leg

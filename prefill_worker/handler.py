@@ -31,7 +31,7 @@ class PrefillHandler:
         resample = task.first_token == "resample"
         emitted = [] if resample else task.emitted_token_ids
         goes_on = resample or params.max_tokens is None or params.max_tokens - len(emitted) > 1
-        leg = sampling.prefill_leg(params, emitted_token_ids=emitted, resample=resample)
+        leg = sampling.prefill_leg(params, emitted_token_ids=task.emitted_token_ids, resample=resample)
         handoff_id = new_handoff_id()
         if goes_on:
             leg = sampling.with_transfer(leg, {"do_remote_decode": True, "handoff_id": handoff_id})

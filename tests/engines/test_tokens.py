@@ -14,6 +14,8 @@ from harness import Engines, Figure, Increase, first_difference
 
 from tests.ties import behind_best_nat, tie_nat
 
+from engine.messages import PositionLogprobs
+
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
 NUM_OUTPUT_TOKENS = 4
@@ -227,13 +229,62 @@ async def test_prompt_logprobs_are_those_of_one_engine(engines: Engines, text: l
     await engines.cold()
     reference = await engines.reference(prompt, 4, prompt_logprobs=1)
     assert choice["token_ids"] == reference.token_ids
-    assert len(choice["prompt_logprobs"]) == len(prompt) == len(reference.prompt_logprobs)
-    for token, ours, theirs in zip(
-        prompt[1:], choice["prompt_logprobs"][1:], reference.prompt_logprobs[1:], strict=True
-    ):
+    rows = zip(prompt, choice["prompt_logprobs"], strict=True)
+    values = [row and row[str(token)]["logprob"] for token, row in rows]
+    assert_near(values, reference.prompt_logprobs, prompt)
+
+
+def assert_near(ours: list[Any], reference: list[PositionLogprobs | None], prompt: list[int]) -> None:
+    """The prompt's own log-probabilities as the API gives them, against the engine's."""
+    assert len(ours) == len(prompt) == len(reference)
+    assert ours[0] is reference[0] is None
+    for token, value, theirs in zip(prompt[1:], ours[1:], reference[1:], strict=True):
         assert theirs is not None
-        expected = dict(zip(theirs.token_ids, theirs.logprobs, strict=True))
-        assert ours[str(token)]["logprob"] == pytest.approx(expected[token], abs=1e-2)
+        assert value == pytest.approx(dict(zip(theirs.token_ids, theirs.logprobs, strict=True))[token], abs=1e-2)
+
+
+SCORED_PROMPTS = 2
+
+
+@pytest.mark.parametrize(
+    ("how", "wish"),
+    [
+        ("prompt_logprobs", {}),
+        ("echo", {}),
+        ("prompt_logprobs", {"presence_penalty": 1.2}),
+    ],
+    ids=["prompt_logprobs", "echo", "resample"],
+)
+async def test_a_scored_prompt_of_several_steps_is_transferred_and_answered_as_by_one_engine(
+    engines: Engines, text: list[int], how: str, wish: dict[str, float], figure: Figure
+):
+    """Harnesses ask for this. vLLM keeps such a request from its caches, and once from the transferred KV as well."""
+    length, step = 2 * PREFILL_STEP_TOKENS + 100, 1500
+    before = await engines.metrics()
+    for number in range(SCORED_PROMPTS):
+        prompt = text[35_000 + number * step :][:length]
+        await engines.cold()
+        reference = await engines.reference(prompt, 8, prompt_logprobs=1, **wish)
+        await engines.cold()
+        if how == "echo":
+            reply = await engines.complete(prompt, 8, echo=True, logprobs=1, **wish)
+            values = reply["logprobs"]["token_logprobs"][:length]
+        else:
+            reply = await engines.complete(prompt, 8, prompt_logprobs=1, **wish)
+            rows = zip(prompt, reply["prompt_logprobs"], strict=True)
+            values = [row and row[str(token)]["logprob"] for token, row in rows]
+        position = first_difference(reply["token_ids"], reference.token_ids)
+        if position is not None and not (wish and engines.dtype != "float32"):  # as above
+            common, token = reference.token_ids[:position], reply["token_ids"][position]
+            assert await engines.behind_best_nat(prompt, common, token) <= TIE_NAT
+        assert_near(values, reference.prompt_logprobs, prompt)
+    counted = Increase(before, await engines.metrics())
+    assert counted.sum("ridgeline_requests_total", path="disaggregated", outcome="finished") == SCORED_PROMPTS
+    assert counted.sum("ridgeline_fetches_total", pool="decode", result="ok") == SCORED_PROMPTS
+    assert counted.sum("ridgeline_followed_handoffs_total", result="ok") == SCORED_PROMPTS
+    assert counted.sum("ridgeline_recompute_total") == 0
+    ttft_s = counted.sum("ridgeline_ttft_seconds_sum") / SCORED_PROMPTS
+    figure(f"{SCORED_PROMPTS} prompts of {length} tokens, TTFT {ttft_s * 1000:.0f} ms")
 
 
 async def test_a_minimum_of_tokens_holds_across_the_hand_over(engines: Engines):

@@ -231,6 +231,10 @@ def test_a_request_for_which_vllm_skips_the_transfer_releases_the_source_and_cou
     side.after_allocation(request, blocks(1, 2, 3), 0)
     assert side.take_instructions(IDLE).release == [HANDOFF]
     assert recomputes(side) == {"prefix_cache_skipped": 1}
+    keep, told = end(side, request, RequestStatus.FINISHED_STOPPED, [1, 2, 3])
+    assert keep is False
+    receipt = msgspec.convert(told["receipt"], FetchReceipt)
+    assert (receipt.outcome, receipt.reason) == ("failed", "prefix_cache_skipped"), "the router counts it as local"
 
 
 # --- (e) failed loads
@@ -509,6 +513,25 @@ def test_a_following_request_that_the_local_cache_covers_is_handed_back(side):
     complete = msgspec.structs.replace(handoff, complete=True)
     side.on_new_request(a_fetching_request("second", 65, complete))
     assert side.take_instructions(IDLE).watch == [complete]
+
+
+def test_a_placeholder_is_never_computed_on(side):
+    request = a_following_request()
+    side.on_new_request(request)
+    assert side.num_external_tokens(request, 0) == (70, True)
+    side.after_allocation(request, blocks(1, 2, 3), 0)  # vLLM will not load it after all, and runs it in this step
+    with pytest.raises(RuntimeError, match="first token is not known"):
+        side.take_instructions(a_step(new=[("r", [1, 2, 3], 71)]))
+
+
+@pytest.mark.parametrize("receipt", [TIMED_OUT, OK])
+def test_nor_after_its_fetch_has_failed(side, receipt):
+    request = a_following_request()
+    start_fetch(side, request)
+    report(side, {"r": receipt}, finished_recving={"r"})
+    side.take_instructions(a_step(new=[("another", [4], 20)]))
+    with pytest.raises(RuntimeError, match="first token is not known"):
+        side.take_instructions(a_step(new=[("r", [1, 2, 3], 71)]))
 
 
 # --- several ranks; their ends of one fetch may come in different steps

@@ -9,6 +9,7 @@ from fake_engine import TIMING, FakeEngine, eventually, make_handoff, make_task,
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from decode_worker.handler import DecodeHandler
+from engine import sampling
 from engine.errors import EngineFailed, HandoffLost, InvalidTask
 from engine.vllm_engine import require_in_vocabulary
 from prefill_worker.handler import PrefillHandler
@@ -116,6 +117,26 @@ async def test_prefill_of_a_request_that_goes_on_elsewhere_has_the_emitted_token
     assert delta.finish_reason == "length"
 
 
+SEEDED = SamplingParams(max_tokens=4, seed=3, temperature=0.8, prompt_logprobs=1)
+
+
+@pytest.mark.parametrize(("emitted", "asked"), [([], 1), ([40, 41], None)])
+async def test_a_second_attempt_does_not_ask_prefill_again_for_prompt_log_probabilities_that_the_client_has(
+    prefill, emitted, asked
+):
+    task = make_task(leg="prefill", params=SEEDED, first_token="resample", emitted_token_ids=emitted)
+    await deltas_of(PrefillHandler(), prefill, task)
+    [call] = prefill.calls
+    assert (call.prompt_token_ids, call.params.prompt_logprobs) == (PROMPT, asked)
+
+
+async def test_a_second_attempt_on_decode_alone_does_not_ask_again_either(decode):
+    task = make_task(params=SEEDED, first_token="resample", emitted_token_ids=[40, 41])
+    await deltas_of(DecodeHandler(), decode, task)
+    assert decode.calls[0].params.prompt_logprobs is None
+    assert decode.calls[0].params.skip_reading_prefix_cache is False
+
+
 # --- decode
 
 
@@ -197,6 +218,32 @@ async def test_following_gives_the_engine_a_placeholder_for_the_first_token():
     assert (call.transfer["first_token_follows"], call.transfer["handoff"]["complete"]) == (True, False)
     assert call.params.max_tokens == 2, "the first of three is prefill's"
     assert len(deltas) == 2
+
+
+@pytest.mark.parametrize("complete", [False, True], ids=["followed", "complete"])
+@pytest.mark.parametrize("mode", ["continue", "resample"])
+async def test_decode_reads_the_transferred_kv_of_a_prompt_whose_log_probabilities_were_asked_for(mode, complete):
+    engine = FakeEngine()
+    params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=1)
+    handoff = msgspec.structs.replace(make_handoff(), complete=complete)
+    await deltas_of(DecodeHandler(), engine, make_task(params=params, handoff=handoff, first_token=mode))
+    [call] = engine.calls
+    assert (call.params.prompt_logprobs, call.params.skip_reading_prefix_cache) == (None, False)
+
+
+async def test_a_leg_that_would_throw_the_kv_away_is_not_followed(monkeypatch):
+    engine = FakeEngine()
+    made = sampling.decode_leg
+
+    def that_skips(*args, **kwargs):
+        leg = made(*args, **kwargs)
+        leg.skip_reading_prefix_cache = True
+        return leg
+
+    monkeypatch.setattr(sampling, "decode_leg", that_skips)
+    with pytest.raises(HandoffLost) as lost:
+        await deltas_of(DecodeHandler(), engine, following())
+    assert (lost.value.reason, engine.calls) == ("prefix_cache_skipped", [])
 
 
 async def test_following_in_resample_needs_no_placeholder():

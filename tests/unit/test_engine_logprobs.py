@@ -27,7 +27,7 @@ def in_the_worker(rows, k):
     positions = []
     for tokens, values, rank in rows:
         names = [None] * len(tokens)
-        append_logprobs_for_next_position(positions, tokens.tolist(), values.tolist(), names, rank, k)
+        append_logprobs_for_next_position(positions, tokens.tolist(), values.tolist(), names, int(rank), k)
     return positions
 
 
@@ -71,6 +71,36 @@ def test_several_positions_of_one_delta_keep_their_order():
 def test_any_position_equals_vllms_row(values, chosen, k):
     rows = [engine_row(token, k, np.array(values, dtype=np.float32)) for token in chosen]
     assert_same(round_trip(rows, k), rows)
+
+
+def asked_row(chosen, ids, values=VALUES):
+    """One row of a request with `logprob_token_ids`: the chosen token, then those ids in the client's order."""
+    tokens = np.array([chosen, *ids], dtype=np.int64)
+    return tokens, values[tokens], int((values >= values[chosen]).sum())
+
+
+@pytest.mark.parametrize("chosen", [11, 10, 9, 3, 2, 1, 0])
+@pytest.mark.parametrize("ids", [[1, 2], [2, 1], [11, 0, 3], [4]], ids=str)
+def test_a_position_with_chosen_token_ids_equals_vllms_row(chosen, ids):
+    row = asked_row(chosen, ids)
+    there = round_trip([row], len(ids))
+    assert there.logprob_token_ids.tolist() == [[chosen, *ids]]
+    np.testing.assert_array_equal(there.logprobs, [row[1]])
+
+
+@given(
+    values=st.lists(st.floats(-20, 0, width=32), min_size=VOCABULARY, max_size=VOCABULARY),
+    chosen=st.integers(0, VOCABULARY - 1),
+    ids=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=VOCABULARY),
+)
+@settings(max_examples=200)
+def test_whatever_ids_were_asked_for_the_client_gets_the_dictionary_that_one_engine_makes(values, chosen, ids):
+    row = asked_row(chosen, ids, np.array(values, dtype=np.float32))
+    there = round_trip([row], len(ids))
+    [ours] = in_the_worker(
+        list(zip(there.logprob_token_ids, there.logprobs, there.sampled_token_ranks, strict=True)), len(ids)
+    )
+    assert [ours] == in_the_worker([row], len(ids))
 
 
 def test_the_prompts_positions_are_all_but_the_first():

@@ -111,6 +111,12 @@ def test_decode_has_what_is_left_after_the_emitted_tokens(emitted, max_tokens, m
     assert (leg.max_tokens, leg.min_tokens) == (max_tokens, min_tokens)
 
 
+def test_decode_that_makes_the_emitted_tokens_once_more_has_the_whole_answer_to_make():
+    params = wish(max_tokens=10, min_tokens=4, seed=7, temperature=0.7)
+    leg = decode_leg(params, emitted_token_ids=[1, 2], has_handoff=True, repeats=True)
+    assert (leg.max_tokens, leg.min_tokens, leg.seed) == (10, 4, 7)
+
+
 def test_decode_without_a_limit_stays_without_one():
     assert decode_leg(wish(max_tokens=None), emitted_token_ids=[1], has_handoff=True).max_tokens is None
 
@@ -121,6 +127,51 @@ def test_decode_without_a_limit_stays_without_one():
 def test_decode_asks_for_the_prompts_log_probabilities_only_when_it_computes_the_prompt(emitted, has_handoff, kept):
     leg = decode_leg(wish(prompt_logprobs=2, logprobs=3), emitted_token_ids=emitted, has_handoff=has_handoff)
     assert (leg.prompt_logprobs, leg.logprobs) == (kept, 3)
+
+
+LEGS_THAT_DO_NOT_ASK = {
+    "decode with a hand-off": lambda params: decode_leg(params, emitted_token_ids=[1], has_handoff=True),
+    "decode that follows, resampling": lambda params: decode_leg(params, emitted_token_ids=[], has_handoff=True),
+    "decode that goes on alone": lambda params: decode_leg(params, emitted_token_ids=[1], has_handoff=False),
+    "prefill of a second attempt": lambda params: prefill_leg(params, emitted_token_ids=[1], resample=False),
+}
+
+
+@pytest.mark.parametrize("leg", LEGS_THAT_DO_NOT_ASK)
+def test_a_leg_that_does_not_ask_for_the_prompts_log_probabilities_may_use_what_is_computed_already(leg):
+    params = wish(prompt_logprobs=1)
+    assert params.skip_reading_prefix_cache is True, "vLLM's own doing: it would throw transferred KV away"
+    made = LEGS_THAT_DO_NOT_ASK[leg](decode(encode(params)))
+    assert (made.prompt_logprobs, made.skip_reading_prefix_cache) == (None, False)
+
+
+def test_a_leg_that_asks_for_them_computes_the_whole_prompt():
+    params = decode(encode(wish(prompt_logprobs=1)))
+    for leg in (
+        prefill_leg(params, emitted_token_ids=[], resample=False),
+        prefill_leg(params, emitted_token_ids=[], resample=True),
+        decode_leg(params, emitted_token_ids=[], has_handoff=False),
+    ):
+        assert (leg.prompt_logprobs, leg.skip_reading_prefix_cache) == (1, True)
+
+
+def test_decode_reads_the_transferred_kv_of_a_request_that_wants_no_cached_prefix():
+    params = wish(skip_reading_prefix_cache=True)
+    assert prefill_leg(params, emitted_token_ids=[], resample=False).skip_reading_prefix_cache is True
+    assert decode_leg(params, emitted_token_ids=[1], has_handoff=True).skip_reading_prefix_cache is False
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: prefill_leg(params, emitted_token_ids=[1, 2], resample=True),
+        lambda params: decode_leg(params, emitted_token_ids=[1, 2], has_handoff=False, repeats=True),
+    ],
+    ids=["prefill", "decode"],
+)
+def test_an_answer_that_is_repeated_from_its_prompt_does_not_ask_again_for_what_came_with_its_first_token(make):
+    made = make(wish(prompt_logprobs=1, seed=3))
+    assert (made.prompt_logprobs, made.skip_reading_prefix_cache) == (None, False)
 
 
 def test_decode_does_not_draw_the_noise_of_tokens_already_sampled():
