@@ -1,49 +1,83 @@
-"""Reads the API keys that clients may use, from a file and from the environment, and gives away only their hashes.
+"""Reads the keys of clients and of operators, from files and from the environment, and gives away only their hashes.
 
-Called before anything starts, on the machine where `ridgeline serve` runs: neither the file nor the variable is needed
-on another one, and no other process sees a key.
+Called before anything starts, on the machine where `ridgeline serve` runs: neither the files nor the variable are
+needed on another one, and no other process sees a key. `ridgeline drain` reads its own key here as well.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from router.client_identity import hash_key
+from kv_transfer.address import is_loopback
+from router.client_identity import MAX_KEY_BYTES, hash_key
 
 KEYS_VARIABLE: Final = "RIDGELINE_API_KEYS"
 MAKE_ONE: Final = "make one with `openssl rand -hex 32`"
+_CLIENTS: Final = "security.api_keys_file"
+_ADMINS: Final = "security.admin_keys_file"
 
 
 class ApiKeyError(ValueError):
     """The keys cannot be used as they are; the message names place and fix, never a key."""
 
 
+@dataclass(frozen=True)
+class KeyHashes:
+    """The hash of every key, by what it opens."""
+
+    clients: frozenset[bytes] = frozenset()
+    """Empty: the server is open to all."""
+    admins: frozenset[bytes] = frozenset()
+
+
+def key_hashes(
+    api_keys_file: str | None, admin_keys_file: str | None, environment: Mapping[str, str] = os.environ
+) -> KeyHashes:
+    """Of both kinds. Raises ApiKeyError, also for one key of both: a client's key never opens an operator's path."""
+    clients = api_key_hashes(api_keys_file, environment)
+    admins = frozenset() if admin_keys_file is None else frozenset(_file_hashes(_ADMINS, admin_keys_file))
+    if clients & admins:
+        raise ApiKeyError(f"a key of {_ADMINS} {admin_keys_file} is a client's key too: {MAKE_ONE} for operators only.")
+    return KeyHashes(clients, admins)
+
+
 def api_key_hashes(api_keys_file: str | None, environment: Mapping[str, str] = os.environ) -> frozenset[bytes]:
-    """The hash of every key; empty if neither file nor variable is set, which opens the server to all.
+    """The hash of every client's key; empty if neither file nor variable is set, which opens the server to all.
 
     Raises ApiKeyError. A file or a variable that is set and holds no key is an error: it was meant to close the server.
     """
     hashes: set[bytes] = set()
     if api_keys_file is not None:
-        hashes |= set(_hashes(api_keys_file, _lines(api_keys_file)))
+        hashes |= set(_file_hashes(_CLIENTS, api_keys_file))
     if KEYS_VARIABLE in environment and environment[KEYS_VARIABLE] != "":
         hashes |= set(_hashes(KEYS_VARIABLE, environment[KEYS_VARIABLE].split(",")))
     return frozenset(hashes)
 
 
-def _lines(path: str) -> list[str]:
+def first_admin_key(path: str) -> str:
+    """The key that `ridgeline drain` shows. Raises ApiKeyError."""
+    for key in _keys(path, _lines("--admin-key-file", path)):
+        return key.decode("ascii")
+    raise ApiKeyError(f"--admin-key-file {path} holds no key: name the file that security.admin_keys_file names.")
+
+
+def _file_hashes(setting: str, path: str) -> list[bytes]:
+    return _hashes(path, _lines(setting, path))
+
+
+def _lines(setting: str, path: str) -> list[str]:
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ApiKeyError(
-            f"security.api_keys_file {path} cannot be read ({error.strerror}): name a file with one key a line; "
-            f"{MAKE_ONE}."
+            f"{setting} {path} cannot be read ({error.strerror}): name a file with one key a line; {MAKE_ONE}."
         ) from error
     except UnicodeDecodeError as error:
-        raise ApiKeyError(f"security.api_keys_file {path} is not text: write one key a line; {MAKE_ONE}.") from error
+        raise ApiKeyError(f"{setting} {path} is not text: write one key a line; {MAKE_ONE}.") from error
 
 
 def _hashes(where: str, texts: list[str]) -> list[bytes]:
@@ -62,12 +96,14 @@ def _keys(where: str, texts: list[str]) -> Iterator[bytes]:
             raise ApiKeyError(
                 f"{where}: key {number} has a space or a character that no HTTP header can carry: {MAKE_ONE}."
             )
+        if len(key) > MAX_KEY_BYTES:
+            raise ApiKeyError(f"{where}: key {number} is longer than {MAX_KEY_BYTES} characters: {MAKE_ONE}.")
         yield key.encode("ascii")
 
 
 def open_to_all(host: str) -> str:
     """A warning for a server without keys that other machines can reach; empty for one that they cannot."""
-    if host in ("localhost", "::1") or host.startswith("127."):
+    if is_loopback(host):
         return ""
     return (
         f"server.host {host} can be reached from other machines and no API key is asked for: set "

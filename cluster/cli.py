@@ -212,12 +212,20 @@ def drain(
     timeout_s: Annotated[
         float, typer.Option(help="running requests may take so long, then they are cut off", min=0)
     ] = (30.0),
-    force: Annotated[bool, typer.Option("--force", help="also the last worker that can decode")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="also the last worker of its pool; needs an admin key")
+    ] = False,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="RIDGELINE_ADMIN_KEY_FILE", help="the server's security.admin_keys_file; its first key is sent"
+        ),
+    ] = None,
 ) -> None:
-    """Let one worker finish what it does and leave for good; RIDGELINE_API_KEY is sent if set."""
+    """Let one worker finish what it does and leave for good."""
     from cluster.drain_command import drain as drain_worker
 
-    run(drain_worker(url, worker, timeout_s, force=force, console=console))
+    run(drain_worker(url, worker, timeout_s, force=force, admin_key_file=admin_key_file, console=console))
 
 
 TraceOption = Annotated[

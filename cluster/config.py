@@ -244,13 +244,21 @@ def _validate(values: dict[str, Any], origins: Mapping[str, str], problems: list
     except ValidationError as error:
         for detail in error.errors():
             path = ".".join(str(part) for part in detail["loc"])
-            origin = origins[_leaf_of(path) or path]
+            origin = origins[_leaf_of_error(detail["loc"])]
             message = detail["msg"][0].lower() + detail["msg"][1:]
             problems.append(f"{origin}: {path}: {message}, not {detail['input']!r}.")
         return None
 
 
+def _leaf_of_error(location: tuple[int | str, ...]) -> str:
+    """The setting that holds what is wrong: itself, or an element of its list or table."""
+    parts = [str(part) for part in location]
+    return next(leaf for end in range(len(parts), 0, -1) if (leaf := ".".join(parts[:end])) in _LEAVES)
+
+
 def _shown(path: str, value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
     if path.endswith("_bytes") and isinstance(value, int):
         return f"{value} ({value / 1024**2:,.0f} MiB)"
     return "null" if value is None else str(value)

@@ -4,9 +4,10 @@ Why: one typed, frozen object travels from the command line to every actor, so n
 variables of its own. `cluster.config` fills it from YAML and flags; import the classes from there.
 """
 
+from ipaddress import IPv6Address
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, IPvAnyNetwork, TypeAdapter
 
 from kv_transfer.names import AS_THEY_ARE, LONGEST_FETCH_DEADLINE_S, WireDtype
 from kv_transfer.tls_files import TlsFiles
@@ -31,6 +32,14 @@ def _parse_bytes(value: Any) -> Any:
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 """A number of bytes; text such as `1 GiB` or `500 MB` is read as well."""
+
+
+def _proxy_network(network: IPvAnyNetwork) -> IPvAnyNetwork:
+    if network.prefixlen == 0:
+        raise ValueError("names every address there is, so that any client could call itself as it likes")
+    if isinstance(network.network_address, IPv6Address) and network.network_address.ipv4_mapped:
+        raise ValueError("is IPv4 written as IPv6: write the IPv4 address or network")
+    return network
 
 
 class _Section(BaseModel):
@@ -62,6 +71,11 @@ class ServerConfig(_Section):
     )
     max_request_bytes: Bytes = Field(
         default=8 * MIB, ge=1024, description="longest request body; a longer one gets HTTP 413"
+    )
+    trusted_proxies: tuple[Annotated[IPvAnyNetwork, AfterValidator(_proxy_network)], ...] = Field(
+        default=(),
+        description="addresses or networks (10.0.0.0/24) of proxies whose X-Forwarded-For says who the client is; of "
+        "any other peer the header is ignored",
     )
 
 
@@ -217,6 +231,12 @@ class SecurityConfig(_Section):
         min_length=1,
         description="file of API keys, one a line, # begins a comment; read where `ridgeline serve` runs; the "
         "environment variable RIDGELINE_API_KEYS (comma separated) adds to it; null and no variable: open to all",
+    )
+    admin_keys_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file of keys for `ridgeline drain` and the other paths of operators, which no client's key opens; "
+        "null: from this machine only, and closed if clients have keys or come through proxies",
     )
     tls: TlsConfig = TlsConfig()
 

@@ -7,9 +7,10 @@ Called by `cluster.doctor` only.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cluster.api_keys import ApiKeyError, api_key_hashes, open_to_all
+from cluster.api_keys import ApiKeyError, key_hashes, open_to_all
 from cluster.config import RidgelineConfig
 from cluster.host_facts import HostFacts
+from kv_transfer.address import join_host_port
 from kv_transfer.tls_files import TlsFileError, TlsFiles
 
 FEWEST_OPEN_FILES = 1024
@@ -95,7 +96,8 @@ def model(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
 
 
 def port(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    yield CheckResult("port", not host.port_problem, f"{config.server.host}:{config.server.port}", host.port_problem)
+    where = join_host_port(config.server.host, config.server.port)
+    yield CheckResult("port", not host.port_problem, where, host.port_problem)
 
 
 def security(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
@@ -107,9 +109,11 @@ def security(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
 
 
 def _keys_found(config: RidgelineConfig) -> tuple[str, str]:
-    number = len(api_key_hashes(config.security.api_keys_file))
+    keys = key_hashes(config.security.api_keys_file, config.security.admin_keys_file)
+    number = len(keys.clients)
     warning = "" if number else open_to_all(config.server.host)
-    return (f"{number} configured" if number else "none: no key is asked for"), warning
+    clients = f"{number} configured" if number else "none: no key is asked for"
+    return (f"{clients}; {len(keys.admins)} for operators" if keys.admins else clients), warning
 
 
 def _tls_found(tls: TlsFiles) -> tuple[str, str]:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import os
+from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 
+from cluster.api_keys import first_admin_key
 from loadtest.errors import ServerError
 
 POLL_S = 0.5
 ANSWER_WITHIN_S = 20.0
 BEYOND_TIMEOUT_S = 120.0
 """How long, after the running requests' time is up, it may take until nobody needs the worker's KV any more."""
-API_KEY_VARIABLE = "RIDGELINE_API_KEY"
 
 
-async def drain(url: str, worker: str, timeout_s: float, *, force: bool, console: Console) -> None:
-    """Return once the worker is gone. Raises ServerError with the server's sentence when it refuses."""
-    key = os.environ.get(API_KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+async def drain(
+    url: str, worker: str, timeout_s: float, *, force: bool, admin_key_file: Path | None, console: Console
+) -> None:
+    """Return once the worker is gone. Raises ServerError with the server's sentence when it refuses, ApiKeyError."""
+    headers = {"Authorization": f"Bearer {first_admin_key(str(admin_key_file))}"} if admin_key_file else {}
     base_url = url.rstrip("/").removesuffix("/v1")
-    async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=ANSWER_WITHIN_S) as client:
+    async with httpx.AsyncClient(
+        base_url=base_url, headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False
+    ) as client:
         wish = {"worker": worker, "timeout_s": timeout_s, "force": force}
         await _ask(client, "POST", "/ridgeline/drain", wish)
         console.print(f"{worker} takes no new requests; the running ones get {timeout_s:.0f} s", highlight=False)
@@ -69,7 +72,10 @@ async def _ask(client: httpx.AsyncClient, method: str, path: str, body: dict[str
 def _sentence(response: httpx.Response) -> str:
     """The server's own, if it has one."""
     if response.status_code == httpx.codes.UNAUTHORIZED:
-        return f"the server wants an API key: put it into the environment variable {API_KEY_VARIABLE}"
+        return (
+            "the server asks for an admin key: say --admin-key-file with the file that its security.admin_keys_file "
+            "names"
+        )
     try:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):

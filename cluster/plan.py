@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.actors import NodePlace
-from cluster.api_keys import api_key_hashes
+from cluster.api_keys import KeyHashes, key_hashes
 from cluster.config import PoolConfig, PoolName, RidgelineConfig
 from cluster.doctor import resolve_dtype
 from cluster.host_facts import read_model_facts
@@ -39,7 +39,7 @@ class Plan:
     dtype: str
     served_name: str
     workers: tuple[PlannedWorker, ...]
-    api_key_hashes: frozenset[bytes] = frozenset()
+    keys: KeyHashes = field(default_factory=KeyHashes)
 
     def router_settings(self) -> RouterSettings:
         """Settings of the router process."""
@@ -61,7 +61,9 @@ class Plan:
             recovery_timeout_s=config.router.recovery_timeout_s,
             ready_deadline_s=config.router.ready_deadline_s,
             max_request_bytes=config.server.max_request_bytes,
-            api_key_hashes=self.api_key_hashes,
+            api_key_hashes=self.keys.clients,
+            admin_key_hashes=self.keys.admins,
+            trusted_proxies=config.server.trusted_proxies,
             tls=config.security.tls.files(),
         )
 
@@ -120,7 +122,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
         dtype=dtype,
         served_name=config.model.served_name or config.model.path,
         workers=workers,
-        api_key_hashes=api_key_hashes(config.security.api_keys_file),
+        keys=key_hashes(config.security.api_keys_file, config.security.admin_keys_file),
     )
 
 

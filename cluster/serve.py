@@ -125,7 +125,7 @@ async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[De
     plan = await asyncio.to_thread(make_plan, config)
     names = ", ".join(worker.worker_id for worker in plan.workers)
     console.print(f"starting [bold]{config.mode}[/]: {names}; {plan.served_name} in {plan.dtype}")
-    if not plan.api_key_hashes and (warning := open_to_all(config.server.host)):
+    if not plan.keys.clients and (warning := open_to_all(config.server.host)):
         console.print(f"[yellow]{warning}[/]")
     began_s = time.monotonic()
 

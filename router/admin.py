@@ -1,21 +1,23 @@
 """What an operator asks of the router: which workers there are, and that one of them leaves. Built into the HTTP app.
 
-Only from this machine, unless the server knows its callers by API keys. Used by `ridgeline drain`.
+Who may is decided by `router.admin_access`; without its word nobody may. Used by `ridgeline drain`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import logging
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi import APIRouter, Depends, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.errors import WorkerLost
+from router.admin_access import ADMIN, ADMIN_PATH
 from router.fleet import Fleet, Worker
 
+logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S = 30.0
 
 
@@ -28,12 +30,12 @@ class DrainWish(BaseModel):
     timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0)
     """How long running requests may still take there; then they are cut off."""
     force: bool = False
-    """Also if nothing could be served any more."""
+    """Also the last worker of its pool. Needs an admin key: without decode workers the deployment ends."""
 
 
-def admin_routes(fleet: Fleet, *, callers_are_known: bool = False) -> APIRouter:
-    """GET /ridgeline/workers and POST /ridgeline/drain; `callers_are_known`: keys are checked before it comes here."""
-    routes = APIRouter(prefix="/ridgeline", dependencies=[] if callers_are_known else [Depends(_from_this_machine)])
+def admin_routes(fleet: Fleet) -> APIRouter:
+    """GET /ridgeline/workers and POST /ridgeline/drain."""
+    routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
 
     @routes.get("/workers")
     async def workers() -> dict[str, Any]:
@@ -52,18 +54,31 @@ def admin_routes(fleet: Fleet, *, callers_are_known: bool = False) -> APIRouter:
 
 async def _drain(fleet: Fleet, wish: DrainWish) -> dict[str, Any]:
     worker = _find(fleet, wish.worker)
-    if not wish.force and _is_last(fleet, worker):
-        raise HTTPException(
-            HTTPStatus.CONFLICT,
-            f"{wish.worker} is the last {worker.pool} worker, and without it nothing can be served: start another "
-            "one, or say --force",
-        )
+    if _is_last(fleet, worker):
+        _refuse_last(worker, force=wish.force)
+    logger.warning("an operator drains %s (force: %s)", wish.worker, wish.force)
     try:
         await worker.client.drain(wish.timeout_s)
     except WorkerLost as error:
         raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{wish.worker} does not answer: {error}") from error
     await fleet.refresh()  # from now on nothing new is sent there
     return _row(worker)
+
+
+def _refuse_last(worker: Worker, *, force: bool) -> None:
+    without = "every prompt is computed on the decode workers" if worker.pool == "prefill" else "nothing can be served"
+    if not force:
+        raise HTTPException(
+            HTTPStatus.CONFLICT,
+            f"{worker.worker_id} is the last {worker.pool} worker, and without it {without}: start another one, or say "
+            "--force",
+        )
+    if ADMIN.get() != "key":
+        raise HTTPException(
+            HTTPStatus.FORBIDDEN,
+            f"{worker.worker_id} is the last {worker.pool} worker, and without it {without}: to force that takes an "
+            "admin key (security.admin_keys_file); to end the server, end `ridgeline serve`",
+        )
 
 
 def _find(fleet: Fleet, worker_id: str) -> Worker:
@@ -75,9 +90,6 @@ def _find(fleet: Fleet, worker_id: str) -> Worker:
 
 
 def _is_last(fleet: Fleet, leaving: Worker) -> bool:
-    """Without prefill workers decode computes prompts itself; without the others nothing is left."""
-    if leaving.pool == "prefill":
-        return False
     staying = (worker for worker in fleet.pool(leaving.pool) if worker is not leaving)
     return not any(_state(worker) == "ready" for worker in staying)
 
@@ -104,14 +116,7 @@ def _row(worker: Worker) -> dict[str, Any]:
     }
 
 
-async def _from_this_machine(request: Request) -> None:
-    """Neither another machine, nor a page in a browser on this one, which may be anybody's."""
-    caller = request.client.host if request.client else ""
-    try:
-        local = ipaddress.ip_address(caller).is_loopback
-    except ValueError:
-        local = False
-    if not local or "origin" in request.headers:
-        raise HTTPException(
-            HTTPStatus.FORBIDDEN, "without API keys this is answered to callers on the server's own machine only"
-        )
+async def _only_operators() -> None:
+    """However the path was written and whatever stands before the app: who was not let in as an operator is none."""
+    if not ADMIN.get():
+        raise HTTPException(HTTPStatus.FORBIDDEN, "this path is for operators")

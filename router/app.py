@@ -26,12 +26,14 @@ from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
 from router import app_gaps
 from router.admin import admin_routes
+from router.admin_access import AdminAccess
 from router.admission import Admission
 from router.asgi import Asgi
+from router.client_identity import AddressClients
 from router.deadline import with_deadline
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet
-from router.guard import guarded
+from router.guard import Access, guarded
 from router.http_protocol import BoundedHeads
 from router.loop_lag import LoopLag
 from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
@@ -170,7 +172,7 @@ class Router:
             group.create_task(self._lag.watch(), name="loop-lag")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
-            app = guarded(await self._build_app(), self._settings.api_key_hashes, self._settings.max_request_bytes)
+            app = guarded(await self._build_app(), _access(self._settings), self._settings.max_request_bytes)
             server = uvicorn.Server(self._uvicorn_config(app))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
             while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
@@ -207,6 +209,7 @@ class Router:
             ws="none",
             log_level="warning",
             access_log=False,
+            proxy_headers=False,  # the guard reads them, from trusted proxies only, and leaves the real peer as it is
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=LAST_WORDS_S,
         )
@@ -216,7 +219,7 @@ class Router:
         app_gaps.install(app)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
         app_gaps.refuse_beam_search(app.state)
-        app.include_router(admin_routes(self._fleet, callers_are_known=bool(self._settings.api_key_hashes)))
+        app.include_router(admin_routes(self._fleet))
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
         app.add_route("/ready", ready_endpoint(self._readiness, lambda: self._client.draining), methods=["GET"])
 
@@ -228,6 +231,17 @@ class Router:
             await without_gaps(scope, receive, send)
 
         return with_deadline(with_retry_after(with_fresh_metrics))
+
+
+def _access(settings: RouterSettings) -> Access:
+    return Access(
+        key_hashes=settings.api_key_hashes,
+        admin=AdminAccess(
+            key_hashes=settings.admin_key_hashes,
+            clients_are_remote=bool(settings.api_key_hashes or settings.trusted_proxies),
+        ),
+        addresses=AddressClients(settings.trusted_proxies),
+    )
 
 
 def _server_args(settings: RouterSettings) -> Namespace:

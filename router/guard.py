@@ -1,26 +1,29 @@
-"""What stands before vLLM's app: API keys, the longest body, and the name of the client. Plain ASGI, no framework.
+"""What stands before vLLM's app: keys, the longest body, and the name of the client. Plain ASGI, no framework.
 
 Called by `router.app`, outermost, so that nothing of a request is read before its key is known to be good. Only hashes
 of keys are in this process. `cluster.api_keys` reads the keys themselves.
+
+A key is found by its hash in a set. How long that takes may tell something of the hash, but a caller can no more steer
+the hash of a guess towards a known one than find the key, so there is nothing to learn from it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import secrets
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Final
 
 from starlette.requests import ClientDisconnect
 
+from router.admin_access import ADMIN, AdminAccess, AdminRefusal, is_admin_path
 from router.asgi import Asgi, Message, Receive, Scope, Send
-from router.client_identity import ANONYMOUS, CLIENT, hash_key
+from router.client_identity import CLIENT, MAX_KEY_BYTES, AddressClients, hash_key, key_client
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """Answered without a key, to GET and by exactly these names: for load balancers, orchestrators and Prometheus."""
-CLIENT_HASH_CHARACTERS: Final = 12
 LINGER_BYTES: Final = 64 << 20
 BODY_PART_WITHIN_S: Final = 30.0
 """A client that sends its body slower, part by part, is not waited for."""
@@ -32,42 +35,65 @@ _NO_KEY: Final = (
 )
 
 
-def guarded(app: Asgi, api_key_hashes: Iterable[bytes], max_request_bytes: int) -> Asgi:
-    """The app behind keys (none: open to all) and a limit on bodies; `CLIENT` is set for whatever it does."""
-    return KeyGuard(BodyLimit(app, max_request_bytes), api_key_hashes)
+@dataclass(frozen=True)
+class Access:
+    """Who is let in, and what they are called."""
+
+    key_hashes: frozenset[bytes] = frozenset()
+    """Of clients' keys; none: open to all."""
+    admin: AdminAccess = field(default_factory=AdminAccess)
+    addresses: AddressClients = field(default_factory=AddressClients)
+
+
+def guarded(app: Asgi, access: Access, max_request_bytes: int) -> Asgi:
+    """The app behind keys and a limit on bodies; `CLIENT` and `ADMIN` are set for whatever it does."""
+    return KeyGuard(BodyLimit(app, max_request_bytes), access)
 
 
 class KeyGuard:
-    """Refuses with 401 whoever shows no key, and says who is being served."""
+    """Refuses whoever shows no key for what is asked, and says who is being served."""
 
-    def __init__(self, app: Asgi, api_key_hashes: Iterable[bytes]) -> None:
+    def __init__(self, app: Asgi, access: Access) -> None:
         self._app = app
-        self._hashes = tuple(api_key_hashes)
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] not in ("http", "websocket"):  # the app's own start and end
             await self._app(scope, receive, send)
+        elif is_admin_path(scope["path"]):
+            await self._serve_operator(scope, receive, send)
+        else:
+            await self._serve_client(scope, receive, send)
+
+    async def _serve_operator(self, scope: Scope, receive: Receive, send: Send) -> None:
+        right = self._access.admin.right(scope, _shown_keys(scope))
+        if isinstance(right, AdminRefusal):
+            await _refuse_key(scope, send, right.status, right.sentence)
             return
-        key_hash = self._accepted(scope) if self._hashes else None
-        if self._hashes and key_hash is None and not _is_open(scope):
-            await _refuse_without_key(scope, send)
+        token = ADMIN.set(right)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            ADMIN.reset(token)
+
+    async def _serve_client(self, scope: Scope, receive: Receive, send: Send) -> None:
+        known = self._access.key_hashes
+        shown = (hash_key(key) for key in _shown_keys(scope)) if known else ()
+        key_hash = next((each for each in shown if each in known), None)
+        if known and key_hash is None and not _is_open(scope):
+            await _refuse_key(scope, send, HTTPStatus.UNAUTHORIZED, _NO_KEY)
             return
-        token = CLIENT.set(key_hash.hex()[:CLIENT_HASH_CHARACTERS] if key_hash else _peer(scope))
+        token = CLIENT.set(key_client(key_hash) if key_hash else self._by_address(scope))
         try:
             await self._app(scope, receive, send)
         finally:
             CLIENT.reset(token)
 
-    def _accepted(self, scope: Scope) -> bytes | None:
-        """The hash of a key that is let in, whichever header has it; None if there is none."""
-        accepted = None
-        for shown in _shown_keys(scope):
-            shown_hash = hash_key(shown)
-            # Every hash is compared: how long this takes tells nothing about which one was near.
-            matches = [secrets.compare_digest(shown_hash, known) for known in self._hashes]
-            accepted = shown_hash if any(matches) else accepted
-        return accepted
+    def _by_address(self, scope: Scope) -> str:
+        client = scope.get("client")
+        forwarded_for = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
+        return self._access.addresses.name(str(client[0]) if client else None, forwarded_for)
 
 
 class BodyLimit:
@@ -165,19 +191,17 @@ def _is_open(scope: Scope) -> bool:
     return scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in OPEN_PATHS
 
 
-def _shown_keys(scope: Scope) -> Iterator[bytes]:
-    for name, value in scope["headers"]:
-        if name == b"x-api-key":
-            yield value.strip()
-        elif name == b"authorization":
-            scheme, _, key = value.strip().partition(b" ")
-            if scheme.lower() == b"bearer":
-                yield key.strip()
+def _shown_keys(scope: Scope) -> tuple[bytes, ...]:
+    """Two at most, the first of each header: to try more would be work that anybody could ask for."""
+    bearer, plain = _first(scope, b"authorization"), _first(scope, b"x-api-key")
+    scheme, _, key = bearer.strip().partition(b" ")
+    shown = (key.strip() if scheme.lower() == b"bearer" else b"", plain.strip())
+    return tuple(key for key in shown if 0 < len(key) <= MAX_KEY_BYTES)
 
 
-def _peer(scope: Scope) -> str:
-    client = scope.get("client")
-    return str(client[0]) if client else ANONYMOUS
+def _first(scope: Scope, header: bytes) -> bytes:
+    value: bytes = next((value for name, value in scope["headers"] if name == header), b"")
+    return value
 
 
 def _announced_bytes(scope: Scope) -> int:
@@ -186,12 +210,14 @@ def _announced_bytes(scope: Scope) -> int:
     return max((int(value) for value in announced if value.isdigit()), default=0)
 
 
-async def _refuse_without_key(scope: Scope, send: Send) -> None:
+async def _refuse_key(scope: Scope, send: Send, status: HTTPStatus, sentence: str) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "a valid API key is required"})
         return
-    challenge = (b"www-authenticate", b'Bearer realm="ridgeline"')
-    await _answer(send, 401, "authentication_error", _NO_KEY, [challenge])
+    unauthorized = status == HTTPStatus.UNAUTHORIZED
+    challenge = [(b"www-authenticate", b'Bearer realm="ridgeline"')] if unauthorized else []
+    kind = "authentication_error" if unauthorized else "permission_error"
+    await _answer(send, status, kind, sentence, challenge)
 
 
 async def _answer(

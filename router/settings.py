@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.messages import Pool
 from kv_transfer.tls_files import TlsFiles
+from router.client_identity import IpNetwork
 
 
 @dataclass(frozen=True)
@@ -46,5 +47,9 @@ class RouterSettings:
     """Longest body of an HTTP request."""
     api_key_hashes: frozenset[bytes] = frozenset()
     """`client_identity.hash_key` of each key that is let in; none: everybody is."""
+    admin_key_hashes: frozenset[bytes] = frozenset()
+    """Of each key that opens the operator's paths; none: see `admin_access`."""
+    trusted_proxies: tuple[IpNetwork, ...] = ()
+    """Whose X-Forwarded-For is believed."""
     tls: TlsFiles | None = None
     """Between router and workers; None: plain text."""

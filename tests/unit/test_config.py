@@ -271,3 +271,22 @@ def test_the_shipped_local_configuration_loads_and_gives_both_modes_the_same_cor
     pools = load_config(REPOSITORY / "deploy/local.yaml").config.pools
     split = sum(pool.workers * pool.cores_per_worker for pool in (pools.prefill, pools.decode))
     assert split == pools.colocated.workers * pools.colocated.cores_per_worker == 2
+
+
+def test_trusted_proxies_are_addresses_and_networks_and_nothing_that_trusts_everybody():
+    proxies = load_config(None, {"server.trusted_proxies": "[127.0.0.1, 10.0.0.0/24, '2001:db8::/64']"})
+    assert [str(network) for network in proxies.config.server.trusted_proxies] == [
+        "127.0.0.1/32",
+        "10.0.0.0/24",
+        "2001:db8::/64",
+    ]
+    for written, why in {
+        "['*']": "not a valid IPv4 or IPv6 network",
+        "[proxy.example]": "not a valid IPv4 or IPv6 network",
+        "[10.0.0.1/24]": "not a valid IPv4 or IPv6 network",
+        "[0.0.0.0/0]": "names every address there is",
+        "['::/0']": "names every address there is",
+        "['::ffff:10.0.0.1']": "write the IPv4 address",
+        "10.0.0.1": "valid tuple",
+    }.items():
+        assert why in only_problem_of(server__trusted_proxies=written)

@@ -3,68 +3,17 @@
 import asyncio
 import json
 import time
-import warnings
-from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 import pytest_asyncio
-from fake_engine import FakeEngine, eventually
+from fake_engine import eventually
 from prometheus_client import CollectorRegistry
-from samples import router_settings
-
-from decode_worker.handler import DecodeHandler
-from engine.host import WorkerHost
-from prefill_worker.handler import PrefillHandler
+from served_router import make_model, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MAX_OUTSTANDING = 4
-WORDS = 200
-
-
-def make_model(directory):
-    """Configuration and tokenizer of a model without weights: one word, one token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, WORDS)}}, unk_token="<eos>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(directory)
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=WORDS,
-        max_position_embeddings=4096,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    ).save_pretrained(directory)
-
-
-@asynccontextmanager
-async def serving(model):
-    """(HTTP client, router, prefill engine, decode engine) of a router over two workers."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from router.app import Router
-    engines = [FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="auto")]
-    hosts = [WorkerHost(engines[0], PrefillHandler()), WorkerHost(engines[1], DecodeHandler())]
-    for host in hosts:
-        await host.start()
-    settings = router_settings(
-        model_path=str(model), max_outstanding_requests=MAX_OUTSTANDING, recovery_timeout_s=60.0, ready_deadline_s=0.5
-    )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            router = Router(settings)
-            url = await router.serve([host.address for host in hosts], {})
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            yield http, router, *engines
-        if not router.ended:
-            await router.stop()
-    finally:
-        for host in hosts:
-            await host.stop()
+LIMITS = {"max_outstanding_requests": MAX_OUTSTANDING, "recovery_timeout_s": 60.0, "ready_deadline_s": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +26,7 @@ def model(tmp_path_factory):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(model):
     """(HTTP client, prefill engine, decode engine), one router for all tests but those that end it."""
-    async with serving(model) as (http, _, prefill, decode):
+    async with serving(model, **LIMITS) as (http, _, prefill, decode):
         yield http, prefill, decode
 
 
@@ -85,7 +34,7 @@ async def served(model):
 async def own(model, monkeypatch):
     """The same and the router itself, for a test that ends it."""
     monkeypatch.setattr("router.app.REGISTRY", CollectorRegistry())  # there is one router in a process elsewhere
-    async with serving(model) as parts:
+    async with serving(model, **LIMITS) as parts:
         yield parts
 
 

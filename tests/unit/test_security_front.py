@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import ipaddress
 import json
 import re
 from contextlib import asynccontextmanager
@@ -16,8 +17,8 @@ from starlette.routing import Mount, Route
 import router.guard
 import router.http_protocol
 from cluster.api_keys import ApiKeyError, api_key_hashes, open_to_all
-from router.client_identity import CLIENT, hash_key
-from router.guard import guarded
+from router.client_identity import CLIENT, AddressClients, hash_key
+from router.guard import Access, guarded
 from router.http_protocol import MAX_HEAD_BYTES, BoundedHeads
 
 KEY = "k" * 32
@@ -49,10 +50,10 @@ def _app():
 
 
 @asynccontextmanager
-async def serving(*keys, limit=LIMIT):
-    app = guarded(_app(), [hash_key(key.encode()) for key in keys], limit)
+async def serving(*keys, limit=LIMIT, **access):
+    app = guarded(_app(), Access(frozenset(hash_key(key.encode()) for key in keys), **access), limit)
     async with (
-        listening(app, http=BoundedHeads) as url,
+        listening(app, http=BoundedHeads, proxy_headers=False) as url,
         asyncio.timeout(20),
         httpx.AsyncClient(base_url=url) as client,
     ):
@@ -155,7 +156,9 @@ async def test_a_websocket_needs_a_key_too():
     assert answer.split()[1] == b"401", answer
     sent = []
     scope = {"type": "websocket", "headers": [], "path": "/health"}
-    await guarded(None, [b"h"], 1)(scope, None, lambda message: asyncio.sleep(0, sent.append(message)))
+    await guarded(None, Access(frozenset({b"h"})), 1)(
+        scope, None, lambda message: asyncio.sleep(0, sent.append(message))
+    )
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
@@ -192,6 +195,101 @@ def test_an_open_server_that_others_can_reach_is_warned_about():
         "0.0.0.0",
         "10.0.0.7",
     ]
+
+
+async def test_of_many_keys_in_a_head_two_are_looked_at(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(router.guard, "hash_key", lambda key: hashed.append(key) or hash_key(key))
+    many = [("x-api-key", f"guess-{i}") for i in range(900)]
+    bearers = [("authorization", f"Bearer guess-{i}") for i in range(900)]
+    async with serving(KEY, *(f"key-{i}" for i in range(100))) as client:
+        assert (await client.get("/v1/models", headers=[*many, *bearers])).status_code == 401
+        assert sorted(hashed) == [b"guess-0", b"guess-0"]
+        assert (await client.get("/v1/models", headers=[*many, ("x-api-key", KEY)])).status_code == 401
+        assert (await client.get("/v1/models", headers=[("x-api-key", KEY), *many])).status_code == 200
+        hashed.clear()
+        assert (await client.get("/v1/models", headers={"x-api-key": "k" * 60_000})).status_code == 401
+        assert hashed == [], "no key is so long"
+
+
+# --- names of clients without keys
+
+
+def name(peer, *forwarded_for, trusted=()):
+    clients = AddressClients([ipaddress.ip_network(each) for each in trusted])
+    return clients.name(peer, [value.encode() for value in forwarded_for])
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "::1", "192.0.2.1", "2001:db8::1", "::ffff:192.0.2.1"])
+def test_without_a_trusted_proxy_no_header_changes_who_the_client_is(peer):
+    assert name(peer, "10.0.0.1") == name(peer)
+    assert name(peer, "10.0.0.1", trusted=["198.51.100.0/24"]) == name(peer)
+
+
+@pytest.mark.parametrize(
+    ("forwarded_for", "client"),
+    [
+        (["192.0.2.7"], "192.0.2.7"),
+        (["192.0.2.7:4711"], "192.0.2.7"),
+        (["  192.0.2.7 "], "192.0.2.7"),
+        (["2001:db8:1:2:3::4"], "2001:db8:1:2::/64"),
+        (["[2001:db8:1:2:3::4]:4711"], "2001:db8:1:2::/64"),
+        (["::ffff:192.0.2.7"], "192.0.2.7"),
+        (["203.0.113.9, 192.0.2.7"], "192.0.2.7"),  # what the client has written itself stands on the left
+        (["203.0.113.9", "192.0.2.7"], "192.0.2.7"),  # in a header of its own too
+        (["192.0.2.7", "10.0.0.5"], "192.0.2.7"),  # through two trusted proxies
+        (["203.0.113.9, 192.0.2.7, 10.0.0.5, 10.0.0.6"], "192.0.2.7"),
+        (["10.0.0.9, 192.0.2.7"], "192.0.2.7"),  # a forged trusted one
+        (["127.0.0.1, 192.0.2.7"], "192.0.2.7"),
+        (["10.0.0.8"], "10.0.0.8"),  # a proxy's own request
+        (["10.0.0.8, 10.0.0.9"], "10.0.0.8"),
+        ([], "10.0.0.1"),
+        ([""], "10.0.0.1"),
+        (["garbage"], "10.0.0.1"),
+        (["garbage, 192.0.2.7"], "192.0.2.7"),
+        (["192.0.2.7, garbage"], "10.0.0.1"),
+        (["192.0.2.7, unknown, 10.0.0.5"], "10.0.0.5"),
+        (["192.0.2.7,"], "10.0.0.1"),
+        (["192.0.2.7, 10.0.0.5:x:y"], "10.0.0.1"),
+        (["1.2.3.4.5"], "10.0.0.1"),
+        (["[::1"], "::/64"),
+        (["\u00b2.0.0.1"], "10.0.0.1"),
+        (["," * 60_000 + "192.0.2.7"], "192.0.2.7"),
+        (["192.0.2.7" + ",10.0.0.2" * 7_000], "10.0.0.2"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_the_client_is_the_last_address_that_is_no_trusted_proxys(forwarded_for, client):
+    assert name("10.0.0.1", *forwarded_for, trusted=["10.0.0.0/24"]) == client
+    assert name("::ffff:10.0.0.1", *forwarded_for, trusted=["10.0.0.0/24"]) == client
+
+
+def test_a_proxy_may_be_trusted_by_its_ipv6_address():
+    assert name("2001:db8::1", "192.0.2.7", trusted=["2001:db8::1/128"]) == "192.0.2.7"
+    assert name("2001:db8::2", "192.0.2.7", trusted=["2001:db8::1/128"]) == "2001:db8::/64"
+    assert name("fe80::1%eth0", "192.0.2.7", trusted=["fe80::/10"]) == "192.0.2.7"
+
+
+def test_addresses_of_one_ipv6_network_are_one_client():
+    assert {name(f"2001:db8:0:1::{i:x}") for i in range(300)} == {"2001:db8:0:1::/64"}
+    assert name("2001:db8:0:2::1") == "2001:db8:0:2::/64"
+    assert name("::ffff:192.0.2.7") == name("192.0.2.7") == "192.0.2.7"
+
+
+def test_a_caller_without_an_ip_address_has_the_name_its_socket_gives():
+    assert (name(None), name("", "192.0.2.7"), name("unix", "192.0.2.7")) == ("anonymous", "anonymous", "unix")
+
+
+async def test_the_name_is_the_guards_over_a_real_socket_too():
+    forged = {"x-forwarded-for": "192.0.2.7"}
+    async with serving() as client:
+        assert (await client.post("/v1/completions", headers=forged)).json()["client"] == "127.0.0.1"
+    behind = AddressClients([ipaddress.ip_network("127.0.0.1")])
+    async with serving(addresses=behind) as client:
+        assert (await client.post("/v1/completions", headers=forged)).json()["client"] == "192.0.2.7"
+    async with serving(KEY, addresses=behind) as client:
+        reply = await client.post("/v1/completions", headers={**forged, **BEARER})
+        assert reply.json()["client"] == hashlib.sha256(KEY.encode()).hexdigest()[:12], "a key says who it is"
 
 
 # --- sizes
