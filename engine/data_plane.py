@@ -86,6 +86,10 @@ class WorkerClient:
         self._aborts: asyncio.Queue[str] = asyncio.Queue()
         self.last_token_s: float | None = None
         """When the worker last sent what it had computed, by `time.monotonic`."""
+        self.failed_s = float("-inf")
+        """When it last failed or refused a request, or lost its connection."""
+        self.news = asyncio.Event()
+        """Set when it has failed or refused a request, and when its connection broke or came. Who acts clears it."""
 
     @property
     def connected(self) -> bool:
@@ -139,7 +143,7 @@ class WorkerClient:
         self._streams[task.request_id] = deltas
         finished = False
         try:
-            ack = await self._unary("Submit", SubmitRequest(self._router_id, task), Ack)
+            ack = await self._submit(task)
             if not ack.accepted:
                 finished = True
                 raise TaskRejected(ack.reason)
@@ -149,6 +153,8 @@ class WorkerClient:
                     # Aborted below all the same: the task may have come in on a stream that was up again already.
                     raise delta
                 finished = delta.finished
+                if delta.error_kind in ("engine", "draining"):
+                    self._has_failed()
                 _raise_error(delta)
                 yield delta
         finally:
@@ -184,7 +190,9 @@ class WorkerClient:
         try:
             async for batch in call:
                 self._require(batch, "Attach")
-                self._attached.set()  # the worker greets with an empty batch
+                if not self.connected:  # the worker greets with an empty batch
+                    self._attached.set()
+                    self.news.set()
                 for delta in batch.deltas:
                     if delta.error is None:
                         self.last_token_s = time.monotonic()
@@ -201,10 +209,26 @@ class WorkerClient:
             self._on_unclaimed(delta.handoff)
 
     def _lose(self, reason: str) -> None:
+        if self.connected:
+            self._has_failed()
         self._attached.clear()
         self._why_lost = reason
         for stream in self._streams.values():
             stream.put_nowait(WorkerLost(reason))
+
+    async def _submit(self, task: GenerateTask) -> Ack:
+        try:
+            ack = await self._unary("Submit", SubmitRequest(self._router_id, task), Ack)
+        except WorkerLost:
+            self._has_failed()
+            raise
+        if not ack.accepted:
+            self._has_failed()
+        return ack
+
+    def _has_failed(self) -> None:
+        self.failed_s = time.monotonic()
+        self.news.set()
 
     async def _send_aborts(self) -> None:
         while True:

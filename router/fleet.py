@@ -4,104 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from engine.data_plane import OnUnclaimed, WorkerClient
 from engine.errors import WorkerLost
-from engine.messages import Pool, WorkerDescription, WorkerStatus
+from engine.messages import Pool
 from kv_transfer.tls_files import TlsFiles
 from router.pairing import KvPair, PairingRefused, pair_all, pair_newcomer
-from router.policy import NoWorker, Score, WorkerLoad, pick
+from router.policy import NoWorker, Score, pick
+from router.worker import Worker
+
+__all__ = ["Fleet", "Worker"]
 
 logger = logging.getLogger(__name__)
-STATUS_INTERVAL_S = 0.5
 CONNECT_TIMEOUT_S = 30.0
-UNANSWERED_S = 4.0
-"""Two questions in a row, of 2 s each (`engine.data_plane`)."""
-RECOVERY_POLL_S = 0.1
-STALLED_S = 20.0
-"""A worker whose engine has work and made no step for so long gets no more; one step of a long prompt may take 10 s."""
-
-
-class Worker:
-    """One connected worker and what this router has outstanding there."""
-
-    def __init__(self, client: WorkerClient, description: WorkerDescription) -> None:
-        self.client = client
-        self.description = description
-        self.status: WorkerStatus | None = None
-        self.answers = True
-        """Whether it tells its status when asked; one that hangs gets no new work."""
-        self._answered_s = time.monotonic()
-        self._outstanding_prompt_tokens = 0
-        self._running = 0
-
-    @property
-    def worker_id(self) -> str:
-        """Its name in logs, metrics and tables."""
-        return self.description.worker_id
-
-    @property
-    def pool(self) -> Pool:
-        """The pool it belongs to."""
-        return self.description.pool
-
-    def load(self) -> WorkerLoad:
-        """A snapshot for the policy."""
-        status = self.status
-        return WorkerLoad(
-            worker_id=self.worker_id,
-            connected=self.client.connected,
-            draining=status.draining if status else False,
-            healthy=self.answers and not (status and (status.engine_failed or status.stalled_s > STALLED_S)),
-            outstanding_prompt_tokens=self._outstanding_prompt_tokens,
-            running=self._running,
-            kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
-            kv_blocks_total=self.description.num_kv_blocks,
-        )
-
-    async def refresh(self) -> None:
-        """Ask for its status. One question that is not answered in time may be this router's own fault, and is none."""
-        try:
-            self.status = await self.client.status()
-        except WorkerLost:
-            if self.client.connected and time.monotonic() - self._answered_s < UNANSWERED_S:
-                return
-            self.status, self.answers = None, False
-        else:
-            self.answers, self._answered_s = True, time.monotonic()
-
-    @contextmanager
-    def reserve(self, prompt_tokens: int = 0) -> Iterator[PromptReservation]:
-        """Count a sequence, and its prompt until `prompt_done`, against this worker while the block runs."""
-        reservation = PromptReservation(self, prompt_tokens)
-        self._running += 1
-        try:
-            yield reservation
-        finally:
-            self._running -= 1
-            reservation.prompt_done()
-
-    def add_prompt_tokens(self, count: int) -> None:
-        """Called by the reservation."""
-        self._outstanding_prompt_tokens += count
-
-
-class PromptReservation:
-    """Prompt tokens that a worker still has to compute for us."""
-
-    def __init__(self, worker: Worker, prompt_tokens: int) -> None:
-        self._worker = worker
-        self._prompt_tokens = prompt_tokens
-        worker.add_prompt_tokens(prompt_tokens)
-
-    def prompt_done(self) -> None:
-        """The first token is here; safe to call twice."""
-        self._worker.add_prompt_tokens(-self._prompt_tokens)
-        self._prompt_tokens = 0
 
 
 class Fleet:
@@ -113,6 +29,9 @@ class Fleet:
         self._on_unclaimed = on_unclaimed
         self._workers: dict[str, Worker] = {}
         self._clients: dict[WorkerClient, asyncio.Task[None]] = {}
+        self._pollers: dict[Worker, asyncio.Task[None]] = {}
+        self._usable: dict[Pool, asyncio.Event] = {}
+        """Who waits for a worker of a pool; a new event each time one is, or may be, usable."""
         self._group: asyncio.TaskGroup | None = None
         self._change = asyncio.Lock()
         """One at a time: a prefill and a decode worker that came at once would each miss the other."""
@@ -133,11 +52,9 @@ class Fleet:
         self._group = group
         async with self._change:
             for address in addresses:
-                worker = await self._open(address)
-                self._workers[worker.worker_id] = worker
+                self._enter(await self._open(address))
             self.kv_pairs = await pair_all(self.pool("prefill"), self.pool("decode"))
         await self.refresh()
-        group.create_task(self._keep_fresh(), name="fleet-status")
 
     async def replace(self, address: str, reason: str) -> None:
         """Take in a worker that was started again, in place of its older incarnation, and count why.
@@ -154,7 +71,7 @@ class Fleet:
                 await self._close(worker)
                 raise
             former = self._workers.get(worker.worker_id)
-            self._workers[worker.worker_id] = worker
+            self._enter(worker)
             self.kv_pairs = list(dict.fromkeys([*self._pairs_without(worker.worker_id), *pairs]))
             self.restarts[worker.worker_id, reason] += 1
             if former is not None:
@@ -185,23 +102,32 @@ class Fleet:
 
     async def available(self, pool: Pool, score: Score, within_s: float) -> Worker:
         """The best usable worker of a pool; waits for one to come (back) if there is none. Raises NoWorker."""
-        deadline_s = time.monotonic() + within_s
-        while True:
-            try:
-                return self.get(pick([worker.load() for worker in self.pool(pool)], score))
-            except NoWorker as error:
-                if time.monotonic() >= deadline_s:
-                    raise NoWorker(f"no {pool} worker has been usable for {within_s:g} s") from error
-            await asyncio.sleep(RECOVERY_POLL_S)
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        return self.get(pick([worker.load() for worker in self.pool(pool)], score))
+                    except NoWorker:
+                        await self._usable.setdefault(pool, asyncio.Event()).wait()
+        except TimeoutError as error:
+            raise NoWorker(f"no {pool} worker has been usable for {within_s:g} s") from error
 
-    async def refresh(self) -> None:
-        """Read every worker's status now; one that is away or has not answered for `UNANSWERED_S` has none."""
-        await asyncio.gather(*(worker.refresh() for worker in self.workers))
+    def _tell_usable(self, pool: Pool) -> None:
+        """Each waits until it finds one; nobody looks in between."""
+        if pool in self._usable:
+            self._usable.pop(pool).set()
 
-    async def _keep_fresh(self) -> None:
-        while True:
-            await asyncio.sleep(STATUS_INTERVAL_S)
-            await self.refresh()
+    async def refresh(self, max_age_s: float = 0.0) -> None:
+        """Know every worker's status, as it is now or was `max_age_s` ago; one that is away has none.
+
+        Waits for the slowest answer. What each worker says is known as soon as it has said it.
+        """
+        await asyncio.gather(*(worker.refresh(max_age_s) for worker in self.workers))
+
+    def _enter(self, worker: Worker) -> None:
+        assert self._group is not None
+        self._workers[worker.worker_id] = worker
+        self._pollers[worker] = self._group.create_task(worker.keep_fresh(), name=f"poll-{worker.worker_id}")
 
     async def _open(self, address: str) -> Worker:
         if self._group is None:
@@ -210,12 +136,15 @@ class Fleet:
         self._clients[client] = self._group.create_task(client.run(), name=f"client-{address}")
         try:
             await client.wait_connected(CONNECT_TIMEOUT_S)
-            return Worker(client, await client.describe())
+            return Worker(client, await client.describe(), self._tell_usable)
         except WorkerLost:
             await self._close_client(client)
             raise
 
     async def _close(self, worker: Worker) -> None:
+        poller = self._pollers.pop(worker, None)
+        if poller is not None:
+            poller.cancel()
         await self._close_client(worker.client)
 
     async def _close_client(self, client: WorkerClient) -> None:

@@ -100,8 +100,8 @@ class Orchestrator:
                 self._metrics.retries.labels(answer.timeline.state, CAUSES[type(error)]).inc()
             answer.timeline.interrupted()
             number += 1
+            # Who has failed is not asked again before it has told that it is well, see `Worker.load`.
             await asyncio.sleep(RETRY_PAUSE_S * fruitless)
-            await self._fleet.refresh()  # so that a worker whose engine is gone is not asked again
 
     def _check_continuable(self, request: SequenceRequest, answer: Answer, error: Exception) -> None:
         reason = sampling.resample_reason(request.params)

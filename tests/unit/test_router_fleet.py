@@ -2,21 +2,25 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 
 import msgspec
 import pytest
 from fake_engine import LAYOUT, eventually, make_task
 from small_fleet import Done, a_fleet, hosts
 
-from engine.errors import WorkerLost
+import router.fleet
+from engine.errors import EngineFailed, WorkerLost
 from engine.host import WorkerHost
 from engine.messages import WorkerDescription, WorkerStatus
 from router.fleet import Fleet, Worker
 from router.pairing import KvPair, PairingRefused
+from router.policy import NoWorker, fewest_running_then_most_free
 
 
 class Client:
     connected = True
+    failed_s = float("-inf")
 
 
 def a_worker():
@@ -64,7 +68,7 @@ def test_a_load_is_what_the_worker_last_said_and_what_was_sent_there():
 
 async def test_one_question_without_an_answer_is_forgiven_and_the_second_in_a_row_is_not(monkeypatch):
     now_s, worker, status = 100.0, a_worker(), WorkerStatus(worker_id="d0", kv_blocks_free=7)
-    monkeypatch.setattr("router.fleet.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("router.worker.time.monotonic", lambda: now_s)
 
     async def answer():
         return status
@@ -87,6 +91,99 @@ async def test_one_question_without_an_answer_is_forgiven_and_the_second_in_a_ro
     worker.client.status, worker.client.connected = hang, False
     await worker.refresh()
     assert worker.status is None, "it is gone, and that is known"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often each worker was asked for its status; who is in `asked.hang` does not answer."""
+
+    class Asked(Counter):
+        hang = frozenset()
+
+    told, status = Asked(), WorkerHost._status
+
+    async def count(self, request):
+        name = self._engine.config.worker_id
+        told[name] += 1
+        if name in told.hang:
+            await asyncio.Event().wait()
+        return await status(self, request)
+
+    monkeypatch.setattr(WorkerHost, "_status", count)
+    return told
+
+
+async def test_a_hundred_who_want_to_know_at_once_put_one_question_to_each_worker(asked):
+    async with (
+        asyncio.timeout(20),
+        hosts(decode=LAYOUT, decode_1=LAYOUT) as started,
+        a_fleet([host.address for host in started]) as fleet,
+    ):
+        await fleet.refresh()
+        asked.clear()
+        await asyncio.gather(*(fleet.refresh() for _ in range(100)))
+        # One that was under way is no answer to what is asked now, so there may be two; and the poll's own.
+        assert max(asked.values()) <= 3
+        asked.clear()
+        await asyncio.gather(*(fleet.refresh(max_age_s=60) for _ in range(100)))
+        assert sum(asked.values()) <= 2, "what is known is told again; these are the polls"
+
+
+async def test_a_worker_that_hangs_does_not_make_what_is_known_of_the_others_old(asked, monkeypatch):
+    monkeypatch.setattr("router.worker.STATUS_INTERVAL_S", 0.01)
+    async with (
+        asyncio.timeout(20),
+        hosts(decode=LAYOUT, decode_1=LAYOUT) as started,
+        a_fleet([host.address for host in started]) as fleet,
+    ):
+        asked.hang = {"decode-0"}
+        before = asked["decode-0"]
+        await eventually(lambda: asked["decode-0"] > before)
+        asked.clear()
+        started[1]._engine.stats.kv_usage = 0.5
+        await eventually(lambda: fleet.get("decode-1").load().kv_blocks_free == 50)
+        await eventually(lambda: asked["decode-1"] > 5)
+        assert asked["decode-0"] <= 1
+        asked.hang = frozenset()
+
+
+async def test_who_waits_for_a_worker_looks_again_when_there_may_be_one_and_not_before(monkeypatch):
+    looks, pick = [], router.fleet.pick
+    monkeypatch.setattr("router.fleet.pick", lambda *given: looks.append(given) or pick(*given))
+    async with asyncio.timeout(20), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+        started[0]._engine.failed = True
+        await fleet.refresh()
+        waiting = [asyncio.create_task(fleet.available("decode", fewest_running_then_most_free, 20)) for _ in range(50)]
+        await asyncio.sleep(0)
+        await fleet.refresh()
+        await fleet.refresh()
+        assert len(looks) == 50
+        started[0]._engine.failed = False
+        await fleet.refresh()
+        assert {worker.worker_id for worker in await asyncio.gather(*waiting)} == {"decode-0"}
+        assert len(looks) == 100
+
+
+async def test_nobody_waits_longer_for_a_worker_than_is_said():
+    async with asyncio.timeout(20), hosts(prefill=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+        for within_s in (0.0, 0.01):
+            with pytest.raises(NoWorker, match=f"no decode worker has been usable for {within_s:g} s"):
+                await fleet.available("decode", fewest_running_then_most_free, within_s)
+
+
+async def test_a_worker_whose_engine_failed_a_request_gets_no_other_before_it_has_told_that_it_is_well(asked):
+    async with asyncio.timeout(20), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+        worker = fleet.get("decode-0")
+        await fleet.refresh()
+        started[0]._engine.error = EngineFailed("it died")
+        asked.hang = {"decode-0"}
+        with pytest.raises(EngineFailed):
+            await anext(worker.client.generate(make_task()))
+        assert not worker.load().usable
+        await eventually(lambda: asked["decode-0"])
+        asked.hang, started[0]._engine.error = frozenset(), None
+        await fleet.refresh()
+        assert worker.load().usable
 
 
 async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():

@@ -33,7 +33,7 @@ class FakeClient:
     """Plays a script of deltas, exceptions and FOREVER for every task."""
 
     def __init__(self, log, name, script):
-        self.connected = True
+        self.connected, self.failed_s = True, float("-inf")
         self.tasks, self.closed_early, self.script = [], 0, script
         self._log, self._name = log, name
 

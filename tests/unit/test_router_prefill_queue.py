@@ -16,6 +16,7 @@ WINDOW = 1000
 
 class Client:
     connected = True
+    failed_s = float("-inf")
 
 
 def a_worker(worker_id="prefill-0"):
@@ -352,7 +353,8 @@ async def test_what_a_worker_would_take_at_once_does_not_wait_however_slow_it_wa
 
 async def test_a_worker_that_is_usable_again_takes_what_waits_without_being_told():
     bench = Bench(workers=2)
-    bench.workers[1].client = type("Client", (), {"connected": False})()
+    bench.workers[1].client = Client()
+    bench.workers[1].client.connected = False
     await bench.send("one", WINDOW)
     await bench.send("two", WINDOW)
     assert bench.started == ["one"]

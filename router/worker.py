@@ -1,0 +1,134 @@
+"""One connected worker: its status, kept fresh, and what this router has outstanding there. Made by `fleet.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from engine.data_plane import WorkerClient
+from engine.errors import WorkerLost
+from engine.messages import Pool, WorkerDescription, WorkerStatus
+from router.policy import WorkerLoad
+
+STATUS_INTERVAL_S = 0.5
+UNANSWERED_S = 4.0
+"""Two questions in a row, of 2 s each (`engine.data_plane`)."""
+STALLED_S = 20.0
+"""A worker whose engine has work and made no step for so long gets no more; one step of a long prompt may take 10 s."""
+OnUsable = Callable[[Pool], None]
+
+
+class Worker:
+    """One connected worker and what this router has outstanding there. `on_usable` hears whenever it may have work."""
+
+    def __init__(
+        self, client: WorkerClient, description: WorkerDescription, on_usable: OnUsable = lambda _: None
+    ) -> None:
+        self.client = client
+        self.description = description
+        self.status: WorkerStatus | None = None
+        self.answers = True
+        """Whether it tells its status when asked; one that hangs gets no new work."""
+        self._on_usable = on_usable
+        self._question: asyncio.Task[None] | None = None
+        self._last_asked_s = float("-inf")
+        """When the last question that has ended was sent."""
+        self._known_s = float("-inf")
+        """When the question was sent whose answer `status` is."""
+        self._answered_s = time.monotonic()
+        self._outstanding_prompt_tokens = 0
+        self._running = 0
+
+    @property
+    def worker_id(self) -> str:
+        """Its name in logs, metrics and tables."""
+        return self.description.worker_id
+
+    @property
+    def pool(self) -> Pool:
+        """The pool it belongs to."""
+        return self.description.pool
+
+    def load(self) -> WorkerLoad:
+        """A snapshot for the policy."""
+        status = self.status
+        return WorkerLoad(
+            worker_id=self.worker_id,
+            connected=self.client.connected,
+            draining=status.draining if status else False,
+            healthy=self.answers
+            and self.client.failed_s <= self._known_s
+            and not (status and (status.engine_failed or status.stalled_s > STALLED_S)),
+            outstanding_prompt_tokens=self._outstanding_prompt_tokens,
+            running=self._running,
+            kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
+            kv_blocks_total=self.description.num_kv_blocks,
+        )
+
+    async def keep_fresh(self) -> None:
+        """Ask for its status twice a second, and at once when its connection or a request there has broken."""
+        while True:
+            self.client.news.clear()
+            await self.refresh()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STATUS_INTERVAL_S):
+                    await self.client.news.wait()
+
+    async def refresh(self, max_age_s: float = 0.0) -> None:
+        """Know its status as it is now, or was `max_age_s` ago. However many ask, it gets one question at a time."""
+        not_before_s = time.monotonic() - max_age_s
+        if self._last_asked_s > not_before_s:
+            return
+        if self._question is not None:
+            await asyncio.shield(self._question)
+            if self._last_asked_s > not_before_s:
+                return
+        if self._question is None:
+            self._question = asyncio.create_task(self._ask(), name=f"status-{self.worker_id}")
+        await asyncio.shield(self._question)
+
+    async def _ask(self) -> None:
+        """One question that is not answered in time may be this router's own fault, and is none."""
+        sent_s = time.monotonic()
+        try:
+            self.status = await self.client.status()
+        except WorkerLost:
+            if not self.client.connected or time.monotonic() - self._answered_s >= UNANSWERED_S:
+                self.status, self.answers = None, False
+        else:
+            self.answers, self._answered_s, self._known_s = True, time.monotonic(), sent_s
+        finally:
+            self._last_asked_s, self._question = sent_s, None
+        if self.load().usable:
+            self._on_usable(self.pool)
+
+    @contextmanager
+    def reserve(self, prompt_tokens: int = 0) -> Iterator[PromptReservation]:
+        """Count a sequence, and its prompt until `prompt_done`, against this worker while the block runs."""
+        reservation = PromptReservation(self, prompt_tokens)
+        self._running += 1
+        try:
+            yield reservation
+        finally:
+            self._running -= 1
+            reservation.prompt_done()
+
+    def add_prompt_tokens(self, count: int) -> None:
+        """Called by the reservation."""
+        self._outstanding_prompt_tokens += count
+
+
+class PromptReservation:
+    """Prompt tokens that a worker still has to compute for us."""
+
+    def __init__(self, worker: Worker, prompt_tokens: int) -> None:
+        self._worker = worker
+        self._prompt_tokens = prompt_tokens
+        worker.add_prompt_tokens(prompt_tokens)
+
+    def prompt_done(self) -> None:
+        """The first token is here; safe to call twice."""
+        self._worker.add_prompt_tokens(-self._prompt_tokens)
+        self._prompt_tokens = 0
