@@ -120,7 +120,9 @@ class Endpoint(KVConnectorHandshakeMetadata):
 
 
 NOTICES = "notices"
-"""The one entry that is no number: a list of `engine.notices.Notice` as plain data, from the scheduler side only."""
+"""Not a number: a list of `engine.notices.Notice` as plain data, from the scheduler side only."""
+LINGERING = "lingering"
+"""Not a number: sentences about hand-offs that nobody has released for long, from the worker side only."""
 
 
 BYTES = "kv_bytes_total."
@@ -144,7 +146,7 @@ class CounterStats(KVConnectorStats):
         for name, value in other.data.items():
             if name not in self.data:
                 self.data[name] = value
-            elif name.startswith(BYTES):
+            elif name.startswith(BYTES) or name == LINGERING:
                 self.data[name] += value
             else:
                 self.data[name] = max(self.data[name], value)

@@ -8,11 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from engine.connector_messages import BYTES, CounterStats, Endpoint, FetchReceipts, StepInstructions
+from engine.connector_messages import (
+    BYTES,
+    LINGERING,
+    CounterStats,
+    Endpoint,
+    FetchReceipts,
+    StepInstructions,
+)
 from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
 from kv_transfer.service import PairedTransport, TransferOptions, TransferService
 from kv_transfer.shared_pool import SharedOffer
@@ -90,6 +98,11 @@ class WorkerSide:
         asked = self._pairing[1]
         return asked.result() if asked.done() else None
 
+    def release_own(self, handoff_ids: Sequence[str]) -> None:
+        """Hand-offs of this engine that no router will release."""
+        for handoff_id in handoff_ids:
+            self._service.release_own(handoff_id)
+
     @property
     def endpoint(self) -> Endpoint:
         """Told to the scheduler side once."""
@@ -148,7 +161,8 @@ class WorkerSide:
     def stats(self) -> CounterStats:
         """Gauges and counters of the transfer service."""
         stats = self._service.stats()
-        data: dict[str, float] = {
+        data: dict[str, Any] = {
+            LINGERING: self._service.lingering(),
             "open_leases": stats.open_leases,
             "pinned_blocks": stats.pinned_blocks,
             "expired_leases_total": stats.expired_leases_total,

@@ -16,7 +16,7 @@ from typing import Protocol
 import grpc.aio
 
 from engine.config import HostSettings
-from engine.data_plane import OPTIONS, SERVICE, stream_handler, unary_handler
+from engine.data_plane import OPTIONS, SERVICE, OnUnclaimed, stream_handler, unary_handler
 from engine.draining import kv_unneeded
 from engine.errors import EngineFailed, HandoffLost, InvalidTask
 from engine.messages import (
@@ -36,6 +36,7 @@ from engine.messages import (
 )
 from engine.vllm_engine import VllmEngine
 from kv_transfer.channel import add_port
+from kv_transfer.handoff import KvHandoff
 
 logger = logging.getLogger(__name__)
 ABORT_WITHIN_S = 2.0
@@ -53,8 +54,11 @@ class Handler(Protocol):
 class RouterSession:
     """What one attached router waits for: its running tasks and the deltas not yet sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_unread: OnUnclaimed) -> None:
+        """`on_unread` gets the hand-offs of deltas that this router will never read."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._on_unread = on_unread
+        self._closed = False
         self._outbox: list[TokenDelta] = []
         self._filled = asyncio.Event()
 
@@ -62,6 +66,20 @@ class RouterSession:
         """Put a delta into the next batch."""
         self._outbox.append(delta)
         self._filled.set()
+        if self._closed:
+            self._drop_unread()
+
+    def close(self) -> None:
+        """The router is gone: abort its tasks, and drop what it has not read."""
+        self._closed = True
+        self.abort(list(self.tasks))
+        self._drop_unread()
+
+    def _drop_unread(self) -> None:
+        unread, self._outbox = self._outbox, []
+        for delta in unread:
+            if delta.handoff is not None:
+                self._on_unread(delta.handoff)
 
     async def next_batch(self) -> StepBatch:
         """All deltas of one engine step: the step wakes every request in one turn of the loop, so wait two turns."""
@@ -172,6 +190,9 @@ class WorkerHost:
     def _refusal(self) -> str:
         return f"worker {self._engine.config.worker_id} is draining"
 
+    def _release_own(self, handoff: KvHandoff) -> None:
+        self._engine.release_own(handoff.handoff_id)
+
     def _stalled_s(self) -> float:
         return self._engine.stats.stall.stalled_s(has_work=bool(self._tasks))
 
@@ -192,6 +213,7 @@ class WorkerHost:
             kv_blocks_free=round(total * (1.0 - stats.kv_usage)),
             kv_blocks_total=total,
             counters=stats.counters,
+            lingering_handoffs=stats.lingering,
             draining=self._leaving is not None,
             engine_failed=self._engine.failed,
             # Routers keep a stalled worker out. Told as soon as it has no work, it would stay out and never reach the
@@ -253,14 +275,14 @@ class WorkerHost:
         if previous is not None:
             # It came back before we noticed that it was gone.
             previous.abort(list(previous.tasks))
-        session = self._sessions[request.router_id] = RouterSession()
+        session = self._sessions[request.router_id] = RouterSession(self._release_own)
         try:
             yield StepBatch([])  # tells the router that the session is open
             while True:
                 yield await session.next_batch()
         finally:
             # The router is gone or has reattached: nobody reads these tokens any more.
-            session.abort(list(session.tasks))
+            session.close()
             if self._sessions.get(request.router_id) is session:
                 del self._sessions[request.router_id]
 

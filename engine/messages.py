@@ -120,6 +120,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Flat names, as `accounting.StepAccountant.counters` and `connector_worker` give them."""
     draining: bool = False
     engine_failed: bool = False
+    lingering_handoffs: list[str] = msgspec.field(default_factory=list)
+    """The lives of hand-offs that were not released for long, a sentence each; the oldest ones."""
     stalled_s: float = 0.0
     """Since the engine's last step, while it has work; 0 without work."""
 

@@ -25,7 +25,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine import logprobs
 from engine.config import EngineConfig
-from engine.connector_messages import NOTICES
+from engine.connector_messages import LINGERING, NOTICES
 from engine.errors import EngineFailed, InvalidTask
 from engine.messages import LegTiming, TokenDelta
 from engine.notices import NoticeBoard
@@ -45,6 +45,7 @@ class EngineStats(StatLoggerBase):
         self.waiting = 0
         self.kv_usage = 0.0
         self.counters: dict[str, float] = {}
+        self.lingering: list[str] = []
         self.notices = NoticeBoard()
         self.stall = StallWatch()
 
@@ -59,6 +60,7 @@ class EngineStats(StatLoggerBase):
         if scheduler_stats.kv_connector_stats:
             stats = dict(scheduler_stats.kv_connector_stats)
             self.notices.deliver(stats.pop(NOTICES, ()))
+            self.lingering = list(stats.pop(LINGERING, ()))
             self.counters = stats
 
     def log_engine_initialized(self) -> None:
@@ -72,6 +74,8 @@ class VllmEngine:
         self.config = config
         self.stats = EngineStats(None)
         self._llm: AsyncLLM | None = None
+        self._to_release: list[str] = []
+        self._releasing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Load the model and make the KV cache; blocks for the 10 to 60 s this takes. Needs a running event loop."""
@@ -154,6 +158,22 @@ class VllmEngine:
             raise EngineFailed(f"the engine of {self.config.worker_id} failed: {error}") from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidTask(str(error)) from error
+
+    def release_own(self, handoff_id: str) -> None:
+        """No router will release this hand-off of ours: free its blocks soon, also if it is published only later."""
+        self._to_release.append(handoff_id)
+        if self._releasing is None:
+            self._releasing = asyncio.create_task(self._release_own(), name="release-own-hand-offs")
+
+    async def _release_own(self) -> None:
+        try:
+            while self._to_release and self._llm is not None:
+                handoff_ids, self._to_release = self._to_release, []
+                await self._llm.collective_rpc("ridgeline_release", args=(handoff_ids,))
+        except EngineDeadError:
+            self._to_release.clear()  # its blocks are gone with it
+        finally:
+            self._releasing = None
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False when some are in use. For tests and cold measurements."""

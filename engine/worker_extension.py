@@ -26,6 +26,12 @@ class RidgelineWorkerExtension:
         assert isinstance(connector, RidgelineConnector)
         return msgspec.to_builtins(connector.worker.layout), connector.worker.endpoint.address
 
+    def ridgeline_release(self, handoff_ids: list[str]) -> None:
+        """Free, on this rank, the blocks of hand-offs that no router will release, published or not yet."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, RidgelineConnector)
+        connector.worker.release_own(handoff_ids)
+
     def ridgeline_pair(self, ticket: str, addresses: list[str], transport: str | None) -> dict[str, Any] | None:
         """What will carry KV from each of these sources to this rank, or a sentence why nothing can; None: not yet."""
         connector = get_kv_transfer_group()

@@ -159,9 +159,9 @@ class BlockServer:
         if not self._leases.renew(handoff_id):
             raise self._leases.refusal(handoff_id)
 
-    def release(self, handoff_id: str, reader: int, readers: int) -> None:
+    def release(self, handoff_id: str, reader: int, readers: int, by: str = "a peer") -> None:
         """Note that a reader is done; an unknown id is none of the caller's faults."""
-        self._leases.release(handoff_id, reader, readers)
+        self._leases.release(handoff_id, reader, readers, by)
 
     def describe(self) -> SourceDescription:
         """What a peer may know before it asks for anything."""

@@ -185,7 +185,7 @@ class GrpcKvSource(KvSource):
             release = parse(_decode_release, message)
         except errors.HandoffError as error:
             grpc_wire.abort(context, error)
-        self.server.release(release.handoff_id, release.reader, release.readers)
+        self.server.release(release.handoff_id, release.reader, release.readers, context.peer())
         return b""
 
     def _describe(self, _message: bytes, _context: grpc.ServicerContext) -> bytes:

@@ -13,6 +13,7 @@ closes when the last read ends.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -24,12 +25,18 @@ from typing import Final, Literal
 
 from kv_transfer import errors
 from kv_transfer.handoff import shown_id
+from kv_transfer.journal import HandoffJournal
+
+log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 Ending = Literal["released", "expired", "withdrawn"]
 
 REMEMBERED_ENDINGS: Final = 4096
 """How many closed ids are remembered, to name the reason to a late caller and to honour a release that came first."""
+LINGERS_AFTER_S: Final = 2.0
+MOST_LINGERING: Final = 4
+"""Hand-offs that are told about: those that have been complete for so long and are not released, the oldest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class _Lease:
     """With those that the owner's last step computes; empty before that step."""
     final_layers: int = 0
     """How many layers of them that step has computed."""
+    complete_since_s: float = math.inf
 
 
 class LeaseTable:
@@ -74,6 +82,7 @@ class LeaseTable:
     def __init__(self, clock: Clock = time.monotonic, on_finished: Callable[[], None] = lambda: None) -> None:
         """`on_finished` is called, without the lock, whenever `take_finished` has something new."""
         self._clock = clock
+        self._journal = HandoffJournal(clock)
         self._on_finished = on_finished
         self._changed = threading.Condition()
         self._open: dict[str, _Lease] = {}
@@ -95,6 +104,7 @@ class LeaseTable:
             lease = self._open.get(handoff_id)
             if lease is None:
                 lease = self._open[handoff_id] = _Lease(owner, PublishedBlocks((), 0, complete=False), 0.0, math.inf)
+                self._journal.note(handoff_id, "growing")
             lease.blocks = PublishedBlocks(_extended(lease.blocks, block_ids, handoff_id), 0, complete=False)
             self._changed.notify_all()
 
@@ -148,8 +158,10 @@ class LeaseTable:
                 _extended(lease.blocks, block_ids, handoff_id), num_tokens, complete=True, first_token=first_token
             )
             lease.lease_s = lease_s
-            lease.expires_at_s = self._clock() + lease_s
+            lease.complete_since_s = self._clock()
+            lease.expires_at_s = lease.complete_since_s + lease_s
             self._open[handoff_id] = lease
+            self._journal.note(handoff_id, f"published with {len(lease.blocks.block_ids)} blocks for {owner}")
             if self._endings.pop(handoff_id, None) == "released":
                 self._close(handoff_id, "released")
             self._changed.notify_all()
@@ -181,18 +193,21 @@ class LeaseTable:
             lease = self._live(handoff_id)
             if lease is not None and not lease.released:
                 lease.expires_at_s = max(lease.expires_at_s, self._clock() + lease.lease_s)
+                self._journal.note(handoff_id, "renewed")
         self._tell_if_finished()
         return lease is not None and not lease.released
 
-    def release(self, handoff_id: str, reader: int = 0, readers: int = 1) -> bool:
+    def release(self, handoff_id: str, reader: int = 0, readers: int = 1, by: str = "a peer") -> bool:
         """Close when all of `readers` have released: now, or when the last read ends.
 
-        True the first time that this closes it; an id not yet published is remembered.
+        True the first time that this closes it; an id not yet published is remembered, and one that was withdrawn,
+        which may be published yet. `by`: for the journal.
         """
         with self._changed:
+            self._journal.note(handoff_id, f"released by {by}")
             lease = self._open.get(handoff_id)
             if lease is None:
-                first = handoff_id not in self._endings
+                first = self._endings.get(handoff_id, "withdrawn") == "withdrawn"
                 if first:
                     self._remember(handoff_id, "released")
                 return first
@@ -268,6 +283,19 @@ class LeaseTable:
             pinned = sum(len(lease.blocks.block_ids) for lease in self._open.values())
             return LeaseStats(len(self._open), pinned, self._expired_total)
 
+    def lingering(self) -> list[str]:
+        """The lives of complete hand-offs that have waited long to be released: few, and the oldest first."""
+        with self._changed:
+            if not self._open:
+                return []
+            moment_s = self._clock() - LINGERS_AFTER_S
+            old = [
+                (lease.complete_since_s, handoff_id)
+                for handoff_id, lease in self._open.items()
+                if lease.complete_since_s <= moment_s
+            ]
+            return [self._journal.life(handoff_id) for _, handoff_id in sorted(old)[:MOST_LINGERING]]
+
     def refusal(self, handoff_id: str) -> errors.HandoffError:
         """The error for a hand-off that is not open."""
         name = shown_id(handoff_id)
@@ -283,6 +311,7 @@ class LeaseTable:
             lease = self._live(handoff_id)
             if lease is not None and not lease.released:
                 lease.active_reads += 1
+                self._journal.note(handoff_id, "read")
                 lease.expires_at_s = max(lease.expires_at_s, self._clock() + lease.lease_s)
                 return lease
         self._tell_if_finished()
@@ -291,6 +320,7 @@ class LeaseTable:
     def _end_read(self, handoff_id: str, lease: _Lease) -> None:
         with self._changed:
             lease.active_reads -= 1
+            self._journal.note(handoff_id, "read ended")
             if lease.active_reads == 0 and lease.released and self._open.get(handoff_id) is lease:
                 self._close(handoff_id, "released")
         self._tell_if_finished()
@@ -307,7 +337,11 @@ class LeaseTable:
         lease = self._open.pop(handoff_id)
         if lease.blocks.complete:
             self._finished_owners.add(lease.owner)
-        self._expired_total += ending == "expired"
+        if ending == "expired":
+            self._expired_total += 1
+            log.warning("nobody released a hand-off before its lease ended: %s", self._journal.life(handoff_id))
+        elif ending == "withdrawn":
+            self._journal.note(handoff_id, "withdrawn")
         self._remember(handoff_id, ending)
         self._changed.notify_all()
 

@@ -157,6 +157,14 @@ class TransferService:
         """The blocks of a growing hand-off are about to be overwritten: fail whoever reads them."""
         self._leases.withdraw(handoff_id)
 
+    def release_own(self, handoff_id: str) -> None:
+        """Nobody who could release this hand-off of ours knows of it; it may come before `publish`."""
+        self._leases.release(handoff_id, by="its own worker")
+
+    def lingering(self) -> list[str]:
+        """The lives of our hand-offs that have waited long for their release: a few sentences, mostly none."""
+        return self._leases.lingering()
+
     def watch(self, handoff: KvHandoff) -> None:
         """Keep the lease alive until its fetch ends or `release`: for a hand-off whose load has not begun."""
         self._post(lambda: self._heartbeats.watch(handoff))

@@ -36,6 +36,27 @@ class PrefillHandler:
         if goes_on:
             leg = sampling.with_transfer(leg, {"do_remote_decode": True, "handoff_id": handoff_id})
         stream = engine.generate(task.request_id, task.prompt_token_ids + emitted, leg, cache_salt=task.cache_salt)
+        told = not goes_on
+        try:
+            async with aclosing(self._deltas(engine, task, stream, handoff_id, resample=resample)) as deltas:
+                async for delta in deltas:
+                    told = told or delta.finished
+                    yield delta
+        finally:
+            if not told:
+                # The engine may have finished and kept the blocks while its answer was on the way here. An abort comes
+                # too late then, and nobody else knows the hand-off's id.
+                engine.release_own(handoff_id)
+
+    async def _deltas(
+        self,
+        engine: VllmEngine,
+        task: GenerateTask,
+        stream: AsyncGenerator[TokenDelta, None],
+        handoff_id: str,
+        *,
+        resample: bool,
+    ) -> AsyncGenerator[TokenDelta, None]:
         with engine.notices.expect(handoff_id) as notice:
             async with aclosing(stream), aclosing(with_notice(stream, notice)) as deltas:
                 async for delta in deltas:

@@ -129,6 +129,7 @@ class FakeStats:
     waiting: int = 0
     kv_usage: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)
+    lingering: list[str] = field(default_factory=list)
     stall: StallWatch = field(default_factory=StallWatch)
 
 
@@ -144,11 +145,16 @@ class FakeEngine:
         self.closed = False
         self.calls: list[Call] = []
         self.aborted: list[str] = []
+        self.kept: set[str] = set()
+        """Hand-offs whose blocks it keeps: those of requests that have finished, told or not."""
+        self.released: list[str] = []
         self.error: Exception | None = None
         """Raised by the next steps instead of a token."""
         self.notices = NoticeBoard()
         self.timing = TIMING
         self._stepping = stepping
+        self.output_delay: asyncio.Event | None = None
+        """What an output waits for between the engine's step and the worker, if anything."""
         self._waiting: dict[str, asyncio.Semaphore] = {}
 
     @property
@@ -202,6 +208,10 @@ class FakeEngine:
                 stopped = not params.ignore_eos and context[-1] in (params.stop_token_ids or [])
                 ended = stopped or len(context) - len(prompt_token_ids) >= (params.max_tokens or 16)
                 publish = ended and not stopped and (call.transfer or {}).get("do_remote_decode")
+                if publish:
+                    self.kept.add(call.transfer["handoff_id"])
+                if self.output_delay is not None:
+                    await self.output_delay.wait()
                 yield TokenDelta(
                     request_id=request_id,
                     token_ids=context[-1:],
@@ -214,6 +224,10 @@ class FakeEngine:
             del self._waiting[request_id]
             if not ended:
                 self.aborted.append(request_id)
+
+    def release_own(self, handoff_id: str) -> None:
+        self.released.append(handoff_id)
+        self.kept.discard(handoff_id)
 
     async def reset_prefix_cache(self) -> bool:
         return not self._waiting

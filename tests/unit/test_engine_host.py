@@ -10,13 +10,14 @@ import grpc
 import grpc.aio
 import msgspec
 import pytest
-from fake_engine import LAYOUT, FakeClock, FakeEngine, FakeStats, eventually, make_handoff, make_task
+from fake_engine import LAYOUT, FakeClock, FakeEngine, FakeStats, eventually, make_handoff, make_task, next_token
+from vllm.sampling_params import SamplingParams
 
 from decode_worker.handler import DecodeHandler
 from engine.data_plane import OPTIONS, SERVICE, WorkerClient, decoder, encode
 from engine.draining import kv_unneeded
 from engine.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
-from engine.host import WorkerHost
+from engine.host import RouterSession, WorkerHost
 from engine.messages import AbortRequest, Ack, AttachRequest, StepBatch, SubmitRequest, TokenDelta
 from engine.stall import StallWatch
 from prefill_worker.handler import PrefillHandler
@@ -135,6 +136,50 @@ async def test_a_hand_off_crosses_the_wire_unchanged():
         async with aclosing(worker.client.generate(make_task(leg="prefill"))) as stream:
             [delta] = [delta async for delta in stream]
         assert delta.handoff == make_handoff(delta.handoff.handoff_id, 3)
+
+
+async def test_a_hand_off_whose_request_is_aborted_between_the_engines_last_step_and_the_worker_is_released():
+    engine = FakeEngine("prefill")
+    engine.output_delay = asyncio.Event()
+    async with serving(engine, PrefillHandler()) as worker:
+        stream = worker.client.generate(make_task(leg="prefill"))
+        first = asyncio.ensure_future(anext(stream))
+        await eventually(lambda: engine.kept)  # the engine has finished: no abort of the request frees these blocks
+        [handoff_id] = engine.kept
+        first.cancel()
+        await asyncio.wait((first,))
+        await stream.aclose()
+        await eventually(lambda: not engine.kept)
+    assert engine.released == [handoff_id]
+
+
+async def test_a_hand_off_that_was_told_is_the_routers_to_release():
+    engine = FakeEngine("prefill")
+    async with (
+        serving(engine, PrefillHandler()) as worker,
+        aclosing(worker.client.generate(make_task(leg="prefill"))) as stream,
+    ):
+        assert [delta.handoff is not None async for delta in stream] == [True]
+    assert engine.released == []
+
+
+async def test_a_prompt_that_ends_without_a_hand_off_leaves_nothing_to_release():
+    engine = FakeEngine("prefill")
+    async with serving(engine, PrefillHandler()) as worker:
+        await worker.tokens(make_task(leg="prefill", max_tokens=1))
+        stop = SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=[next_token([5, 6, 7])])
+        await worker.tokens(make_task("stops", leg="prefill", params=stop))
+    assert engine.released == []
+
+
+async def test_a_hand_off_in_the_outbox_of_a_router_that_has_gone_is_released():
+    released: list[str] = []
+    session = RouterSession(lambda handoff: released.append(handoff.handoff_id))
+    session.send(TokenDelta(request_id="a", token_ids=[1]))
+    session.send(TokenDelta(request_id="b", finished=True, handoff=make_handoff("unread")))
+    session.close()
+    session.send(TokenDelta(request_id="c", finished=True, handoff=make_handoff("late")))
+    assert released == ["unread", "late"]
 
 
 async def test_all_deltas_of_one_engine_step_arrive_in_one_batch():

@@ -112,6 +112,39 @@ def test_a_release_that_comes_first_frees_at_publication(leases):
     assert leases.stats().open_leases == 0
 
 
+def test_a_release_is_remembered_after_a_withdrawal_too(leases):
+    leases.grow("h", "r", [1])
+    leases.withdraw("h")  # the prompt was preempted, and is computed again
+    assert leases.release("h") is True
+    publish(leases)
+    assert leases.take_finished() == {"r"}
+    assert leases.stats().open_leases == 0
+
+
+def test_a_hand_off_that_nobody_releases_tells_its_life(leases, clock, caplog):
+    leases.grow("h", "r", [1])
+    publish(leases)
+    assert leases.lingering() == []
+    clock.now_s += 3.0
+    with leases.reading("h"):
+        pass
+    [life] = leases.lingering()
+    assert "growing at 0.000 s, published with 2 blocks for r at 0.000 s, read at 3.000 s, read ended at 3" in life
+    assert "h:" not in life, "its id entitles to read the blocks"
+    clock.now_s += 11.0
+    assert leases.expire() == 1
+    assert "now 14.000 s" in caplog.text
+    assert leases.lingering() == []
+
+
+def test_the_release_says_who_it_was(leases, clock):
+    leases.release("h", 0, 2, by="ipv4:10.0.0.1:7")
+    leases.publish("h2", "r2", [1], 3, 10.0)
+    leases.release("h2", 0, 2, by="ipv4:10.0.0.1:7")
+    clock.now_s += 3.0
+    assert "released by ipv4:10.0.0.1:7 at 0.000 s, now 3.000 s" in leases.lingering()[0]
+
+
 def test_an_owner_may_come_back_after_it_finished(leases):
     publish(leases)
     leases.release("h")
