@@ -12,6 +12,7 @@ from loadtest.summary import attainment, latency_series
 
 COLORS = {COLOCATED: "#d9730d", DISAGGREGATED: "#1f6feb", "prefill": "#0b8a6b", "decode": "#7a4fd0"}
 STAGE_COLORS = {
+    "preprocess": "#dfe4ea",
     "queue": "#b8c0cc",
     "prefill": "#0b8a6b",
     "handoff_wait": "#e5b567",

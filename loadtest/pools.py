@@ -7,7 +7,7 @@ from typing import Any
 
 from loadtest.server_metrics import MetricsDelta
 
-STAGES = ("queue", "prefill", "handoff_wait", "wire", "decode_queue", "decode")
+STAGES = ("preprocess", "queue", "prefill", "handoff_wait", "wire", "decode_queue", "decode")
 POOL_FORMULAS = {
     "arithmetic_intensity": "FLOPs / (weight + KV bytes), FLOP/byte",
     "ridge": "peak FLOP/s / peak byte/s of one worker, FLOP/byte; below it a pool is bound by memory bandwidth",

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
-from engine.messages import TokenDelta
+from engine.messages import Pool, TokenDelta
 from router.client_identity import ANONYMOUS
 from router.timeline import RequestTimeline
 
@@ -33,6 +33,8 @@ class SequenceRequest:
     """Its prompt goes before all that wait."""
     timeout_s: float | None = None
     """How long its client gives it, if that is less than router.request_deadline_s."""
+    head_read_s: float | None = None
+    """When the router had read the head of its HTTP request, on the monotonic clock; None for a canary."""
 
 
 class Answer:
@@ -44,10 +46,10 @@ class Answer:
         self.token_ids: list[int] = []
         self.ended = False
 
-    def give(self, delta: TokenDelta) -> bool:
-        """Send a delta on; True means nothing more is wanted."""
+    def give(self, delta: TokenDelta, pool: Pool) -> bool:
+        """Send on a delta that a worker of `pool` made; True means nothing more is wanted."""
         self.token_ids += delta.token_ids
-        self.timeline.tokens(len(delta.token_ids))
+        self.timeline.tokens(len(delta.token_ids), pool)
         enough = self._emit(delta)
         self.ended = self.ended or enough or delta.finished
         return enough

@@ -28,6 +28,7 @@ from router import app_gaps
 from router.admin import admin_routes
 from router.admin_access import AdminAccess
 from router.admission import Admission
+from router.arrival import with_arrival
 from router.asgi import Asgi
 from router.client_identity import AddressClients
 from router.deadline import with_deadline
@@ -62,7 +63,7 @@ class Router:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._args = _server_args(settings)
-        self._metrics = RequestMetrics(REGISTRY, settings.mode)
+        self._metrics = RequestMetrics(REGISTRY)
         self._releaser = HandoffReleaser(settings.tls)
         self._fleet = Fleet(secrets.token_hex(8), self._releaser.release, settings.tls)
         self._queues = prompt_queues(self._fleet, settings)
@@ -70,6 +71,7 @@ class Router:
             _frontend_config(self._args), Admission(settings, self._queues, self._fleet.pool, self._metrics)
         )
         self._orchestrator = Orchestrator(self._fleet, self._queues, settings, self._metrics, self._releaser.release)
+        self._hardware: dict[Pool, PoolHardware] = {}
         REGISTRY.register(
             WorkerCollector(
                 workers=lambda: self._fleet.workers,
@@ -82,7 +84,6 @@ class Router:
         REGISTRY.register(QueueCollector(self._queues.values()))
         self._lag = LoopLag()
         REGISTRY.register(self._lag)
-        self._hardware: dict[Pool, PoolHardware] = {}
         self._stop = asyncio.Event()
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._running: asyncio.Task[None] | None = None
@@ -173,7 +174,7 @@ class Router:
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
             app = guarded(await self._build_app(), _access(self._settings), self._settings.max_request_bytes)
-            server = uvicorn.Server(self._uvicorn_config(app))
+            server = uvicorn.Server(self._uvicorn_config(with_arrival(app)))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
             while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
                 await asyncio.sleep(0.01)
@@ -187,7 +188,7 @@ class Router:
     def _make_readiness(self) -> Readiness:
         """Once connected: the canary is made to the workers' measure."""
         settings = self._settings
-        uncounted = RequestMetrics(CollectorRegistry(), settings.mode)
+        uncounted = RequestMetrics(CollectorRegistry())
         canary = Canary(
             Orchestrator(self._fleet, self._queues, canary_settings(settings), uncounted, self._releaser.release),
             vocabulary_size=self._client.model_config.get_vocab_size(),

@@ -89,7 +89,7 @@ class Attempt:
 
     async def _whole(self, pool: Pool, tasks: _Tasks, reason: str, answer: Answer) -> None:
         async with self._turn(pool, tasks, answer) as turn:
-            await self._stream(turn.worker.client.generate(tasks.whole(reason)), answer, turn)
+            await self._stream(turn.worker.client.generate(tasks.whole(reason)), pool, answer, turn)
 
     async def _prefill_then_decode(self, decode: Worker, tasks: _Tasks, answer: Answer) -> None:
         early: _EarlyLeg | None = None
@@ -105,13 +105,13 @@ class Attempt:
             first = await self._prefill(decode, tasks, answer, follow)
             handoff = first.handoff
             if handoff is None:
-                answer.give(first)  # the whole answer was one token
+                answer.give(first, "prefill")  # the whole answer was one token
                 return
             answer.timeline.state = "handoff"
             self._metrics.first_token.labels(tasks.mode, tasks.resample or "").inc()
             fetched, release_after_s = False, 0.0
             try:
-                if answer.give(msgspec.structs.replace(first, finished=False, handoff=None)):
+                if answer.give(msgspec.structs.replace(first, finished=False, handoff=None), "prefill"):
                     return
                 release_after_s = ABORT_FIRST_S
                 fetched = await self._hand_over(decode, tasks.decode(handoff), early, answer)
@@ -147,21 +147,22 @@ class Attempt:
         if early is not None:
             try:
                 answer.timeline.followed = True
-                fetched = await self._stream(early.deltas(), answer)
+                fetched = await self._stream(early.deltas(), "decode", answer)
                 self._metrics.followed.labels("ok").inc()
                 return fetched
             except HandoffLost as lost:
                 answer.timeline.followed = False
                 self._metrics.followed.labels(lost.reason).inc()
-        return await self._stream(decode.client.generate(task), answer)
+        return await self._stream(decode.client.generate(task), "decode", answer)
 
     async def _stream(
         self,
         leg: AsyncGenerator[TokenDelta, None],
+        pool: Pool,
         answer: Answer,
         turn: Turn | None = None,
     ) -> bool:
-        """Stream one decode leg; True once the worker has produced a token, that is, has fetched the KV."""
+        """Stream one decode leg on a worker of `pool`; True once it made a token, that is, has the KV."""
         produced = False
         async with aclosing(leg) as deltas:
             async for delta in deltas:
@@ -170,7 +171,7 @@ class Attempt:
                 if turn is not None:
                     turn.prompt_done()
                 answer.timeline.decode_timing = delta.timing
-                if answer.give(delta):
+                if answer.give(delta, pool):
                     break
         return produced
 

@@ -34,6 +34,7 @@ from engine.messages import TokenDelta
 from router import retry_after
 from router.admission import Admission, Ask, Refused, Ticket
 from router.answer import SequenceRequest
+from router.arrival import HEAD_READ_S
 from router.client_identity import CLIENT
 from router.deadline import TIMEOUT_S
 from router.orchestrator import DeadlineExceeded, Orchestrator
@@ -198,6 +199,7 @@ class RouterEngineClient(EngineClient):
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             cache_salt=request.cache_salt,
             timeout_s=TIMEOUT_S.get(),
+            head_read_s=HEAD_READ_S.get(),
             client=client,
         )
         text = _TextSink(self._outputs, sequence)

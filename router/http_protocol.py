@@ -10,6 +10,8 @@ from typing import Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from router.arrival import note_head_read
+
 MAX_HEAD_BYTES: Final = 64 << 10
 """A head may exceed it by what one read of a socket brings, 256 KiB at most."""
 LINGER_S: Final = 1.0
@@ -48,6 +50,7 @@ class BoundedHeads(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """A body follows, or the next request's head."""
         self._part_ended = True
+        note_head_read(self.scope.setdefault("state", {}))
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -1,11 +1,13 @@
 """Every Prometheus series of Ridgeline, in one place; the names are a contract with dashboards.
 
-Request series are observed here when a request closes. Worker series are read from the workers' last status at scrape
-time: their counters are cumulative since the worker's start. No data is an absent series, never a zero.
+Request series are observed here: a token's latencies as it goes to the client, the rest when its sequence ends. Worker
+series are read from the workers' last status at scrape time: their counters are cumulative since the worker's start. No
+data is an absent series, never a zero.
 """
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -14,8 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.messages import Pool, WorkerStatus
+from router.policy import WorkerLoad
 from router.settings import PoolHardware
-from router.timeline import Outcome, RequestTimeline, token_pool
+from router.timeline import Latency, Outcome, RequestTimeline
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
@@ -25,39 +28,48 @@ STAGE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0,
 class RequestMetrics:
     """Series about requests."""
 
-    def __init__(self, registry: CollectorRegistry, mode: str) -> None:
-        self._mode = mode
+    def __init__(self, registry: CollectorRegistry) -> None:
         pool = ("pool",)
         self.ttft = Histogram(
-            "ridgeline_ttft_seconds", "Arrival to first token", pool, buckets=LATENCY_BUCKETS, registry=registry
+            "ridgeline_ttft_seconds",
+            "Head of the HTTP request read to first token given to the HTTP side; once for each sequence",
+            pool,
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
         )
         self.tpot = Histogram(
             "ridgeline_tpot_seconds",
-            "(latency - TTFT) / (output tokens - 1)",
+            "(latency - TTFT) / (output tokens - 1), at the end of a sequence",
             pool,
             buckets=TOKEN_BUCKETS,
             registry=registry,
         )
         self.itl = Histogram(
-            "ridgeline_itl_seconds", "Gap between successive deltas", pool, buckets=TOKEN_BUCKETS, registry=registry
+            "ridgeline_itl_seconds",
+            "Gap between successive deltas of a sequence, as the later one goes out; of several tokens or one",
+            pool,
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
         )
         self.second_token = Histogram(
             "ridgeline_second_token_seconds",
-            "First token to second token",
+            "First delta with tokens to the second one",
             pool,
             buckets=TOKEN_BUCKETS,
             registry=registry,
         )
         self.stage = Histogram(
             "ridgeline_stage_seconds",
-            "Time in each stage: queue, prefill, handoff_wait, wire, decode_queue, decode",
+            "Time in each stage: preprocess (body, template, tokenising, admission), queue, prefill, handoff_wait, "
+            "wire, decode_queue, decode",
             ("stage",),
             buckets=STAGE_BUCKETS,
             registry=registry,
         )
         self.requests = Counter(
             "ridgeline_requests",
-            "Requests by outcome and path (local: whole on one worker; ineligible: so by configuration)",
+            "Sequences (a request with n > 1 is n) by outcome and path (local: whole on one worker; ineligible: so by "
+            "configuration)",
             ("path", "outcome"),
             registry=registry,
         )
@@ -98,22 +110,26 @@ class RequestMetrics:
             "ridgeline_canaries", "Canaries of /ready by how they ended", ("result",), registry=registry
         )
 
+        self._latencies: dict[tuple[Latency, Pool], Histogram] = {}
+        """The children, kept: this is for each token, and `labels` would cost more than `observe`."""
+
+    def observe(self, latency: Latency, pool: Pool, seconds: float) -> None:
+        """A token has gone to its client, made by a worker of `pool`."""
+        child = self._latencies.get((latency, pool))
+        if child is None:
+            series = {"ttft": self.ttft, "second_token": self.second_token, "itl": self.itl}[latency]
+            child = self._latencies[latency, pool] = series.labels(pool)
+        child.observe(seconds)
+
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
-        """Observe a request that has ended."""
+        """Observe a sequence that has ended."""
         self.requests.labels(timeline.path, outcome).inc()
-        first_pool, later_pool = token_pool(timeline.path, self._mode)
-        if timeline.ttft_s is not None:
-            self.ttft.labels(first_pool).observe(timeline.ttft_s)
-        if timeline.second_token_s is not None:
-            self.second_token.labels(later_pool).observe(timeline.second_token_s)
-        for itl_s in timeline.itls_s:
-            self.itl.labels(later_pool).observe(itl_s)
         for state, pause_s in timeline.pauses_s:
             self.pause.labels(state).observe(pause_s)
         if outcome != "finished":
             return
         if timeline.tpot_s is not None:
-            self.tpot.labels(later_pool).observe(timeline.tpot_s)
+            self.tpot.labels(timeline.last_pool).observe(timeline.tpot_s)
         for stage, seconds in timeline.stages_s().items():
             self.stage.labels(stage).observe(seconds)
 
@@ -127,6 +143,7 @@ class WorkerView(Protocol):
     def worker_id(self) -> str: ...
     @property
     def status(self) -> WorkerStatus | None: ...
+    def load(self) -> WorkerLoad: ...
 
 
 class KvPairView(Protocol):
@@ -184,7 +201,7 @@ class WorkerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client at each scrape."""
         workers = list(self._workers())
-        yield GaugeMetricFamily("ridgeline_requests_in_flight", "Requests the router is serving", self._in_flight())
+        yield GaugeMetricFamily("ridgeline_requests_in_flight", "Sequences the router is serving", self._in_flight())
         yield self._pairs()
         yield self._restarted()
         yield from self._counters(workers)
@@ -244,7 +261,15 @@ class WorkerCollector(Collector):
             yield family
 
     def _pools(self, workers: list[WorkerView]) -> Iterator[Metric]:
-        count = GaugeMetricFamily("ridgeline_workers", "Connected workers", labels=["pool"])
+        usable = GaugeMetricFamily(
+            "ridgeline_workers", "Workers that are connected and may be given work", labels=["pool"]
+        )
+        unusable = GaugeMetricFamily(
+            "ridgeline_unusable_workers",
+            "The others that the router knows, by why: detached (no connection), draining, failed (its engine is gone, "
+            "stalls, or does not tell its status)",
+            labels=["pool", "state"],
+        )
         peak_flops = GaugeMetricFamily("ridgeline_peak_flops", "Peak FLOP/s of one worker of the pool", labels=["pool"])
         peak_bytes = GaugeMetricFamily(
             "ridgeline_peak_bytes_per_second", "Peak memory bandwidth of one worker of the pool", labels=["pool"]
@@ -252,9 +277,12 @@ class WorkerCollector(Collector):
         intensity = GaugeMetricFamily(
             "ridgeline_arithmetic_intensity", "FLOPs per byte moved, since start", labels=["pool"]
         )
-        for pool in sorted({worker.pool for worker in workers}):
+        for pool in sorted({worker.pool for worker in workers} | self._hardware().keys()):
             members = [worker for worker in workers if worker.pool == pool]
-            count.add_metric([pool], sum(worker.status is not None for worker in members))
+            states = Counts(_state(worker.load()) for worker in members)
+            usable.add_metric([pool], states.pop("usable", 0))
+            for state, number in sorted(states.items()):
+                unusable.add_metric([pool, state], number)
             hardware = self._hardware().get(pool)
             if hardware is not None:
                 peak_flops.add_metric([pool], hardware.peak_flops)
@@ -262,7 +290,7 @@ class WorkerCollector(Collector):
             flops, moved = _total(members, "flops_total."), _total(members, "bytes_total.")
             if moved:
                 intensity.add_metric([pool], flops / moved)
-        yield from (count, peak_flops, peak_bytes, intensity)
+        yield from (usable, unusable, peak_flops, peak_bytes, intensity)
 
 
 class QueueView(Protocol):
@@ -299,6 +327,15 @@ class QueueCollector(Collector):
             if queue.tokens_per_s is not None:
                 rate.add_metric([queue.pool], queue.tokens_per_s)
         yield from (prompts, tokens, rate)
+
+
+def _state(load: WorkerLoad) -> str:
+    """The first reason why it is not usable."""
+    if not load.connected:
+        return "detached"
+    if not load.healthy:
+        return "failed"
+    return "draining" if load.draining else "usable"
 
 
 def _total(workers: list[WorkerView], prefix: str) -> float:

@@ -63,7 +63,13 @@ class Orchestrator:
 
         Raises NoWorker, WorkerLost, EngineFailed, InvalidTask, TaskRejected, CannotContinue or DeadlineExceeded.
         """
-        timeline = RequestTimeline(time.monotonic, request.request_id, len(request.prompt_token_ids))
+        timeline = RequestTimeline(
+            time.monotonic,
+            request.request_id,
+            len(request.prompt_token_ids),
+            head_read_s=request.head_read_s,
+            observe=self._metrics.observe,
+        )
         outcome: Outcome = "failed"
         limit_s = min(request.timeout_s or self._settings.request_deadline_s, self._settings.request_deadline_s)
         self.in_flight += 1

@@ -16,20 +16,29 @@ Path = Literal["disaggregated", "local", "ineligible"]
 """`local`: whole on one worker. `ineligible`: so by configuration, in a disaggregated deployment."""
 State = Literal["queued", "prefilling", "handoff", "decoding"]
 """Where a request is. `handoff`: its first token is out, decode has not produced one yet."""
+Latency = Literal["ttft", "second_token", "itl"]
+"""From arrival to the first delta with tokens; from that to the second one; from each to the next."""
+Observe = Callable[[Latency, Pool, float], None]
+"""A latency, the pool that made the token which ended it, and its seconds."""
+
+
+def _nobody(_latency: Latency, _pool: Pool, _seconds: float) -> None: ...
 
 
 @dataclass
 class RequestTimeline:
-    """What happened to one request, as it happens."""
+    """What happened to one sequence, as it happens."""
 
     clock: Callable[[], float]
     request_id: str
     num_prompt_tokens: int
     path: Path = "local"
-    arrived_s: float = 0.0
+    head_read_s: float | None = None
+    """When the head of its HTTP request had been read; None: it arrives now."""
+    observe: Observe = _nobody
+    """Told of each latency in the moment it is known."""
     router_queue_s: float = 0.0
     """The prompt waited so long in the router for a worker."""
-    token_times_s: list[float] = field(default_factory=list)
     num_output_tokens: int = 0
     prefill_timing: LegTiming | None = None
     decode_timing: LegTiming | None = None
@@ -39,22 +48,40 @@ class RequestTimeline:
     pauses_s: list[tuple[State, float]] = field(default_factory=list)
     """What each loss of a worker cost the client, and where the request was: from the token before the loss, or the
     arrival, to the token after it."""
+    last_pool: Pool | None = None
+    """Made the last token so far."""
+    arrived_s: float = field(init=False)
+    preprocess_s: float | None = field(init=False)
+    """From the head to the orchestrator: body, template, tokenising, admission."""
+    _first_token_s: float = 0.0
+    _last_token_s: float = 0.0
+    _num_deltas: int = 0
     _interrupted: State | None = None
 
     def __post_init__(self) -> None:
-        self.arrived_s = self.clock()
+        now_s = self.clock()
+        self.arrived_s = now_s if self.head_read_s is None else self.head_read_s
+        self.preprocess_s = None if self.head_read_s is None else now_s - self.head_read_s
 
-    def tokens(self, count: int) -> None:
-        """`count` tokens went to the client now."""
+    def tokens(self, count: int, pool: Pool) -> None:
+        """`count` tokens, made by a worker of `pool`, went to the client now."""
         if not count:
             return
         now_s = self.clock()
+        before_s = self._last_token_s if self._num_deltas else self.arrived_s
         if self._interrupted is not None:
-            before_s = self.token_times_s[-1] if self.token_times_s else self.arrived_s
             self.pauses_s.append((self._interrupted, now_s - before_s))
             self._interrupted = None
         self.num_output_tokens += count
-        self.token_times_s.append(now_s)
+        self._num_deltas += 1
+        self._last_token_s, self.last_pool = now_s, pool
+        if self._num_deltas == 1:
+            self._first_token_s = now_s
+            self.observe("ttft", pool, now_s - before_s)
+            return
+        if self._num_deltas == 2:
+            self.observe("second_token", pool, now_s - before_s)
+        self.observe("itl", pool, now_s - before_s)
 
     def interrupted(self) -> None:
         """Its worker is lost; it begins again where it was."""
@@ -63,31 +90,18 @@ class RequestTimeline:
         self.prefill_timing = self.decode_timing = None
 
     @property
-    def ttft_s(self) -> float | None:
-        """Arrival to first token."""
-        return self.token_times_s[0] - self.arrived_s if self.token_times_s else None
-
-    @property
-    def second_token_s(self) -> float | None:
-        """First token to the next one: where a hand-over would show."""
-        return self.token_times_s[1] - self.token_times_s[0] if len(self.token_times_s) > 1 else None
-
-    @property
     def tpot_s(self) -> float | None:
         """(latency - TTFT) / (output tokens - 1), vLLM's definition."""
-        if self.num_output_tokens < 2 or not self.token_times_s:
+        if self.num_output_tokens < 2:
             return None
-        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.num_output_tokens - 1)
-
-    @property
-    def itls_s(self) -> list[float]:
-        """Gaps between successive deltas."""
-        return [b - a for a, b in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
+        return (self._last_token_s - self._first_token_s) / (self.num_output_tokens - 1)
 
     def stages_s(self) -> dict[str, float]:
         """Seconds in each stage; a stage that did not happen is absent, not zero."""
-        if self.path != "disaggregated":
-            return self._local_stages_s()
+        stages = self._split_stages_s() if self.path == "disaggregated" else self._local_stages_s()
+        return {"preprocess": self.preprocess_s} | stages if self.preprocess_s is not None else stages
+
+    def _split_stages_s(self) -> dict[str, float]:
         stages: dict[str, float] = {}
         if self.prefill_timing is not None:
             stages["queue"] = self.router_queue_s + self.prefill_timing.queue_s
@@ -110,10 +124,3 @@ class RequestTimeline:
             "prefill": timing.first_token_s,
             "decode": timing.compute_s - timing.first_token_s,
         }
-
-
-def token_pool(path: Path, mode: str) -> tuple[Pool, Pool]:
-    """(pool that makes the first token, pool that makes the others)."""
-    if path == "disaggregated":
-        return "prefill", "decode"
-    return ("colocated", "colocated") if mode == "colocated" else ("decode", "decode")

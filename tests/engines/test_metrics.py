@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
 PROMPT_TOKENS = 300
 OUTPUT_TOKENS = 9
-STAGES = ("queue", "prefill", "handoff_wait", "wire", "decode_queue", "decode")
+STAGES = ("preprocess", "queue", "prefill", "handoff_wait", "wire", "decode_queue", "decode")
 
 
 def element_bytes(engines: Engines) -> int:

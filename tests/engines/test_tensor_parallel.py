@@ -296,7 +296,7 @@ async def routed(split: Split, prefill_ranks: int, decode_ranks: int) -> AsyncIt
     """The router's own way through one prefill and one decode engine; (orchestrator, its metrics, fleet)."""
     background, releaser = Background(), HandoffReleaser()
     fleet = Fleet(f"test-{prefill_ranks}-{decode_ranks}")
-    metrics = RequestMetrics(CollectorRegistry(), "disaggregated")
+    metrics = RequestMetrics(CollectorRegistry())
     addresses = [
         split.engines["prefill", prefill_ranks].ready.address,
         split.engines["decode", decode_ranks].ready.address,

@@ -1,30 +1,19 @@
-"""The documents name only what exists: files, make targets, commands and their options, metrics.
-
-`python tests/unit/test_docs.py` writes the metrics table of docs/architecture.md anew.
-"""
+"""The documents name only what exists: files, make targets, commands and their options, metrics."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from series_table import ARCHITECTURE, METRICS_TABLE, metrics_table
 
 from cluster.cli import app
-from engine.messages import WorkerStatus
-from router.loop_lag import LoopLag
-from router.metrics import _WORKER_COUNTERS, QueueCollector, RequestMetrics, WorkerCollector
-from router.pairing import KvPair
-from router.settings import PoolHardware
 
-PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
 REPOSITORY = Path(__file__).parents[2]
-ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 DOCUMENTS = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *REPOSITORY.glob("docs/**/*.md")])
 WRITTEN_BY_COMMANDS = {"summary.json", "records.jsonl", "report.html"}
 
@@ -33,7 +22,6 @@ PATH = re.compile(rf"(?:[\w.-]+/)*[\w.-]+\.(?:{SUFFIXES})|(?:[\w.-]+/)+|Makefile
 PATH_IN_FENCE = re.compile(rf"(?<![\w./~:-])(?:[\w.-]+/)+[\w.-]+\.(?:{SUFFIXES})\b")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:\.venv/bin/)?(ridgeline|make) (.*)")
-METRICS_TABLE = re.compile(r"(?<=<!-- metrics -->\n).*(?=<!-- /metrics -->)", re.DOTALL)
 
 
 def inline_code(text: str) -> list[str]:
@@ -78,33 +66,6 @@ def problem_of(command: list[str]) -> str | None:
     return f"{name} has no {unknown}" if unknown else None
 
 
-def metric_rows() -> list[tuple[str, str, str, str]]:
-    """(name as scraped, type, labels, meaning) of every series that router/metrics.py declares."""
-    rows = []
-    for series in vars(RequestMetrics(CollectorRegistry(), "disaggregated")).values():
-        if isinstance(series, Counter | Histogram):
-            suffix = "_total" if isinstance(series, Counter) else ""
-            labels = ", ".join(series._labelnames)
-            rows.append((series._name + suffix, series._type, labels, series._documentation))
-    counters = {".".join([prefix, *labels]): 1.0 for prefix, (_, _, labels) in _WORKER_COUNTERS.items()}
-    worker = SimpleNamespace(
-        pool="prefill", worker_id="prefill-0", status=WorkerStatus(worker_id="prefill-0", counters=counters)
-    )
-    hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}
-    queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
-    restarts = {("decode-0", "stalled"): 1}
-    workers = WorkerCollector(lambda: [worker], lambda: hardware, lambda: 0, lambda: PAIRS, lambda: restarts)
-    for family in (*workers.collect(), *QueueCollector([queue]).collect(), *LoopLag().collect()):
-        sample = family.samples[0]
-        rows.append((sample.name, family.type, ", ".join(sample.labels), family.documentation))
-    return rows
-
-
-def metrics_table() -> str:
-    lines = [f"| `{name}` | {kind} | {labels} | {text} |\n" for name, kind, labels, text in metric_rows()]
-    return "".join(["| series | type | labels | meaning |\n", "|---|---|---|---|\n", *lines])
-
-
 @pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def document(request: pytest.FixtureRequest) -> Path:
     return request.param
@@ -128,7 +89,7 @@ def test_every_command_a_document_names_exists(document):
 def test_the_metrics_table_is_what_the_code_declares():
     table = METRICS_TABLE.search(ARCHITECTURE.read_text())
     assert table is not None
-    assert table[0] == metrics_table(), "run `python tests/unit/test_docs.py` to write it anew"
+    assert table[0] == metrics_table(), "run `python tests/fakes/series_table.py` to write it anew"
 
 
 def test_decisions_are_numbered_without_gaps_and_fit_one_page():
@@ -160,7 +121,3 @@ def test_a_wrong_path_would_be_found():
     inline = "`engine/nothing.py` and `runs/demo/` and `summary.json`"
     fenced = "```bash\nridgeline serve -c deploy/nothing.yaml\n```\n"
     assert named_paths(f"{inline}\n{fenced}") == {"engine/nothing.py", "deploy/nothing.yaml"}
-
-
-if __name__ == "__main__":
-    ARCHITECTURE.write_text(METRICS_TABLE.sub(lambda _: metrics_table(), ARCHITECTURE.read_text()))

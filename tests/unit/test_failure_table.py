@@ -142,7 +142,7 @@ async def workers() -> AsyncIterator[tuple[Workers, Fleet, Orchestrator]]:
     running = Workers()
     await running.start()
     fleet = Fleet("router")
-    metrics = RequestMetrics(running.registry, "disaggregated")
+    metrics = RequestMetrics(running.registry)
     queues = prompt_queues(fleet, SETTINGS)
     orchestrator = Orchestrator(fleet, queues, SETTINGS, metrics, running.release)
 

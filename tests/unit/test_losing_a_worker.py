@@ -115,7 +115,7 @@ async def measure(questions: Counter[str]) -> tuple[float, float]:
     settings = router_settings(max_outstanding_requests=1000)
     try:
         async with a_fleet(await scene.start()) as fleet:
-            metrics = RequestMetrics(CollectorRegistry(), "disaggregated")
+            metrics = RequestMetrics(CollectorRegistry())
             orchestrator = Orchestrator(fleet, prompt_queues(fleet, settings), settings, metrics, lambda *_: None)
             scene.begin(orchestrator, DECODE_WORKERS * STREAMS_EACH)
             await eventually(lambda: {len(engine.running) for engine in scene.decode_engines()} == {STREAMS_EACH}, 30)

@@ -110,7 +110,7 @@ class Router:
         self.registry = CollectorRegistry()
         settings = replace(self.bench.settings, recovery_timeout_s=60.0)
         self.queues = prompt_queues(self.bench.fleet, settings)
-        metrics = RequestMetrics(self.registry, settings.mode)
+        metrics = RequestMetrics(self.registry)
         self.admission = Admission(settings, self.queues, self.bench.fleet.pool, metrics, self.clock)
         self.admission.state = "open"
 

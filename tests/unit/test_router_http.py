@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 import pytest_asyncio
 from fake_engine import eventually
 from prometheus_client import CollectorRegistry
+from series_table import documented, worker_counters
 from served_router import make_model, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -198,6 +200,24 @@ async def test_ready_is_a_canary_through_both_pools_and_names_the_one_that_is_st
     metrics = (await http.get("/metrics")).text
     assert 'ridgeline_canaries_total{result="ok"} 1.0' in metrics
     assert 'ridgeline_canaries_total{result="late"} 1.0' in metrics
+
+
+async def test_every_series_that_a_router_publishes_is_in_the_documented_table_and_no_other(served):
+    http, prefill, _ = served
+    prefill.stats.counters = worker_counters()
+    stepper = asyncio.create_task(stepping(prefill))
+    assert (await send(http))[0] == 200
+    stepper.cancel()
+    text = (await http.get("/metrics", follow_redirects=True)).text
+    helps = dict(re.findall(r"^# HELP (ridgeline_\w+) (.*)$", text, re.MULTILINE))
+    types = dict(re.findall(r"^# TYPE (ridgeline_\w+) (\w+)$", text, re.MULTILINE))
+    table = documented()
+    published = {name: (types[name], helps[name]) for name in helps if not name.endswith("_created")}
+    assert published == {name: (kind, meaning) for name, (kind, meaning, _) in table.items()}
+    samples = re.findall(r"^(ridgeline_\w+?)(?:_bucket|_sum|_count)?(?:\{(.*)\})? \S+$", text, re.MULTILINE)
+    labels = {name: set(re.findall(r'(\w+)="', found)) - {"le"} for name, found in samples if name in published}
+    assert labels == {name: table[name][2] for name in labels}
+    assert labels.keys() >= {"ridgeline_ttft_seconds", "ridgeline_leases", "ridgeline_workers"}
 
 
 # --- the end of a router

@@ -12,6 +12,7 @@ from engine.messages import LegTiming, WorkerStatus
 from kv_transfer.handoff import FetchReceipt
 from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
 from router.pairing import KvPair
+from router.policy import WorkerLoad
 from router.settings import PoolHardware
 from router.timeline import RequestTimeline
 
@@ -45,24 +46,41 @@ def names(registry):
     return {name for name, _ in samples(registry)}
 
 
-def closed(registry, outcome="finished", path="disaggregated", mode="disaggregated", tokens=3):
-    clock = FakeClock()
-    timeline = RequestTimeline(clock, "r", 70, path=path)
-    for _ in range(tokens):
+def closed(registry, outcome="finished", path="disaggregated", pools=("prefill", "decode", "decode")):
+    """A request of one token from each of `pools`, which has ended."""
+    clock, metrics = FakeClock(), RequestMetrics(registry)
+    timeline = RequestTimeline(clock, "r", 70, path=path, observe=metrics.observe)
+    for pool in pools:
         clock.now_s += 0.25
-        timeline.tokens(1)
+        timeline.tokens(1, pool)
     timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
     receipt = FetchReceipt(outcome="ok", wait_s=0.0625, wire_s=0.125)
     timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, receipt=receipt)
-    RequestMetrics(registry, mode).close(timeline, outcome)
+    metrics.close(timeline, outcome)
+
+
+def load(**state):
+    return WorkerLoad(
+        "w",
+        **{"connected": True, "draining": False} | state,
+        outstanding_prompt_tokens=0,
+        running=0,
+        kv_blocks_free=1,
+        kv_blocks_total=1,
+    )
 
 
 def worker(pool, worker_id, **status):
-    return SimpleNamespace(pool=pool, worker_id=worker_id, status=WorkerStatus(worker_id=worker_id, **status))
+    told = WorkerStatus(worker_id=worker_id, **status)
+    return SimpleNamespace(pool=pool, worker_id=worker_id, status=told, load=load)
+
+
+def worker_in_state(pool, worker_id, **state):
+    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None, load=lambda: load(**state))
 
 
 def lost(pool, worker_id):
-    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None)
+    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None, load=lambda: load(connected=False))
 
 
 PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
@@ -85,14 +103,14 @@ def test_a_disaggregated_request_credits_each_token_to_the_pool_that_made_it(reg
 
 
 def test_a_colocated_request_is_all_of_one_pool(registry):
-    closed(registry, path="local", mode="colocated")
+    closed(registry, path="local", pools=("colocated",) * 3)
     assert value(registry, "ridgeline_ttft_seconds_count", pool="colocated") == 1
     assert value(registry, "ridgeline_tpot_seconds_count", pool="colocated") == 1
     assert value(registry, "ridgeline_requests_total", path="local", outcome="finished") == 1
 
 
 def test_a_request_of_one_token_has_a_ttft_and_no_tpot(registry):
-    closed(registry, tokens=1)
+    closed(registry, pools=("prefill",))
     assert value(registry, "ridgeline_ttft_seconds_count", pool="prefill") == 1
     assert "ridgeline_tpot_seconds_count" not in names(registry)
     assert "ridgeline_second_token_seconds_count" not in names(registry)
@@ -107,8 +125,18 @@ def test_an_unfinished_request_counts_by_outcome_and_does_not_flatter_tpot_and_s
     assert "ridgeline_stage_seconds_count" not in names(registry)
 
 
+def test_the_latencies_of_a_token_are_seen_before_its_sequence_ends(registry):
+    metrics = RequestMetrics(registry)
+    timeline = RequestTimeline(FakeClock(), "r", 70, observe=metrics.observe)
+    for _ in range(3):
+        timeline.tokens(1, "colocated")
+    assert value(registry, "ridgeline_ttft_seconds_count", pool="colocated") == 1
+    assert value(registry, "ridgeline_second_token_seconds_count", pool="colocated") == 1
+    assert value(registry, "ridgeline_itl_seconds_count", pool="colocated") == 2
+
+
 def test_before_the_first_request_there_are_no_request_series(registry):
-    RequestMetrics(registry, "disaggregated")
+    RequestMetrics(registry)
     assert samples(registry) == {}
 
 
@@ -176,6 +204,26 @@ def test_a_worker_that_has_not_reported_a_figure_has_no_series_for_it(registry):
     assert value(registry, "ridgeline_arithmetic_intensity", pool="decode") is None
     assert value(registry, "ridgeline_leases", pool="decode", worker="d0") is None
     assert "ridgeline_flops_total" not in names(registry)
+
+
+def test_only_workers_that_may_be_given_work_are_counted_as_there_and_the_others_by_why_not(registry):
+    collect(
+        registry,
+        worker("decode", "d0"),
+        worker_in_state("decode", "d1", draining=True),
+        worker_in_state("decode", "d2", healthy=False),
+        worker_in_state("decode", "d3", connected=False, healthy=False),
+        worker_in_state("decode", "d4", connected=False, draining=True),
+    )
+    assert value(registry, "ridgeline_workers", pool="decode") == 1
+    assert value(registry, "ridgeline_unusable_workers", pool="decode", state="draining") == 1
+    assert value(registry, "ridgeline_unusable_workers", pool="decode", state="failed") == 1
+    assert value(registry, "ridgeline_unusable_workers", pool="decode", state="detached") == 2
+
+
+def test_a_pool_that_has_lost_all_its_workers_shows_none_of_them(registry):
+    collect(registry, worker("decode", "d0"))
+    assert value(registry, "ridgeline_workers", pool="prefill") == 0
 
 
 def test_a_lost_worker_has_no_series_and_is_not_counted_as_connected(registry):

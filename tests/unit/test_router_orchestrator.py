@@ -1,6 +1,7 @@
 """The way of a request through fake workers: order, hand-offs, reservations, outcomes."""
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from engine import sampling
 from engine.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
 from engine.messages import TokenDelta, WorkerDescription, WorkerStatus
+from kv_transfer.handoff import FetchReceipt
 from router.answer import SequenceRequest
 from router.attempt import ABORT_FIRST_S
 from router.fleet import Fleet, Worker
@@ -91,7 +93,7 @@ class Bench:
         self.settings = router_settings(
             mode=mode, request_deadline_s=deadline_s, min_remote_prefill_tokens=min_remote, recovery_timeout_s=0.0
         )
-        metrics = RequestMetrics(self.registry, mode)
+        metrics = RequestMetrics(self.registry)
         self.queues = queues = prompt_queues(self.fleet, self.settings)
         self.orchestrator = Orchestrator(self.fleet, queues, self.settings, metrics, self.release)
 
@@ -108,6 +110,10 @@ class Bench:
         wish = SamplingParams(**{"max_tokens": 3, "temperature": 0.0} | params)
         request = SequenceRequest("r", PROMPT, wish, reasoning_ended=True, cache_salt="a")
         await self.orchestrator.run(request, self.emit)
+
+    async def run_since(self, head_read_s):
+        wish = SamplingParams(max_tokens=3, temperature=0.0)
+        await self.orchestrator.run(SequenceRequest("r", PROMPT, wish, head_read_s=head_read_s), self.emit)
 
     def client(self, name):
         return self.fleet.get(f"{name}-0").client
@@ -179,6 +185,43 @@ async def test_what_needs_resampling_is_told_to_both_legs_and_counted_with_its_r
     assert bench.tokens == [2, 3]
     labels = {"mode": "resample", "reason": "presence_penalty"}
     assert bench.registry.get_sample_value("ridgeline_first_token_total", labels) == 1
+
+
+async def test_the_latencies_of_a_token_belong_to_the_pool_that_made_it():
+    whole, resampled = split(), split(prefill=[msgspec.structs.replace(FIRST, token_ids=[])])
+    await whole.run()
+    await resampled.run(presence_penalty=0.5)
+    counts = [
+        {
+            (name, pool): bench.registry.get_sample_value(f"ridgeline_{name}_seconds_count", {"pool": pool})
+            for name in ("ttft", "second_token", "itl", "tpot")
+            for pool in ("prefill", "decode")
+            if bench.registry.get_sample_value(f"ridgeline_{name}_seconds_count", {"pool": pool})
+        }
+        for bench in (whole, resampled)
+    ]
+    rest = {("second_token", "decode"): 1, ("tpot", "decode"): 1}
+    assert counts == [
+        {("ttft", "prefill"): 1, ("itl", "decode"): 2, **rest},
+        {("ttft", "decode"): 1, ("itl", "decode"): 1, **rest},
+    ]
+
+
+async def test_a_first_token_stays_with_prefill_when_decode_then_computes_the_prompt_again():
+    timing = msgspec.structs.replace(TIMING, receipt=FetchReceipt(outcome="timeout", wait_s=0.0, wire_s=0.0))
+    bench = split(decode=[SECOND, msgspec.structs.replace(LAST, timing=timing)])
+    await bench.run()
+    assert bench.count(path="local", outcome="finished") == 1
+    assert bench.registry.get_sample_value("ridgeline_ttft_seconds_count", {"pool": "prefill"}) == 1
+    assert bench.registry.get_sample_value("ridgeline_ttft_seconds_count", {"pool": "decode"}) is None
+
+
+async def test_the_time_before_the_orchestrator_is_in_the_first_tokens_latency_and_a_stage_of_its_own():
+    bench = split()
+    await bench.run_since(time.monotonic() - 100.0)
+    seconds = bench.registry.get_sample_value
+    assert seconds("ridgeline_ttft_seconds_sum", {"pool": "prefill"}) >= 100.0
+    assert seconds("ridgeline_stage_seconds_sum", {"stage": "preprocess"}) >= 100.0
 
 
 async def test_an_answer_of_one_token_never_touches_decode():

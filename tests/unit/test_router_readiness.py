@@ -45,7 +45,7 @@ class Deployment:
             canary=self.canary,
             refresh=self.refresh,
             deadline_s=deadline_s,
-            metrics=RequestMetrics(self.registry, "disaggregated"),
+            metrics=RequestMetrics(self.registry),
             clock=self.clock,
         )
 
@@ -213,7 +213,7 @@ def test_a_canary_hands_a_block_over_and_is_no_longer_than_that_needs():
 async def test_a_canary_is_short_and_goes_through_both_pools_also_where_short_prompts_do_not():
     bench = split(min_remote=3000)
     settings = canary_settings(bench.settings)
-    uncounted = RequestMetrics(CollectorRegistry(), "disaggregated")
+    uncounted = RequestMetrics(CollectorRegistry())
     orchestrator = Orchestrator(bench.fleet, bench.queues, settings, uncounted, bench.release)
     await Canary(orchestrator, vocabulary_size=100, prompt_tokens=canary_prompt_tokens(32))()
     assert [len(task.prompt_token_ids) for task in bench.client("prefill").tasks] == [40]

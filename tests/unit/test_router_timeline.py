@@ -5,7 +5,7 @@ from fake_engine import FakeClock
 
 from engine.messages import LegTiming
 from kv_transfer.handoff import FetchReceipt
-from router.timeline import RequestTimeline, token_pool
+from router.timeline import RequestTimeline
 
 
 @pytest.fixture
@@ -13,39 +13,79 @@ def clock():
     return FakeClock()
 
 
-def timeline_of(clock, *gaps_and_counts, path="local"):
+@pytest.fixture
+def seen():
+    """(latency, pool, seconds) of all that was observed."""
+    return []
+
+
+def timeline_of(clock, *gaps_and_counts, path="local", seen=None, pool="decode", head_read_s=None):
     """A request whose deltas of `count` tokens come `gap` seconds after what came before."""
-    timeline = RequestTimeline(clock, "r", 70, path=path)
+    observe = (lambda *latency: None) if seen is None else (lambda *latency: seen.append(latency))
+    timeline = RequestTimeline(clock, "r", 70, path=path, observe=observe, head_read_s=head_read_s)
     for gap_s, count in gaps_and_counts:
         clock.now_s += gap_s
-        timeline.tokens(count)
+        timeline.tokens(count, pool)
     return timeline
 
 
-def test_latencies_follow_vllms_definitions(clock):
-    timeline = timeline_of(clock, (0.5, 1), (0.25, 1), (0.125, 1), (0.125, 1))
-    assert timeline.ttft_s == 0.5
-    assert timeline.second_token_s == 0.25
-    assert timeline.itls_s == [0.25, 0.125, 0.125]
+def test_latencies_follow_vllms_definitions(clock, seen):
+    timeline = timeline_of(clock, (0.5, 1), (0.25, 1), (0.125, 1), (0.125, 1), seen=seen)
+    assert seen == [
+        ("ttft", "decode", 0.5),
+        ("second_token", "decode", 0.25),
+        ("itl", "decode", 0.25),
+        ("itl", "decode", 0.125),
+        ("itl", "decode", 0.125),
+    ]
     assert timeline.tpot_s == 0.5 / 3  # (latency - TTFT) / (output tokens - 1)
 
 
-def test_tpot_counts_tokens_and_not_deltas(clock):
-    timeline = timeline_of(clock, (1, 1), (1, 4))
+def test_each_latency_is_told_in_the_moment_it_is_known(clock, seen):
+    timeline = timeline_of(clock, (0.5, 1), seen=seen)
+    assert [latency for latency, _, _ in seen] == ["ttft"]
+    timeline.tokens(1, "decode")
+    assert [latency for latency, _, _ in seen] == ["ttft", "second_token", "itl"]
+    timeline.tokens(1, "decode")
+    assert [latency for latency, _, _ in seen] == ["ttft", "second_token", "itl", "itl"]
+
+
+def test_tpot_counts_tokens_and_itl_deltas(clock, seen):
+    timeline = timeline_of(clock, (1, 1), (1, 4), seen=seen)
     assert timeline.tpot_s == 1 / 4
-    assert timeline.itls_s == [1]
+    assert [seconds for latency, _, seconds in seen if latency == "itl"] == [1]
 
 
-def test_a_delta_without_tokens_is_no_first_token(clock):
-    timeline = timeline_of(clock, (0.5, 0), (0.5, 1), (0.25, 1))
-    assert timeline.ttft_s == 1.0
+def test_a_delta_without_tokens_is_no_first_token(clock, seen):
+    timeline = timeline_of(clock, (0.5, 0), (0.5, 1), (0.25, 1), seen=seen)
+    assert seen[0] == ("ttft", "decode", 1.0)
     assert timeline.num_output_tokens == 2
 
 
-def test_what_did_not_happen_is_absent(clock):
-    none, one = timeline_of(clock), timeline_of(clock, (0.5, 1))
-    assert (none.ttft_s, none.second_token_s, none.tpot_s, none.itls_s) == (None, None, None, [])
-    assert (one.ttft_s, one.second_token_s, one.tpot_s, one.itls_s) == (0.5, None, None, [])
+def test_what_did_not_happen_is_absent(clock, seen):
+    assert timeline_of(clock, seen=seen).tpot_s is None
+    assert seen == []
+    assert timeline_of(clock, (0.5, 1), seen=seen).tpot_s is None
+    assert seen == [("ttft", "decode", 0.5)]
+
+
+def test_a_request_arrives_when_its_head_was_read_and_not_when_it_is_tokenised(clock, seen):
+    timeline = timeline_of(clock, (0.5, 1), (1, 1), seen=seen, head_read_s=clock.now_s - 2.0)
+    assert seen[0] == ("ttft", "decode", 2.5)
+    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.25, compute_s=1.25)
+    assert timeline.stages_s() == {"preprocess": 2.0, "queue": 0.25, "prefill": 0.25, "decode": 1.0}
+
+
+def test_tokens_are_credited_to_the_pool_that_made_them(clock, seen):
+    timeline = timeline_of(clock, (1, 1), seen=seen, pool="prefill", path="disaggregated")
+    timeline.tokens(1, "decode")
+    timeline.path = "local"  # what it becomes later changes nothing
+    assert [(latency, pool) for latency, pool, _ in seen] == [
+        ("ttft", "prefill"),
+        ("second_token", "decode"),
+        ("itl", "decode"),
+    ]
+    assert timeline.last_pool == "decode"
 
 
 def test_the_stages_of_both_legs_are_joined(clock):
@@ -87,19 +127,6 @@ def test_a_replicas_stages_are_split_at_the_first_token(clock, path):
 
 def test_a_replica_that_reported_no_times_has_no_stages(clock):
     assert timeline_of(clock, (1, 1)).stages_s() == {}
-
-
-@pytest.mark.parametrize(
-    ("path", "mode", "pools"),
-    [
-        ("disaggregated", "disaggregated", ("prefill", "decode")),
-        ("local", "disaggregated", ("decode", "decode")),
-        ("ineligible", "disaggregated", ("decode", "decode")),
-        ("local", "colocated", ("colocated", "colocated")),
-    ],
-)
-def test_tokens_are_credited_to_the_pool_that_made_them(path, mode, pools):
-    assert token_pool(path, mode) == pools
 
 
 @pytest.mark.parametrize("path", ["disaggregated", "local"])
