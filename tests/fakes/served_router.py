@@ -38,12 +38,14 @@ def make_model(directory: Path) -> None:
 
 
 @asynccontextmanager
-async def serving(model: Path, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any, FakeEngine, FakeEngine]]:
-    """(HTTP client, router, prefill engine, decode engine). The prefill engine steps when it is told to."""
+async def serving(
+    model: Path, engines: tuple[FakeEngine, FakeEngine] | None = None, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Any, FakeEngine, FakeEngine]]:
+    """(HTTP client, router, prefill engine, decode engine). Without other engines prefill steps when it is told to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from router.app import Router
-    engines = [FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="auto")]
+    engines = engines or (FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="auto"))
     hosts = [WorkerHost(engines[0], PrefillHandler()), WorkerHost(engines[1], DecodeHandler())]
     for host in hosts:
         await host.start()

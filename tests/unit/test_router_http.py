@@ -245,7 +245,7 @@ async def test_a_router_whose_inside_has_failed_says_that_it_has_ended(own, monk
     async def fails():
         raise ZeroDivisionError
 
-    monkeypatch.setattr(router._fleet, "refresh", fails)
+    monkeypatch.setattr(router._fleet.workers[0], "refresh", fails)
     await eventually(lambda: router.ended)
     with pytest.raises(httpx.TransportError):
         await http.get("/health")
