@@ -24,7 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
-from router import app_gaps
+from router import app_gaps, request_fields
 from router.admin import admin_routes
 from router.admin_access import AdminAccess
 from router.admission import Admission
@@ -219,7 +219,7 @@ class Router:
         app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
         app_gaps.install(app)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
-        app_gaps.refuse_beam_search(app.state)
+        request_fields.install(app.state)
         app.include_router(admin_routes(self._fleet))
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
         app.add_route("/ready", ready_endpoint(self._readiness, lambda: self._client.draining), methods=["GET"])
@@ -231,7 +231,7 @@ class Router:
                 await self._fleet.refresh()
             await without_gaps(scope, receive, send)
 
-        return with_deadline(with_retry_after(with_fresh_metrics))
+        return request_fields.with_headers_checked(with_deadline(with_retry_after(with_fresh_metrics)))
 
 
 def _access(settings: RouterSettings) -> Access:

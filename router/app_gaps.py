@@ -9,12 +9,10 @@ import json
 import logging
 from traceback import walk_tb
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.responses import JSONResponse
-from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import VLLMValidationError
 
 from router.asgi import Asgi
 
@@ -39,17 +37,6 @@ def install(app: Any) -> None:
     for kind in _RAISED_BY_READING:
         app.add_exception_handler(kind, _refuse_unreadable)
     app.middleware_stack = None  # vLLM has built it by now, without these; the first request builds it anew
-
-
-def refuse_beam_search(state: Any) -> None:
-    """On the state of vLLM's app: 400 instead of a request for each beam and token, any of which could be refused."""
-    for serving in vars(state)["_state"].values():
-        if isinstance(serving, BeamSearchOnlineMixin):
-            vars(serving)["beam_search"] = _refuse_beam_search
-
-
-def _refuse_beam_search(*_: Any, **__: Any) -> NoReturn:
-    raise VLLMValidationError("beam search is not supported by this server: leave out use_beam_search")
 
 
 async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:

@@ -207,11 +207,9 @@ async def test_prefixes_are_cached_for_one_cache_salt_only_on_prefill_and_on_dec
     assert await computed_and_fetched() == first
 
 
-async def test_what_a_client_says_about_transfers_is_ignored(engines: Engines, text: list[int]):
+async def test_what_a_client_says_about_transfers_is_refused_before_any_work(engines: Engines, text: list[int]):
     """These keys name hosts, ports and other people's KV: only the router may set them."""
     prompt = text[33_000:33_080]
-    await engines.cold()
-    plain = await engines.tokens(prompt, 6)
     handoff = {
         "handoff_id": "stolen",
         "address": "127.0.0.1:1",
@@ -222,17 +220,13 @@ async def test_what_a_client_says_about_transfers_is_ignored(engines: Engines, t
         "num_bytes": 1,
     }
     hostile = {"do_remote_prefill": True, "do_remote_decode": True, "handoff": handoff, "recompute_reason": "mine"}
-    await engines.cold()
     before = await engines.metrics()
-    answer = await engines.tokens(
-        prompt, 6, kv_transfer_params=hostile, vllm_xargs={"kv_transfer_params": "x", "recompute_reason": "mine"}
-    )
+    for field in ({"kv_transfer_params": hostile}, {"vllm_xargs": {"kv_transfer_params": "x"}}):
+        response = await engines.http.post("/v1/completions", json={"model": engines.model, "prompt": prompt, **field})
+        assert response.status_code == 400, response.text
+        assert next(iter(field)) in response.json()["error"]["message"]
     counted = Increase(before, await engines.metrics())
-    assert answer == plain
-    assert counted.sum("ridgeline_requests_total", path="disaggregated", outcome="finished") == 1
-    assert counted.by_label("ridgeline_first_token_total", "mode") == {"continue": 1}
-    assert counted.by_label("ridgeline_fetches_total", "result") == {"ok": 1}
-    assert counted.sum("ridgeline_recompute_total") == 0
+    assert counted.sum("ridgeline_steps_total") == counted.sum("ridgeline_requests_total") == 0
 
 
 REFUSED = {

@@ -17,7 +17,7 @@ from engine.errors import WorkerLost
 
 pytestmark = pytest.mark.engines
 KEY = "a-key-for-this-test-only"
-BODY = {"prompt": "Light is", "max_tokens": 8, "temperature": 0, "kv_transfer_params": {"do_remote_decode": True}}
+BODY = {"prompt": "Light is", "max_tokens": 8, "temperature": 0}
 
 
 def listening() -> dict[str, str]:

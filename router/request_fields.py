@@ -1,0 +1,321 @@
+"""What becomes of each field that a client can send: honoured, refused with 400, or without effect here, and why.
+
+The names are vLLM's. `tests/unit/test_request_fields.py` walks the routes of the app and the schemas of their bodies,
+and fails on a field that is not here, so that the next vLLM cannot add one that is silently dropped; it also sends
+every field to a router and holds it against what is said here. `docs/request_fields.md` is made from this table, and
+the refusals are taken from it (`install`). A field that has its default value, or is null, was not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from starlette.responses import JSONResponse
+from vllm.exceptions import VLLMValidationError
+
+from router.asgi import Asgi
+
+SHOWN = "tests/unit/test_request_fields.py::test_what_is_honoured_changes_what_engines_are_asked_or_the_client_gets"
+DIFFERENTIAL = SHOWN
+SALTS = "tests/engines/test_api.py::test_prefixes_are_cached_for_one_cache_salt_only_on_prefill_and_on_decode"
+CHUNKS = "tests/unit/test_router_http.py::test_text_comes_in_the_clients_chunks_while_workers_send_every_token"
+
+
+@dataclass(frozen=True)
+class Honoured:
+    """The answer is vLLM's to this field. `test` shows it."""
+
+    test: str = SHOWN
+
+
+@dataclass(frozen=True)
+class Refused:
+    """400 with this sentence, before any work. vLLM's own refusals are told by a part of theirs."""
+
+    sentence: str
+    by: Literal["the router", "vLLM"] = "the router"
+    but_for: tuple[Any, ...] = ()
+    """Values besides the default that ask for nothing."""
+    status: int = 400
+
+
+@dataclass(frozen=True)
+class WithoutEffect:
+    """Accepted, and the answer is the same without it."""
+
+    why: str
+
+
+Verdict = Honoured | Refused | WithoutEffect
+
+_NO_BEAMS = Refused("this server does no beam search")
+_OTHER_KV = Refused("it names hosts, ports and other requests' KV, which only the router may")
+_RENDERED_ONLY = WithoutEffect("vLLM reads it where requests are only rendered, which this server does not offer")
+_NO_MEDIA = Refused("are disabled by default", by="vLLM")
+_NO_BEST_OF = Refused("this server answers with every sequence it makes: ask for n", but_for=(1,))
+_NO_BACKEND = Refused("vLLM has no choice of backend for each request any more")
+_NO_GUIDED = Refused("vLLM has no such field any more: use structured_outputs or response_format")
+_TEXT_ONLY = Refused("this server answers with text", but_for=(["text"],))
+_DIFFERENTIAL = Honoured(DIFFERENTIAL)
+
+FIELDS: dict[str, Verdict] = {
+    # what is asked
+    "messages": Honoured(),
+    "prompt": _DIFFERENTIAL,
+    "input": Honoured(),
+    "query": Honoured(),
+    "items": Honoured(),
+    "tokens": Honoured(),
+    "label_token_ids": Honoured(),
+    "model": Honoured(),
+    "system": Honoured(),
+    "instructions": Honoured(),
+    "suffix": Refused("suffix is only supported for models with FIM completion", by="vLLM"),
+    "prompt_embeds": Refused("enable-prompt-embeds", by="vLLM"),
+    # how the prompt is made
+    "tools": Honoured(),
+    "tool_choice": Honoured(),
+    "parallel_tool_calls": WithoutEffect("no answer has tool calls without a tool parser; with one vLLM heeds it"),
+    "documents": Honoured(),
+    "reasoning_effort": Honoured(),
+    "reasoning": Honoured(),
+    "chat_template": Refused("Chat template is passed with request", by="vLLM"),
+    "chat_template_kwargs": Honoured(),
+    "add_generation_prompt": Honoured(),
+    "continue_final_message": Honoured(),
+    "add_special_tokens": Honoured(),
+    "item_first": Honoured(),
+    "truncate_prompt_tokens": Honoured(),
+    "truncation_side": Honoured(),
+    "truncation": Honoured(),
+    "media_io_kwargs": _NO_MEDIA,
+    "mm_processor_kwargs": _NO_MEDIA,
+    "mm_payload": _RENDERED_ONLY,
+    "return_mm_kwargs": _RENDERED_ONLY,
+    "previous_input_messages": Refused("vLLM reads it for some models only: put earlier messages into input"),
+    "previous_response_id": Refused("not found", by="vLLM", status=404),
+    # how tokens are chosen
+    "temperature": _DIFFERENTIAL,
+    "top_p": _DIFFERENTIAL,
+    "top_k": _DIFFERENTIAL,
+    "min_p": _DIFFERENTIAL,
+    "seed": _DIFFERENTIAL,
+    "n": _DIFFERENTIAL,
+    "frequency_penalty": _DIFFERENTIAL,
+    "presence_penalty": _DIFFERENTIAL,
+    "repetition_penalty": _DIFFERENTIAL,
+    "logit_bias": _DIFFERENTIAL,
+    "allowed_token_ids": _DIFFERENTIAL,
+    "bad_words": _DIFFERENTIAL,
+    "structured_outputs": _DIFFERENTIAL,
+    "response_format": _DIFFERENTIAL,
+    "text": Honoured(),
+    "output_config": Honoured(),
+    "repetition_detection": Honoured(),
+    "thinking_token_budget": Refused("reasoning_config is not configured", by="vLLM"),
+    "thinking": Honoured(),
+    "watermarking": Refused("this server has no watermark configured", but_for=(False,)),
+    "use_beam_search": _NO_BEAMS,
+    "length_penalty": Refused("it belongs to beam search, which this server does not do"),
+    "early_stopping": Refused("it belongs to beam search, which this server does not do"),
+    "best_of": _NO_BEST_OF,
+    "guided_decoding_backend": _NO_BACKEND,
+    # where the answer ends
+    "max_tokens": _DIFFERENTIAL,
+    "max_completion_tokens": _DIFFERENTIAL,
+    "max_output_tokens": Honoured(),
+    "min_tokens": _DIFFERENTIAL,
+    "stop": _DIFFERENTIAL,
+    "stop_sequences": Honoured(),
+    "stop_token_ids": _DIFFERENTIAL,
+    "include_stop_str_in_output": _DIFFERENTIAL,
+    "ignore_eos": _DIFFERENTIAL,
+    "max_tool_calls": WithoutEffect("it counts calls of tools that a server runs, and this one runs none"),
+    # what the answer shows
+    "stream": _DIFFERENTIAL,
+    "stream_options": Honoured(),
+    "stream_interval": Honoured(CHUNKS),
+    "logprobs": _DIFFERENTIAL,
+    "top_logprobs": _DIFFERENTIAL,
+    "prompt_logprobs": _DIFFERENTIAL,
+    "logprob_token_ids": _DIFFERENTIAL,
+    "echo": _DIFFERENTIAL,
+    "include": Honoured(),
+    "include_reasoning": Honoured(),
+    "apply_softmax": Honoured(),
+    "skip_special_tokens": Honoured(),
+    "spaces_between_special_tokens": Honoured(),
+    "return_tokens_as_token_ids": Honoured(),
+    "return_token_ids": Honoured(),
+    "return_token_strs": Honoured(),
+    "return_prompt_text": Honoured(),
+    "return_token_offsets": Refused("answers here have no offsets, /tokenize has token_strs", but_for=(False,)),
+    "routed_experts_prompt_start": Refused("answers here do not tell which experts were chosen"),
+    "enable_response_messages": Honoured(),
+    # names, and what belongs to a server
+    "request_id": Honoured(),
+    "user": WithoutEffect("clients are told apart by API key or address"),
+    "session_id": WithoutEffect("vLLM gives it to caches outside the engine, of which there are none"),
+    "metadata": Honoured(),
+    "cache_salt": Honoured(SALTS),
+    "prompt_cache_key": WithoutEffect("vLLM ignores it; `cache_salt` keeps caches apart"),
+    "service_tier": WithoutEffect("there is one tier"),
+    "store": WithoutEffect("nothing is stored"),
+    "background": Refused("does not support `store=True`", by="vLLM"),
+    "priority": Refused("requests are taken in the order in which they come, fair among clients"),
+    "kv_transfer_params": _OTHER_KV,
+    "ec_transfer_params": _OTHER_KV,
+    "vllm_xargs": Refused("it is for extensions of vLLM's engine, of which clients can reach none here"),
+}
+"""Of all bodies, but for those below."""
+
+SPECIAL: dict[tuple[str, str], Verdict] = {
+    ("ResponsesRequest", "prompt"): Refused("prompt template is not supported", by="vLLM"),
+    ("BatchChatCompletionRequest", "n"): Refused("do not support `n > 1`", by="vLLM"),
+    ("BatchChatCompletionRequest", "use_beam_search"): Refused("do not support beam search", by="vLLM"),
+    ("BatchChatCompletionRequest", "tool_choice"): WithoutEffect("a batch takes no tools"),
+    ("AnthropicMessagesRequest", "metadata"): WithoutEffect("clients are told apart by API key or address"),
+    ("ResponsesRequest", "include_reasoning"): WithoutEffect(
+        "no answer tells reasoning apart without a reasoning parser; with one vLLM heeds it"
+    ),
+}
+
+FOREIGN: dict[str, Refused] = {
+    "guided_json": _NO_GUIDED,
+    "guided_regex": _NO_GUIDED,
+    "guided_choice": _NO_GUIDED,
+    "guided_grammar": _NO_GUIDED,
+    "guided_whitespace_pattern": _NO_GUIDED,
+    "guided_decoding_backend": _NO_BACKEND,
+    "best_of": _NO_BEST_OF,
+    "functions": Refused("use tools"),
+    "function_call": Refused("use tool_choice", but_for=("none",)),
+    "logits_processors": Refused("clients cannot bring code to this server"),
+    "modalities": _TEXT_ONLY,
+    "audio": _TEXT_ONLY,
+    "web_search_options": Refused("this server runs no tools"),
+    "lora_request": Refused("this server has no LoRA adapters"),
+}
+"""Of other servers and of older vLLMs: nobody would read them, and the answer would be another than was asked for."""
+
+HEADERS: dict[str, Verdict] = {
+    "authorization": Honoured("tests/unit/test_security_front.py"),
+    "x-api-key": Honoured("tests/unit/test_security_front.py"),
+    "x-request-id": Honoured("tests/unit/test_request_fields.py::test_a_request_id_comes_back_in_the_answer"),
+    "x-ridgeline-timeout-s": Honoured("tests/unit/test_request_fields.py::test_a_client_is_told_when_its_time_is_over"),
+    "x-vllm-priority": Refused(
+        "X-Vllm-Priority must be 0 or absent: requests are taken in the order in which they come, fair among clients"
+    ),
+    "x-data-parallel-rank": Refused("X-data-parallel-rank must be 0 or absent: the router chooses the worker"),
+    "x-session-id": WithoutEffect("vLLM gives it to caches outside the engine, of which there are none"),
+    "traceparent": WithoutEffect("the router exports no traces"),
+    "endpoint-load-metrics-format": WithoutEffect("it tells the load of one engine, and the router has none"),
+}
+
+
+_OURS = WithoutEffect("clients cannot set it; each leg has its own")
+_NOT_OVER_HTTP = WithoutEffect("no field of a body sets it")
+SAMPLING: dict[str, Verdict] = {
+    "detokenize": _OURS,
+    "output_kind": _OURS,
+    "skip_clone": _OURS,
+    "extra_args": _OURS,
+    "skip_reading_prefix_cache": _OURS,
+    "output_text_buffer_length": WithoutEffect(
+        "vLLM derives it from `stop`, and the router's output processor reads it"
+    ),
+    "_eos_token_id": WithoutEffect("vLLM derives it from the model and `ignore_eos`"),
+    "_all_stop_token_ids": WithoutEffect("vLLM derives it from the model and `stop_token_ids`"),
+    "_bad_words_token_ids": WithoutEffect("vLLM derives it from `bad_words`"),
+    "_watermarking_skipped": WithoutEffect("vLLM derives it from `watermarking`"),
+    "prompt_logprob_token_ids": _NOT_OVER_HTTP,
+    "prompt_logprob_start": _NOT_OVER_HTTP,
+    "flat_logprobs": _NOT_OVER_HTTP,
+    "trace_decode_token_ids": _NOT_OVER_HTTP,
+}
+"""Of vLLM's SamplingParams, those that no body has under the same name."""
+
+
+def verdict(model: str, field: str) -> Verdict | None:
+    """What becomes of a field of a body of vLLM's, by the names of both; None if nobody has said."""
+    return SPECIAL.get((model, field)) or FIELDS.get(field)
+
+
+def refusal(request: BaseModel) -> VLLMValidationError | None:
+    """Why this body is refused, if it is."""
+    fields = type(request).model_fields
+    for name in request.model_fields_set:
+        said = verdict(type(request).__name__, name) if name in fields else FOREIGN.get(name)
+        if not isinstance(said, Refused) or said.by == "vLLM":
+            continue
+        default = fields[name].get_default(call_default_factory=True) if name in fields else None
+        if getattr(request, name) not in (None, [], {}, default, *said.but_for):
+            return VLLMValidationError(f"{name} is not supported by this server: {said.sentence}", parameter=name)
+    return None
+
+
+def install(state: Any) -> None:
+    """On the state of vLLM's app: each of its handlers asks here before it does anything."""
+    for serving in vars(state)["_state"].values():
+        for name in ("_check_model", "create_messages", "count_tokens"):  # Anthropic's convert their body, then ask
+            asked = getattr(serving, name, None)
+            if asked is not None:
+                vars(serving)[name] = _refusing(serving, asked)
+
+
+def _refusing(serving: Any, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def ask(request: Any, *rest: Any) -> Any:
+        error = refusal(request)
+        return await handler(request, *rest) if error is None else serving.create_error_response(error)
+
+    return ask
+
+
+def with_headers_checked(app: Asgi) -> Asgi:
+    """An ASGI app that refuses headers which ask for what this server does not do."""
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        for raw_name, value in scope.get("headers", ()) if scope["type"] == "http" else ():
+            said = HEADERS.get(raw_name.decode("latin-1"))
+            if isinstance(said, Refused) and value.strip() not in (b"", b"0"):
+                error = {"message": said.sentence, "type": "BadRequestError", "param": raw_name.decode(), "code": 400}
+                await JSONResponse({"error": error}, 400)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return call
+
+
+def as_markdown() -> str:
+    """The tables of `docs/request_fields.md`."""
+    rows = [
+        (f"`{name}`", "" if not (models := _special(name)) else f"all but {models}", FIELDS[name]) for name in FIELDS
+    ]
+    rows += [(f"`{name}`", f"`{model}`", said) for (model, name), said in SPECIAL.items()]
+    rows += [(f"`{name}`", "unknown to vLLM", said) for name, said in FOREIGN.items()]
+    tables = [
+        ("Fields of bodies", "field", sorted(rows)),
+        ("Headers", "header", [(f"`{name}`", "", said) for name, said in sorted(HEADERS.items())]),
+        ("What only vLLM's `SamplingParams` have", "field", [(f"`{n}`", "", said) for n, said in SAMPLING.items()]),
+    ]
+    return "\n".join(
+        f"## {title}\n\n| {first} | of | here |\n|---|---|---|\n"
+        + "".join(f"| {name} | {where} | {_in_words(said)} |\n" for name, where, said in table)
+        for title, first, table in tables
+    )
+
+
+def _special(name: str) -> str:
+    return ", ".join(f"`{model}`" for model, field in SPECIAL if field == name)
+
+
+def _in_words(said: Verdict) -> str:
+    if isinstance(said, Honoured):
+        return f"honoured: `{said.test.partition('::')[0]}`"
+    if isinstance(said, WithoutEffect):
+        return f"without effect: {said.why}"
+    unless = f", unless it is {' or '.join(repr(value) for value in said.but_for)}" if said.but_for else ""
+    return f"refused with {said.status} by {said.by}{unless}: {said.sentence}"
