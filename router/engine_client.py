@@ -44,10 +44,6 @@ logger = logging.getLogger(__name__)
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 SUPPORTED_TASKS = ("generate",)
-NO_PRIORITIES = (
-    "priority must be 0, in the body and in X-Vllm-Priority: this server takes requests in the order in which they "
-    "come, fair among its clients"
-)
 
 
 class RouterEngineClient(EngineClient):
@@ -120,8 +116,6 @@ class RouterEngineClient(EngineClient):
         Raises at once, not at the first output, so that a refusal has its HTTP status in a streaming response too:
         GracefulHTTPError (429, 503) or VLLMValidationError (400).
         """
-        if priority != 0:
-            raise VLLMValidationError(NO_PRIORITIES, parameter="priority", value=priority)
         request = self.input_processor.process_inputs(
             request_id,
             prompt,

@@ -107,21 +107,6 @@ async def test_what_no_worker_could_be_asked_for_is_a_bad_request_and_holds_noth
         assert says in text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("header", ["1", str(10**30), "-3"])
-async def test_a_priority_has_no_effect_on_these_workers_and_is_a_bad_request(served, header, stream):
-    http, prefill, _ = served
-    before = len(prefill.calls)
-    answers = [
-        await http.post("/v1/completions", json=body(stream=stream), headers={"X-Vllm-Priority": header}),
-        await http.post("/v1/completions", json=body(stream=stream, priority=5)),
-    ]
-    for answer in answers:
-        assert answer.status_code == 400
-        assert "priority must be 0" in answer.json()["error"]["message"]
-    assert len(prefill.calls) == before
-
-
 @pytest.mark.parametrize("fields", [{"cache_salt": "tenant-a"}, {}], ids=["salted", "plain"])
 async def test_a_cache_salt_reaches_the_engine_of_every_leg(served, fields):
     http, prefill, decode = served
@@ -144,14 +129,6 @@ async def test_text_comes_in_the_clients_chunks_while_workers_send_every_token(s
     chunks = [choice["token_ids"] for event in events for choice in event["choices"] if choice["token_ids"]]
     assert [len(chunk) for chunk in chunks] == [1, 8]
     assert {call.params.stream_interval for call in (prefill.calls[-1], decode.calls[-1])} == {None}
-
-
-@pytest.mark.parametrize("rank", ["1", "-1", str(10**30)])
-async def test_a_rank_that_no_engine_has_is_a_bad_request(served, rank):
-    http, _, _ = served
-    answer = await http.post("/v1/completions", json=body(), headers={"X-data-parallel-rank": rank})
-    assert answer.status_code == 400
-    assert "out of range" in answer.json()["error"]["message"]
 
 
 async def test_a_failure_that_nobody_has_foreseen_ends_the_request_with_500(served, monkeypatch):
