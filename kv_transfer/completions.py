@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kv_transfer.handoff import FetchReceipt
 
@@ -42,6 +42,17 @@ class TransferStats:
     """As they were written to the pool."""
     fetches_total: Mapping[str, int]
     """By result: "ok", or the receipt's reason ("cancelled", "lease_expired", ...)."""
+
+    def since(self, before: TransferStats) -> TransferStats:
+        """What is open now, and what was counted after `before`; a result that has not come since is absent."""
+        gained = {name: count - before.fetches_total.get(name, 0) for name, count in self.fetches_total.items()}
+        return replace(
+            self,
+            expired_leases_total=self.expired_leases_total - before.expired_leases_total,
+            bytes_sent_total=self.bytes_sent_total - before.bytes_sent_total,
+            bytes_received_total=self.bytes_received_total - before.bytes_received_total,
+            fetches_total={name: count for name, count in gained.items() if count},
+        )
 
 
 class CompletionBoard:
