@@ -6,11 +6,11 @@ import asyncio
 import logging
 import sys
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
@@ -18,6 +18,7 @@ from cluster import doctor as doctor_checks
 from cluster.api_keys import ApiKeyError
 from cluster.config import ConfigError, LoadedConfig, Mode, explain, load_config
 from cluster.model_store import ModelError, prepare_model
+from cluster.plan_options import with_plan
 from loadtest.errors import LoadTestError
 from loadtest.plan import ComparePlan, ReplayPlan
 from roofline.errors import RooflineError
@@ -228,102 +229,30 @@ def drain(
     run(drain_worker(url, worker, timeout_s, force=force, admin_key_file=admin_key_file, console=console))
 
 
-TraceOption = Annotated[
-    str, typer.Option(help="demo, an Azure CSV, a Mooncake JSONL, or poisson:rate=2,input=512,output=64,n=100")
-]
-RateOption = Annotated[float | None, typer.Option(help="rescale time to this mean rate, requests per second")]
-LimitOption = Annotated[int | None, typer.Option(help="first N requests only")]
-TimeScaleOption = Annotated[float, typer.Option(help="multiply the gaps between arrivals")]
-InputOption = Annotated[int | None, typer.Option(help="longest prompt; longer ones are clipped, and counted")]
-OutputOption = Annotated[int | None, typer.Option(help="longest output; longer ones are clipped, and counted")]
-SloTtftOption = Annotated[float, typer.Option(help="goodput: TTFT at most this many ms")]
-SloTpotOption = Annotated[float, typer.Option(help="goodput: TPOT at most this many ms")]
-SeedOption = Annotated[int, typer.Option(help="seed of prompts and jitter")]
-
-
-def make_plan(kind: type[ReplayPlan], **values: Any) -> Any:
-    """A checked plan; ends the command with one sentence for each problem."""
-    try:
-        return kind(**{name: value for name, value in values.items() if value is not None})
-    except ValidationError as error:
-        fail(
-            [
-                f"{'.'.join(map(str, d['loc'])) or 'plan'}: {d['msg'].removeprefix('Value error, ')}"
-                for d in error.errors()
-            ],
-            2,
-        )
-        raise
-
-
 @app.command()
+@with_plan(ReplayPlan, partial(fail, status=2))
 def replay(
+    plan: ReplayPlan,
     url: Annotated[str, typer.Option(help="a running server")] = "http://127.0.0.1:8000",
-    trace: TraceOption = "demo",
-    rate: RateOption = None,
-    time_scale: TimeScaleOption = 1.0,
-    limit: LimitOption = None,
-    max_input_tokens: InputOption = None,
-    max_output_tokens: OutputOption = None,
-    slo_ttft_ms: SloTtftOption = 2000.0,
-    slo_tpot_ms: SloTpotOption = 100.0,
-    deadline_s: Annotated[float, typer.Option(help="a request that takes longer has failed")] = 120.0,
-    seed: SeedOption = 0,
     out: Annotated[Path | None, typer.Option(help="folder for summary.json and records.jsonl")] = None,
 ) -> None:
     """Replay a trace against a running server, open loop, and print TTFT, TPOT and goodput."""
     from cluster.loadtest_commands import replay_command
 
-    plan = make_plan(
-        ReplayPlan,
-        trace=trace,
-        rate=rate,
-        time_scale=time_scale,
-        limit=limit,
-        max_input_tokens=max_input_tokens,
-        max_output_tokens=max_output_tokens,
-        slo_ttft_ms=slo_ttft_ms,
-        slo_tpot_ms=slo_tpot_ms,
-        deadline_s=deadline_s,
-        seed=seed,
-    )
     run(replay_command(url, plan, out, console))
 
 
 @app.command()
+@with_plan(ComparePlan, partial(fail, status=2))
 def compare(
+    plan: ComparePlan,
     out: Annotated[Path, typer.Option(help="folder for summary.json and report.html")],
     config: ConfigOption = None,
-    trace: TraceOption = "demo",
-    rounds: Annotated[int, typer.Option(help="rounds of each mode, at least 2")] = 2,
-    rate: RateOption = None,
-    time_scale: TimeScaleOption = 1.0,
-    limit: LimitOption = None,
-    max_input_tokens: InputOption = None,
-    max_output_tokens: OutputOption = None,
-    slo_ttft_ms: SloTtftOption = 2000.0,
-    slo_tpot_ms: SloTpotOption = 100.0,
-    deadline_s: Annotated[float, typer.Option(help="a request that takes longer has failed")] = 120.0,
-    seed: SeedOption = 0,
     settings: SetOption = None,
 ) -> None:
     """Colocated against disaggregated on the same cores and the same requests, in alternation."""
     from cluster.loadtest_commands import compare_command, equal_hardware
 
-    plan = make_plan(
-        ComparePlan,
-        trace=trace,
-        rounds=rounds,
-        rate=rate,
-        time_scale=time_scale,
-        limit=limit,
-        max_input_tokens=max_input_tokens,
-        max_output_tokens=max_output_tokens,
-        slo_ttft_ms=slo_ttft_ms,
-        slo_tpot_ms=slo_tpot_ms,
-        deadline_s=deadline_s,
-        seed=seed,
-    )
     loaded = load(config, settings, both_modes=True)
     unequal = equal_hardware(loaded.config)
     if unequal is not None:

@@ -1,8 +1,11 @@
-"""What to run, checked before anything starts. Built by the command line; read by `replay` and `compare`."""
+"""What to run, checked before anything starts. Built by the command line; read by `replay` and `compare`.
+
+Each field is an option of the commands, and its description their help (`cluster.plan_options`).
+"""
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Mode = Literal["colocated", "disaggregated"]
 COLOCATED: Mode = "colocated"
@@ -27,24 +30,30 @@ class ReplayPlan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    trace: str = "demo"
-    time_scale: float = 1.0
-    rate: float | None = None
-    limit: int | None = None
-    duration_s: float | None = None
-    length_scale: float = 1.0
-    max_input_tokens: int | None = None
-    max_output_tokens: int | None = None
-    too_long: Literal["clip", "drop"] = "clip"
-    jitter_s: float = 0.0
-    seed: int = 0
-    warmup_requests: int = 2
-    deadline_s: float = 120.0
-    settle_s: float = 1.0
-    slo_ttft_ms: float = 2000.0
-    slo_tpot_ms: float = 100.0
-    model: str | None = None
-    tokenizer: str | None = None
+    trace: str = Field(
+        "demo", description="demo, an Azure CSV, a Mooncake JSONL, or poisson:rate=2,input=512,output=64,n=100"
+    )
+    time_scale: float = Field(1.0, description="multiply the gaps between arrivals")
+    rate: float | None = Field(None, description="rescale time to this mean rate, requests per second")
+    limit: int | None = Field(None, description="first N requests only")
+    duration_s: float | None = Field(None, description="only the requests of the trace's first so many seconds")
+    length_scale: float = Field(1.0, description="multiply the lengths of prompts and outputs")
+    max_input_tokens: int | None = Field(None, description="longest prompt; what is longer goes by --too-long")
+    max_output_tokens: int | None = Field(None, description="longest output; what is longer goes by --too-long")
+    too_long: Literal["clip", "drop"] = Field(
+        "clip", description="what becomes of a request that is too long: cut to fit, or left out; either is counted"
+    )
+    jitter_s: float = Field(0.0, description="delay each arrival by up to so many seconds, drawn by the seed")
+    seed: int = Field(0, description="seed of prompts and jitter")
+    warmup_requests: int = Field(2, description="sent before, one at a time, and in no figure")
+    deadline_s: float = Field(120.0, description="a request that takes longer has failed")
+    settle_s: float = Field(1.0, description="between two readings of /metrics, which are repeated until two agree")
+    slo_ttft_ms: float = Field(2000.0, description="goodput: TTFT at most this many ms")
+    slo_tpot_ms: float = Field(100.0, description="goodput: TPOT at most this many ms")
+    served_name: str | None = Field(None, description="of the models that the server has; without it the first")
+    tokenizer: str | None = Field(
+        None, description="directory or hub name of the model's tokenizer; without it what the server says"
+    )
 
     @property
     def slo(self) -> Slo:
@@ -68,8 +77,8 @@ class ReplayPlan(BaseModel):
     @field_validator("jitter_s", "warmup_requests", "settle_s")
     @classmethod
     def _not_negative(cls, value: float) -> float:
-        if value < 0:
-            raise ValueError(f"must be 0 or more, not {value:g}")
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"must be a number, 0 or more, not {value:g}")
         return value
 
     @model_validator(mode="after")
@@ -82,7 +91,7 @@ class ReplayPlan(BaseModel):
 class ComparePlan(ReplayPlan):
     """The same trace replayed against both modes, in counterbalanced rounds."""
 
-    rounds: int = MIN_ROUNDS
+    rounds: int = Field(MIN_ROUNDS, description=f"rounds of each mode, at least {MIN_ROUNDS}")
 
     @field_validator("rounds")
     @classmethod

@@ -49,7 +49,7 @@ async def run_replay(
     """Warm up, scrape, replay, scrape. Raises LoadTestError; failed requests are records, not errors."""
     trace = shape_trace(load_trace(plan.trace), plan)
     async with open_client(base_url) as client:
-        card = await first_model(client, plan.model)
+        card = await first_model(client, plan.served_name)
         trace = fit_context(trace, card.max_model_len)
         maker = await asyncio.to_thread(_prompt_maker, trace, plan, card)
         await _warm_up(client, plan, card.id, maker, trace, round_index)
@@ -70,7 +70,7 @@ async def run_replay(
 def _prompt_maker(trace: Trace, plan: ReplayPlan, card: ModelCard) -> PromptMaker:
     tokenizer = plan.tokenizer or card.root
     if tokenizer is None:
-        raise LoadTestError("the server does not say where its model's tokenizer is: pass tokenizer=PATH")
+        raise LoadTestError("the server does not say where its model's tokenizer is: pass --tokenizer PATH")
     return PromptMaker(TextWindows(load_text_tokens(tokenizer), plan.seed), trace, plan.warmup_requests)
 
 

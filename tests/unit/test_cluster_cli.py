@@ -5,6 +5,7 @@ import json
 import fake_engine  # noqa: F401 - imports vLLM quietly
 import pytest
 import ray
+import typer
 from typer.testing import CliRunner
 
 import cluster.cli
@@ -13,6 +14,7 @@ import cluster.serve
 from cluster.cli import app
 from cluster.doctor import CheckResult
 from cluster.serve import Unfit
+from loadtest.plan import ComparePlan, ReplayPlan
 
 COMMANDS = ("serve", "doctor", "model", "roofline", "replay", "compare", "bench")
 
@@ -202,6 +204,7 @@ def test_a_model_that_cannot_be_prepared_is_named(ridgeline):
         (["--rate", "2", "--time-scale", "3"], 2, "rate and time_scale both rescale time: give one of them"),
         (["--rate", "0"], 2, "rate: must be a number above 0"),
         (["--limit", "0"], 2, "limit: must be 1 or more"),
+        (["--jitter-s", "nan"], 2, "jitter_s: must be a number, 0 or more"),
         (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: must be a number above 0"),
     ],
 )
@@ -214,6 +217,28 @@ def test_a_plan_that_cannot_work_is_refused_before_anything_starts(
     assert error.startswith("error:")
     assert sentence in error
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("command", "kind"), [("replay", ReplayPlan), ("compare", ComparePlan)])
+def test_every_field_of_the_plan_is_an_option_that_says_what_it_does(command, kind):
+    options = {one.name: one for one in typer.main.get_command(app).commands[command].params}
+    for name, field in kind.model_fields.items():
+        assert options[name].opts == [f"--{name.replace('_', '-')}"]
+        assert options[name].help
+        assert options[name].default == field.default
+
+
+def test_the_options_reach_the_plan(ridgeline, monkeypatch):
+    plans = []
+
+    async def noted(url, plan, out, console):
+        plans.append(plan)
+
+    monkeypatch.setattr(cluster.loadtest_commands, "replay_command", noted)
+    flags = "--length-scale 0.5 --too-long drop --jitter-s 0.25 --duration-s 9 --served-name m --warmup-requests 0"
+    assert ridgeline("replay", *flags.split())[0] == 0
+    asked = {"length_scale": 0.5, "too_long": "drop", "jitter_s": 0.25, "duration_s": 9, "served_name": "m"}
+    assert plans == [ReplayPlan(warmup_requests=0, **asked)]
 
 
 def test_replay_without_a_server_says_where_it_looked(ridgeline):
