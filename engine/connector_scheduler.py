@@ -52,6 +52,8 @@ class SchedulerSide:
         """Those of them whose whole prompt was in the local prefix cache when vLLM last asked."""
         self._fetching: dict[str, bool] = {}
         """Fetch asked for, its end not yet reported; False once aborted. vLLM holds the blocks as long either way."""
+        self._growing_source: dict[str, KvHandoff] = {}
+        """What those of them that wait for no first token follow: if such a fetch fails, nobody else releases it."""
         self._publishing: set[str] = set()
         """Finished requests whose blocks stay pinned until the worker side says they are sent."""
         self._receipts: dict[str, FetchReceipt] = {}
@@ -133,6 +135,8 @@ class SchedulerSide:
         needed = handoff.num_blocks - first_block
         targets = list(blocks.get_unhashed_block_ids_all_groups()[0])[:needed]
         self._fetching[request.request_id] = True
+        if not handoff.complete and request.request_id not in self._following:
+            self._growing_source[request.request_id] = handoff
         self._next.fetch.append(Fetch(request.request_id, handoff, first_block, targets))
 
     # --- the step
@@ -172,6 +176,7 @@ class SchedulerSide:
         if output.finished_recving:
             output.finished_recving &= self._fetching.keys()
             for request_id in output.finished_recving:
+                self._end_growing(request_id, self._receipts.get(request_id))
                 if not self._fetching.pop(request_id):
                     self._receipts.pop(request_id, None)  # nobody will ask for it any more
                     continue
@@ -192,6 +197,12 @@ class SchedulerSide:
             self._complete(request_id, receipt)
         elif receipt is not None and receipt.outcome == "failed":
             self._accountant.recompute(request_id, receipt.reason)
+
+    def _end_growing(self, request_id: str, receipt: FetchReceipt | None) -> None:
+        """The service keeps a hand-off that grew for another leg to fetch, but this one computes the prompt itself."""
+        handoff = self._growing_source.pop(request_id, None)
+        if handoff is not None and receipt is not None and receipt.outcome == "failed":
+            self._next.release.append(handoff)
 
     # --- the end of a request
 

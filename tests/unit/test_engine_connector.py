@@ -272,6 +272,23 @@ def test_an_abort_during_the_fetch_cancels_it_and_leaves_the_blocks_to_vllm_unti
     assert recomputes(side) == {}
 
 
+@pytest.mark.parametrize("aborted", [False, True], ids=["goes on", "aborted meanwhile"])
+def test_a_hand_off_that_grew_is_released_when_its_fetch_failed_and_decode_computes_the_prompt(side, aborted):
+    growing = msgspec.structs.replace(HANDOFF, complete=False)
+    request = a_fetching_request(prompt=70, handoff=growing)  # samples the first token itself: it waits for none
+    start_fetch(side, request)
+    if aborted:
+        end(side, request)
+    report(side, {"r": TIMED_OUT}, finished_recving={"r"}, failed_recving={"r"})
+    assert side.take_instructions(IDLE).release == [growing]
+
+
+def test_a_hand_off_that_grew_and_came_whole_was_released_by_the_fetch(side):
+    start_fetch(side, a_fetching_request(prompt=70, handoff=msgspec.structs.replace(HANDOFF, complete=False)))
+    report(side, {"r": OK}, finished_recving={"r"})
+    assert side.take_instructions(IDLE).release == []
+
+
 def test_an_abort_before_scheduling_releases_the_source(side):
     request = a_fetching_request()
     side.on_new_request(request)
