@@ -9,7 +9,7 @@ MODEL_READY := $(VENV)/.model-ready
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test unit transports fuzz lint bench-unloaded chaos kill-decode soak clean
+.PHONY: help setup model demo test unit transports fuzz lint bench-unloaded chaos kill-decode stress soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -53,6 +53,9 @@ chaos: model     ## workers killed, stopped and cut off under load: nothing may 
 
 kill-decode: model  ## 20 streams whose decode worker is killed in the middle must all be completed (SEED=1)
 	@$(BIN)/python -m tests.chaos.kill_decode --seed $(SEED)
+
+stress: model    ## 3,000 mixed requests, half of whose clients leave, at every moment: nothing may stay held (ROUNDS=1 SEED=1)
+	@$(BIN)/python -m tests.chaos.stress --seed $(SEED) --rounds $(or $(ROUNDS),1) --requests $(or $(REQUESTS),3000)
 
 soak: model      ## memory of every process over 2,000 small requests
 	@$(BIN)/python -m tests.chaos.soak

@@ -17,6 +17,7 @@ from kv_transfer.tls_files import TlsFiles
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
+LEASE_S = 30.0  # as in that file
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
 OWN_DEPLOYMENT = (
     "test_processes.py",
@@ -74,16 +75,28 @@ async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> As
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def engines(pytestconfig: pytest.Config) -> AsyncIterator[Any]:
+async def deployment(pytestconfig: pytest.Config) -> AsyncIterator[Any]:
     """The deployment, once per session."""
     async with deployed({"model.dtype": pytestconfig.getoption("--dtype")}) as engines:
         yield engines
 
 
+@pytest_asyncio.fixture(loop_scope="session")
+async def engines(deployment: Any, figure: Callable[[str], None]) -> Any:
+    """The deployment of the session, holding nothing.
+
+    What another test has left is waited out and told, so that one failure does not become many.
+    """
+    left = await deployment.leftovers()
+    if left and (left := await deployment.becomes_idle(LEASE_S + 5.0)):
+        figure(f"before this test, and not by it, was held: {left}")
+    return deployment
+
+
 @pytest.fixture(scope="session")
-def text(engines: Any) -> list[int]:
+def text(deployment: Any) -> list[int]:
     """Tokens of a whole book, to cut prompts from."""
-    return book(engines)
+    return book(deployment)
 
 
 def book(engines: Any) -> list[int]:

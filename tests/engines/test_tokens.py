@@ -41,14 +41,14 @@ def prompts_of(text: list[int], lengths: list[int], start: int) -> list[list[int
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def references(engines: Engines, text: list[int]) -> list[tuple[list[int], list[int]]]:
+async def references(deployment: Engines, text: list[int]) -> list[tuple[list[int], list[int]]]:
     """60 prompts, and what one engine answers to each with a cold cache."""
     lengths = sixty_lengths()
     assert (len(lengths), lengths[0], lengths[-1]) == (60, 1, 1200)
     answers = []
     for prompt in prompts_of(text, lengths, start=0):
-        await engines.cold()
-        answers.append((prompt, (await engines.reference(prompt, NUM_OUTPUT_TOKENS)).token_ids))
+        await deployment.cold()
+        answers.append((prompt, (await deployment.reference(prompt, NUM_OUTPUT_TOKENS)).token_ids))
     return answers
 
 
