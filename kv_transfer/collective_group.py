@@ -13,6 +13,7 @@ next. A broken group is dropped and another one formed.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -173,8 +174,8 @@ class PairGroup:
         try:
             yield
         except RuntimeError as error:  # all that torch raises here; its subclasses tell nothing more
-            self.break_off()
             late = deadline_s is not None and time.monotonic() >= deadline_s
+            self.break_off()
             reason = errors.TIMEOUT if late else errors.UNREACHABLE
             raise errors.TransferFailed(reason, f"{self._peer}: {_first_line(error)}") from error
 
@@ -240,7 +241,9 @@ class _Gloo(_End):
         return self._group.recv([tensor], self._peer, _DATA_TAG)
 
     def wait(self, work: Any, deadline_s: float) -> None:
-        work.wait(timedelta(seconds=max(1e-3, deadline_s - time.monotonic())))
+        # Torch cuts what it is given to whole milliseconds: a wait must not end before its time is up.
+        left_ms = math.ceil(1e3 * (deadline_s - time.monotonic()))
+        work.wait(timedelta(milliseconds=max(1, left_ms)))
 
     def close(self) -> None:
         """Gloo's own `abort` leaves waiters waiting; a wait that times out closes the connection, which does not."""

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -78,6 +79,26 @@ def test_a_tensor_that_never_comes_is_a_timeout_and_breaks_the_group(pair):
         fetcher.receive(torch.empty(4, dtype=torch.uint8), time.monotonic() + 0.1)
     assert caught.value.reason == errors.TIMEOUT
     assert fetcher.broken
+
+
+class NothingComes:
+    """As gloo's own: waits for so many whole milliseconds, and not a moment longer."""
+
+    def wait(self, patience: timedelta) -> None:
+        until_s = time.monotonic() + (patience // timedelta(milliseconds=1)) / 1e3
+        while time.monotonic() < until_s:
+            pass
+        raise RuntimeError("timed out")
+
+
+def test_a_wait_that_ends_on_time_is_told_as_a_timeout_however_soon_after(pair, monkeypatch):
+    _, fetcher = pair
+    end = fetcher._end
+    monkeypatch.setattr(end, "post_receive", lambda _: NothingComes())
+    monkeypatch.setattr(end, "close", lambda: None)  # closing takes a while, in which the time may run out after all
+    with pytest.raises(errors.TransferFailed) as caught:
+        fetcher.receive(torch.empty(4, dtype=torch.uint8), time.monotonic() + 0.0309)
+    assert caught.value.reason == errors.TIMEOUT
 
 
 @pytest.mark.parametrize("who", [SOURCE_RANK, FETCHER_RANK])
