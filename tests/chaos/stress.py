@@ -41,6 +41,7 @@ from tests.engines.tiny_model import make_tiny_model
 
 MAX_MODEL_LEN_TOKENS: Final = 1024
 STEP_TOKENS: Final = 128
+LONGEST_PROMPT_TOKENS: Final = 600
 LEASE_S: Final = 30.0
 HELD_WITHIN_S: Final = 2.0
 WAITED_OUT_WITHIN_S: Final = LEASE_S + 10.0
@@ -84,14 +85,16 @@ class Tally:
     wall_s: float = 0.0
 
 
-def plan(seed: int, number: int, text: Sequence[int]) -> Plan:
+def plan(seed: int, number: int, text: Sequence[int], longest_tokens: int = LONGEST_PROMPT_TOKENS) -> Plan:
     """Short prompts mostly, some of several steps, some that are cached; every way of sampling and of ending."""
     rng = random.Random(f"{seed}/{number}")
-    length = rng.choice([rng.randint(1, 60)] * 12 + [rng.randint(60, 250)] * 2 + [rng.randint(250, 600)])
+    length = rng.choice(
+        [rng.randint(1, 60)] * 12 + [rng.randint(60, 250)] * 2 + [rng.randint(250, LONGEST_PROMPT_TOKENS)]
+    )
     start = rng.choice([0, rng.randrange(len(text) - 700), rng.randrange(len(text) - 700)])
     kind, extra = rng.choice(list(_kinds(rng).items()))
     body = {
-        "prompt": list(text[start : start + length]),
+        "prompt": list(text[start : start + min(length, longest_tokens)]),
         "max_tokens": rng.choice([1, 2, 3, rng.randint(4, 24), rng.randint(4, 24)]),
         "temperature": 0,
         "ignore_eos": True,
