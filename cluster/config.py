@@ -139,12 +139,14 @@ _SECTIONS = {path for path, is_section in _fields(RidgelineConfig) if is_section
 _LEAVES = [path for path, is_section in _fields(RidgelineConfig) if not is_section]
 
 
+_TABLES = [path for path in _LEAVES if path.rpartition(".")[2] in ("resources", "engine_args", "server_args")]
+
+
 def _leaf_of(path: str) -> str | None:
-    """The setting a path assigns to: itself, or `resources` for an entry of that table."""
+    """The setting a path assigns to: itself, or a table such as `resources` for one of its entries."""
     if path in _LEAVES:
         return path
-    table, _, entry = path.partition(".resources.")
-    return f"{table}.resources" if entry and f"{table}.resources" in _LEAVES else None
+    return next((table for table in _TABLES if path.startswith(f"{table}.")), None)
 
 
 def _read_file(path: Path, problems: list[str]) -> list[_Assignment]:
@@ -227,7 +229,7 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> None:
         values = values[section]
     if path == leaf:
         values[name] = value
-    else:  # one entry of a `resources` table; its name may itself contain dots
+    else:  # one entry of a table; its name may itself contain dots
         values[name] = {**(values[name] or {}), path.removeprefix(f"{leaf}."): value}
 
 

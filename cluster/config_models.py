@@ -5,10 +5,12 @@ variables of its own. `cluster.config` fills it from YAML and flags; import the 
 """
 
 from ipaddress import IPv6Address
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, IPvAnyNetwork, TypeAdapter
 
+from engine import passed_args
 from kv_transfer.names import AS_THEY_ARE, LONGEST_FETCH_DEADLINE_S, WireDtype
 from kv_transfer.tls_files import TlsFiles
 
@@ -114,6 +116,9 @@ class PoolConfig(_Section):
     )
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="custom Ray resources each worker takes, to bind a pool to a node type"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of vLLM's engine for this pool alone, over those of engine_args"
     )
 
     @property
@@ -253,6 +258,15 @@ class RidgelineConfig(_Section):
     router: RouterConfig = RouterConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     security: SecurityConfig = SecurityConfig()
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="vLLM's own arguments for all engines, and for the router as far as they say what the model is: "
+        "gpu_memory_utilization, max_logprobs, revision ...; what would break the split is refused by name",
+    )
+    server_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="vLLM's own arguments for its HTTP front: tool_call_parser, chat_template ...",
+    )
 
     def active_pools(self) -> dict[PoolName, PoolConfig]:
         """The pools that run in this mode, in the order they are placed."""
@@ -263,6 +277,10 @@ class RidgelineConfig(_Section):
     def all_pools(self) -> dict[PoolName, PoolConfig]:
         """Every pool, whatever the mode: `compare` runs both modes from one configuration."""
         return {"prefill": self.pools.prefill, "decode": self.pools.decode, "colocated": self.pools.colocated}
+
+    def args_of(self, pool: PoolName) -> dict[str, Any]:
+        """Arguments of vLLM's engine in this pool."""
+        return {**self.engine_args, **self.all_pools()[pool].engine_args}
 
     def window_tokens(self, pool: PoolName) -> int:
         """Prompt tokens that a worker of this pool has at a time."""
@@ -284,6 +302,7 @@ def conflicts(config: RidgelineConfig) -> list[str]:
         *_router_conflicts(config),
         *(_transfer_conflicts(config) if config.mode == "disaggregated" else ()),
         *_security_conflicts(config),
+        *_passed_conflicts(config),
     ]
 
 
@@ -405,6 +424,42 @@ def _security_conflicts(config: RidgelineConfig) -> list[str]:
             "with security.tls: set transfer.transport to auto or grpc."
         ]
     return []
+
+
+def _passed_conflicts(config: RidgelineConfig) -> list[str]:
+    """What is wrong with the arguments for vLLM, alone or beside our own settings."""
+    found = [*passed_args.engine_problems("engine_args", config.engine_args, one_pool=False)]
+    found += passed_args.reasoning_problems("engine_args", config.engine_args)
+    found += passed_args.server_problems("server_args", config.server_args)
+    for name, pool in config.active_pools().items():
+        found += passed_args.engine_problems(f"pools.{name}.engine_args", pool.engine_args, one_pool=True)
+        if pool.kv_cache_bytes is not None and "gpu_memory_utilization" in config.args_of(name):
+            found.append(
+                f"gpu_memory_utilization has no effect on pools.{name}, whose KV cache is sized by kv_cache_bytes "
+                f"({pool.kv_cache_bytes}): leave one of them out, kv_cache_bytes by setting it to null."
+            )
+    kv_dtype = str(config.engine_args.get("kv_cache_dtype", "auto"))
+    if kv_dtype.startswith(("fp8", "int8", "nvfp4", "turboquant")) and config.transfer.wire_dtype != "none":
+        found.append(
+            f"transfer.wire_dtype ({config.transfer.wire_dtype}) cannot round engine_args.kv_cache_dtype ({kv_dtype}) "
+            "once more: set transfer.wire_dtype to none."
+        )
+    return [*found, *_file_conflicts(config)]
+
+
+def _file_conflicts(config: RidgelineConfig) -> list[str]:
+    """Files that arguments for vLLM name."""
+    template = config.server_args.get("chat_template")
+    named = {
+        "server_args.chat_template": None if passed_args.is_template(template) else template,
+        "server_args.tool_parser_plugin": config.server_args.get("tool_parser_plugin"),
+        "engine_args.reasoning_parser_plugin": config.engine_args.get("reasoning_parser_plugin"),
+    }
+    return [
+        f"{setting}: there is no file {path}: name one that exists."
+        for setting, path in named.items()
+        if isinstance(path, str) and path and not Path(path).is_file()
+    ]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cluster.actors import NodePlace
 from cluster.api_keys import KeyHashes, key_hashes
@@ -13,6 +15,7 @@ from cluster.doctor import resolve_dtype
 from cluster.host_facts import read_model_facts
 from cluster.model_heads import head_conflicts
 from cluster.model_store import ModelError, prepare_model
+from engine import passed_args
 from engine.config import EngineConfig, HostSettings
 from router.settings import RouterSettings
 
@@ -38,6 +41,9 @@ class Plan:
     model_path: Path
     dtype: str
     served_name: str
+    engine_args: Mapping[str, Any]
+    """For every engine and the router, files by their whole paths."""
+    server_args: Mapping[str, Any]
     workers: tuple[PlannedWorker, ...]
     keys: KeyHashes = field(default_factory=KeyHashes)
 
@@ -60,6 +66,8 @@ class Plan:
             max_prompt_wait_s=config.router.max_prompt_wait_s,
             recovery_timeout_s=config.router.recovery_timeout_s,
             ready_deadline_s=config.router.ready_deadline_s,
+            engine_args=passed_args.for_the_router(self.engine_args),
+            server_args=self.server_args,
             max_request_bytes=config.server.max_request_bytes,
             api_key_hashes=self.keys.clients,
             admin_key_hashes=self.keys.admins,
@@ -91,6 +99,7 @@ class Plan:
             transport=self.config.transfer.transport,
             wire_dtype=self.config.transfer.wire_dtype,
             on_cpu=on_cpu,
+            passed={**self.engine_args, **pool.engine_args},
             tls=self.config.security.tls.files(),
         )
 
@@ -121,9 +130,28 @@ def make_plan(config: RidgelineConfig) -> Plan:
         model_path=prepare_model(config.model.path),
         dtype=dtype,
         served_name=config.model.served_name or config.model.path,
+        engine_args=_with_whole_paths(config.engine_args),
+        server_args=_server_args(config),
         workers=workers,
         keys=key_hashes(config.security.api_keys_file, config.security.admin_keys_file),
     )
+
+
+def _server_args(config: RidgelineConfig) -> dict[str, Any]:
+    """With the chat template itself, so that the router's node need not have its file."""
+    args = passed_args.front(_with_whole_paths(config.server_args))
+    template = args.get("chat_template")
+    if template and not passed_args.is_template(template):
+        args["chat_template"] = Path(template).read_text(encoding="utf-8")
+    return args
+
+
+def _with_whole_paths(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Plugins by paths that mean the same wherever a process of Ray's runs."""
+    return {
+        name: str(Path(value).absolute()) if name.endswith("_plugin") and value else value
+        for name, value in args.items()
+    }
 
 
 class CoreTable:

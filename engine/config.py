@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from engine.messages import Pool
 from kv_transfer.names import TransportName, WireDtype
@@ -47,5 +49,7 @@ class EngineConfig:
     on_cpu: bool
     wire_dtype: WireDtype = "none"
     """How this engine asks for blocks that travel over a network; `shm` copies them as they are."""
+    passed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's own, as configured: see `engine.passed_args`."""
     tls: TlsFiles | None = None
     """Between this worker and router and other workers; None: plain text."""

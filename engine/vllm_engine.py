@@ -30,6 +30,7 @@ from engine.errors import EngineFailed, InvalidTask
 from engine.messages import LegTiming, TokenDelta
 from engine.notices import NoticeBoard
 from engine.stall import StallWatch
+from engine.vllm_arguments import engine_values
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.service import PairedTransport
 
@@ -206,6 +207,7 @@ def require_in_vocabulary(token_ids: list[int], vocabulary_tokens: int) -> None:
 
 def _engine_args(config: EngineConfig) -> dict[str, Any]:
     args: dict[str, Any] = {
+        **engine_values(config.passed),
         "model": config.model_path,
         "dtype": config.dtype,
         "max_model_len": config.max_model_len_tokens,

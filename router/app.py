@@ -20,10 +20,14 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
+from engine.passed_args import words
+from engine.vllm_arguments import refusing
 from router import app_gaps, request_fields
 from router.admin import admin_routes
 from router.admin_access import AdminAccess
@@ -220,6 +224,7 @@ class Router:
         app_gaps.install(app)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
         request_fields.install(app.state)
+        app_gaps.name_settings(app.state)
         app.include_router(admin_routes(self._fleet))
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
         app.add_route("/ready", ready_endpoint(self._readiness, lambda: self._client.draining), methods=["GET"])
@@ -247,9 +252,10 @@ def _access(settings: RouterSettings) -> Access:
 
 def _server_args(settings: RouterSettings) -> Namespace:
     """vLLM's own server arguments, from its own parser, so that every default is vLLM's."""
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = refusing(make_arg_parser(FlexibleArgumentParser()))
     args: Namespace = parser.parse_args(
         [
+            *words(settings.engine_args),
             *("--model", settings.model_path),
             *("--served-model-name", settings.served_name),
             *("--dtype", settings.dtype),
@@ -257,6 +263,11 @@ def _server_args(settings: RouterSettings) -> Namespace:
             "--disable-log-stats",
         ]
     )
+    vars(args).update(settings.server_args)
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     return args
 
 

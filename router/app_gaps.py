@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 from starlette.responses import JSONResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
+from engine.passed_args import SERVER_ARGS
 from router.asgi import Asgi
 
 logger = logging.getLogger(__name__)
 
 NOT_OFFERED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone")
 """Resizing the server's own engine, of which the router has none, and an interface that this model type lacks."""
+_FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 _READING_BODIES = ("loads", "validate_python", "validate_json", "model_validate", "model_validate_json")
 _READING = {
     "json": _READING_BODIES,
@@ -37,6 +40,23 @@ def install(app: Any) -> None:
     for kind in _RAISED_BY_READING:
         app.add_exception_handler(kind, _refuse_unreadable)
     app.middleware_stack = None  # vLLM has built it by now, without these; the first request builds it anew
+
+
+def name_settings(state: Any) -> None:
+    """On the state of vLLM's app: what a client is told to set is named as it is in this server's configuration."""
+    renderer = state.online_renderer
+    answer = renderer.create_error_response
+
+    def with_our_names(message: Any, *args: Any, **kwargs: Any) -> Any:
+        told = _FLAG.sub(_our_name, message) if isinstance(message, str) else message
+        return answer(told, *args, **kwargs)
+
+    vars(renderer)["create_error_response"] = with_our_names
+
+
+def _our_name(flag: re.Match[str]) -> str:
+    name = flag[1].replace("-", "_")
+    return f"server_args.{name}" if name in SERVER_ARGS else flag[0]
 
 
 async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:

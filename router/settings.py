@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from engine.messages import Pool
 from kv_transfer.tls_files import TlsFiles
@@ -43,6 +44,10 @@ class RouterSettings:
     """How long accepted requests wait for a pool that has lost all of its workers."""
     ready_deadline_s: float
     """How long the canary of /ready may take."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Of the arguments that the engines get, those that say what the model is."""
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's own for its HTTP front."""
     max_request_bytes: int = 8 << 20
     """Longest body of an HTTP request."""
     api_key_hashes: frozenset[bytes] = frozenset()

@@ -170,6 +170,32 @@ def test_the_router_is_told_its_limits_and_the_name_clients_use(planned):
     assert planned().router_settings().served_name == "smollm2-135m"
 
 
+def test_router_and_engines_get_the_same_arguments_of_the_models_and_each_pool_its_own(planned, tmp_path, monkeypatch):
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    (tmp_path / "parser.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    plan = planned(
+        engine_args__max_logprobs="7",
+        engine_args__quantization="fp8",
+        engine_args__numa_bind="false",
+        pools__decode__engine_args__numa_bind="true",
+        server_args__chat_template="chat.jinja",
+        server_args__tool_parser_plugin="parser.py",
+        server_args__tool_call_parser="of_the_plugin",
+    )
+    router = plan.router_settings()
+    assert router.engine_args == {"max_logprobs": 7}
+    assert router.server_args == {
+        "enable_auto_tool_choice": True,
+        "chat_template": "{{ messages }}",
+        "tool_parser_plugin": str(tmp_path / "parser.py"),
+        "tool_call_parser": "of_the_plugin",
+    }
+    prefill, decode = (plan.engine_config(worker, "h").passed for worker in plan.workers)
+    assert prefill == {"max_logprobs": 7, "quantization": "fp8", "numa_bind": False}
+    assert decode == {**prefill, "numa_bind": True}
+
+
 def test_a_worker_has_two_steps_of_prompts_at_a_time_whatever_its_pools_step_is(planned):
     steps = {"pools__prefill__max_num_batched_tokens": "700"}
     assert planned(**steps).router_settings().prefill_window_tokens == {"prefill": 1400, "decode": 1024}

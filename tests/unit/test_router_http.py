@@ -131,6 +131,19 @@ async def test_text_comes_in_the_clients_chunks_while_workers_send_every_token(s
     assert {call.params.stream_interval for call in (prefill.calls[-1], decode.calls[-1])} == {None}
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "look"}}])
+async def test_tool_choice_without_a_parser_is_a_bad_request_that_names_the_setting(served, choice):
+    http, _, _ = served
+    chat = {"model": "m", "messages": [{"role": "user", "content": "w1"}], "tools": [TOOL], "tool_choice": choice}
+    response = await http.post("/v1/chat/completions", json=chat)
+    assert response.status_code == 400
+    assert "server_args.tool_call_parser to be set" in response.json()["error"]["message"]
+    assert "--" not in response.json()["error"]["message"]
+
+
 async def test_a_failure_that_nobody_has_foreseen_ends_the_request_with_500(served, monkeypatch):
     async def fails(*_):
         raise ZeroDivisionError
