@@ -73,7 +73,8 @@ class Snapshot:
     """How many ended lately."""
     blocks_per_s: float
     prompt_wait_s: float | None
-    """How long this client's next prompt would wait to be started; None before that was measured."""
+    """How long this client's next prompt, or the last of its n, would wait to be started; None before that was
+    measured."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,14 @@ def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: Limits) -> None:
                 f"{what} take {needed} KV blocks and the largest worker has {have}: send a shorter prompt or lower "
                 "max_tokens (the server's setting is pools.*.kv_cache_bytes)",
             )
+    if ask.sequences * prompt_blocks > now.answer_blocks:
+        raise Refused(
+            HTTPStatus.BAD_REQUEST,
+            "too_large",
+            f"n = {ask.sequences} prompts of {prompt_blocks} KV blocks each take {ask.sequences * prompt_blocks}, and "
+            f"the {now.answer_pool} pool has {now.answer_blocks}: ask for fewer, or send a shorter prompt (the "
+            f"server's settings are pools.{now.answer_pool}.kv_cache_bytes and workers)",
+        )
 
 
 def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: Limits) -> None:
@@ -145,12 +154,12 @@ def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: Limits) -> Non
     if now.prompt_wait_s is not None and now.prompt_wait_s > limits.max_prompt_wait_s:
         raise _overload(
             "prompt_wait",
-            f"a prompt would wait about {now.prompt_wait_s:.0f} s to be started, the limit is "
+            f"{_prompts(ask)} would wait about {now.prompt_wait_s:.0f} s to be started, the limit is "
             f"{limits.max_prompt_wait_s:.0f} s (router.max_prompt_wait_s)",
             now.prompt_wait_s - limits.max_prompt_wait_s,
         )
     wanted = now.prompt_blocks + ask.sequences * _blocks(ask.prompt_tokens, now)
-    if now.prompt_blocks and wanted > now.answer_blocks:  # with nothing accepted it does fit, or was refused above
+    if wanted > now.answer_blocks:
         raise _overload(
             "kv_blocks",
             f"the prompts accepted and this one take {wanted} KV blocks, the {now.answer_pool} pool has "
@@ -163,6 +172,10 @@ def _overload(reason: str, sentence: str, retry_after_s: float) -> Refused:
     refused = Refused(HTTPStatus.TOO_MANY_REQUESTS, reason, sentence, retry_after_s)
     refused.args = (f"{sentence}: try again in {refused.retry_after_s} s",)
     return refused
+
+
+def _prompts(ask: Ask) -> str:
+    return "a prompt" if ask.sequences == 1 else f"the last of n = {ask.sequences} prompts"
 
 
 def _blocks(tokens: int, now: Snapshot) -> int:
@@ -211,7 +224,7 @@ class Admission:
     def admit(self, client: str, ask: Ask) -> Ticket:
         """Take a request in, until its ticket is released. Raises Refused."""
         pool = self._prompt_pool(ask.prompt_tokens)
-        now = self._snapshot(pool, self._queues[pool].wait_s(client, ask.prompt_tokens))
+        now = self._snapshot(pool, self._queues[pool].wait_s(client, ask.prompt_tokens, ask.sequences))
         self._decide(ask, now)
         blocks = ask.sequences * _blocks(ask.prompt_tokens, now)
         self._count(ask.sequences, blocks)

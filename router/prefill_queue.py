@@ -150,8 +150,9 @@ class PrefillQueue:
         rate = self._rate.tokens_per_s
         return None if rate is None else rate * max(1, self.usable_workers)
 
-    def wait_s(self, client: str, prompt_tokens: int) -> float | None:
-        """About how long a prompt of this client would wait to be started; None before the rate was measured.
+    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
+        """About how long the last of so many prompts of this client would wait to be started, each of so many tokens;
+        None before the rate was measured.
 
         What a worker would take at once does not wait, however slow the pool was when it was last measured: else a low
         rate would keep away the prompts by which it is measured again.
@@ -159,10 +160,12 @@ class PrefillQueue:
         rate = self.tokens_per_s
         if rate is None:
             return None
+        siblings_tokens = (prompts - 1) * prompt_tokens
         if not len(self._queue) and self._worker_with_room() is not None:
-            return 0.0
+            return siblings_tokens / rate
         on_workers = sum(worker.load().outstanding_prompt_tokens for worker in self._workers())
-        return (on_workers + self._queue.tokens_ahead(client, prompt_tokens)) / rate
+        ahead = self._queue.tokens_ahead(client, prompts * prompt_tokens)
+        return (on_workers + ahead + siblings_tokens) / rate
 
     # ---
 

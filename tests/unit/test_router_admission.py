@@ -89,13 +89,21 @@ def test_what_is_too_much_now_is_told_limit_value_setting_and_when_to_come_back(
     assert says in str(refused)
 
 
-def test_an_idle_server_refuses_nobody_for_what_is_too_much_now():
-    decide(Ask(10, 1000, 16), IDLE, LIMITS)  # 320 blocks of prompts, if n sequences did not share them
+def test_n_sequences_whose_prompts_no_pool_could_hold_are_a_bad_request_on_an_idle_server_too():
+    decide(Ask(6, 1000, 16), IDLE, LIMITS)
+    refused = refusal(Ask(10, 1000, 16))
+    assert (refused.status, refused.reason) == (HTTPStatus.BAD_REQUEST, "too_large")
+    assert "n = 10 prompts of 32 KV blocks each take 320, and the decode pool has 200" in str(refused)
+
+
+def test_the_first_request_of_an_idle_server_is_counted_like_any_other():
+    assert refusal(Ask(1, 3200 - 16, 16), answer_blocks=99, answer_worker_blocks=100).status == HTTPStatus.BAD_REQUEST
 
 
 def test_every_sequence_of_a_request_counts():
     assert refusal(Ask(2, 64, 16), sequences=9).reason == "overload"
     assert refusal(Ask(2, 64, 16), prompt_blocks=197).reason == "kv_blocks"
+    assert "the last of n = 2 prompts would wait about 42 s" in str(refusal(Ask(2, 64, 16), prompt_wait_s=42.3))
 
 
 # --- what is counted
@@ -179,10 +187,22 @@ async def test_a_client_is_refused_by_the_wait_it_would_have_itself_and_others_a
     router.admission.check("flood", 1)
 
 
+async def test_a_request_of_n_sequences_is_refused_by_the_wait_of_the_last_of_its_prompts():
+    router = Router()
+    queue, clock = router.queues["prefill"], FakeClock()
+    queue._clock = queue._rate._clock = clock
+    async with queue.turn("a", 4000) as turn:
+        clock.now_s += 64.0  # 62.5 tokens/s
+        turn.prompt_done()
+    router.admission.admit("a", Ask(4, 600, 16))
+    with pytest.raises(Refused, match="the last of n = 5 prompts would wait about 38 s"):
+        router.admission.admit("a", Ask(5, 600, 16))
+
+
 def test_short_prompts_of_a_split_deployment_are_judged_by_the_pool_that_computes_them():
     router = Router(min_remote=71)
-    router.queues["prefill"].wait_s = lambda client, tokens: 99.0
-    router.queues["decode"].wait_s = lambda client, tokens: 1.0
+    router.queues["prefill"].wait_s = lambda client, tokens, prompts=1: 99.0
+    router.queues["decode"].wait_s = lambda client, tokens, prompts=1: 1.0
     router.admission.check("a", 1)
     router.admission.admit("a", Ask(1, 70, 1))
     with pytest.raises(Refused, match="would wait about 99 s"):
@@ -199,11 +219,11 @@ def test_without_a_decode_worker_new_requests_are_refused_before_their_prompt_is
 
 def test_without_a_prefill_worker_prompts_are_judged_by_the_pool_that_computes_them_then():
     router = Router(min_remote=71)
-    router.queues["prefill"].wait_s = lambda client, tokens: 99.0
-    router.queues["decode"].wait_s = lambda client, tokens: 1.0
+    router.queues["prefill"].wait_s = lambda client, tokens, prompts=1: 99.0
+    router.queues["decode"].wait_s = lambda client, tokens, prompts=1: 1.0
     router.bench.client("prefill").connected = False
     router.admission.admit("a", Ask(1, 71, 1))
-    router.queues["decode"].wait_s = lambda client, tokens: 98.0
+    router.queues["decode"].wait_s = lambda client, tokens, prompts=1: 98.0
     with pytest.raises(Refused, match="would wait about 98 s"):
         router.admission.admit("a", Ask(1, 71, 1))
 
