@@ -155,6 +155,8 @@ class WorkerClient:
                 finished = delta.finished
                 if delta.error_kind in ("engine", "draining"):
                     self._has_failed()
+                if delta.error is not None:
+                    self._unclaimed(delta)
                 _raise_error(delta)
                 yield delta
         finally:

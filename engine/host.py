@@ -9,14 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Protocol
 
 import grpc.aio
+import msgspec
 
 from engine.config import HostSettings
-from engine.data_plane import OPTIONS, SERVICE, OnUnclaimed, stream_handler, unary_handler
+from engine.data_plane import (
+    MAX_MESSAGE_BYTES,
+    OPTIONS,
+    SERVICE,
+    OnUnclaimed,
+    encode,
+    stream_handler,
+    unary_handler,
+)
 from engine.draining import kv_unneeded
 from engine.errors import EngineFailed, HandoffLost, InvalidTask
 from engine.messages import (
@@ -24,11 +34,11 @@ from engine.messages import (
     Ack,
     AttachRequest,
     DrainRequest,
+    ErrorKind,
     GenerateTask,
     Health,
     PairAnswer,
     PairRequest,
-    StepBatch,
     SubmitRequest,
     TokenDelta,
     WorkerDescription,
@@ -41,6 +51,13 @@ from kv_transfer.handoff import KvHandoff
 logger = logging.getLogger(__name__)
 ABORT_WITHIN_S = 2.0
 """How long a task that is cut off may take to end; with a wedged engine it may never."""
+MAX_DELTA_BYTES = MAX_MESSAGE_BYTES // 2
+"""Longest delta; more than any answer takes whose log-probabilities the router has let in."""
+MAX_BATCH_BYTES = 4 << 20
+"""Of several deltas in one message; a longer delta goes alone."""
+MAX_OUTBOX_BYTES = 128 << 20
+"""What may wait for a router that does not read. A minute of 1,000 streams of 30 tokens/s is a tenth of that."""
+MAX_ERROR_CHARACTERS = 2000
 
 
 class Handler(Protocol):
@@ -51,20 +68,60 @@ class Handler(Protocol):
         ...
 
 
+class Undeliverable(Exception):
+    """The delta does not go to the router, which has been told why; its task ends."""
+
+
+class EncodedBatch(msgspec.Struct, frozen=True):
+    """A `StepBatch` whose deltas are encoded already; the same bytes."""
+
+    deltas: list[msgspec.Raw]
+
+
 class RouterSession:
-    """What one attached router waits for: its running tasks and the deltas not yet sent."""
+    """What one attached router waits for: its running tasks and the deltas not yet sent, which are bounded.
+
+    Deltas are encoded one by one, so that how long a message gets is known before it is made: one that is longer than
+    gRPC takes would end the stream of everybody.
+    """
 
     def __init__(self, on_unread: OnUnclaimed) -> None:
         """`on_unread` gets the hand-offs of deltas that this router will never read."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._on_unread = on_unread
         self._closed = False
-        self._outbox: list[TokenDelta] = []
+        self._outbox: deque[tuple[bytes, KvHandoff | None]] = deque()
+        self.outbox_bytes = 0
+        """What the router has not read yet."""
         self._filled = asyncio.Event()
 
     def send(self, delta: TokenDelta) -> None:
-        """Put a delta into the next batch."""
-        self._outbox.append(delta)
+        """Put a delta into the next batch. Raises Undeliverable if it is too long, or too much waits already."""
+        data = encode(delta)
+        if len(data) > MAX_DELTA_BYTES:
+            why = f"one step of it takes {len(data)} bytes, the limit is {MAX_DELTA_BYTES}: ask for fewer logprobs"
+            self.fail(delta.request_id, why, "invalid", delta.handoff)
+            raise Undeliverable
+        if self.outbox_bytes + len(data) > MAX_OUTBOX_BYTES:
+            why = f"the router has not read the last {self.outbox_bytes} bytes of this worker's answers"
+            self.fail(delta.request_id, why, "engine", delta.handoff)
+            raise Undeliverable
+        self._put(data, delta.handoff)
+
+    def fail(self, request_id: str, why: str, kind: ErrorKind, handoff: KvHandoff | None = None) -> None:
+        """Put a task's last delta, an error, into the next batch. Always fits: there is one for each task."""
+        delta = TokenDelta(
+            request_id=request_id,
+            finished=True,
+            error=why[:MAX_ERROR_CHARACTERS],
+            error_kind=kind,
+            handoff=handoff,
+        )
+        self._put(encode(delta), handoff)
+
+    def _put(self, data: bytes, handoff: KvHandoff | None) -> None:
+        self._outbox.append((data, handoff))
+        self.outbox_bytes += len(data)
         self._filled.set()
         if self._closed:
             self._drop_unread()
@@ -76,19 +133,28 @@ class RouterSession:
         self._drop_unread()
 
     def _drop_unread(self) -> None:
-        unread, self._outbox = self._outbox, []
-        for delta in unread:
-            if delta.handoff is not None:
-                self._on_unread(delta.handoff)
+        unread, self._outbox, self.outbox_bytes = self._outbox, deque(), 0
+        for _, handoff in unread:
+            if handoff is not None:
+                self._on_unread(handoff)
 
-    async def next_batch(self) -> StepBatch:
-        """All deltas of one engine step: the step wakes every request in one turn of the loop, so wait two turns."""
+    async def next_batch(self) -> EncodedBatch:
+        """All deltas of one engine step: the step wakes every request in one turn of the loop, so wait two turns.
+
+        What is longer than a message should be is left for the next one.
+        """
         await self._filled.wait()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        self._filled.clear()
-        batch, self._outbox = StepBatch(self._outbox), []
-        return batch
+        deltas, length_bytes = [], 0
+        while self._outbox and (not deltas or length_bytes + len(self._outbox[0][0]) <= MAX_BATCH_BYTES):
+            data, _ = self._outbox.popleft()
+            length_bytes += len(data)
+            deltas.append(msgspec.Raw(data))
+        self.outbox_bytes -= length_bytes
+        if not self._outbox:
+            self._filled.clear()
+        return EncodedBatch(deltas)
 
     def abort(self, request_ids: list[str]) -> None:
         """Cancel tasks; unknown ids have ended already."""
@@ -174,7 +240,7 @@ class WorkerHost:
                 await asyncio.wait(late, timeout=ABORT_WITHIN_S)
         for session, name, task in running:
             if not task.done() or task.cancelled():  # else it has sent its finished delta itself
-                session.send(TokenDelta(request_id=name, finished=True, error=self._refusal, error_kind="draining"))
+                session.fail(name, self._refusal, "draining")
         await kv_unneeded(self._engine.stats, self._engine.config.lease_s)
 
     async def stop(self) -> None:
@@ -270,14 +336,14 @@ class WorkerHost:
             session.abort(request.request_ids)
         return Ack()
 
-    async def _attach(self, request: AttachRequest) -> AsyncIterator[StepBatch]:
+    async def _attach(self, request: AttachRequest) -> AsyncIterator[EncodedBatch]:
         previous = self._sessions.get(request.router_id)
         if previous is not None:
             # It came back before we noticed that it was gone.
             previous.abort(list(previous.tasks))
         session = self._sessions[request.router_id] = RouterSession(self._release_own)
         try:
-            yield StepBatch([])  # tells the router that the session is open
+            yield EncodedBatch([])  # tells the router that the session is open
             while True:
                 yield await session.next_batch()
         finally:
@@ -294,15 +360,14 @@ class WorkerHost:
             async with aclosing(self._handler.run(self._engine, task)) as deltas:
                 async for delta in deltas:
                     session.send(delta)
+        except Undeliverable:
+            logger.warning("task %s: a delta of it was too long, or the router did not read", task.request_id)
         except InvalidTask as error:
-            session.send(TokenDelta(request_id=task.request_id, finished=True, error=str(error), error_kind="invalid"))
+            session.fail(task.request_id, str(error), "invalid")
         except HandoffLost as error:
-            session.send(
-                TokenDelta(request_id=task.request_id, finished=True, error=error.reason, error_kind="handoff")
-            )
+            session.fail(task.request_id, error.reason, "handoff")
         except EngineFailed as error:
-            session.send(TokenDelta(request_id=task.request_id, finished=True, error=str(error), error_kind="engine"))
+            session.fail(task.request_id, str(error), "engine")
         except Exception as error:
             logger.exception("task %s failed", task.request_id)
-            message = f"{type(error).__name__}: {error}"
-            session.send(TokenDelta(request_id=task.request_id, finished=True, error=message, error_kind="engine"))
+            session.fail(task.request_id, f"{type(error).__name__}: {error}", "engine")

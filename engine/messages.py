@@ -15,6 +15,7 @@ from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 Pool = Literal["prefill", "decode", "colocated"]
 Leg = Literal["prefill", "decode"]
 FirstToken = Literal["continue", "resample"]
+ErrorKind = Literal["", "invalid", "engine", "handoff", "draining"]
 Health = Literal["", "draining", "drained", "actor_died", "engine_died", "stalled", "unreachable"]
 """Why a worker must be replaced; not with "" (it is fine), while it drains, and once it has left on purpose."""
 
@@ -80,7 +81,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of a prefill leg. Not complete: it can be followed from now on, and the leg's token is still to come."""
     timing: LegTiming | None = None
     error: str | None = None
-    error_kind: Literal["", "invalid", "engine", "handoff", "draining"] = ""
+    error_kind: ErrorKind = ""
 
 
 class StepBatch(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 SUPPORTED_TASKS = ("generate",)
+MAX_REQUEST_ID_CHARACTERS = 256
+"""Of the client's own id, which is in every chunk of a stream."""
 
 
 class RouterEngineClient(EngineClient):
@@ -116,6 +119,7 @@ class RouterEngineClient(EngineClient):
         Raises at once, not at the first output, so that a refusal has its HTTP status in a streaming response too:
         GracefulHTTPError (429, 503) or VLLMValidationError (400).
         """
+        _check_request_id(request_id)
         request = self.input_processor.process_inputs(
             request_id,
             prompt,
@@ -131,7 +135,8 @@ class RouterEngineClient(EngineClient):
         with _as_http():  # now, while a streaming response can still have a status
             sampling.encode(request.params)
             sampling.packed(reasoning_parser_kwargs, "chat_template_kwargs")
-        self.input_processor.assign_request_id(request)
+        self.input_processor.assign_request_id(request)  # keeps the client's id for the answer
+        request.request_id = f"r-{secrets.token_hex(8)}"  # on every token between router and workers
         if prompt_text is None:
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
         client = CLIENT.get()
@@ -265,6 +270,15 @@ class RouterEngineClient(EngineClient):
 
     async def is_paused(self) -> bool:
         return False
+
+
+def _check_request_id(request_id: str) -> None:
+    """Raises VLLMValidationError."""
+    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise VLLMValidationError(
+            f"the request id (X-Request-Id or request_id) has {len(request_id)} characters with what stands before and "
+            f"after it, the limit is {MAX_REQUEST_ID_CHARACTERS}: send a shorter one"
+        )
 
 
 def _ask(request: EngineCoreRequest) -> Ask:

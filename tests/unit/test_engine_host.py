@@ -17,7 +17,7 @@ from decode_worker.handler import DecodeHandler
 from engine.data_plane import OPTIONS, SERVICE, WorkerClient, decoder, encode
 from engine.draining import kv_unneeded
 from engine.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
-from engine.host import RouterSession, WorkerHost
+from engine.host import RouterSession, Undeliverable, WorkerHost
 from engine.messages import AbortRequest, Ack, AttachRequest, StepBatch, SubmitRequest, TokenDelta
 from engine.stall import StallWatch
 from prefill_worker.handler import PrefillHandler
@@ -699,3 +699,68 @@ async def test_a_handoff_that_nobody_claims_any_more_is_given_to_the_owner_for_r
     client._unclaimed(TokenDelta(request_id="gone", finished=True))
     await client.close()
     assert unclaimed == [offered]
+
+
+# --- what is too long for a message, and a router that does not read
+
+
+class Handler:
+    """Sends what it is told to, then as many small deltas as there are steps."""
+
+    def __init__(self, first: TokenDelta, small: int = 0) -> None:
+        self.first, self.small = first, small
+        self.closed = 0
+
+    async def run(self, engine, task):
+        try:
+            yield msgspec.structs.replace(self.first, request_id=task.request_id)
+            for number in range(self.small):
+                yield TokenDelta(request_id=task.request_id, token_ids=[number], finished=number == self.small - 1)
+        finally:
+            self.closed += 1
+
+
+async def test_a_batch_is_cut_by_bytes_and_nothing_is_lost_or_out_of_order(monkeypatch):
+    monkeypatch.setattr("engine.host.MAX_BATCH_BYTES", 1000)
+    session = RouterSession(lambda handoff: None)
+    for number in range(100):
+        session.send(TokenDelta(request_id="r", token_ids=[number] * (2000 if number == 50 else 30)))
+    batches = []
+    while session.outbox_bytes:
+        batches.append(encode(await session.next_batch()))
+    read = [decoder(StepBatch)(batch).deltas for batch in batches]
+    assert [delta.token_ids[0] for deltas in read for delta in deltas] == list(range(100))
+    assert all(len(data) <= 1010 or len(deltas) == 1 for data, deltas in zip(batches, read, strict=True))
+    assert session.outbox_bytes == 0
+
+
+async def test_a_delta_longer_than_a_message_is_its_own_requests_error_and_ends_no_stream():
+    long = TokenDelta(request_id="", token_ids=[1 << 31] * 7_000_000, handoff=make_handoff(), finished=True)
+    handler = Handler(long)
+    async with serving(handler=handler) as worker:
+        unclaimed = []
+        worker.client._on_unclaimed = unclaimed.append
+        with pytest.raises(InvalidTask, match="ask for fewer logprobs"):
+            await worker.tokens(make_task("long"))
+        assert unclaimed == [make_handoff()], "its hand-off is given back at once"
+        handler.first = TokenDelta(request_id="", token_ids=[7], finished=True)
+        assert await worker.tokens(make_task("short")) == [7]
+        assert worker.client.connected
+        assert handler.closed == 2
+
+
+async def test_tasks_of_a_router_that_does_not_read_end_when_the_outbox_is_full(monkeypatch):
+    monkeypatch.setattr("engine.host.MAX_OUTBOX_BYTES", 1000)
+    session = RouterSession(lambda handoff: None)
+    small = TokenDelta(request_id="a", token_ids=[1])
+    while session.outbox_bytes + len(encode(small)) <= 1000:
+        session.send(small)
+    with pytest.raises(Undeliverable):
+        session.send(small)
+    assert 900 < session.outbox_bytes < 1300
+    session.fail("b", "x" * 10_000, "engine")
+    deltas = decoder(StepBatch)(encode(await session.next_batch())).deltas
+    assert [delta.request_id for delta in deltas if delta.finished] == ["a", "b"]
+    assert "has not read the last" in deltas[-2].error
+    session.send(TokenDelta(request_id="c", token_ids=[1]))
+    assert session.outbox_bytes < 100, "there is room again once it has read"

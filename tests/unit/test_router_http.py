@@ -144,6 +144,19 @@ async def test_tool_choice_without_a_parser_is_a_bad_request_that_names_the_sett
     assert "--" not in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_id_that_is_too_long_is_a_bad_request_and_workers_never_see_the_clients(served, stream):
+    http, prefill, decode = served
+    stepper = asyncio.create_task(stepping(prefill))
+    for length, status in ((60_000, 400), (200, 200)):
+        answer = await http.post("/v1/completions", json=body(stream=stream), headers={"X-Request-Id": "i" * length})
+        assert answer.status_code == status, answer.text[:300]
+    assert "i" * 200 in answer.text, "the client's id is in its answer"
+    assert max(len(call.request_id) for engine in (prefill, decode) for call in engine.calls) < 40
+    assert (await http.post("/v1/completions", json=body(request_id="i" * 60_000))).status_code == 400
+    stepper.cancel()
+
+
 async def test_a_failure_that_nobody_has_foreseen_ends_the_request_with_500(served, monkeypatch):
     async def fails(*_):
         raise ZeroDivisionError
