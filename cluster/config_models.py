@@ -79,6 +79,17 @@ class ServerConfig(_Section):
         description="addresses or networks (10.0.0.0/24) of proxies whose X-Forwarded-For says who the client is; of "
         "any other peer the header is ignored",
     )
+    write_deadline_s: float = Field(
+        default=30.0, gt=0, description="a client that takes nothing of its answer for so long is disconnected"
+    )
+    max_unread_stream_bytes: Bytes = Field(
+        default=4 * MIB, ge=64 * 1024, description="a stream whose client is so far behind ends with an error"
+    )
+    max_unread_bytes: Bytes = Field(
+        default=256 * MIB,
+        ge=MIB,
+        description="kept in memory of answers that clients have not read; above it the largest end",
+    )
 
 
 class RayConfig(_Section):
@@ -179,6 +190,12 @@ class RouterConfig(_Section):
     )
     max_outstanding_requests: int = Field(
         default=512, ge=1, description="requests accepted at a time; more get HTTP 429"
+    )
+    max_client_share: float = Field(
+        default=0.75,
+        gt=0,
+        le=1,
+        description="what one client (API key, else address) may hold of the requests and KV blocks that others leave",
     )
     max_prompt_wait_s: float = Field(
         default=30.0, gt=0, description="a prompt that would wait longer than this to be started gets HTTP 429"

@@ -146,7 +146,8 @@ class RouterSession:
         await self._filled.wait()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        deltas, length_bytes = [], 0
+        deltas: list[msgspec.Raw] = []
+        length_bytes = 0
         while self._outbox and (not deltas or length_bytes + len(self._outbox[0][0]) <= MAX_BATCH_BYTES):
             data, _ = self._outbox.popleft()
             length_bytes += len(data)

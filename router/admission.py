@@ -67,8 +67,12 @@ class Snapshot:
     """KV blocks of the largest worker that may decode the answer."""
     sequences: int
     """Accepted and not ended."""
+    client_sequences: int
+    """Of this client among them."""
     prompt_blocks: int
     """KV blocks their prompts take."""
+    client_blocks: int
+    """Of this client among them."""
     sequences_per_s: float
     """How many ended lately."""
     blocks_per_s: float
@@ -83,6 +87,8 @@ class Limits:
 
     max_outstanding_requests: int
     max_prompt_wait_s: float
+    max_client_share: float = 1.0
+    """Of what the others leave, what one client may hold."""
 
 
 def decide(ask: Ask, now: Snapshot, limits: Limits) -> None:
@@ -112,6 +118,14 @@ def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: Limits) -> None:
             "too_large",
             f"n = {ask.sequences} sequences can never be served at a time, the limit is "
             f"{limits.max_outstanding_requests} (router.max_outstanding_requests): ask for fewer",
+        )
+    alone = _share(limits.max_outstanding_requests, limits)
+    if ask.sequences > alone:
+        raise Refused(
+            HTTPStatus.BAD_REQUEST,
+            "too_large",
+            f"n = {ask.sequences} sequences can never be served to one client at a time, {alone} of the "
+            f"{limits.max_outstanding_requests} can (router.max_client_share): ask for fewer",
         )
     if not now.usable_answer_workers:
         return  # how large they are is not known
@@ -166,6 +180,35 @@ def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: Limits) -> Non
             f"{now.answer_blocks} (pools.{now.answer_pool}.kv_cache_bytes and workers)",
             _seconds(wanted - now.answer_blocks, now.blocks_per_s),
         )
+    _refuse_beyond_the_clients_share(ask, now, limits)
+
+
+def _refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: Limits) -> None:
+    """One client holds at most a share of what the others leave, so whoever comes finds room, however many slots and
+    blocks a client asks for. One sequence is let in whatever it takes, if its client has no other."""
+    others = now.sequences - now.client_sequences
+    may_have = _share(limits.max_outstanding_requests - others, limits)
+    if now.client_sequences + ask.sequences > may_have:
+        raise _overload(
+            "client_share",
+            f"{now.client_sequences} of your requests are being served and {others} of other clients; you may have "
+            f"{may_have} at a time now, of {limits.max_outstanding_requests} (router.max_client_share)",
+            _seconds(now.client_sequences + ask.sequences - may_have, now.sequences_per_s),
+        )
+    blocks = ask.sequences * _blocks(ask.prompt_tokens, now)
+    may_have = _share(now.answer_blocks - (now.prompt_blocks - now.client_blocks), limits)
+    alone = ask.sequences == 1 and not now.client_sequences
+    if now.client_blocks + blocks > may_have and not alone:
+        raise _overload(
+            "client_share",
+            f"the prompts of your requests would take {now.client_blocks + blocks} KV blocks with this one; you may "
+            f"have {may_have} now, of {now.answer_blocks} (router.max_client_share)",
+            _seconds(now.client_blocks + blocks - may_have, now.blocks_per_s),
+        )
+
+
+def _share(of: int, limits: Limits) -> int:
+    return max(1, int(limits.max_client_share * of))
 
 
 def _overload(reason: str, sentence: str, retry_after_s: float) -> Refused:
@@ -198,14 +241,15 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state: State = "not_ready"
-        self._limits = Limits(settings.max_outstanding_requests, settings.max_prompt_wait_s)
+        self._limits = Limits(settings.max_outstanding_requests, settings.max_prompt_wait_s, settings.max_client_share)
         self._answer_pool: Pool = "colocated" if settings.mode == "colocated" else "decode"
         self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
         self._queues = queues
         self._workers = workers
         self._metrics = metrics
-        self._sequences = 0
-        self._prompt_blocks = 0
+        self._held: dict[str, _Held] = {}
+        """By client; of those that have something."""
+        self._all = _Held()
         self._ended_sequences = _DrainRate(clock)
         self._ended_blocks = _DrainRate(clock)
 
@@ -214,21 +258,21 @@ class Admission:
         pools: set[Pool] = {self._prompt_pool(0), self._prompt_pool(self._min_remote_prefill_tokens)}
         waits_s = [self._queues[pool].wait_s(client, 0) for pool in pools]
         shortest_s = None if None in waits_s else min(wait_s for wait_s in waits_s if wait_s is not None)
-        self._decide(Ask(sequences), self._snapshot(self._prompt_pool(0), shortest_s))
+        self._decide(Ask(sequences), self._snapshot(client, self._prompt_pool(0), shortest_s))
 
     @property
     def sequences(self) -> int:
-        """Taken in and not released yet."""
-        return self._sequences
+        """Taken in and not ended yet."""
+        return self._all.sequences
 
     def admit(self, client: str, ask: Ask) -> Ticket:
         """Take a request in, until its ticket is released. Raises Refused."""
         pool = self._prompt_pool(ask.prompt_tokens)
-        now = self._snapshot(pool, self._queues[pool].wait_s(client, ask.prompt_tokens, ask.sequences))
+        now = self._snapshot(client, pool, self._queues[pool].wait_s(client, ask.prompt_tokens, ask.sequences))
         self._decide(ask, now)
-        blocks = ask.sequences * _blocks(ask.prompt_tokens, now)
-        self._count(ask.sequences, blocks)
-        return Ticket(lambda: self._count(-ask.sequences, -blocks))
+        blocks = _blocks(ask.prompt_tokens, now)
+        self._count(client, ask.sequences, blocks)
+        return Ticket(ask.sequences, lambda ended: self._count(client, -ended, blocks))
 
     def _decide(self, ask: Ask, now: Snapshot) -> None:
         try:
@@ -237,11 +281,15 @@ class Admission:
             self._metrics.rejected.labels(refused.reason).inc()
             raise
 
-    def _count(self, sequences: int, blocks: int) -> None:
-        self._sequences += sequences
-        self._prompt_blocks += blocks
+    def _count(self, client: str, sequences: int, blocks_each: int) -> None:
+        held = self._held.setdefault(client, _Held())
+        for one in (held, self._all):
+            one.sequences += sequences
+            one.blocks += sequences * blocks_each
+        if not held.sequences:
+            del self._held[client]
         self._ended_sequences.add(max(0, -sequences))
-        self._ended_blocks.add(max(0, -blocks))
+        self._ended_blocks.add(max(0, -sequences) * blocks_each)
 
     def _prompt_pool(self, prompt_tokens: int) -> Pool:
         """Where a prompt of that length is computed."""
@@ -250,7 +298,8 @@ class Admission:
         eligible = local_prefill_reason(prompt_tokens, self._min_remote_prefill_tokens) is None
         return "prefill" if eligible and self._queues["prefill"].usable_workers else "decode"
 
-    def _snapshot(self, prompt_pool: Pool, prompt_wait_s: float | None) -> Snapshot:
+    def _snapshot(self, client: str, prompt_pool: Pool, prompt_wait_s: float | None) -> Snapshot:
+        held = self._held.get(client, _Held())
         answer, prompt = self._workers(self._answer_pool), self._workers(prompt_pool)
         return Snapshot(
             state=self.state,
@@ -260,28 +309,51 @@ class Admission:
             answer_blocks=sum(worker.description.num_kv_blocks for worker in answer),
             prompt_worker_blocks=max((worker.description.num_kv_blocks for worker in prompt), default=0),
             answer_worker_blocks=max((worker.description.num_kv_blocks for worker in answer), default=0),
-            sequences=self._sequences,
-            prompt_blocks=self._prompt_blocks,
+            sequences=self._all.sequences,
+            client_sequences=held.sequences,
+            prompt_blocks=self._all.blocks,
+            client_blocks=held.blocks,
             sequences_per_s=self._ended_sequences.per_s,
             blocks_per_s=self._ended_blocks.per_s,
             prompt_wait_s=prompt_wait_s,
         )
 
 
+@dataclass
+class _Held:
+    sequences: int = 0
+    blocks: int = 0
+
+
 class Ticket:
-    """One accepted request. Released once: by whoever serves it, or when it is dropped before anybody did.
+    """One accepted request. Each of its sequences is given back once: when it has ended on the workers, whether or not
+    its client has read it; what is left when the ticket is dropped, then.
 
     A client may leave after its request was accepted and before its answer was begun; the generator that would have
     served it is then never started, and only forgotten.
     """
 
-    def __init__(self, on_release: Callable[[], None]) -> None:
-        self._finalizer = weakref.finalize(self, on_release)
+    def __init__(self, sequences: int, give_back: Callable[[int], None]) -> None:
+        self._left = [sequences]
+        self._give_back = give_back
+        self._finalizer = weakref.finalize(self, _give_back_rest, self._left, give_back)
         self._finalizer.atexit = False
 
+    def sequence_ended(self) -> None:
+        """One of them."""
+        if self._left[0]:
+            self._left[0] -= 1
+            self._give_back(1)
+
     def release(self) -> None:
-        """The request has ended. Safe to call twice."""
+        """All that are left. Safe to call twice."""
         self._finalizer()
+
+
+def _give_back_rest(left: list[int], give_back: Callable[[int], None]) -> None:
+    rest, left[0] = left[0], 0
+    if rest:
+        give_back(rest)
 
 
 class _DrainRate:

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import socket
 from argparse import Namespace
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
 from engine.passed_args import words
 from engine.vllm_arguments import refusing
-from router import app_gaps, request_fields
+from router import app_gaps, request_fields, unread
 from router.admin import admin_routes
 from router.admin_access import AdminAccess
 from router.admission import Admission
@@ -52,6 +53,10 @@ from router.settings import PoolHardware, RouterSettings
 
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 2
+TCP_NOTSENT_LOWAT = 25
+"""Linux's number; `socket` has no name for it yet."""
+KERNEL_UNSENT_BYTES = 128 << 10
+"""Of one connection, so that what a client does not read is counted here and not hidden in megabytes of the kernel."""
 KEEP_ALIVE_S = 75
 """Longer than clients and proxies keep an idle connection (5 to 60 s): who closes first must not be the one that is
 asked next, or a request is lost between the two."""
@@ -72,7 +77,10 @@ class Router:
         self._fleet = Fleet(secrets.token_hex(8), self._releaser.release, settings.tls)
         self._queues = prompt_queues(self._fleet, settings)
         self._client = RouterEngineClient(
-            _frontend_config(self._args), Admission(settings, self._queues, self._fleet.pool, self._metrics)
+            _frontend_config(self._args),
+            Admission(settings, self._queues, self._fleet.pool, self._metrics),
+            settings.max_unread_stream_bytes,
+            self._count_unread,
         )
         self._orchestrator = Orchestrator(self._fleet, self._queues, settings, self._metrics, self._releaser.release)
         self._hardware: dict[Pool, PoolHardware] = {}
@@ -180,6 +188,7 @@ class Router:
             app = guarded(await self._build_app(), _access(self._settings), self._settings.max_request_bytes)
             server = uvicorn.Server(self._uvicorn_config(with_arrival(app)))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
+            group.create_task(self._watch_unread(server), name="unread")
             while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
                 await asyncio.sleep(0.01)
             host, port = sock.getsockname()[:2]
@@ -188,6 +197,18 @@ class Router:
             self._readiness.close()
             server.should_exit = True
             await serving
+
+    def _count_unread(self, why: unread.Why) -> None:
+        self._metrics.unread.labels(why).inc()
+
+    async def _watch_unread(self, server: uvicorn.Server) -> None:
+        await unread.watch(
+            connections=lambda: (one for one in server.server_state.connections if isinstance(one, BoundedHeads)),
+            streams=lambda: self._client.streams,
+            write_deadline_s=self._settings.write_deadline_s,
+            max_unread_bytes=self._settings.max_unread_bytes,
+            on_end=self._count_unread,
+        )
 
     def _make_readiness(self) -> Readiness:
         """Once connected: the canary is made to the workers' measure."""
@@ -285,6 +306,8 @@ def _frontend_config(args: Namespace) -> VllmConfig:
 def _bound_socket(host: str, port: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with suppress(OSError):  # its connections inherit it; Linux and macOS have it
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
     try:
         sock.bind((host, port))
     except OSError as error:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -40,11 +39,16 @@ from router.client_identity import CLIENT
 from router.deadline import TIMEOUT_S
 from router.orchestrator import DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
+from router.unread import BoundedCollector, Why
 
 logger = logging.getLogger(__name__)
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 SUPPORTED_TASKS = ("generate",)
+_UNREAD = (
+    "the client has not read what was sent, and too much of it has come together (server.max_unread_stream_bytes, "
+    "server.max_unread_bytes): read as it comes"
+)
 MAX_REQUEST_ID_CHARACTERS = 256
 """Of the client's own id, which is in every chunk of a stream."""
 
@@ -52,7 +56,13 @@ MAX_REQUEST_ID_CHARACTERS = 256
 class RouterEngineClient(EngineClient):
     """One per router process."""
 
-    def __init__(self, vllm_config: VllmConfig, admission: Admission) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        admission: Admission,
+        max_unread_stream_bytes: int,
+        on_unread: Callable[[Why], None],
+    ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -61,7 +71,11 @@ class RouterEngineClient(EngineClient):
         self._admission = admission
         self._orchestrator: Orchestrator | None = None
         self._groups: dict[str, list[asyncio.Task[None]]] = {}
-        self._collectors: set[RequestOutputCollector] = set()
+        self._collectors: set[BoundedCollector] = set()
+        self._unread: set[BoundedCollector] = set()
+        """Of requests whose sequences have ended, and whose clients have not read all of it."""
+        self._max_unread_stream_bytes = max_unread_stream_bytes
+        self._on_unread = on_unread
 
     def close_admission(self) -> None:
         """From now on every new request gets 503."""
@@ -74,8 +88,13 @@ class RouterEngineClient(EngineClient):
 
     @property
     def accepted(self) -> int:
-        """Sequences that were taken in and whose clients do not have everything yet."""
-        return self._admission.sequences
+        """Sequences that have not ended, and requests whose clients do not have everything yet."""
+        return self._admission.sequences + len(self._unread)
+
+    @property
+    def streams(self) -> list[BoundedCollector]:
+        """Of the requests that are being answered."""
+        return list(self._collectors)
 
     def end_all(self, reason: str) -> None:
         """End every running request with an error: 503, or an error event in a stream."""
@@ -148,11 +167,26 @@ class RouterEngineClient(EngineClient):
         self, request: EngineCoreRequest, request_id: str, prompt_text: str | None, client: str, ticket: Ticket
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request that was taken in. Never started if its client has left already."""
-        collector = RequestOutputCollector(request.params.output_kind, request.request_id)
-        children = self._register(request, prompt_text, collector)
-        tasks = [asyncio.create_task(self._run(child, collector, client), name=child.request_id) for child in children]
-        for task in tasks:
-            task.add_done_callback(partial(_tell_of_a_failure, collector))
+        tasks: list[asyncio.Task[None]] = []
+
+        def end(why: Why) -> None:
+            if why == "stream_bytes":  # who ends it for another reason counts that
+                self._on_unread(why)
+            for task in tasks:
+                task.cancel()
+            collector.put(GracefulHTTPError(_UNREAD, HTTPStatus.SERVICE_UNAVAILABLE))
+
+        def sequence_ended(task: asyncio.Task[None]) -> None:
+            _tell_of_a_failure(collector, task)
+            ticket.sequence_ended()
+            if collector in self._collectors and all(one.done() for one in tasks):
+                self._unread.add(collector)
+
+        collector = BoundedCollector(request.params.output_kind, request.request_id, self._max_unread_stream_bytes, end)
+        for child in self._register(request, prompt_text, collector):
+            task = asyncio.create_task(self._run(child, collector, client), name=child.request_id)
+            task.add_done_callback(sequence_ended)
+            tasks.append(task)
         self._groups.setdefault(request_id, []).extend(tasks)
         self._collectors.add(collector)
         try:
@@ -162,9 +196,9 @@ class RouterEngineClient(EngineClient):
                 finished = output.finished
                 yield output
         finally:
-            ticket.release()
             self._groups.pop(request_id, None)
             self._collectors.discard(collector)
+            self._unread.discard(collector)
             for task in tasks:
                 task.cancel()
             # By the parent's id: aborting the n children one by one would leave the parent in vLLM's table for ever.

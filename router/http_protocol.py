@@ -1,4 +1,5 @@
-"""uvicorn's fast HTTP parser, with the limit it lacks: how long a request's line and headers may be.
+"""uvicorn's fast HTTP parser, with the limits it lacks: how long a request's line and headers may be, and how long an
+answer may lie unread.
 
 httptools collects headers until they end, so a client that never ends them would fill our memory before anything of
 ours is asked. uvicorn's other parser, h11, stops at 64 KiB, and so does this; it costs the router more for each token.
@@ -6,7 +7,9 @@ ours is asked. uvicorn's other parser, h11, stops at 64 KiB, and so does this; i
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+import time
+from typing import Any, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -24,12 +27,58 @@ _TOO_LARGE: Final = (
 )
 
 
+class _Counted:
+    """A transport that knows how much was written to it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.written_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Count, and write."""
+        self.written_bytes += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class BoundedHeads(HttpToolsProtocol):
     """One connection."""
 
     _part_ended = False
     _head_bytes = 0
     _refused = False
+    _taken_bytes = 0
+    _taken_s = 0.0
+    _counted: _Counted | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count what is written from now on."""
+        self._counted = _Counted(transport)
+        self._taken_s = time.monotonic()
+        super().connection_made(cast(asyncio.Transport, self._counted))
+
+    @property
+    def unread_bytes(self) -> int:
+        """Written, and not taken by the client's socket."""
+        return 0 if self._counted is None else int(self._counted.get_write_buffer_size())
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long the client has taken nothing of what there is for it, as far as has been asked."""
+        if self._counted is None:
+            return 0.0
+        unread_bytes = self.unread_bytes
+        taken_bytes = self._counted.written_bytes - unread_bytes
+        if not unread_bytes or taken_bytes > self._taken_bytes:
+            self._taken_bytes, self._taken_s = taken_bytes, now_s
+        return now_s - self._taken_s
+
+    def give_up(self, why: str) -> None:
+        """Close at once and forget what the client has not read; what makes its answer is cancelled."""
+        del why
+        if self._counted is not None:
+            self._counted.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse, then count what may belong to a head, or to the trailer of a body in chunks, that has not ended; not

@@ -101,8 +101,14 @@ class RequestMetrics:
         self.rejected = Counter(
             "ridgeline_rejected",
             "Requests refused before any work: draining, not_ready, no_worker, too_large, overload (too many), "
-            "prompt_wait, kv_blocks",
+            "prompt_wait, kv_blocks, client_share",
             ("reason",),
+            registry=registry,
+        )
+        self.unread = Counter(
+            "ridgeline_unread_answers_ended",
+            "Answers ended because their client did not read: deadline, stream_bytes, total_bytes",
+            ("why",),
             registry=registry,
         )
 

@@ -48,6 +48,14 @@ class RouterSettings:
     """Of the arguments that the engines get, those that say what the model is."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's own for its HTTP front."""
+    max_client_share: float = 1.0
+    """Of the requests and KV blocks that other clients leave, what one client may hold."""
+    write_deadline_s: float = 30.0
+    """A client that takes nothing of its answer for so long is not waited for."""
+    max_unread_stream_bytes: int = 4 << 20
+    """What may be kept of one stream that its client has not read."""
+    max_unread_bytes: int = 256 << 20
+    """And of all answers."""
     max_request_bytes: int = 8 << 20
     """Longest body of an HTTP request."""
     api_key_hashes: frozenset[bytes] = frozenset()

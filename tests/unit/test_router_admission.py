@@ -22,7 +22,9 @@ IDLE = Snapshot(
     prompt_worker_blocks=100,
     answer_worker_blocks=100,
     sequences=0,
+    client_sequences=0,
     prompt_blocks=0,
+    client_blocks=0,
     sequences_per_s=0.0,
     blocks_per_s=0.0,
     prompt_wait_s=None,
@@ -106,17 +108,69 @@ def test_every_sequence_of_a_request_counts():
     assert "the last of n = 2 prompts would wait about 42 s" in str(refusal(Ask(2, 64, 16), prompt_wait_s=42.3))
 
 
+# --- one client beside others
+
+SHARED = replace(LIMITS, max_client_share=0.75)
+
+
+def test_one_client_alone_may_have_most_and_the_rest_is_for_those_who_come():
+    decide(Ask(7, 64, 16), IDLE, SHARED)
+    refused = refusal(SMALL, SHARED, sequences=7, client_sequences=7)
+    assert (refused.status, refused.reason) == (HTTPStatus.TOO_MANY_REQUESTS, "client_share")
+    assert "7 of your requests are being served and 0 of other clients; you may have 7" in str(refused)
+    assert "router.max_client_share" in str(refused)
+    decide(SMALL, replace(IDLE, sequences=7, client_sequences=0), SHARED)
+    decide(SMALL, replace(IDLE, sequences=9, client_sequences=0), SHARED)
+    assert refusal(SMALL, SHARED, sequences=9, client_sequences=1).reason == "client_share"
+
+
+def test_more_sequences_than_one_client_ever_gets_are_a_bad_request():
+    refused = refusal(Ask(8, 64, 16), SHARED)
+    assert (refused.status, refused.reason) == (HTTPStatus.BAD_REQUEST, "too_large")
+    assert "n = 8 sequences can never be served to one client at a time, 7 of the 10 can" in str(refused)
+
+
+def test_kv_blocks_have_shares_too_and_whoever_has_nothing_may_take_what_is_left():
+    held = {"sequences": 3, "client_sequences": 3, "prompt_blocks": 140, "client_blocks": 140}
+    decide(Ask(1, 320, 16), replace(IDLE, **held), SHARED)
+    refused = refusal(Ask(1, 352, 16), SHARED, **held)
+    assert refused.reason == "client_share"
+    assert "would take 151 KV blocks with this one; you may have 150 now, of 200" in str(refused)
+    decide(Ask(1, 1920, 16), replace(IDLE, **held | {"client_sequences": 0, "client_blocks": 0}), SHARED)
+    assert (
+        refusal(Ask(2, 960, 16), SHARED, **held | {"client_sequences": 0, "client_blocks": 0}).reason == "client_share"
+    )
+
+
+def test_what_is_held_is_told_apart_by_client_and_given_back_sequence_by_sequence():
+    router = Router(share=0.5)
+    flood = router.admission.admit("flood", Ask(5, 8, 8))
+    with pytest.raises(Refused, match="5 of your requests"):
+        router.admission.check("flood", 1)
+    polite = [router.admission.admit("polite", Ask(1, 8, 8)) for _ in range(2)]
+    flood.sequence_ended()
+    assert router.admission.sequences == 6
+    with pytest.raises(Refused, match="4 of your requests are being served and 2 of other clients; you may have 4"):
+        router.admission.admit("flood", Ask(1, 8, 8))
+    polite.clear()
+    router.admission.admit("flood", Ask(1, 8, 8))
+    flood.release()
+    flood.sequence_ended()
+    assert router.admission.sequences == 0
+    assert router.rejected("client_share") == 2
+
+
 # --- what is counted
 
 
 class Router:
     """Admission over fake workers."""
 
-    def __init__(self, **bench):
+    def __init__(self, share=1.0, **bench):
         self.bench = Bench(**{"prefill": [FOREVER], "decode": [FOREVER]} | bench)
         self.clock = FakeClock()
         self.registry = CollectorRegistry()
-        settings = replace(self.bench.settings, recovery_timeout_s=60.0)
+        settings = replace(self.bench.settings, recovery_timeout_s=60.0, max_client_share=share)
         self.queues = prompt_queues(self.bench.fleet, settings)
         metrics = RequestMetrics(self.registry)
         self.admission = Admission(settings, self.queues, self.bench.fleet.pool, metrics, self.clock)
