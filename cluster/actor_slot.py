@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.actors import NodePlace, NotServing, RouterActor, WorkerActor, WorkerReady, engine_environment
+from cluster.actors import HEALTH, NodePlace, NotServing, RouterActor, WorkerActor, WorkerReady, engine_environment
 from cluster.config import PoolName
 from cluster.plan import CoreTable, PlacementError, Plan, PlannedWorker
 from cluster.processes import ProcessId, end_processes
@@ -210,7 +210,7 @@ class RouterSlot(ActorSlot):
 
     def __init__(self, plan: Plan) -> None:
         actor = (
-            ray.remote(RouterActor)
+            ray.remote(concurrency_groups={HEALTH: 1})(RouterActor)
             .options(
                 num_cpus=0,
                 resources=dict(plan.config.router.resources),

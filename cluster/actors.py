@@ -6,6 +6,7 @@ Ray places, starts and ends them; no token and no KV byte passes through them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,14 @@ from router.settings import PoolHardware, RouterSettings
 
 ROUTER_LEFT = 143
 """Exit status of a router that has ended on SIGTERM: 128 + 15."""
+
+
+HEALTH = "health"
+"""Concurrency group, a thread with an event loop of its own: a router whose loop is busy still says how it is."""
+SLOW_LOOP_S = 5.0
+DEAD_LOOP_S = 120.0
+"""One thing that takes so long will not end; what is slower than usual must not cost every client its stream."""
+logger = logging.getLogger(__name__)
 
 
 class NotServing(RuntimeError):
@@ -178,9 +187,20 @@ class RouterActor:
         """A worker has left for good. Raises NotServing."""
         await self._serving().remove_worker(worker_id)
 
+    @ray.method(concurrency_group=HEALTH)  # type: ignore[untyped-decorator]
     async def failure(self) -> Health:
-        """Without a router this process has taken the place of one that died; or it has ended from within."""
-        return "actor_died" if self._router is None or self._router.ended else ""
+        """Without a router this process has taken the place of one that died; or it has ended from within.
+
+        Asked in another thread than the router's: a busy loop is reported, one that is stuck for minutes is a failure.
+        """
+        if self._router is None or self._router.ended:
+            return "actor_died"
+        silent_s = self._router.loop_silent_s
+        if silent_s >= DEAD_LOOP_S:
+            return "unreachable"
+        if silent_s >= SLOW_LOOP_S:
+            logger.warning("the router's event loop is busy for %.0f s: until then every stream stands still", silent_s)
+        return ""
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests; how many were still running after `timeout_s`."""

@@ -191,6 +191,12 @@ class RouterConfig(_Section):
     max_outstanding_requests: int = Field(
         default=512, ge=1, description="requests accepted at a time; more get HTTP 429"
     )
+    max_logprobs_per_request: int = Field(
+        default=250_000,
+        ge=0,
+        description="log-probabilities one answer may have, those of the prompt included; more gets HTTP 400: while a "
+        "whole answer is written as JSON all streams wait (0.2 s for so many)",
+    )
     max_client_share: float = Field(
         default=0.75,
         gt=0,

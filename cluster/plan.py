@@ -64,6 +64,7 @@ class Plan:
             min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
             prefill_window_tokens={name: config.window_tokens(name) for name in config.active_pools()},
             max_prompt_wait_s=config.router.max_prompt_wait_s,
+            max_logprobs_per_request=config.router.max_logprobs_per_request,
             max_client_share=config.router.max_client_share,
             recovery_timeout_s=config.router.recovery_timeout_s,
             ready_deadline_s=config.router.ready_deadline_s,

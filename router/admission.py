@@ -48,6 +48,8 @@ class Ask:
     sequences: int
     prompt_tokens: int = 0
     output_tokens: int = 0
+    logprobs: int = 0
+    """Log-probabilities in its answer, if it gets all tokens it asks for."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Limits:
 
     max_outstanding_requests: int
     max_prompt_wait_s: float
+    max_logprobs_per_request: int = 250_000
     max_client_share: float = 1.0
     """Of what the others leave, what one client may hold."""
 
@@ -118,6 +121,14 @@ def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: Limits) -> None:
             "too_large",
             f"n = {ask.sequences} sequences can never be served at a time, the limit is "
             f"{limits.max_outstanding_requests} (router.max_outstanding_requests): ask for fewer",
+        )
+    if ask.logprobs > limits.max_logprobs_per_request:
+        raise Refused(
+            HTTPStatus.BAD_REQUEST,
+            "too_large",
+            f"the answer may have {ask.logprobs} log-probabilities (of the prompt's tokens and of max_tokens, for each "
+            f"of n sequences), the limit is {limits.max_logprobs_per_request} (router.max_logprobs_per_request): ask "
+            "for fewer a token, lower max_tokens or n, or send a shorter prompt",
         )
     alone = _share(limits.max_outstanding_requests, limits)
     if ask.sequences > alone:
@@ -241,7 +252,12 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state: State = "not_ready"
-        self._limits = Limits(settings.max_outstanding_requests, settings.max_prompt_wait_s, settings.max_client_share)
+        self._limits = Limits(
+            max_outstanding_requests=settings.max_outstanding_requests,
+            max_prompt_wait_s=settings.max_prompt_wait_s,
+            max_logprobs_per_request=settings.max_logprobs_per_request,
+            max_client_share=settings.max_client_share,
+        )
         self._answer_pool: Pool = "colocated" if settings.mode == "colocated" else "decode"
         self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
         self._queues = queues

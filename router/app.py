@@ -41,6 +41,7 @@ from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet
 from router.guard import Access, guarded
 from router.http_protocol import BoundedHeads
+from router.json_cost import with_bounded_json
 from router.loop_lag import LoopLag
 from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
 from router.orchestrator import Orchestrator
@@ -140,6 +141,11 @@ class Router:
         """The fleet has changed: who waits for a worker may find one."""
         for queue in self._queues.values():
             queue.wake()
+
+    @property
+    def loop_silent_s(self) -> float:
+        """For how long the event loop has done nothing but one thing; may be asked from another thread."""
+        return self._lag.silent_s
 
     @property
     def ended(self) -> bool:
@@ -257,7 +263,8 @@ class Router:
                 await self._fleet.refresh()
             await without_gaps(scope, receive, send)
 
-        return request_fields.with_headers_checked(with_deadline(with_retry_after(with_fresh_metrics)))
+        bounded = with_bounded_json(with_fresh_metrics)
+        return request_fields.with_headers_checked(with_deadline(with_retry_after(bounded)))
 
 
 def _access(settings: RouterSettings) -> Access:

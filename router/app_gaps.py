@@ -12,7 +12,10 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
+import msgspec
 from starlette.responses import JSONResponse
+from vllm.entrypoints.openai.chat_completion import api_router as chat_routes
+from vllm.entrypoints.openai.completion import api_router as completion_routes
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from engine.passed_args import SERVER_ARGS
@@ -30,13 +33,27 @@ _READING = {
     "vllm": ("construct_chat_messages_with_tool_call",),  # expects that an earlier answer has a text
 }
 """Functions, by package, in which a body is read."""
+_ROUTES_OF_LONG_ANSWERS = (chat_routes, completion_routes)
 _RAISED_BY_READING = (AttributeError, LookupError, AssertionError, RecursionError, ArithmeticError)
 """By nesting without end, and by checks that take a value's type for granted; pydantic refuses only ValueErrors."""
+
+
+class QuickJson(JSONResponse):
+    """An answer with log-probabilities is written in a tenth of the time, in which every stream stands still."""
+
+    def render(self, content: Any) -> bytes:
+        """The same JSON."""
+        try:
+            return msgspec.json.encode(content)
+        except (TypeError, ValueError, RecursionError):
+            return super().render(content)
 
 
 def install(app: Any) -> None:
     """On vLLM's FastAPI app: take away paths that can only fail; refuse bodies on which validation itself fails."""
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in NOT_OFFERED]
+    for module in _ROUTES_OF_LONG_ANSWERS:
+        vars(module)["JSONResponse"] = QuickJson
     for kind in _RAISED_BY_READING:
         app.add_exception_handler(kind, _refuse_unreadable)
     app.middleware_stack = None  # vLLM has built it by now, without these; the first request builds it anew

@@ -22,15 +22,13 @@ from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.metrics.stats import PrefillStats
 
-from engine import logprobs, sampling
+from engine import sampling
 from engine.errors import EngineError, InvalidTask
-from engine.messages import TokenDelta
 from router import retry_after
 from router.admission import Admission, Ask, Refused, Ticket
 from router.answer import SequenceRequest
@@ -39,11 +37,11 @@ from router.client_identity import CLIENT
 from router.deadline import TIMEOUT_S
 from router.orchestrator import DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
+from router.text_sink import TextSink
 from router.unread import BoundedCollector, Why
 
 logger = logging.getLogger(__name__)
 
-_FINISH = {str(reason): reason for reason in FinishReason}
 SUPPORTED_TASKS = ("generate",)
 _UNREAD = (
     "the client has not read what was sent, and too much of it has come together (server.max_unread_stream_bytes, "
@@ -70,6 +68,7 @@ class RouterEngineClient(EngineClient):
         self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._admission = admission
         self._orchestrator: Orchestrator | None = None
+        self._conversions = asyncio.Lock()
         self._groups: dict[str, list[asyncio.Task[None]]] = {}
         self._collectors: set[BoundedCollector] = set()
         self._unread: set[BoundedCollector] = set()
@@ -160,7 +159,7 @@ class RouterEngineClient(EngineClient):
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
         client = CLIENT.get()
         with _as_http():
-            ticket = self._admission.admit(client, _ask(request))
+            ticket = self._admission.admit(client, _ask(request, self.model_config.get_vocab_size()))
         return self._serve(request, request_id, prompt_text, client, ticket)
 
     async def _serve(
@@ -235,15 +234,18 @@ class RouterEngineClient(EngineClient):
             head_read_s=HEAD_READ_S.get(),
             client=client,
         )
-        text = _TextSink(self._outputs, sequence)
+        text = TextSink(self._outputs, sequence, self._conversions)
         try:
             await self._orchestrator.run(sequence, text.emit)
+            await text.flushed()
         except InvalidTask as error:
             collector.put(VLLMValidationError(str(error)))
         except DeadlineExceeded as error:
             collector.put(GracefulHTTPError(str(error), HTTPStatus.GATEWAY_TIMEOUT))
         except (EngineError, NoWorker) as error:
             collector.put(GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE))
+        finally:
+            text.close()
 
     async def abort(self, request_id: str | list[str], internal: bool = False) -> None:
         """Cancel a request by the id `generate` was given."""
@@ -315,10 +317,17 @@ def _check_request_id(request_id: str) -> None:
         )
 
 
-def _ask(request: EngineCoreRequest) -> Ask:
+def _ask(request: EngineCoreRequest, vocabulary_size: int) -> Ask:
     params = request.sampling_params
     assert params is not None
-    return Ask(params.n, len(request.prompt_token_ids or []), params.max_tokens or 0)
+    prompt_tokens, output_tokens = len(request.prompt_token_ids or []), params.max_tokens or 0
+
+    def entries(wanted: int | None) -> int:
+        """At each position: the token's own and those asked for."""
+        return 0 if wanted is None else vocabulary_size if wanted < 0 else wanted + 1
+
+    each = prompt_tokens * entries(params.prompt_logprobs) + output_tokens * entries(params.num_logprobs)
+    return Ask(params.n, prompt_tokens, output_tokens, logprobs=params.n * each)
 
 
 def _tell_of_a_failure(collector: RequestOutputCollector, task: asyncio.Task[None]) -> None:
@@ -340,42 +349,3 @@ def _as_http() -> Iterator[None]:
             raise VLLMValidationError(str(refused)) from None
         retry_after.suggest(refused.retry_after_s)
         raise GracefulHTTPError(str(refused), refused.status) from None
-
-
-class _TextSink:
-    """Feeds one sequence's deltas to vLLM's output processor."""
-
-    def __init__(self, outputs: OutputProcessor, sequence: SequenceRequest) -> None:
-        self._outputs = outputs
-        self._sequence = sequence
-        self._prompt_logprobs: list[Any] | None = None
-        self._cached_tokens: int | None = None
-
-    def emit(self, delta: TokenDelta) -> bool:
-        """True when a stop string ended the sequence: what the workers still make is not wanted."""
-        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
-        if self._cached_tokens is None:
-            # The first leg's count is the one that saved work; decode's would count the transferred KV as cached.
-            self._cached_tokens = delta.num_cached_tokens
-        if not delta.token_ids and not delta.finished:
-            return False
-        processed = self._outputs.process_outputs([self._engine_output(delta)])
-        return bool(processed.reqs_to_abort)
-
-    def _engine_output(self, delta: TokenDelta) -> EngineCoreOutput:
-        params = self._sequence.params
-        output = EngineCoreOutput(
-            request_id=self._sequence.request_id,
-            new_token_ids=delta.token_ids,
-            finish_reason=_FINISH[delta.finish_reason] if delta.finish_reason else None,
-            stop_reason=delta.stop_reason,
-            prefill_stats=PrefillStats(
-                num_prompt_tokens=len(self._sequence.prompt_token_ids), num_cached_tokens=self._cached_tokens or 0
-            ),
-        )
-        if delta.logprobs:
-            output.new_logprobs = logprobs.unpack_sampled(delta.logprobs, params.num_logprobs or 0)
-        if self._prompt_logprobs and params.prompt_logprobs is not None:
-            output.new_prompt_logprobs_tensors = logprobs.unpack_prompt(self._prompt_logprobs, params.prompt_logprobs)
-            self._prompt_logprobs = None
-        return output

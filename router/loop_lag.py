@@ -19,13 +19,18 @@ class LoopLag(Collector):
 
     def __init__(self) -> None:
         self._lags_s: deque[tuple[float, float]] = deque()
+        self._looked_s: float | None = None
 
     async def watch(self) -> None:
         """Look every tenth of a second, until cancelled."""
-        while True:
-            due_s = time.monotonic() + LOOK_EVERY_S
-            await asyncio.sleep(LOOK_EVERY_S)
-            self.note(time.monotonic(), time.monotonic() - due_s)
+        try:
+            while True:
+                self._looked_s = time.monotonic()
+                due_s = self._looked_s + LOOK_EVERY_S
+                await asyncio.sleep(LOOK_EVERY_S)
+                self.note(time.monotonic(), time.monotonic() - due_s)
+        finally:
+            self._looked_s = None
 
     def note(self, now_s: float, lag_s: float) -> None:
         """The loop came so late; what is older than a minute, or was less bad than this, is forgotten."""
@@ -34,6 +39,12 @@ class LoopLag(Collector):
         while self._lags_s and self._lags_s[-1][1] <= lag_s:
             self._lags_s.pop()
         self._lags_s.append((now_s, lag_s))
+
+    @property
+    def silent_s(self) -> float:
+        """How late the loop is now; 0 while nobody watches. Any thread may ask: a loop that is stuck cannot answer."""
+        looked_s = self._looked_s
+        return 0.0 if looked_s is None else max(0.0, time.monotonic() - looked_s - LOOK_EVERY_S)
 
     @property
     def worst_s(self) -> float:

@@ -48,6 +48,8 @@ class RouterSettings:
     """Of the arguments that the engines get, those that say what the model is."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's own for its HTTP front."""
+    max_logprobs_per_request: int = 250_000
+    """Log-probabilities that one answer may have."""
     max_client_share: float = 1.0
     """Of the requests and KV blocks that other clients leave, what one client may hold."""
     write_deadline_s: float = 30.0

@@ -64,6 +64,7 @@ def test_without_a_worker_that_decodes_new_requests_are_refused():
     [
         (Ask(1, 3201, 1), "the prompt (3201 tokens) take 101 KV blocks and the largest worker has 100"),
         (Ask(1, 3000, 201), "prompt and answer (3000 + 201 tokens) take 101 KV blocks"),
+        (Ask(1, 64, 16, logprobs=250_001), "the answer may have 250001 log-probabilities"),
         (Ask(11, 5, 5), "n = 11 sequences can never be served at a time, the limit is 10 (router.max_outstanding"),
     ],
 )

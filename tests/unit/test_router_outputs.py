@@ -11,9 +11,10 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 
-def added(outputs: OutputProcessor, n: int) -> EngineCoreRequest:
+def added(outputs: OutputProcessor, n: int, params: SamplingParams | None = None) -> EngineCoreRequest:
     """A request with its n sequences, as `router/engine_client.py` adds it."""
-    params = SamplingParams(n=n, temperature=0.7, detokenize=False, output_kind=RequestOutputKind.DELTA)
+    if params is None:
+        params = SamplingParams(n=n, temperature=0.7, detokenize=False, output_kind=RequestOutputKind.DELTA)
     request = EngineCoreRequest(
         request_id="cmpl-1-0-abc",
         external_req_id="cmpl-1-0",
@@ -26,7 +27,7 @@ def added(outputs: OutputProcessor, n: int) -> EngineCoreRequest:
         cache_salt=None,
         data_parallel_rank=None,
     )
-    collector = RequestOutputCollector(RequestOutputKind.DELTA, request.request_id)
+    collector = RequestOutputCollector(params.output_kind, request.request_id)
     if n == 1:
         outputs.add_request(request, None, None, 0, collector)
         return request
