@@ -310,3 +310,19 @@ def test_a_pair_that_copies_blocks_as_they_are_says_that_no_encoding_is_used():
         service.close()
     assert not isinstance(paired, str)
     assert (paired.transport, "wire_dtype int8 is not used" in paired.why) == ("shm", True)
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["published", "not yet published"])
+def test_a_hand_off_that_its_own_worker_gives_up_is_freed_at_once(published):
+    service, _ = make_service("memory")
+    try:
+        if published:
+            service.publish("r", "h", [1, 2], 8)
+        service.release_own("h")
+        if not published:
+            service.publish("r", "h", [1, 2], 8)
+        assert service.poll().sent == {"r"}
+        assert service.stats().open_leases == 0
+        assert service.lingering() == []
+    finally:
+        service.close()
