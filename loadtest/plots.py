@@ -83,7 +83,7 @@ def stage_bars(modes: Mapping[Mode, Mapping[str, Any]]) -> go.Figure | None:
                 hovertemplate="%{y}, " + stage.replace("_", " ") + ": %{x:.1f} ms<extra></extra>",
             )
     _style(figure, "Where a request's time goes (mean)", "milliseconds", "")
-    figure.update_layout(barmode="stack", legend_traceorder="normal")
+    figure.update_layout(barmode="stack")
     figure.update_yaxes(autorange="reversed")
     return figure
 
@@ -147,14 +147,15 @@ def _name_line(figure: go.Figure, x: float, text: str, *, log: bool, y: float = 
 
 
 def _style(figure: go.Figure, title: str, x_title: str, y_title: str) -> None:
+    """Title and legend are the page's to show (`report`): in the plot a legend of several lines would cover others."""
     figure.update_layout(
-        title={"text": title, "x": 0, "xref": "paper", "xanchor": "left", "font": {"size": 16}, "y": 0.96},
+        meta={"title": title},
+        showlegend=False,
         font={"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "color": INK, "size": 13},
         plot_bgcolor="white",
         paper_bgcolor="white",
-        height=380,
-        margin={"l": 70, "r": 24, "t": 84, "b": 56},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        height=330,
+        margin={"l": 70, "r": 24, "t": 16, "b": 56},
         hoverlabel={"font": {"size": 13}},
     )
     axis = {"gridcolor": GRID, "zeroline": False, "linecolor": MUTED, "ticks": "outside", "tickcolor": GRID}

@@ -57,7 +57,18 @@ def _plot(figure: go.Figure) -> str:
         include_mathjax=False,
         config={"displayModeBar": False, "responsive": True},
     )
-    return f'<div class="card plot">{markup}</div>'
+    head = f"<h2>{html.escape(figure.layout.meta['title'])}</h2>{_legend(figure)}"
+    return f'<div class="card plot">{head}{markup}</div>'
+
+
+def _legend(figure: go.Figure) -> str:
+    """Takes as many lines as the page's width makes it, and pushes the plot down."""
+    entries = [
+        f'<span><i style="background:{trace.marker.color or trace.line.color}"></i>{html.escape(trace.name)}</span>'
+        for trace in figure.data
+        if trace.name and trace.showlegend is not False
+    ]
+    return f'<p class="legend">{"".join(entries)}</p>'
 
 
 def _setting(summary: Summary) -> str:
