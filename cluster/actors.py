@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import ray
 
-from cluster.api_keys import KEYS_VARIABLE
+from cluster.environment import forget_server_variables
 from cluster.processes import ProcessId, is_tracker, semaphores_of, this_process
 from cluster.sigterm import on_sigterm
 from engine.config import EngineConfig, HostSettings
@@ -75,8 +75,6 @@ def engine_environment(cores: int, *, on_cpu: bool, ranks: int = 1) -> dict[str,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
-        # Clients' keys are for the command that was given them; what is left of them elsewhere are hashes.
-        KEYS_VARIABLE: "",
     }
     if on_cpu:
         # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.
@@ -97,6 +95,7 @@ class WorkerActor:
     """One engine, one handler, one data-plane server."""
 
     def __init__(self) -> None:
+        forget_server_variables()
         self._host: Any = None
 
     async def place(self) -> NodePlace:
@@ -155,6 +154,7 @@ class RouterActor:
     """The HTTP front end."""
 
     def __init__(self) -> None:
+        forget_server_variables()
         self._router: Any = None
         self._leaving: asyncio.Task[None] | None = None
 

@@ -19,6 +19,7 @@ from cluster.api_keys import ApiKeyError
 from cluster.config import ConfigError, LoadedConfig, Mode, explain, load_config
 from cluster.model_store import ModelError, prepare_model
 from cluster.plan_options import with_plan
+from cluster.server_url import server_url
 from loadtest.errors import LoadTestError
 from loadtest.plan import ComparePlan, ReplayPlan
 from roofline.errors import RooflineError
@@ -39,6 +40,8 @@ errors = Console(stderr=True, width=None if sys.stderr.isatty() else PIPED_WIDTH
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file, for instance deploy/local.yaml")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="override one setting: section.key=value")]
 ModelOption = Annotated[str | None, typer.Option(help="directory, hub name or smollm2-135m")]
+LOCAL_URL = "http://127.0.0.1:8000"
+UrlOption = Annotated[str, typer.Option(parser=server_url, metavar="URL", help="a running server")]
 PortOption = Annotated[int | None, typer.Option(help="HTTP port")]
 
 
@@ -196,7 +199,7 @@ def transfer(
 
 @app.command()
 def top(
-    url: Annotated[str, typer.Option(help="a running server")] = "http://127.0.0.1:8000",
+    url: UrlOption = LOCAL_URL,
     interval_s: Annotated[float, typer.Option(help="seconds between readings", min=0.2)] = 2.0,
     count: Annotated[int, typer.Option(help="readings, then end; 0: until Ctrl-C")] = 0,
 ) -> None:
@@ -209,7 +212,7 @@ def top(
 @app.command()
 def drain(
     worker: Annotated[str, typer.Argument(help="the worker that is to leave, as in the table of serve: decode-1")],
-    url: Annotated[str, typer.Option(help="a running server")] = "http://127.0.0.1:8000",
+    url: UrlOption = LOCAL_URL,
     timeout_s: Annotated[
         float, typer.Option(help="running requests may take so long, then they are cut off", min=0)
     ] = (30.0),
@@ -233,7 +236,7 @@ def drain(
 @with_plan(ReplayPlan, partial(fail, status=2))
 def replay(
     plan: ReplayPlan,
-    url: Annotated[str, typer.Option(help="a running server")] = "http://127.0.0.1:8000",
+    url: UrlOption = LOCAL_URL,
     out: Annotated[Path | None, typer.Option(help="folder for summary.json and records.jsonl")] = None,
 ) -> None:
     """Replay a trace against a running server, open loop, and print TTFT, TPOT and goodput."""

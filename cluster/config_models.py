@@ -7,6 +7,7 @@ variables of its own. `cluster.config` fills it from YAML and flags; import the 
 from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, IPvAnyNetwork, TypeAdapter
 
@@ -36,12 +37,27 @@ Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 """A number of bytes; text such as `1 GiB` or `500 MB` is read as well."""
 
 
+def _host(text: str) -> str:
+    if text.startswith("["):
+        raise ValueError("is a host without a port: write an IPv6 address without brackets")
+    return text
+
+
 def _proxy_network(network: IPvAnyNetwork) -> IPvAnyNetwork:
     if network.prefixlen == 0:
         raise ValueError("names every address there is, so that any client could call itself as it likes")
     if isinstance(network.network_address, IPv6Address) and network.network_address.ipv4_mapped:
         raise ValueError("is IPv4 written as IPv6: write the IPv4 address or network")
     return network
+
+
+def _origin(text: str) -> str:
+    """As a browser sends it: scheme, host and perhaps a port, in lower case."""
+    parts = urlsplit(text)
+    written = parts.scheme and parts.netloc and "@" not in parts.netloc
+    if text != "*" and not (written and text == f"{parts.scheme}://{parts.netloc}".lower()):
+        raise ValueError("is not an origin: write it as https://chat.example or http://127.0.0.1:3000")
+    return text
 
 
 class _Section(BaseModel):
@@ -66,7 +82,9 @@ class ModelConfig(_Section):
 class ServerConfig(_Section):
     """Where clients connect."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="address the HTTP server listens on")
+    host: Annotated[str, AfterValidator(_host)] = Field(
+        default="127.0.0.1", min_length=1, description="address the HTTP server listens on"
+    )
     port: int = Field(default=8000, ge=0, le=65535, description="port the HTTP server listens on; 0 picks a free one")
     drain_timeout_s: float = Field(
         default=30.0, ge=0, description="after Ctrl-C, how long running requests may still take"
@@ -89,6 +107,11 @@ class ServerConfig(_Section):
         default=256 * MIB,
         ge=MIB,
         description="kept in memory of answers that clients have not read; above it the largest end",
+    )
+    cors_allowed_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
+        default=(),
+        description="origins (https://chat.example:8443, or *) of web pages that may use the server from a browser; "
+        "never the paths of operators",
     )
 
 
@@ -176,7 +199,7 @@ class TransferConfig(_Section):
     overlap: bool = Field(
         default=True, description="fetch the KV of a long prompt's first chunks while the later ones are prefilled"
     )
-    host: str | None = Field(
+    host: Annotated[str, AfterValidator(_host)] | None = Field(
         default=None, description="address workers offer to each other; null: the Ray node's address"
     )
 

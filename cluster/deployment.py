@@ -20,6 +20,7 @@ from ray._private import ray_constants
 from cluster.actor_slot import LOOPBACK, PLACEMENT_TIMEOUT_S, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
 from cluster.actors import NodePlace, WorkerReady
 from cluster.config import PoolName, RidgelineConfig
+from cluster.environment import server_variables_hidden
 from cluster.plan import CoreTable, PlacementError, Plan
 from cluster.supervisor import Say, Supervisor
 from router.pairing import KvPair
@@ -89,16 +90,17 @@ async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[None]:
             resource_tables = [config.router.resources, *(pool.resources for pool in config.all_pools().values())]
             resources = {name: 1000.0 for table in resource_tables for name in table}
             _keep_ray_on_loopback()
-            ray.init(
-                num_cpus=cores,
-                _node_ip_address=LOOPBACK,
-                resources=resources,
-                object_store_memory=config.ray.object_store_bytes,
-                include_dashboard=False,
-                # Ray runs workers at niceness 15, where any other process on the machine delays a token or a KV frame.
-                _system_config={"worker_niceness": 0},
-                **common,
-            )
+            with server_variables_hidden():
+                ray.init(
+                    num_cpus=cores,
+                    _node_ip_address=LOOPBACK,
+                    resources=resources,
+                    object_store_memory=config.ray.object_store_bytes,
+                    include_dashboard=False,
+                    # Ray runs workers at niceness 15, where any other process of the machine delays a token or a frame.
+                    _system_config={"worker_niceness": 0},
+                    **common,
+                )
         else:
             ray.init(address=config.ray.address, **common)
     except (ConnectionError, RuntimeError, ValueError) as error:

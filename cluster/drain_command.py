@@ -23,10 +23,7 @@ async def drain(
 ) -> None:
     """Return once the worker is gone. Raises ServerError with the server's sentence when it refuses, ApiKeyError."""
     headers = {"Authorization": f"Bearer {first_admin_key(str(admin_key_file))}"} if admin_key_file else {}
-    base_url = url.rstrip("/").removesuffix("/v1")
-    async with httpx.AsyncClient(
-        base_url=base_url, headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False
-    ) as client:
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False) as client:
         wish = {"worker": worker, "timeout_s": timeout_s, "force": force}
         await _ask(client, "POST", "/ridgeline/drain", wish)
         console.print(f"{worker} takes no new requests; the running ones get {timeout_s:.0f} s", highlight=False)
@@ -34,9 +31,7 @@ async def drain(
             async with asyncio.timeout(timeout_s + BEYOND_TIMEOUT_S):
                 await _until_gone(client, worker, console)
         except TimeoutError as error:
-            raise ServerError(
-                f"{worker} still has not left; GET {base_url}/ridgeline/workers says what it holds"
-            ) from error
+            raise ServerError(f"{worker} still has not left; GET {url}/ridgeline/workers says what it holds") from error
     console.print(f"{worker} is gone", highlight=False)
 
 

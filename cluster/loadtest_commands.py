@@ -21,7 +21,7 @@ from loadtest.trace_shape import shape_trace
 
 async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:
     """Replay a trace against a running server and print the figures. Raises LoadTestError."""
-    result = await run_replay(url.rstrip("/").removesuffix("/v1"), plan, console)
+    result = await run_replay(url, plan, console)
     report_replay(result, plan, out, console)
 
 

@@ -77,6 +77,7 @@ class Plan:
             api_key_hashes=self.keys.clients,
             admin_key_hashes=self.keys.admins,
             trusted_proxies=config.server.trusted_proxies,
+            cors_allowed_origins=config.server.cors_allowed_origins,
             tls=config.security.tls.files(),
         )
 

@@ -19,6 +19,7 @@ from cluster import doctor
 from cluster.api_keys import open_to_all
 from cluster.config import RidgelineConfig
 from cluster.deployment import Deployment, deploy, ray_runtime
+from cluster.environment import server_variables
 from cluster.plan import make_plan
 
 PROGRESS_EVERY_S = 10.0
@@ -125,6 +126,10 @@ async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[De
     plan = await asyncio.to_thread(make_plan, config)
     names = ", ".join(worker.worker_id for worker in plan.workers)
     console.print(f"starting [bold]{config.mode}[/]: {names}; {plan.served_name} in {plan.dtype}")
+    if ignored := server_variables():
+        console.print(
+            f"[yellow]not passed on, because the configuration alone shapes the server: {', '.join(ignored)}[/]"
+        )
     if not plan.keys.clients and (warning := open_to_all(config.server.host)):
         console.print(f"[yellow]{warning}[/]")
     began_s = time.monotonic()

@@ -20,8 +20,7 @@ _COLUMNS = ("pool", "workers", "running", "waiting", "KV blocks free", "busy", "
 
 async def watch(url: str, interval_s: float, count: int, console: Console) -> None:
     """Show the last interval until Ctrl-C, or `count` times. Raises ServerError when the server does not answer."""
-    base_url = url.rstrip("/").removesuffix("/v1")
-    async with httpx.AsyncClient(base_url=base_url, headers=key_headers()) as client:
+    async with httpx.AsyncClient(base_url=url, headers=key_headers()) as client:
         with Live(console=console, auto_refresh=False) as live:
             before, before_s = await _read(client), time.monotonic()
             readings = 0

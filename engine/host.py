@@ -45,6 +45,7 @@ from engine.messages import (
     WorkerStatus,
 )
 from engine.vllm_engine import VllmEngine
+from kv_transfer.address import join_host_port
 from kv_transfer.channel import add_port
 from kv_transfer.handoff import KvHandoff
 
@@ -208,9 +209,9 @@ class WorkerHost:
             "Attach": stream_handler(self._attach, AttachRequest),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        port = add_port(self._server, f"{config.host}:0", config.tls)
+        port = add_port(self._server, join_host_port(config.host, 0), config.tls)
         await self._server.start()
-        self.address = f"{config.host}:{port}"
+        self.address = join_host_port(config.host, port)
         return self.address
 
     def failure(self) -> Health:

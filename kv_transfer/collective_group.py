@@ -30,6 +30,7 @@ import torch
 from torch import distributed
 
 from kv_transfer import errors
+from kv_transfer.address import join_host_port
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -77,7 +78,9 @@ def join_store(host: str, port: int) -> TCPStore:
     try:
         return _store(host, port, is_master=False)
     except RuntimeError as error:
-        raise errors.TransferFailed(errors.UNREACHABLE, f"the store at {host}:{port}: {_first_line(error)}") from error
+        raise errors.TransferFailed(
+            errors.UNREACHABLE, f"the store at {join_host_port(host, port)}: {_first_line(error)}"
+        ) from error
 
 
 def _store(host: str, port: int, **options: Any) -> TCPStore:

@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from kv_transfer import errors, grpc_wire
+from kv_transfer.address import split_host_port
 from kv_transfer.allocator import keep_freed_memory
 from kv_transfer.base import Pull, Puller, SourceDescription, run_in_thread
 from kv_transfer.collective_group import FETCHER_RANK, FORM_S, PairGroup, backend_for, join_store
@@ -181,7 +182,7 @@ class _Membership:
             invitation = grpc_wire.read_answer(_decode_invitation, _next(call), address)
             if invitation.incarnation != incarnation:
                 raise errors.TransferFailed(errors.STALE_PAIRING, f"{address} is another process now")
-            store = join_store(address.rpartition(":")[0].strip("[]"), invitation.store_port)
+            store = join_store(split_host_port(address)[0], invitation.store_port)
             group = PairGroup.form(FETCHER_RANK, invitation.group, store, host, device, address)
             if _next(call) != FORMED:
                 raise errors.TransferFailed(errors.UNREACHABLE, f"{address} formed no group")

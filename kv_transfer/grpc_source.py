@@ -19,6 +19,7 @@ import grpc
 import msgspec
 
 from kv_transfer import errors, grpc_wire
+from kv_transfer.address import join_host_port
 from kv_transfer.allocator import keep_freed_memory
 from kv_transfer.base import FetchRequest, KvSource
 from kv_transfer.block_server import BlockServer, Segment
@@ -97,7 +98,7 @@ class GrpcKvSource(KvSource):
 
     @property
     def address(self) -> str:
-        return f"{self._host}:{self._port}"
+        return join_host_port(self._host, self._port)
 
     @property
     def bytes_sent_total(self) -> int:

@@ -16,9 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from engine.errors import WorkerLost
 from router.admin_access import ADMIN, ADMIN_PATH
 from router.fleet import Fleet, Worker
+from router.shared_answer import Shared
 
 logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S = 30.0
+REFRESH_EVERY_S = 0.5
+"""So often are workers asked for their figures when many want the list."""
 
 
 class DrainWish(BaseModel):
@@ -37,9 +40,11 @@ def admin_routes(fleet: Fleet) -> APIRouter:
     """GET /ridgeline/workers and POST /ridgeline/drain."""
     routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
 
+    refreshed = Shared(fleet.refresh, REFRESH_EVERY_S)
+
     @routes.get("/workers")
     async def workers() -> dict[str, Any]:
-        await fleet.refresh()
+        await refreshed()
         return {"workers": [_row(worker) for worker in fleet.workers]}
 
     one_at_a_time = asyncio.Lock()

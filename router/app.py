@@ -29,6 +29,7 @@ from engine.errors import EngineError
 from engine.messages import Pool, WorkerDescription
 from engine.passed_args import words
 from engine.vllm_arguments import refusing
+from kv_transfer.address import http_url, join_host_port
 from router import app_gaps, request_fields, unread
 from router.admin import admin_routes
 from router.admin_access import AdminAccess
@@ -36,6 +37,7 @@ from router.admission import Admission
 from router.arrival import with_arrival
 from router.asgi import Asgi
 from router.client_identity import AddressClients
+from router.cors import with_cors
 from router.deadline import with_deadline
 from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet
@@ -44,12 +46,14 @@ from router.http_protocol import BoundedHeads
 from router.json_cost import with_bounded_json
 from router.loop_lag import LoopLag
 from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
+from router.metrics_page import metrics_endpoint
 from router.orchestrator import Orchestrator
 from router.pairing import KvPair, PairingRefused
 from router.prefill_queue import prompt_queues
 from router.readiness import Canary, Readiness, canary_prompt_tokens, canary_settings, ready_endpoint
 from router.releaser import HandoffReleaser
 from router.retry_after import with_retry_after
+from router.routes import keep_known_routes
 from router.settings import PoolHardware, RouterSettings
 
 DRAIN_POLL_S = 0.05
@@ -192,13 +196,14 @@ class Router:
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
             app = guarded(await self._build_app(), _access(self._settings), self._settings.max_request_bytes)
-            server = uvicorn.Server(self._uvicorn_config(with_arrival(app)))
+            app = with_arrival(with_cors(app, self._settings.cors_allowed_origins))
+            server = uvicorn.Server(self._uvicorn_config(app))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
             group.create_task(self._watch_unread(server), name="unread")
             while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
                 await asyncio.sleep(0.01)
             host, port = sock.getsockname()[:2]
-            self._url.set_result(f"http://{host}:{port}")
+            self._url.set_result(http_url(host, port))
             await self._stop.wait()
             self._readiness.close()
             server.should_exit = True
@@ -256,14 +261,10 @@ class Router:
         app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
         app.add_route("/ready", ready_endpoint(self._readiness, lambda: self._client.draining), methods=["GET"])
 
-        without_gaps = app_gaps.with_ended_streams(app)
-
-        async def with_fresh_metrics(scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] == "http" and scope["path"].startswith("/metrics"):
-                await self._fleet.refresh()
-            await without_gaps(scope, receive, send)
-
-        bounded = with_bounded_json(with_fresh_metrics)
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/metrics"]
+        app.add_route("/metrics", metrics_endpoint(self._fleet.refresh, REGISTRY), methods=["GET"])
+        keep_known_routes(app)
+        bounded = with_bounded_json(app_gaps.with_ended_streams(app))
         return request_fields.with_headers_checked(with_deadline(with_retry_after(bounded)))
 
 
@@ -311,13 +312,20 @@ def _frontend_config(args: Namespace) -> VllmConfig:
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with suppress(OSError):  # its connections inherit it; Linux and macOS have it
-        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
     try:
-        sock.bind((host, port))
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):  # its connections inherit it; Linux and macOS have it
+            sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
+        try:
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
     except OSError as error:
-        sock.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}; set server.port") from error
+        where = join_host_port(host, port)
+        raise OSError(
+            error.errno, f"cannot listen on {where}: {error.strerror}; set server.host or server.port"
+        ) from error
     return sock

@@ -21,9 +21,8 @@ from starlette.requests import ClientDisconnect
 from router.admin_access import ADMIN, AdminAccess, AdminRefusal, is_admin_path
 from router.asgi import Asgi, Message, Receive, Scope, Send
 from router.client_identity import CLIENT, MAX_KEY_BYTES, AddressClients, hash_key, key_client
+from router.routes import OPEN_PATHS
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})
-"""Answered without a key, to GET and by exactly these names: for load balancers, orchestrators and Prometheus."""
 LINGER_BYTES: Final = 64 << 20
 BODY_PART_WITHIN_S: Final = 30.0
 """A client that sends its body slower, part by part, is not waited for."""
@@ -188,6 +187,7 @@ class _CountedBody:
 
 
 def _is_open(scope: Scope) -> bool:
+    """By exactly these names: some of the app's routes are patterns."""
     return scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in OPEN_PATHS
 
 

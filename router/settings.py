@@ -66,5 +66,7 @@ class RouterSettings:
     """Of each key that opens the operator's paths; none: see `admin_access`."""
     trusted_proxies: tuple[IpNetwork, ...] = ()
     """Whose X-Forwarded-For is believed."""
+    cors_allowed_origins: tuple[str, ...] = ()
+    """Of web pages that may use the server from a browser."""
     tls: TlsFiles | None = None
     """Between router and workers; None: plain text."""

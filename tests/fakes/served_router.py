@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,19 @@ def make_model(directory: Path) -> None:
 
 @asynccontextmanager
 async def serving(
-    model: Path, engines: tuple[FakeEngine, FakeEngine] | None = None, **settings: Any
+    model: Path,
+    engines: tuple[FakeEngine, FakeEngine] | None = None,
+    *,
+    workers_host: str = "127.0.0.1",
+    **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Any, FakeEngine, FakeEngine]]:
     """(HTTP client, router, prefill engine, decode engine). Without other engines prefill steps when it is told to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from router.app import Router
     engines = engines or (FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="auto"))
+    for engine in engines:
+        engine.config = replace(engine.config, host=workers_host)
     hosts = [WorkerHost(engines[0], PrefillHandler()), WorkerHost(engines[1], DecodeHandler())]
     for host in hosts:
         await host.start()

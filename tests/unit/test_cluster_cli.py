@@ -290,3 +290,13 @@ def test_help_lists_every_command(ridgeline):
     assert status == 0
     for command in COMMANDS:
         assert command in shown
+
+
+@pytest.mark.parametrize("command", [["top"], ["drain", "decode-0"], ["replay"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "url", ["http://::1:8000", "127.0.0.1:8000", "http://", "ftp://x", "http://key@x", "http://x:y"]
+)
+def test_what_is_no_url_of_a_server_is_told_with_how_to_write_one(ridgeline, command, url):
+    status, _, error = ridgeline(*command, "--url", url)
+    assert status == 2
+    assert "[::1]:8000" in error

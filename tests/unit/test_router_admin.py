@@ -216,9 +216,7 @@ async def test_the_command_tells_what_is_held_until_the_worker_is_gone():
         leg = asyncio.ensure_future(anext(fleet.get("prefill-0").client.generate(a_task(leg="prefill"))))
         await eventually(lambda: started[0]._engine.running)
         console = Console(file=io.StringIO(), width=100)
-        draining = asyncio.create_task(
-            drain(f"{url}/v1", "prefill-0", 5, force=False, admin_key_file=None, console=console)
-        )
+        draining = asyncio.create_task(drain(url, "prefill-0", 5, force=False, admin_key_file=None, console=console))
         await eventually(lambda: "draining: 1 requests" in console.file.getvalue(), 20)
         started[0]._engine.step()
         await leg

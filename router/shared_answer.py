@@ -1,0 +1,48 @@
+"""A costly answer for many callers: computed once for all who ask at a time, and told again for a moment if they are
+many."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+BURST: Final = 4
+
+
+class Shared(Generic[T]):
+    """Asked any number of times it computes at most one answer at a time, and one in `every_s`.
+
+    Who asks seldom has a new answer each time: `BURST` of them are free before the last one is told again.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[], Coroutine[Any, Any, T]],
+        every_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._compute = compute
+        self._every_s = every_s
+        self._clock = clock
+        self._computing: asyncio.Task[T] | None = None
+        self._free = float(BURST)
+        self._counted_s = clock()
+
+    def __call__(self) -> Awaitable[T]:
+        """The answer, or what computing it raised. A caller that leaves does not end it for the others."""
+        task = self._computing
+        if task is None or (task.done() and self._may_compute()):
+            task = self._computing = asyncio.create_task(self._compute(), name="shared-answer")
+            self._free -= 1
+        return asyncio.shield(task)
+
+    def _may_compute(self) -> bool:
+        now_s = self._clock()
+        self._free = min(BURST, self._free + (now_s - self._counted_s) / self._every_s)
+        self._counted_s = now_s
+        return self._free >= 1
