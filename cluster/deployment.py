@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +23,7 @@ from cluster.actors import NodePlace, WorkerReady
 from cluster.config import PoolName, RidgelineConfig
 from cluster.environment import server_variables_hidden
 from cluster.plan import CoreTable, PlacementError, Plan
+from cluster.ray_messages import ray_messages_in_a_file
 from cluster.supervisor import Say, Supervisor
 from router.pairing import KvPair
 from router.settings import PoolHardware
@@ -77,11 +79,17 @@ class Deployment:
 
 
 @asynccontextmanager
-async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[None]:
-    """Ray itself: started here for this process, or joined at ray.address."""
+async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[Path]:
+    """Ray itself: started here for this process, or joined at ray.address; yields the file with Ray's own messages."""
+    with ray_messages_in_a_file() as messages, _ray(config):
+        yield messages
+
+
+@contextmanager
+def _ray(config: RidgelineConfig) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "ridgeline"}
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING", "namespace": "ridgeline"}
     try:
         if config.ray.address is None:
             cores = max(

@@ -31,7 +31,8 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
     modes: tuple[Mode, ...] = ("colocated", "disaggregated")
     for mode in modes:
         refuse_unfit_machine(config.model_copy(update={"mode": mode}))
-    async with ray_runtime(config):
+    async with ray_runtime(config) as ray_messages:
+        console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
 
         @asynccontextmanager
         async def serving(mode: Mode) -> AsyncIterator[str]:

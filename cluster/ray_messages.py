@@ -26,7 +26,7 @@ def ray_messages_in_a_file() -> Iterator[Path]:
     ray_logger, to_file = logging.getLogger("ray"), logging.FileHandler(log_file)
     former_handlers, former_print = ray_logger.handlers[:], ray_worker.print_to_stdstream
 
-    def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001 - Ray's signature
+    def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
         """Called by Ray's listening thread for each message."""
         for line in data["lines"]:
             ray_logger.error("(%s) %s", data["pid"], line)

@@ -62,7 +62,8 @@ async def serve(config: RidgelineConfig, console: Console) -> None:
     """
     refuse_unfit_machine(config)
     signals, ready = StopSignals(), asyncio.Event()
-    async with ray_runtime(config):
+    async with ray_runtime(config) as ray_messages:
+        console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets handlers of its own
             loop.add_signal_handler(number, signals.received)

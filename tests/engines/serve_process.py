@@ -119,6 +119,8 @@ def serving(*arguments: str) -> Iterator[Serve]:
     family: list[psutil.Process] = []
     try:
         yield serve
+        raw = [line for line in serve.lines if line.startswith("(raylet)")]
+        assert not raw, "Ray's own words belong to its file, whatever was killed"
     finally:
         if process.poll() is None:
             family = descendants(process.pid)
