@@ -6,6 +6,7 @@ Used by `cluster.deployment` for the first start and by `cluster.supervisor` for
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.actors import HEALTH, NodePlace, NotServing, RouterActor, WorkerActor, WorkerReady, engine_environment
-from cluster.config import PoolName
+from cluster.config import PoolName, RidgelineConfig
 from cluster.plan import CoreTable, PlacementError, Plan, PlannedWorker
 from cluster.processes import ProcessId, end_processes
 from engine.messages import Health
@@ -25,8 +26,6 @@ from router.settings import PoolHardware
 
 LOOPBACK = "127.0.0.1"
 """Where everything listens when Ray was started here, for this machine alone."""
-PLACEMENT_TIMEOUT_S = 120.0
-START_TIMEOUT_S = 900.0
 ANSWER_WITHIN_S = 20.0
 REMOTE_END_WITHIN_S = 30.0
 RETRY_S = 0.2
@@ -48,8 +47,10 @@ class ActorGone(DeploymentFailed):
 class ActorSlot:
     """What is common to workers and the router."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: Any, config: RidgelineConfig) -> None:
         self.name = name
+        self._placement_timeout_s = config.ray.patience_s
+        self._start_timeout_s = config.supervision.start_timeout_s
         self._actor = actor
         self._place: NodePlace | None = None
         self._children: tuple[ProcessId, ...] = ()
@@ -60,13 +61,14 @@ class ActorSlot:
     async def find_place(self) -> NodePlace:
         """Where Ray put the actor's process, once there is one that has not been here before.
 
-        Raises NoPlace after `PLACEMENT_TIMEOUT_S`, and DeploymentFailed if there will be none.
+        Raises NoPlace after `ray.placement_timeout_s`, and DeploymentFailed if there will be none.
         """
         try:
-            async with asyncio.timeout(PLACEMENT_TIMEOUT_S):
+            async with asyncio.timeout(self._placement_timeout_s):
                 self._place = await self._other_place(self._place)
         except TimeoutError as error:
-            raise NoPlace(f"Ray found no place for {self.name} within {PLACEMENT_TIMEOUT_S:.0f} s") from error
+            limit = f"{self._placement_timeout_s:.0f} s (ray.placement_timeout_s)"
+            raise NoPlace(f"Ray found no place for {self.name} within {limit}") from error
         except RayError as error:
             raise DeploymentFailed(f"Ray could not start {self.name}: {str(error).splitlines()[0]}") from error
         return self._place
@@ -79,13 +81,18 @@ class ActorSlot:
                     return place
             await asyncio.sleep(RETRY_S)
 
-    async def call(self, method: str, *args: Any, timeout_s: float = START_TIMEOUT_S) -> Any:
-        """Call the actor; what went wrong there becomes one sentence here. Raises DeploymentFailed or ActorGone."""
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call the actor; what went wrong there becomes one sentence here. Raises DeploymentFailed or ActorGone.
+
+        Without a `timeout_s` of its own it may take as long as a start.
+        """
+        limit_s = self._start_timeout_s if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(limit_s):
                 return await getattr(self._actor, method).remote(*args)
         except TimeoutError as error:
-            raise DeploymentFailed(f"{self.name} did not finish {method} within {timeout_s:.0f} s") from error
+            setting = " (supervision.start_timeout_s)" if timeout_s is None else ""
+            raise DeploymentFailed(f"{self.name} did not finish {method} within {limit_s:.0f} s{setting}") from error
         except RayActorError as error:
             first_line = str(error).splitlines()[0]
             raise ActorGone(f"{self.name} ended while it ran {method}: {first_line}") from error
@@ -141,10 +148,11 @@ class ActorSlot:
         await self.end()
 
 
-def worker_actor(planned: PlannedWorker) -> Any:
+def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
     """A worker's actor, which Ray places, and starts again on another node if need be."""
     settings = planned.settings
     env = engine_environment(settings.cores_per_worker, on_cpu=settings.gpus_per_worker == 0, ranks=settings.ranks)
+    env |= {"VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.supervision.start_timeout_s))}
     return (
         ray.remote(WorkerActor)
         .options(
@@ -163,7 +171,7 @@ class WorkerSlot(ActorSlot):
     """One worker; `start` makes a new incarnation of it."""
 
     def __init__(self, plan: Plan, planned: PlannedWorker, cores: CoreTable) -> None:
-        super().__init__(planned.worker_id, worker_actor(planned))
+        super().__init__(planned.worker_id, worker_actor(planned, plan.config), plan.config)
         self.planned = planned
         self._plan = plan
         self._cores = cores
@@ -219,7 +227,7 @@ class RouterSlot(ActorSlot):
             )
             .remote()
         )
-        super().__init__("router", actor)
+        super().__init__("router", actor, plan.config)
         self._settings = plan.router_settings()
         self._hardware: dict[PoolName, PoolHardware] = {}
 

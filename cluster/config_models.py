@@ -23,6 +23,9 @@ GIB = 1024**3
 MIB = 1024**2
 CPU_BLOCK_MULTIPLE_TOKENS = 32
 RAY_SMALLEST_OBJECT_STORE_BYTES = 75 * MIB
+PLACEMENT_TIMEOUT_S = 120.0
+JOINED_PLACEMENT_TIMEOUT_S = 1800.0
+"""A node that the autoscaler launches boots and installs for ten minutes or more."""
 WINDOW_STEPS = 2
 """Engine steps of prompts that a worker has at a time: one runs, and the next must not wait for the router."""
 
@@ -124,10 +127,22 @@ class RayConfig(_Section):
         ge=RAY_SMALLEST_OBJECT_STORE_BYTES,
         description="Ray's shared memory when started here; small, since no tokens or KV bytes go through it",
     )
+    placement_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="how long Ray may look for a place for each worker; null: 120, and 1800 on a cluster that is "
+        "joined, whose nodes may only be starting",
+    )
     share_cores: bool = Field(
         default=False,
         description="workers may share cores; for tests of faults on a small machine, timings then mean nothing",
     )
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds until a worker that Ray has not placed is given up."""
+        default_s = PLACEMENT_TIMEOUT_S if self.address is None else JOINED_PLACEMENT_TIMEOUT_S
+        return default_s if self.placement_timeout_s is None else self.placement_timeout_s
 
 
 class PoolConfig(_Section):
@@ -253,6 +268,9 @@ class SupervisionConfig(_Section):
         default=5, ge=0, description="starts again of one worker within window_s; after that it stays away"
     )
     window_s: float = Field(default=300.0, gt=0, description="the time in which max_restarts are counted")
+    start_timeout_s: float = Field(
+        default=900.0, ge=10, description="how long a worker may load its engine, a model's download included"
+    )
     stall_timeout_s: float = Field(
         default=60.0, gt=0, description="an engine with work and without a step for so long is replaced"
     )

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from cluster.actor_slot import LOOPBACK, PLACEMENT_TIMEOUT_S, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
+from cluster.actor_slot import LOOPBACK, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
 from cluster.actors import NodePlace, WorkerReady
 from cluster.config import PoolName, RidgelineConfig
 from cluster.environment import server_variables_hidden
@@ -181,8 +181,7 @@ async def _placed(workers: list[WorkerSlot]) -> list[NodePlace]:
             for w in workers
         )
         raise PlacementError(
-            f"Ray found no place for all workers within {PLACEMENT_TIMEOUT_S:.0f} s. Wanted: {wanted}. The cluster has "
-            f"{ray.cluster_resources()}: add nodes or lower pools.*"
+            f"{error}. Wanted: {wanted}. The cluster has {ray.cluster_resources()}: add nodes or lower pools.*"
         ) from error
 
 
