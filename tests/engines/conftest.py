@@ -77,7 +77,8 @@ async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> As
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def deployment(pytestconfig: pytest.Config) -> AsyncIterator[Any]:
     """The deployment, once per session."""
-    async with deployed({"model.dtype": pytestconfig.getoption("--dtype")}) as engines:
+    chosen = {"model.dtype": pytestconfig.getoption("--dtype"), "server_args.tool_call_parser": "hermes"}
+    async with deployed(chosen) as engines:
         yield engines
 
 
