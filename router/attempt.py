@@ -14,7 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 import msgspec
 
 from engine import sampling
-from engine.errors import HandoffLost, WorkerLost
+from engine.errors import HandoffLost, WorkerDraining, WorkerLost
 from engine.messages import FirstToken, GenerateTask, Leg, Pool, TokenDelta
 from kv_transfer.handoff import KvHandoff
 from router.answer import Answer, SequenceRequest
@@ -129,9 +129,11 @@ class Attempt:
     ) -> TokenDelta:
         """The leg's last delta; `follow` is called before, if the hand-off can be followed while it grows."""
         async with self._turn("prefill", tasks, answer) as turn:
-            if not decode.load().usable:
+            load = decode.load()
+            if not load.usable:
                 answer.timeline.state = "queued"
-                raise WorkerLost(f"{decode.worker_id} was lost while the prompt waited for its turn")
+                gone = WorkerDraining if load.draining else WorkerLost
+                raise gone(f"{decode.worker_id} was lost while the prompt waited for its turn")
             async with aclosing(turn.worker.client.generate(tasks.prefill())) as deltas:
                 async for delta in deltas:
                     if delta.handoff is not None and not delta.handoff.complete:

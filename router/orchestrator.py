@@ -23,6 +23,10 @@ from router.timeline import Outcome, RequestTimeline
 
 MAX_FRUITLESS_RETRIES = 3
 """A request that kills its workers must not take the whole fleet along: so many attempts may decode nothing."""
+MAX_LOSSES = 4
+"""Nor may one that gets a token or two out of each: so many workers or engines may be lost with it in all. That is one
+less than `supervision.max_restarts` is by default, so that a single worker outlives such a request."""
+LOSSES = (WorkerLost, EngineFailed)
 RETRY_PAUSE_S = 0.1
 CAUSES: dict[type[EngineError], str] = {
     WorkerLost: "worker_lost",
@@ -91,7 +95,7 @@ class Orchestrator:
 
     async def _until_answered(self, request: SequenceRequest, answer: Answer) -> None:
         """Attempt after attempt, each going on where the last one ended."""
-        number, fruitless = 0, 0
+        number, fruitless, losses = 0, 0, 0
         while True:
             try:
                 await self._attempt.run(request, answer, number)
@@ -99,8 +103,10 @@ class Orchestrator:
             except tuple(CAUSES) as error:
                 if answer.ended:  # the client has everything; only the tidying up failed
                     return
-                fruitless = 0 if answer.timeline.state == "decoding" else fruitless + 1
-                if fruitless > MAX_FRUITLESS_RETRIES:
+                if answer.timeline.state != "queued":  # else no worker had it: nothing has happened to it
+                    fruitless = 0 if answer.timeline.state == "decoding" else fruitless + 1
+                    losses += isinstance(error, LOSSES)
+                if fruitless > MAX_FRUITLESS_RETRIES or losses >= MAX_LOSSES:
                     raise
                 self._check_continuable(request, answer, error)
                 self._metrics.retries.labels(answer.timeline.state, CAUSES[type(error)]).inc()

@@ -1,6 +1,7 @@
 """The way of a request through fake workers: order, hand-offs, reservations, outcomes."""
 
 import asyncio
+import contextlib
 import time
 
 import msgspec
@@ -18,7 +19,7 @@ from router.answer import SequenceRequest
 from router.attempt import ABORT_FIRST_S
 from router.fleet import Fleet, Worker
 from router.metrics import RequestMetrics
-from router.orchestrator import MAX_FRUITLESS_RETRIES, CannotContinue, DeadlineExceeded, Orchestrator
+from router.orchestrator import MAX_FRUITLESS_RETRIES, MAX_LOSSES, CannotContinue, DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
 from router.prefill_queue import prompt_queues
 
@@ -374,6 +375,48 @@ async def test_a_decode_worker_that_always_fails_is_not_asked_for_ever_and_every
     assert len(bench.client("decode").tasks) == attempts
     assert len({task.request_id for task in bench.client("decode").tasks}) == attempts
     assert bench.count(path="disaggregated", outcome="failed") == 1
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("error", [WorkerLost("gone"), EngineFailed("dead")])
+async def test_a_request_that_ends_every_engine_after_a_token_or_two_ends_after_a_few_of_them(error):
+    bench = split(decode=[SECOND, SECOND, error])
+    with pytest.raises(type(error), match=str(error)):
+        await bench.run(max_tokens=1000)
+    assert len(bench.client("decode").tasks) == MAX_LOSSES
+    assert len(bench.tokens) == 3 * MAX_LOSSES, "it made progress each time"
+    bench.assert_idle()
+
+
+async def test_a_stream_may_be_drained_from_one_worker_to_the_next_any_number_of_times():
+    bench = split()
+    once(bench.client("decode"), *[[SECOND, WorkerDraining("leaves")]] * (2 * MAX_LOSSES), [LAST])
+    await bench.run(max_tokens=1000)
+    assert len(bench.client("decode").tasks) == 2 * MAX_LOSSES + 1
+    bench.assert_idle()
+
+
+async def test_decode_workers_that_leave_while_the_prompt_waits_for_its_turn_are_no_attempts():
+    rounds = 2 * MAX_LOSSES
+    bench = split(**{"decode-1": [SECOND, LAST]})
+    prefill, full = bench.fleet.get("prefill-0"), bench.settings.prefill_window_tokens["prefill"]
+    with contextlib.ExitStack() as held:
+        held.enter_context(prefill.reserve(full))
+        running = asyncio.create_task(bench.run())
+        for _ in range(rounds):
+            await eventually(lambda: bench.queues["prefill"].waiting)
+            chosen = next(worker for worker in bench.fleet.pool("decode") if worker.load().running)
+            chosen.status = WorkerStatus(worker_id=chosen.worker_id, draining=True)
+            held.close()
+            bench.queues["prefill"].wake()  # it is its turn
+            held.enter_context(prefill.reserve(full))
+            await eventually(lambda: bench.queues["prefill"].waiting)
+            chosen.status = None
+    bench.queues["prefill"].wake()
+    await running
+    assert bench.tokens == [1, 2, 3]
+    retried = {"state": "queued", "cause": "draining"}
+    assert bench.registry.get_sample_value("ridgeline_retries_total", retried) == rounds
     bench.assert_idle()
 
 
