@@ -70,6 +70,7 @@ class Plan:
             ready_deadline_s=config.router.ready_deadline_s,
             engine_args=passed_args.for_the_router(self.engine_args),
             server_args=self.server_args,
+            stall_timeout_s=config.supervision.stall_timeout_s,
             max_request_bytes=config.server.max_request_bytes,
             write_deadline_s=config.server.write_deadline_s,
             max_unread_stream_bytes=config.server.max_unread_stream_bytes,

@@ -39,6 +39,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CONTROL_DEADLINE_S = 10.0
 STATUS_DEADLINE_S = 2.0
 PAIR_DEADLINE_S = 30.0
+RETRY_S = 0.2
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -48,12 +49,21 @@ OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # gRPC's own pause between two attempts to connect grows to two minutes, for which a worker would stay away after
+    # its network is back. The last one also bounds one attempt.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
 
 T = TypeVar("T")
 OnUnclaimed = Callable[[KvHandoff], None]
 """Called with a hand-off whose request has been given up: nobody else will release it before its lease ends."""
 encode = msgspec.msgpack.Encoder().encode
+
+
+class NotThisWorker(Exception):
+    """A router means another worker, or another incarnation, that had this address before."""
 
 
 def decoder(kind: type[T]) -> Callable[[bytes], T]:
@@ -82,6 +92,8 @@ class WorkerClient:
         self._streams: dict[str, asyncio.Queue[TokenDelta | WorkerLost]] = {}
         self._attached = asyncio.Event()
         self._closed = False
+        self._partner = ("", "")
+        """Worker id and incarnation, once identified: no other process that gets this address is talked to."""
         self._why_lost = ""
         self._aborts: asyncio.Queue[str] = asyncio.Queue()
         self.last_token_s: float | None = None
@@ -110,6 +122,21 @@ class WorkerClient:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._attach_for_ever())
             group.create_task(self._send_aborts())
+
+    async def identify(self, within_s: float) -> WorkerDescription:
+        """Who is there, to be asked before `run`: from then on it is this incarnation or nobody. Raises WorkerLost."""
+        give_up_s = time.monotonic() + within_s
+        while True:
+            try:
+                description = await self.describe()
+            except WorkerLost as error:
+                if time.monotonic() >= give_up_s:
+                    message = f"no connection to the worker at {self.address} within {within_s:.0f} s: {error}"
+                    raise WorkerLost(message) from error
+                await asyncio.sleep(min(RETRY_S, within_s))
+            else:
+                self._partner = (description.worker_id, description.incarnation)
+                return description
 
     async def describe(self) -> WorkerDescription:
         """Who the worker is. Raises WorkerLost."""
@@ -182,13 +209,13 @@ class WorkerClient:
                 self._lose(str(error))
             else:
                 self._lose(f"the worker at {self.address} closed its stream")
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(RETRY_S)
 
     async def _attach_once(self) -> None:
         method = self._channel.unary_stream(
             f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
         )
-        call = method(AttachRequest(self._router_id))
+        call = method(AttachRequest(self._router_id, *self._partner))
         try:
             async for batch in call:
                 self._require(batch, "Attach")
@@ -220,7 +247,7 @@ class WorkerClient:
 
     async def _submit(self, task: GenerateTask) -> Ack:
         try:
-            ack = await self._unary("Submit", SubmitRequest(self._router_id, task), Ack)
+            ack = await self._unary("Submit", SubmitRequest(self._router_id, task, *self._partner), Ack)
         except WorkerLost:
             self._has_failed()
             raise
@@ -291,12 +318,16 @@ def unary_handler(function: Callable[[Any], Any], kind: type[Any]) -> grpc.RpcMe
 
 
 def stream_handler(function: Callable[[Any], AsyncIterator[Any]], kind: type[Any]) -> grpc.RpcMethodHandler:
-    """A method with one request and a stream of replies. A message that is not `kind` ends it with INVALID_ARGUMENT."""
+    """A method with one request and a stream of replies. A message that is not `kind` ends it with INVALID_ARGUMENT,
+    one that is for another worker with FAILED_PRECONDITION."""
     decode = decoder(kind)
 
     async def call(message: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        async for reply in function(await _readable(decode, message, context)):
-            yield reply
+        try:
+            async for reply in function(await _readable(decode, message, context)):
+                yield reply
+        except NotThisWorker as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     return grpc.unary_stream_rpc_method_handler(call, response_serializer=encode)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Protocol
 
 import grpc.aio
@@ -22,6 +23,7 @@ from engine.data_plane import (
     MAX_MESSAGE_BYTES,
     OPTIONS,
     SERVICE,
+    NotThisWorker,
     OnUnclaimed,
     encode,
     stream_handler,
@@ -178,6 +180,9 @@ class WorkerHost:
         """All that have not ended, those of sessions that are gone included."""
         self._server = grpc.aio.server(options=OPTIONS)
         self._leaving: asyncio.Task[None] | None = None
+        self._cut_off_s = math.inf
+        """When what still runs in a drain is cut off, by the loop's clock."""
+        self._patience: asyncio.Timeout | None = None
         self.address = ""
         self._description: WorkerDescription | None = None
 
@@ -225,17 +230,24 @@ class WorkerHost:
     def drain(self, timeout_s: float | None = None) -> asyncio.Task[None]:
         """Take no new task; what has not ended after `timeout_s` is cut off. Ends once nobody needs the KV here.
 
-        None: as long as the settings say. A drain that has begun goes on as it was.
+        None: as long as the settings say. A drain that has begun can be shortened, and goes on as it was otherwise.
         """
+        patience_s = self._settings.drain_timeout_s if timeout_s is None else timeout_s
+        self._cut_off_s = min(self._cut_off_s, asyncio.get_running_loop().time() + patience_s)
         if self._leaving is None:
-            patience_s = self._settings.drain_timeout_s if timeout_s is None else timeout_s
-            self._leaving = asyncio.create_task(self._leave(patience_s), name="drain")
+            self._leaving = asyncio.create_task(self._leave(), name="drain")
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(self._cut_off_s)
         return self._leaving
 
-    async def _leave(self, timeout_s: float) -> None:
+    async def _leave(self) -> None:
         running = [(session, name, task) for session in self._sessions.values() for name, task in session.tasks.items()]
         if running:
-            _, late = await asyncio.wait([task for _, _, task in running], timeout=timeout_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._cut_off_s) as self._patience:
+                    await asyncio.wait([task for _, _, task in running])
+            self._patience = None
+            late = [task for _, _, task in running if not task.done()]
             for task in late:
                 task.cancel()
             if late:
@@ -287,6 +299,7 @@ class WorkerHost:
             # Routers keep a stalled worker out. Told as soon as it has no work, it would stay out and never reach the
             # stall timeout: without work it is usable, so the next request tries it, steps or adds to the time.
             stalled_s=self._stalled_s() if self._tasks else 0.0,
+            incarnation=self._engine.config.incarnation,
         )
 
     async def _pair(self, request: PairRequest) -> PairAnswer:
@@ -302,7 +315,22 @@ class WorkerHost:
     async def _reset_prefix_cache(self, request: Ack) -> Ack:
         return Ack(accepted=await self._engine.reset_prefix_cache())
 
+    def _mistaken_for(self, request: AttachRequest | SubmitRequest) -> str:
+        """A sentence if it is meant for another worker; a router may have known this address as another one's."""
+        config = self._engine.config
+        if not request.incarnation or (request.worker_id, request.incarnation) == (
+            config.worker_id,
+            config.incarnation,
+        ):
+            return ""
+        return (
+            f"this is {config.worker_id}, incarnation {config.incarnation}, not {request.worker_id}, incarnation "
+            f"{request.incarnation}"
+        )
+
     async def _submit(self, request: SubmitRequest) -> Ack:
+        if mistaken := self._mistaken_for(request):
+            return Ack(accepted=False, reason=mistaken)
         session = self._sessions.get(request.router_id)
         if session is None:
             return Ack(accepted=False, reason="attach a stream first")
@@ -339,6 +367,8 @@ class WorkerHost:
         return Ack()
 
     async def _attach(self, request: AttachRequest) -> AsyncIterator[EncodedBatch]:
+        if mistaken := self._mistaken_for(request):
+            raise NotThisWorker(mistaken)
         previous = self._sessions.get(request.router_id)
         if previous is not None:
             # It came back before we noticed that it was gone.

@@ -16,8 +16,11 @@ Pool = Literal["prefill", "decode", "colocated"]
 Leg = Literal["prefill", "decode"]
 FirstToken = Literal["continue", "resample"]
 ErrorKind = Literal["", "invalid", "engine", "handoff", "draining"]
-Health = Literal["", "draining", "drained", "actor_died", "engine_died", "stalled", "unreachable"]
-"""Why a worker must be replaced; not with "" (it is fine), while it drains, and once it has left on purpose."""
+Health = Literal["", "draining", "drained", "actor_died", "engine_died", "stalled", "unreachable", "cut_off"]
+"""Why a worker must be replaced; not with "" (it is fine), while it drains, and once it has left on purpose.
+
+`unreachable` does not answer the supervisor; `cut_off` does, and the router does not reach it.
+"""
 
 
 class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,12 +128,16 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The lives of hand-offs that were not released for long, a sentence each; the oldest ones."""
     stalled_s: float = 0.0
     """Since the engine's last step, while it has work; 0 without work."""
+    incarnation: str = ""
 
 
 class AttachRequest(msgspec.Struct, frozen=True):
-    """A router opens its one stream of step batches."""
+    """A router opens its one stream of step batches, to this worker and to no other that has got its port."""
 
     router_id: str
+    worker_id: str = ""
+    incarnation: str = ""
+    """Of `WorkerDescription`; both empty: whoever answers."""
 
 
 class SubmitRequest(msgspec.Struct, frozen=True):
@@ -138,6 +145,9 @@ class SubmitRequest(msgspec.Struct, frozen=True):
 
     router_id: str
     task: GenerateTask
+    worker_id: str = ""
+    incarnation: str = ""
+    """As in `AttachRequest`."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -101,6 +101,10 @@ class SourceControl(ABC):
 
     def forget(self, address: str) -> None:  # noqa: B027 - some keep nothing
         """Keep nothing of a source that has left for good. Calls that run, and later ones, are not disturbed."""
+
+    def known(self) -> Set[str]:
+        """Addresses of which something is kept."""
+        return frozenset()
 
     @abstractmethod
     async def close(self) -> None:

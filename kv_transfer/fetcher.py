@@ -75,8 +75,9 @@ class KvFetcher:
         return pairing
 
     def forget_all_but(self, addresses: Collection[str]) -> None:
-        """Drop what is kept of sources that are gone: their mappings hold memory. Fetches that run keep theirs."""
-        for address in set(self._pairings) - set(addresses):
+        """Drop what is kept of sources that are gone, paired or not: their mappings hold memory, their channels try to
+        connect. Fetches that run keep theirs."""
+        for address in (set(self._pairings) | self._control.known()) - set(addresses):
             self._forget(address)
             self._control.forget(address)
 

@@ -6,6 +6,7 @@ Used by every transport between processes, and by the router. Its methods run on
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Set
 from typing import Any, Final
 
 import grpc
@@ -50,6 +51,9 @@ class GrpcControl(SourceControl):
 
     def forget(self, address: str) -> None:
         self._channels.pop(address, None)  # not closed, which would end its calls: it goes with the last of them
+
+    def known(self) -> Set[str]:
+        return self._channels.keys()
 
     async def close(self) -> None:
         for channel in self._channels.values():

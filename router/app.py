@@ -79,7 +79,13 @@ class Router:
         self._args = _server_args(settings)
         self._metrics = RequestMetrics(REGISTRY)
         self._releaser = HandoffReleaser(settings.tls)
-        self._fleet = Fleet(secrets.token_hex(8), self._releaser.release, settings.tls)
+        self._fleet = Fleet(
+            secrets.token_hex(8),
+            self._releaser.release,
+            settings.tls,
+            on_gone=self._releaser.forget,
+            stall_timeout_s=settings.stall_timeout_s,
+        )
         self._queues = prompt_queues(self._fleet, settings)
         self._client = RouterEngineClient(
             _frontend_config(self._args),
@@ -140,6 +146,10 @@ class Router:
         """Forget a worker that has left for good."""
         await self._fleet.remove(worker_id)
         self._wake()
+
+    def unreached(self, for_s: float) -> list[str]:
+        """Addresses of the workers that it has not reached for so long."""
+        return self._fleet.unreached(for_s)
 
     def _wake(self) -> None:
         """The fleet has changed: who waits for a worker may find one."""

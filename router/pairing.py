@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,36 +47,30 @@ async def pair_all(prefills: Sequence[Connected], decodes: Sequence[Connected]) 
 
     Raises PairingRefused or WorkerLost.
     """
-    _check_layouts(prefills, decodes)
-    pairs: list[KvPair] = []
-    for decode in decodes:
-        paired, refused = await _pair(prefills, decode)
+    check_layouts(prefills, decodes)
+    answers = await asyncio.gather(*(_pair(prefills, decode) for decode in decodes))
+    for _, refused in answers:
         if refused:
             raise PairingRefused(refused[0])
-        pairs += paired
-    return pairs
+    return [pair for paired, _ in answers for pair in paired]
 
 
-async def pair_newcomer(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> list[KvPair]:
-    """The same while requests are served, when one of them is new and any other may be lost at this moment.
+async def pair_while_serving(prefills: Sequence[Connected], decode: Connected) -> list[KvPair]:
+    """The same for one decode worker while requests are served, when it or any other may be lost at this moment.
 
-    Who cannot be paired now pairs when it comes back, or when it first fetches. Raises PairingRefused only if a KV
-    layout differs, which no waiting mends.
+    Who cannot be paired now pairs when it comes back, or when it first fetches.
     """
-    _check_layouts(prefills, decodes)
-    pairs: list[KvPair] = []
-    for decode in decodes:
-        try:
-            paired, refused = await _pair(prefills, decode)
-        except WorkerLost as error:
-            paired, refused = [], [f"{decode.worker_id}: {error}"]
-        pairs += paired
-        for sentence in refused:
-            logger.warning("not paired for now: %s", sentence)
-    return pairs
+    try:
+        paired, refused = await _pair(prefills, decode)
+    except WorkerLost as error:
+        paired, refused = [], [f"{decode.worker_id}: {error}"]
+    for sentence in refused:
+        logger.warning("not paired for now: %s", sentence)
+    return paired
 
 
-def _check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> None:
+def check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> None:
+    """Raises PairingRefused if a KV layout differs, which no waiting mends."""
     for prefill, decode in product(prefills, decodes):
         sentence = explain_mismatch(prefill.description.layout, decode.description.layout)
         if sentence is not None:

@@ -25,11 +25,18 @@ class WorkerLoad:
     kv_blocks_total: int
     healthy: bool = True
     """Its engine runs, as far as it last said."""
+    in_doubt: bool = False
+    """It has failed or refused a request since, and is being asked: known in a moment."""
 
     @property
     def usable(self) -> bool:
-        """May be given new work."""
+        """Serves, as far as is known."""
         return self.connected and self.healthy and not self.draining
+
+    @property
+    def takes_work(self) -> bool:
+        """May be given new work now."""
+        return self.usable and not self.in_doubt
 
 
 SPARE_FRACTION = 0.25
@@ -55,7 +62,7 @@ def least_work(load: WorkerLoad) -> tuple[float, ...]:
 
 def pick(loads: Sequence[WorkerLoad], score: Score, needed_blocks: int = 0) -> str:
     """The id of the usable worker with the lowest score; ties go to the first. Raises NoWorker."""
-    candidates = [load for load in loads if load.usable and load.kv_blocks_total >= needed_blocks]
+    candidates = [load for load in loads if load.takes_work and load.kv_blocks_total >= needed_blocks]
     if not candidates:
         raise NoWorker("no worker is connected and accepting work")
     return min(candidates, key=score).worker_id

@@ -173,7 +173,7 @@ class PrefillQueue:
         with_room = {
             load.worker_id: worker
             for worker in self._workers()
-            if (load := worker.load()).usable and load.outstanding_prompt_tokens < self._window_tokens
+            if (load := worker.load()).takes_work and load.outstanding_prompt_tokens < self._window_tokens
         }
         if not with_room:
             return None

@@ -33,11 +33,12 @@ RECENT_S = 2.0
 REUSE_S = 1.0
 """A verdict is told again for so long."""
 CANARY_CLIENT = "canary"
+DECODE_SERVES = "all of its workers were drained or stay away; decode computes the prompts"
 
 
 @dataclass(frozen=True)
 class PoolVerdict:
-    """One pool: ready, or why not."""
+    """One pool: ready, or why not; `why` of one that is ready is a note."""
 
     ready: bool
     last_token_s_ago: float | None
@@ -87,19 +88,26 @@ class Readiness:
             self._looked_at_s = self._clock()
 
     async def _look_now(self) -> Verdict:
-        verdict = {pool: self._recent(workers) for pool, workers in self._pools().items()}
-        empty = any(not any(worker.load().usable for worker in workers) for workers in self._pools().values())
+        verdict = {pool: self._recent(pool, workers) for pool, workers in self._pools().items()}
+        empty = any(
+            not _gone_for_good(pool, workers) and not any(worker.load().usable for worker in workers)
+            for pool, workers in self._pools().items()
+        )
         if empty or all(pool.ready for pool in verdict.values()):
             return verdict
         began_s, computed = self._clock(), self._computed()
         problem = await self._try_canary()
         await self._refresh()
         return {
-            pool: self._judge(workers, problem, began_s, self._computed()[pool] > computed.get(pool, 0.0))
+            pool: self._recent(pool, workers)
+            if _gone_for_good(pool, workers)
+            else self._judge(workers, problem, began_s, self._computed()[pool] > computed.get(pool, 0.0))
             for pool, workers in self._pools().items()
         }
 
-    def _recent(self, workers: Sequence[Worker]) -> PoolVerdict:
+    def _recent(self, pool: Pool, workers: Sequence[Worker]) -> PoolVerdict:
+        if _gone_for_good(pool, workers):
+            return PoolVerdict(True, self._token_age_s(workers), DECODE_SERVES)
         if not any(worker.load().usable for worker in workers):
             return PoolVerdict(False, self._token_age_s(workers), "no worker is connected and accepting work")
         age_s = self._token_age_s(workers)
@@ -144,6 +152,11 @@ class Readiness:
             )
             for pool, workers in self._pools().items()
         }
+
+
+def _gone_for_good(pool: Pool, workers: Sequence[Worker]) -> bool:
+    """The prefill pool may be drained on purpose, and everything is still served. One that is lost comes back."""
+    return pool == "prefill" and all(worker.leaves for worker in workers)
 
 
 @dataclass(frozen=True)

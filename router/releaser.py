@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 
+from kv_transfer.errors import HandoffError
 from kv_transfer.grpc_control import GrpcControl
 from kv_transfer.handoff import KvHandoff
 from kv_transfer.heartbeat import release_with_retries
@@ -20,20 +22,29 @@ class HandoffReleaser:
     """A queue and the task that empties it."""
 
     def __init__(self, tls: TlsFiles | None = None) -> None:
-        self._tls = tls
+        self._control = GrpcControl(tls=tls)
         self._queue: asyncio.Queue[tuple[KvHandoff, float]] = asyncio.Queue()
 
     def release(self, handoff: KvHandoff, after_s: float = 0.0) -> None:
         """Queue one; never blocks. Releasing what was fetched already does nothing."""
         self._queue.put_nowait((handoff, after_s))
 
+    def forget(self, addresses: Iterable[str]) -> None:
+        """Nobody is there any more: close what was open to them, once nothing runs there."""
+        for address in addresses:
+            self._control.forget(address)
+
     async def run(self) -> None:
         """Release what is queued, several at a time, until cancelled."""
-        control = GrpcControl(tls=self._tls)
+        control = self._control
 
         async def release(handoff: KvHandoff) -> None:
             for address in handoff.addresses:
-                await control.release(address, handoff.handoff_id)
+                try:
+                    await control.release(address, handoff.handoff_id)
+                except HandoffError:
+                    control.forget(address)  # it may be gone, and nobody would say so again
+                    raise
 
         async def release_later(handoff: KvHandoff, after_s: float) -> None:
             await asyncio.sleep(after_s)

@@ -68,5 +68,7 @@ class RouterSettings:
     """Whose X-Forwarded-For is believed."""
     cors_allowed_origins: tuple[str, ...] = ()
     """Of web pages that may use the server from a browser."""
+    stall_timeout_s: float = 60.0
+    """An engine with work and without a step for so long is replaced; it gets no more for a part of that."""
     tls: TlsFiles | None = None
     """Between router and workers; None: plain text."""

@@ -15,8 +15,9 @@ from router.policy import WorkerLoad
 STATUS_INTERVAL_S = 0.5
 UNANSWERED_S = 4.0
 """Two questions in a row, of 2 s each (`engine.data_plane`)."""
-STALLED_S = 20.0
-"""A worker whose engine has work and made no step for so long gets no more; one step of a long prompt may take 10 s."""
+STALL_TIMEOUT_S = 60.0
+STALLED_PART = 1 / 3
+"""A worker whose engine has work and made no step for this part of `supervision.stall_timeout_s` gets no more."""
 OnUsable = Callable[[Pool], None]
 
 
@@ -24,20 +25,30 @@ class Worker:
     """One connected worker and what this router has outstanding there. `on_usable` hears whenever it may have work."""
 
     def __init__(
-        self, client: WorkerClient, description: WorkerDescription, on_usable: OnUsable = lambda _: None
+        self,
+        client: WorkerClient,
+        description: WorkerDescription,
+        on_usable: OnUsable = lambda _: None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self.client = client
         self.description = description
         self.status: WorkerStatus | None = None
         self.answers = True
         """Whether it tells its status when asked; one that hangs gets no new work."""
+        self.leaves = False
+        """It has said that it drains; as this incarnation it never comes back."""
+        self.held_back = False
+        """It gets no work yet: those it will exchange KV with are being asked."""
+        self.pairing = asyncio.Lock()
+        """Held while it is asked to pair, so that what it is told last is the newest."""
         self._on_usable = on_usable
+        self._stalled_s = STALLED_PART * stall_timeout_s
         self._question: asyncio.Task[None] | None = None
-        self._last_asked_s = float("-inf")
-        """When the last question that has ended was sent."""
         self._known_s = float("-inf")
         """When the question was sent whose answer `status` is."""
         self._answered_s = time.monotonic()
+        self._unreached_since_s: float | None = None
         self._outstanding_prompt_tokens = 0
         self._running = 0
 
@@ -58,14 +69,23 @@ class Worker:
             worker_id=self.worker_id,
             connected=self.client.connected,
             draining=status.draining if status else False,
-            healthy=self.answers
-            and self.client.failed_s <= self._known_s
-            and not (status and (status.engine_failed or status.stalled_s > STALLED_S)),
+            healthy=self._is_healthy(),
+            in_doubt=self.client.failed_s > self._known_s,
             outstanding_prompt_tokens=self._outstanding_prompt_tokens,
             running=self._running,
             kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
             kv_blocks_total=self.description.num_kv_blocks,
         )
+
+    def _is_healthy(self) -> bool:
+        if self.held_back or not self.answers:
+            return False
+        return not (self.status and (self.status.engine_failed or self.status.stalled_s > self._stalled_s))
+
+    @property
+    def unreached_s(self) -> float:
+        """For how long this router has had no stream from it, or no answer."""
+        return 0.0 if self._unreached_since_s is None else time.monotonic() - self._unreached_since_s
 
     async def keep_fresh(self) -> None:
         """Ask for its status twice a second, and at once when its connection or a request there has broken."""
@@ -76,33 +96,40 @@ class Worker:
                 async with asyncio.timeout(STATUS_INTERVAL_S):
                     await self.client.news.wait()
 
-    async def refresh(self, max_age_s: float = 0.0) -> None:
-        """Know its status as it is now, or was `max_age_s` ago. However many ask, it gets one question at a time."""
-        not_before_s = time.monotonic() - max_age_s
-        if self._last_asked_s > not_before_s:
-            return
-        if self._question is not None:
+    async def refresh(self) -> None:
+        """Know its status as it is now. However many ask, it gets one question at a time, whose answer is for all."""
+        if self._question is not None:  # begun before we asked: its answer may be too old
             await asyncio.shield(self._question)
-            if self._last_asked_s > not_before_s:
-                return
         if self._question is None:
             self._question = asyncio.create_task(self._ask(), name=f"status-{self.worker_id}")
         await asyncio.shield(self._question)
 
     async def _ask(self) -> None:
         """One question that is not answered in time may be this router's own fault, and is none."""
-        sent_s = time.monotonic()
+        sent_s, reached = time.monotonic(), False
         try:
-            self.status = await self.client.status()
+            status = self.status = self._own(await self.client.status())
         except WorkerLost:
             if not self.client.connected or time.monotonic() - self._answered_s >= UNANSWERED_S:
                 self.status, self.answers = None, False
         else:
             self.answers, self._answered_s, self._known_s = True, time.monotonic(), sent_s
+            self.leaves = self.leaves or status.draining
+            reached = self.client.connected
         finally:
-            self._last_asked_s, self._question = sent_s, None
-        if self.load().usable:
+            self._question = None
+        if reached:
+            self._unreached_since_s = None
+        elif self._unreached_since_s is None:
+            self._unreached_since_s = time.monotonic()
+        if self.load().takes_work:
             self._on_usable(self.pool)
+
+    def _own(self, status: WorkerStatus) -> WorkerStatus:
+        """Raises WorkerLost if another worker, or incarnation, has got the address meanwhile."""
+        if status.incarnation not in ("", self.description.incarnation):
+            raise WorkerLost(f"{self.client.address} is {status.worker_id} now, incarnation {status.incarnation}")
+        return status
 
     @contextmanager
     def reserve(self, prompt_tokens: int = 0) -> Iterator[PromptReservation]:

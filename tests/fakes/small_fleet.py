@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+from dataclasses import replace
 
 from fake_engine import FakeEngine, engine_config
 
@@ -20,7 +22,7 @@ async def hosts(**layouts):
     for name, layout in layouts.items():
         pool, _, number = name.partition("_")
         engine = FakeEngine(pool)
-        engine.config = engine_config(pool, f"{pool}-{number or 0}")
+        engine.config = replace(engine_config(pool, f"{pool}-{number or 0}"), incarnation=secrets.token_hex(4))
 
         async def describe(layout=layout):
             return layout, ["127.0.0.1:7001"]

@@ -431,6 +431,41 @@ async def test_a_task_lost_between_its_acceptance_and_its_first_delta_is_aborted
 
 
 @pytest.mark.usefixtures("settles_quickly")
+@pytest.mark.parametrize("mistaken", [("decode-0", "an older one"), ("prefill-0", "i1")])
+async def test_what_is_meant_for_another_worker_that_had_this_address_is_refused(mistaken):
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        method = channel.unary_stream(
+            f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match="this is decode-0, incarnation i1, not") as refused:
+            await method(AttachRequest("raw", *mistaken)).read()
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        for meant, accepted in ((mistaken, False), (("decode-0", "i1"), True), (("", ""), True)):
+            task = make_task("-".join(meant) or "anybody")
+            ack = await call(channel, "Submit", SubmitRequest("router", task, *meant))
+            assert ack.accepted is accepted, ack.reason
+
+
+async def test_a_connection_that_was_refused_is_tried_again_soon_and_not_later_and_later():
+    tries = []
+
+    async def refuse(reader, writer):
+        tries.append(writer)
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    client = WorkerClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "router")
+    running = asyncio.create_task(client.run())
+    try:
+        # Six take gRPC a quarter of a minute by itself, the next six a quarter of an hour.
+        await eventually(lambda: len(tries) >= 6, 12)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await client.close()
+        server.close()
+
+
 async def test_a_draining_worker_takes_no_new_task_and_finishes_the_running_ones():
     async with serving() as worker:
         stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
@@ -467,6 +502,20 @@ def settles_quickly(monkeypatch):
 
 
 @pytest.mark.usefixtures("settles_quickly")
+async def test_a_drain_that_has_begun_can_be_shortened_and_not_lengthened():
+    async with serving() as worker:
+        stream = asyncio.create_task(worker.tokens(make_task(max_tokens=9)))
+        await eventually(lambda: worker.engine.running)
+        await worker.client.drain(86_400)
+        await eventually(lambda: worker.host._patience is not None)
+        await worker.client.drain(0.05)
+        await worker.client.drain(86_400)
+        with pytest.raises(WorkerDraining):
+            await stream
+        await worker.client.drain(0.0)
+        await eventually(lambda: worker.host.failure() == "drained")
+
+
 async def test_a_worker_is_drained_only_once_nobody_needs_its_kv_blocks_any_more():
     async with serving() as worker:
         worker.engine.stats.counters = {"open_leases": 1.0, "pinned_blocks": 3.0}

@@ -202,3 +202,14 @@ def test_positions_outside_the_publication_are_refused(source):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_the_allocator_settings_take():
     assert keep_freed_memory()
+
+
+async def test_a_source_that_was_asked_and_never_paired_is_forgotten_with_the_others():
+    control = GrpcControl()
+    fetcher = KvFetcher.__new__(KvFetcher)
+    fetcher._control, fetcher._pairings = control, {}
+    for port in (7001, 7002):
+        control.channel(f"127.0.0.1:{port}")
+    fetcher.forget_all_but(["127.0.0.1:7002"])
+    assert control.known() == {"127.0.0.1:7002"}
+    await control.close()

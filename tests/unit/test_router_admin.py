@@ -48,7 +48,7 @@ async def test_the_list_has_every_worker_with_its_pool_and_state():
             ("prefill-0", "prefill", "ready"),
             ("decode-0", "decode", "ready"),
         ]
-        assert rows[0]["incarnation"] == "i1"
+        assert rows[0]["incarnation"] == started[0]._engine.config.incarnation
         assert (rows[0]["tasks"], rows[0]["running"], rows[0]["leases"]) == (0, 0, 0)
         await started[0].stop()
         await asyncio.sleep(0.3)

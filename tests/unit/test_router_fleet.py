@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from fake_engine import LAYOUT, eventually, make_task
 from small_fleet import Done, a_fleet, hosts
+from test_engine_host import Proxy
 
 import router.fleet
 from engine.errors import EngineFailed, WorkerLost
@@ -124,9 +125,6 @@ async def test_a_hundred_who_want_to_know_at_once_put_one_question_to_each_worke
         await asyncio.gather(*(fleet.refresh() for _ in range(100)))
         # One that was under way is no answer to what is asked now, so there may be two; and the poll's own.
         assert max(asked.values()) <= 3
-        asked.clear()
-        await asyncio.gather(*(fleet.refresh(max_age_s=60) for _ in range(100)))
-        assert sum(asked.values()) <= 2, "what is known is told again; these are the polls"
 
 
 async def test_a_worker_that_hangs_does_not_make_what_is_known_of_the_others_old(asked, monkeypatch):
@@ -179,11 +177,12 @@ async def test_a_worker_whose_engine_failed_a_request_gets_no_other_before_it_ha
         asked.hang = {"decode-0"}
         with pytest.raises(EngineFailed):
             await anext(worker.client.generate(make_task()))
-        assert not worker.load().usable
+        assert not worker.load().takes_work
+        assert worker.load().usable, "nobody is refused because of one that is asked"
         await eventually(lambda: asked["decode-0"])
         asked.hang, started[0]._engine.error = frozenset(), None
         await fleet.refresh()
-        assert worker.load().usable
+        assert worker.load().takes_work
 
 
 async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():
@@ -225,6 +224,75 @@ async def test_a_worker_that_comes_back_takes_the_place_of_its_older_incarnation
         assert [worker.worker_id for worker in fleet.workers] == ["prefill-0", "decode-0"]
         assert fleet.kv_pairs == [KvPair("prefill-0", "decode-0", "shm", "")]
         assert fleet.restarts == {("decode-0", "engine_died"): 1}, "told twice is counted once"
+
+
+async def test_a_worker_that_has_got_the_port_of_a_dead_one_is_not_taken_for_it():
+    async with (
+        asyncio.timeout(20),
+        hosts(decode=LAYOUT, decode_1=LAYOUT) as old,
+        hosts(decode_1=LAYOUT) as new,
+        Proxy(old[0].address) as port,
+        a_fleet([port.address, old[1].address]) as fleet,
+    ):
+        dead = fleet.get("decode-0")
+        port._target = new[0].address
+        await asyncio.gather(*(host.stop() for host in old))
+        port.cut()
+        await fleet.replace(port.address, "actor_died")
+        newcomer = fleet.get("decode-1")
+        assert newcomer.description.incarnation == new[0]._engine.config.incarnation
+        assert newcomer.load().usable
+        await eventually(lambda: "this is decode-1" in dead.client._why_lost)
+        await dead.refresh()
+        assert not dead.load().usable
+        assert dead.unreached_s > 0.0, "what another one answers at its address does not count"
+        assert [task async for task in newcomer.client.generate(make_task(max_tokens=1))][-1].finished
+
+
+async def test_a_worker_that_the_fleet_has_is_not_attached_again_which_would_end_its_requests():
+    async with asyncio.timeout(20), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+        started[0]._engine._stepping = "manual"
+        leg = asyncio.ensure_future(anext(fleet.get("decode-0").client.generate(make_task())))
+        await eventually(lambda: started[0]._engine.running)
+        await fleet.replace(started[0].address, "actor_died")
+        started[0]._engine.step()
+        assert (await leg).token_ids
+
+
+async def test_a_worker_that_cannot_be_reached_is_told_with_its_address_once_it_is_long_enough():
+    async with (
+        asyncio.timeout(20),
+        hosts(prefill=LAYOUT, decode=LAYOUT) as started,
+        a_fleet([host.address for host in started]) as fleet,
+    ):
+        await fleet.refresh()
+        assert fleet.unreached(0.001) == []
+        await started[1].stop()
+        await eventually(lambda: fleet.unreached(0.001) == [started[1].address])
+        assert fleet.unreached(3600) == []
+
+
+async def test_who_is_gone_is_told_so_that_what_was_kept_of_it_goes():
+    gone = []
+    async with (
+        asyncio.timeout(20),
+        hosts(prefill=LAYOUT, decode=LAYOUT) as old,
+        hosts(prefill=LAYOUT) as new,
+        a_fleet([host.address for host in old]) as fleet,
+    ):
+        fleet._on_gone = gone.append
+        await fleet.replace(new[0].address, "actor_died")
+        assert gone == [["127.0.0.1:7001"]]
+        await fleet.remove("decode-0")
+        assert len(gone) == 2
+
+
+def test_an_engine_without_a_step_gets_no_more_after_a_third_of_the_time_in_which_it_is_replaced():
+    worker = Worker(Client(), a_worker().description, stall_timeout_s=300.0)
+    worker.status = WorkerStatus(worker_id="d0", stalled_s=99.0)
+    assert worker.load().usable
+    worker.status = WorkerStatus(worker_id="d0", stalled_s=101.0)
+    assert not worker.load().usable
 
 
 async def test_a_request_on_a_worker_that_is_replaced_or_removed_is_told_that_it_is_lost():
@@ -295,6 +363,53 @@ async def test_a_worker_comes_back_also_while_another_one_hangs(monkeypatch):
         assert fleet.kv_pairs == []
 
 
+async def test_a_worker_that_hangs_holds_up_neither_a_newcomer_for_long_nor_the_next_one_at_all(monkeypatch):
+    monkeypatch.setattr("router.fleet.PAIR_WITHIN_S", 0.2)
+    asked = []
+
+    async def hang(addresses, transport=None):
+        asked.append(addresses)
+        await asyncio.Event().wait()
+
+    async with (
+        asyncio.timeout(20),
+        hosts(prefill=LAYOUT, decode=LAYOUT, decode_1=LAYOUT) as old,
+        hosts(prefill=LAYOUT, decode_1=LAYOUT) as new,
+        a_fleet([host.address for host in old]) as fleet,
+    ):
+        await old[0].stop()
+        await old[2].stop()
+        old[1]._engine.pair = hang
+        first = asyncio.create_task(fleet.replace(new[0].address, "actor_died"))
+        await eventually(lambda: asked)
+        assert not fleet.get("prefill-0").load().usable, "not yet"
+        await fleet.replace(new[1].address, "actor_died")
+        await first
+        assert fleet.get("prefill-0").load().usable
+        assert fleet.get("decode-1").load().usable
+        assert fleet.kv_pairs == [KvPair("prefill-0", "decode-1", "shm", "")]
+
+
+async def test_all_decode_workers_are_asked_at_a_time():
+    together = asyncio.Barrier(3)
+
+    async def meet(addresses, transport=None):
+        await together.wait()
+        return {}
+
+    names = {"prefill": LAYOUT, "decode": LAYOUT, "decode_1": LAYOUT, "decode_2": LAYOUT}
+    async with (
+        asyncio.timeout(20),
+        hosts(**names) as old,
+        hosts(prefill=LAYOUT) as new,
+        a_fleet([host.address for host in old]) as fleet,
+    ):
+        for host in old[1:]:
+            host._engine.pair = meet
+        await fleet.replace(new[0].address, "actor_died")
+        assert not together.broken
+
+
 async def test_a_source_that_a_decode_worker_cannot_reach_now_does_not_keep_it_away():
     async with (
         asyncio.timeout(20),
@@ -327,11 +442,9 @@ async def test_decode_workers_forget_a_prefill_worker_that_has_left():
     async with (
         asyncio.timeout(20),
         hosts(prefill=LAYOUT, decode=LAYOUT) as started,
-        hosts(prefill=LAYOUT) as second,
+        hosts(prefill_1=LAYOUT) as second,
     ):
-        describe_itself = second[0]._description
-        msgspec.structs.force_setattr(describe_itself, "worker_id", "prefill-1")
-        msgspec.structs.force_setattr(describe_itself, "transfer_addresses", ["127.0.0.1:7002"])
+        msgspec.structs.force_setattr(second[0]._description, "transfer_addresses", ["127.0.0.1:7002"])
         async with a_fleet([host.address for host in (*started, *second)]) as fleet:
             engine = started[1]._engine
             pair = engine.pair

@@ -24,6 +24,7 @@ class Worker:
         self.client = SimpleNamespace(last_token_s=last_token_s)
         self.status = None
         self.usable = True
+        self.leaves = False
 
     def load(self):
         return SimpleNamespace(usable=self.usable)
@@ -101,6 +102,31 @@ async def test_a_pool_without_a_worker_is_named_at_once():
     assert (status, body["ready"], deployment.canaries) == (503, False, 0)
     assert body["pools"]["prefill"]["ready"] is True
     assert body["pools"]["decode"] == {"ready": False, "why": "no worker is connected and accepting work"}
+
+
+async def test_a_prefill_pool_that_was_drained_leaves_a_server_that_is_ready_and_says_what_it_lacks():
+    deployment = Deployment()
+    deployment.prefill.usable, deployment.prefill.leaves = False, True
+    for prefill in ([deployment.prefill], []):
+        deployment.readiness._pools = lambda prefill=prefill: {"prefill": prefill, "decode": [deployment.decode]}
+        deployment.canary_does = lambda: deployment.token(deployment.decode)
+        status, body = await deployment.get()
+        assert (status, body["ready"]) == (200, True)
+        assert body["pools"]["prefill"] == {
+            "ready": True,
+            "why": "all of its workers were drained or stay away; decode computes the prompts",
+        }
+        deployment.clock.now_s += 10
+    assert deployment.canaries == 2, "decode is tried all the same"
+    deployment.decode.usable = False
+    deployment.clock.now_s += 10
+    assert (await deployment.get())[0] == 503
+
+
+async def test_a_drained_decode_pool_is_not_ready():
+    deployment = Deployment()
+    deployment.decode.usable, deployment.decode.leaves = False, True
+    assert (await deployment.get())[0] == 503
 
 
 async def test_the_pool_that_made_no_token_is_named_with_how_long_and_the_deadline():
