@@ -117,10 +117,6 @@ ENGINE_ARGS: Final = FOR_THE_MODEL | FOR_ONE_POOL
 
 SERVER_ARGS: Final = frozenset(
     {
-        "allow_credentials",
-        "allowed_headers",
-        "allowed_methods",
-        "allowed_origins",
         "anthropic_disabled_thinking_effort",
         "chat_template",
         "chat_template_content_format",
@@ -156,6 +152,7 @@ SERVER_ARGS: Final = frozenset(
 """What vLLM's HTTP front makes of requests and answers."""
 
 OUR_SETTINGS: Final = {
+    "allowed_origins": "server.cors_allowed_origins",
     "api_key": "security.api_keys_file",
     "block_size": "model.block_size_tokens",
     "dtype": "model.dtype",
@@ -193,12 +190,16 @@ _LOGS = "logs are Ridgeline's, and Ray's"
 _HTTP = "the HTTP port is Ridgeline's: see server and security"
 _TLS = "the HTTP port has no TLS: put a proxy that ends TLS before it"
 _DOORS = "it opens paths that bypass admission and keys"
+_PAGES = "which pages may ask is for server.cors_allowed_origins to say, and pages send keys, no cookies"
 _WEIGHTS = "weights are read once, at the start"
 
 REFUSED: Final = {
     "aggregate_engine_logging": _LOGS,
+    "allow_credentials": _PAGES,
+    "allowed_headers": _PAGES,
     "allowed_local_media_path": _IMAGES,
     "allowed_media_domains": _IMAGES,
+    "allowed_methods": _PAGES,
     "api_server_count": "the router is one process: its queue is what makes it fair",
     "async_scheduling": _STEPS,
     "aux_output_config": "what it adds to an answer would not pass the router",

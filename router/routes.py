@@ -35,7 +35,9 @@ ROUTES: Final[Mapping[str, Callers]] = {
             "/load",
             "/openapi.json",
             "/redoc",
+            "/static",
             "/tokenize",
+            "/tokenizer_info",
             "/v1/chat/completions",
             "/v1/chat/completions/batch",
             "/v1/chat/completions/derender",
@@ -56,6 +58,8 @@ ROUTES: Final[Mapping[str, Callers]] = {
         "clients",
     ),
 }
+ON_WISH: Final = frozenset({"/static", "/tokenizer_info"})
+"""Made for server_args enable_offline_docs and enable_tokenizer_info_endpoint only."""
 OPEN_PATHS: Final = frozenset(path for path, callers in ROUTES.items() if callers == "everybody")
 
 

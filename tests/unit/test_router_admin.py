@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import pickle
 
 import httpx
 import pytest
@@ -11,9 +12,11 @@ from fake_engine import make_task as a_task
 from fastapi import FastAPI
 from http_server import listening
 from rich.console import Console
+from samples import router_settings
 from small_fleet import a_fleet, hosts
 
 from cluster.api_keys import ApiKeyError, key_hashes
+from cluster.config import explain, load_config
 from cluster.drain_command import drain
 from loadtest.errors import ServerError
 from router.admin import admin_routes
@@ -273,3 +276,31 @@ def test_an_admin_key_that_clients_have_too_is_refused_and_admin_keys_alone_leav
         key_hashes(None, str(admins), {"RIDGELINE_API_KEYS": "two"})
     assert key_hashes(None, str(admins), {}).clients == frozenset()
     assert key_hashes(None, str(admins), {}).admins == {hash_key(b"two"), hash_key(b"both")}
+
+
+def test_no_key_is_in_what_is_explained_planned_or_sent_to_an_actor(tmp_path, monkeypatch):
+    clients, admins = tmp_path / "clients", tmp_path / "admins"
+    clients.write_text("a-clients-key\n")
+    admins.write_text("an-admins-key\n")
+    monkeypatch.setenv("RIDGELINE_API_KEYS", "a-key-of-the-environment")
+    files = {"security.api_keys_file": str(clients), "security.admin_keys_file": str(admins)}
+    loaded = load_config(None, files)
+    keys = key_hashes(str(clients), str(admins))
+    settings = router_settings(api_key_hashes=keys.clients, admin_key_hashes=keys.admins)
+    console = Console(file=io.StringIO(), width=300)
+    console.print(explain(loaded))
+    shown = [console.file.getvalue().encode(), pickle.dumps(loaded.config), pickle.dumps(settings), repr(keys).encode()]
+    assert str(admins).encode() in shown[0]
+    for key in (b"a-clients-key", b"an-admins-key", b"a-key-of-the-environment"):
+        assert not any(key in text for text in shown)
+
+
+async def test_no_key_is_logged(caplog):
+    caplog.set_level(0)
+    async with admin(access=KEYED) as (http, _, _, _):
+        for key in (KEY, "a-wrong-key"):
+            wish = {"worker": "decode-0", "timeout_s": 0, "force": True}
+            await http.post("/ridgeline/drain", json=wish, headers={"authorization": f"Bearer {key}"})
+    assert "an operator drains decode-0" in caplog.text
+    assert KEY not in caplog.text
+    assert "a-wrong-key" not in caplog.text
