@@ -21,6 +21,7 @@ from cluster.actors import HEALTH, NodePlace, NotServing, RouterActor, WorkerAct
 from cluster.config import PoolName, RidgelineConfig
 from cluster.plan import CoreTable, PlacementError, Plan, PlannedWorker
 from cluster.processes import ProcessId, end_processes
+from engine.errors import WorkerLost
 from engine.messages import Health
 from router.settings import PoolHardware
 
@@ -40,8 +41,16 @@ class NoPlace(DeploymentFailed):
     """Ray has no node for it now."""
 
 
+class NotReached(DeploymentFailed):
+    """The router found no connection to a worker, in time."""
+
+
 class ActorGone(DeploymentFailed):
     """The actor's process ended during the call, or is a new one that does not serve yet."""
+
+
+_KINDS: dict[type[BaseException], type[DeploymentFailed]] = {NotServing: ActorGone, WorkerLost: NotReached}
+"""What an actor's exception is here."""
 
 
 class ActorSlot:
@@ -98,8 +107,9 @@ class ActorSlot:
             raise ActorGone(f"{self.name} ended while it ran {method}: {first_line}") from error
         except RayError as error:
             cause = getattr(error, "cause", None) or error
-            kind = ActorGone if isinstance(cause, NotServing) else DeploymentFailed
-            raise kind(f"{self.name} could not {method}: {type(cause).__name__}: {cause}") from error
+            raise _KINDS.get(type(cause), DeploymentFailed)(
+                f"{self.name} could not {method}: {type(cause).__name__}: {cause}"
+            ) from error
 
     async def failure(self) -> Health:
         """Whether its process must be replaced, and why.
@@ -144,8 +154,10 @@ class ActorSlot:
 
     async def kill(self) -> None:
         """End it now, and Ray starts no other."""
-        ray.kill(self._actor, no_restart=True)
-        await self.end()
+        try:
+            ray.kill(self._actor, no_restart=True)
+        finally:
+            await self.end()
 
 
 def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
@@ -251,6 +263,10 @@ class RouterSlot(ActorSlot):
     async def replace_worker(self, address: str, reason: Health) -> None:
         """Raises ActorGone, or DeploymentFailed if the router cannot take the worker in."""
         await self.call("replace_worker", address, reason)
+
+    async def unreached(self, for_s: float) -> list[str]:
+        """Addresses of the workers that it has not reached for so long. Raises ActorGone or DeploymentFailed."""
+        return list(await self.call("unreached", for_s, timeout_s=ANSWER_WITHIN_S))
 
     async def remove_worker(self, worker_id: str) -> None:
         """Raises ActorGone or DeploymentFailed."""

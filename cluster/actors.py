@@ -187,6 +187,10 @@ class RouterActor:
         """A worker has left for good. Raises NotServing."""
         await self._serving().remove_worker(worker_id)
 
+    async def unreached(self, for_s: float) -> list[str]:
+        """Addresses of the workers that the router has not reached for so long. Raises NotServing."""
+        return list(self._serving().unreached(for_s))
+
     @ray.method(concurrency_group=HEALTH)  # type: ignore[untyped-decorator]
     async def failure(self) -> Health:
         """Without a router this process has taken the place of one that died; or it has ended from within.

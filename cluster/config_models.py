@@ -267,12 +267,23 @@ class SupervisionConfig(_Section):
     max_restarts: int = Field(
         default=5, ge=0, description="starts again of one worker within window_s; after that it stays away"
     )
-    window_s: float = Field(default=300.0, gt=0, description="the time in which max_restarts are counted")
+    window_s: float = Field(
+        default=300.0, gt=0, description="the time of service, starts not included, in which max_restarts are counted"
+    )
     start_timeout_s: float = Field(
         default=900.0, ge=10, description="how long a worker may load its engine, a model's download included"
     )
     stall_timeout_s: float = Field(
-        default=60.0, gt=0, description="an engine with work and without a step for so long is replaced"
+        default=60.0,
+        gt=0,
+        description="an engine with work and without a step for so long is replaced; after a third of it "
+        "it gets no more",
+    )
+    unreachable_timeout_s: float = Field(
+        default=30.0,
+        ge=10,
+        description="a worker that runs, but that the router has not reached for so long, is replaced; 10 s or more, "
+        "since a broken connection takes seconds to come back",
     )
 
 

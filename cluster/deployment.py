@@ -139,7 +139,8 @@ async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
     try:
         yield await _start(plan, workers, router, say)
     finally:
-        await _stop(workers, router)
+        for sentence in await _stop(workers, router):
+            say(sentence)
 
 
 async def _start(plan: Plan, workers: list[WorkerSlot], router: RouterSlot, say: Say) -> Deployment:
@@ -216,10 +217,19 @@ async def _all_or_fail(awaitables: list[Any]) -> list[Any]:
             task.cancel()
 
 
-async def _stop(workers: list[WorkerSlot], router: RouterSlot) -> None:
-    """Stop gracefully, the router first so that its clients hear why; then end what is left, also if it hangs."""
+async def _stop(workers: list[WorkerSlot], router: RouterSlot) -> list[str]:
+    """Stop gracefully, the router first so that its clients hear why; then end what is left, also if it hangs.
+
+    One that cannot be ended does not spare the others; a sentence for each of them.
+    """
     for slots, within_s in (([router], STOP_ROUTER_WITHIN_S), (workers, STOP_WORKERS_WITHIN_S)):
         stopping = [asyncio.ensure_future(slot.stop()) for slot in slots]
         if stopping:
             await asyncio.wait(stopping, timeout=within_s)
-    await asyncio.gather(*(slot.kill() for slot in (router, *workers)))
+    everyone = (router, *workers)
+    ends = await asyncio.gather(*(slot.kill() for slot in everyone), return_exceptions=True)
+    return [
+        f"{slot.name} could not be ended, and may run on: {type(error).__name__}: {error}"
+        for slot, error in zip(everyone, ends, strict=True)
+        if isinstance(error, BaseException)
+    ]

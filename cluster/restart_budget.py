@@ -10,17 +10,34 @@ LONGEST_DELAY_S = 30.0
 
 
 class RestartBudget:
-    """Of one worker."""
+    """Of one worker, which serves when this is made.
+
+    Its time runs only while the worker serves: one that takes minutes to start and dies at its first request dies as
+    often within the window as one that starts at once.
+    """
 
     def __init__(self, max_restarts: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._clock = clock
         self._starts_s: deque[float] = deque()
+        """By the time it had served before each."""
+        self._served_s = 0.0
+        self._serves_since_s: float | None = clock()
+
+    def serves(self) -> None:
+        """It is back."""
+        self._serves_since_s = self._clock()
 
     def next_delay_s(self) -> float | None:
-        """How long to wait before the next start: 0, 1, 2, 4, ... seconds; None if there were too many of late."""
-        now_s = self._clock()
+        """It is lost, or could not start: how long to wait before the next start.
+
+        0, 1, 2, 4, ... seconds; None if there were too many of late.
+        """
+        if self._serves_since_s is not None:
+            self._served_s += self._clock() - self._serves_since_s
+            self._serves_since_s = None
+        now_s = self._served_s
         while self._starts_s and now_s - self._starts_s[0] >= self._window_s:
             self._starts_s.popleft()
         already = len(self._starts_s)

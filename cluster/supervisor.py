@@ -10,20 +10,24 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from cluster.actor_slot import ActorGone, DeploymentFailed
+from cluster.actor_slot import ActorGone, DeploymentFailed, NoPlace, NotReached
 from cluster.config import PoolName, SupervisionConfig
 from cluster.restart_budget import RestartBudget
 from engine.messages import Health
 
 POLL_S = 0.5
+MAX_INTRODUCTIONS = 10
+"""Half a minute each, if the router does not reach a newcomer: after that the newcomer is taken for broken."""
 Say = Callable[[str], None]
+T = TypeVar("T")
 _WHAT_HAPPENED: dict[Health, str] = {
     "actor_died": "actor process killed",
     "engine_died": "engine process killed",
     "stalled": "its engine has work and makes no step",
     "unreachable": "it does not answer",
+    "cut_off": "it answers, but there is no connection between it and the router",
 }
 
 
@@ -51,6 +55,7 @@ class SupervisedRouter(Supervised, Protocol):
     async def start_again(self, addresses: list[str]) -> None: ...
     async def replace_worker(self, address: str, reason: Health) -> None: ...
     async def remove_worker(self, worker_id: str) -> None: ...
+    async def unreached(self, for_s: float) -> list[str]: ...
 
 
 class Supervisor:
@@ -74,6 +79,8 @@ class Supervisor:
         self._sleep = sleep
         self._router_serves = asyncio.Event()
         self._router_serves.set()
+        self._cut_off: set[str] = set()
+        """Names of those that answer here, and to or from whom the router has had no connection for too long."""
         self._say: Say = lambda _: None
 
     async def run(self, say: Say) -> None:
@@ -103,9 +110,10 @@ class Supervisor:
                 await self._dismiss(
                     worker,
                     f"{worker.name} was lost more than {self._settings.max_restarts} times within "
-                    f"{self._settings.window_s:.0f} s and stays away",
+                    f"{self._settings.window_s:.0f} s of service and stays away",
                 )
                 return
+            budget.serves()
             self._say(f"{worker.name}: back after {self._clock() - began_s:.0f} s")
 
     async def _until_lost(self, one: Supervised) -> Health:
@@ -118,7 +126,21 @@ class Supervisor:
             drains = drains or health == "draining"
             if health not in ("", "draining"):
                 return "drained" if drains else health
+            if one is self._router:
+                await self._look_who_is_cut_off()
+            if one.name in self._cut_off and not drains:
+                self._cut_off.discard(one.name)
+                return "cut_off"
             await self._sleep(POLL_S)
+
+    async def _look_who_is_cut_off(self) -> None:
+        """Ask the router whom it does not reach. If that is every one of several, it is the router that is cut off."""
+        try:
+            addresses = await self._router.unreached(self._settings.unreachable_timeout_s)
+        except DeploymentFailed:
+            return  # it is minded already
+        names = {name for name, address in self._addresses.items() if address in addresses}
+        self._cut_off = {self._router.name} if len(names) > 1 and len(names) == len(self._addresses) else names
 
     async def _bring_back(self, worker: SupervisedWorker, why: Health, budget: RestartBudget) -> bool:
         """Start it until it runs and the router has it; False when it is not to be tried again."""
@@ -129,30 +151,49 @@ class Supervisor:
                 return False
             await self._sleep(delay_s)
             try:
-                await self._introduce(worker, await worker.start_again(), why)
+                address = await self._placed(worker, worker.start_again)
+                await self._introduce(worker, address, why)
             except DeploymentFailed as error:
                 self._say(f"{worker.name} could not be brought back: {error}")
                 continue
             return True
+
+    async def _placed(self, one: Supervised, start: Callable[[], Awaitable[T]]) -> T:
+        """Start it, as soon as there is a place for it: that there is none, after its node was lost, is no crash."""
+        told = False
+        while True:
+            try:
+                return await start()
+            except NoPlace as error:
+                if not told:
+                    self._say(f"{one.name} waits for a node: {error}")
+                told = True
+                await self._sleep(POLL_S)
 
     async def _introduce(self, worker: SupervisedWorker, address: str, why: Health) -> None:
         """Enter its address and have the router take it in. Raises DeploymentFailed if the router refuses.
 
         The address comes first: a router that is gone may be waiting for one to start again with, and being told of one
         that it has does not harm it. A worker that is lost meanwhile must not be what the router starts with again and
-        again: back to who minds it.
+        again: back to who minds it. One that the router does not reach in time is kept, for its engine took long to
+        load and the router may just have much to do.
         """
-        self._addresses[worker.name] = address
+        failed = 0
         while True:
+            self._addresses[worker.name] = address
             if self._router_serves.is_set():
                 try:
                     await self._router.replace_worker(address, why)
                     return
                 except ActorGone:
                     pass  # the one that follows may have started before this address was there
-                except DeploymentFailed:
+                except DeploymentFailed as error:
                     del self._addresses[worker.name]
-                    raise
+                    failed += 1
+                    if not isinstance(error, NotReached) or failed == MAX_INTRODUCTIONS:
+                        raise
+                    if failed == 1:
+                        self._say(f"{worker.name} runs, and is introduced to the router until it reaches it: {error}")
             await self._sleep(POLL_S)
             if await worker.failure() not in ("", "draining"):
                 return
@@ -187,6 +228,8 @@ class Supervisor:
             self._say(f"{self._router.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
             began_s = self._clock()
             await self._router_back(budget)
+            budget.serves()
+            self._cut_off.clear()
             self._router_serves.set()
             self._say(f"{self._router.name}: back after {self._clock() - began_s:.0f} s")
 
@@ -197,14 +240,17 @@ class Supervisor:
             if delay_s is None:
                 raise DeploymentFailed(
                     f"the router was lost more than {self._settings.max_restarts} times within "
-                    f"{self._settings.window_s:.0f} s"
+                    f"{self._settings.window_s:.0f} s of service"
                 )
             await self._sleep(delay_s)
             try:
-                await self._router.start_again(await self._first_addresses())
+                await self._placed(self._router, self._router_again)
                 return
             except DeploymentFailed as error:
                 self._say(f"{self._router.name} could not be brought back: {error}")
+
+    async def _router_again(self) -> None:
+        await self._router.start_again(await self._first_addresses())
 
     async def _first_addresses(self) -> list[str]:
         """Of the workers there are now, once there is one. If none comes back, `_dismiss` ends the deployment."""

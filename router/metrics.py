@@ -227,7 +227,7 @@ class WorkerCollector(Collector):
     def _restarted(self) -> Metric:
         family = CounterMetricFamily(
             "ridgeline_worker_restarts",
-            "Workers started again by why: actor_died, engine_died, stalled, unreachable",
+            "Workers started again by why: actor_died, engine_died, stalled, unreachable, cut_off",
             labels=["worker", "reason"],
         )
         for (worker, reason), count in self._restarts().items():

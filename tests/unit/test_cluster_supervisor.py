@@ -5,10 +5,10 @@ from collections import deque
 
 import pytest
 
-from cluster.actor_slot import ActorGone, DeploymentFailed
+from cluster.actor_slot import ActorGone, DeploymentFailed, NoPlace, NotReached
 from cluster.config import SupervisionConfig
 from cluster.restart_budget import RestartBudget
-from cluster.supervisor import POLL_S, Supervisor
+from cluster.supervisor import MAX_INTRODUCTIONS, POLL_S, Supervisor
 
 
 class Clock:
@@ -52,6 +52,8 @@ class Actor:
 
 class Worker(Actor):
     starts = 0
+    start_s = 14.0
+    places: tuple = ()
     never = False
     refuses: BaseException | None = None
 
@@ -60,8 +62,10 @@ class Worker(Actor):
         return self.name.split("-")[0]
 
     async def start_again(self):
+        if self.places:
+            raise self.places.pop()
         self.log.append(f"start {self.name}")
-        self.clock.now_s += 14.0
+        self.clock.now_s += self.start_s
         if self.never:
             raise DeploymentFailed("no memory")
         if self.refuses is not None:
@@ -76,7 +80,14 @@ class Worker(Actor):
 
 class Router(Actor):
     gone_for = 0
+    not_reached = 0
     refuses: BaseException | None = None
+    cut_off: tuple = ()
+    """Addresses that it does not reach."""
+
+    async def unreached(self, for_s):
+        assert for_s == 30
+        return list(self.cut_off)
 
     async def start_again(self, addresses):
         if not addresses:
@@ -87,6 +98,9 @@ class Router(Actor):
         if self.gone_for:
             self.gone_for -= 1
             raise ActorGone("router ended")
+        if self.not_reached:
+            self.not_reached -= 1
+            raise NotReached("router could not replace_worker: WorkerLost: no connection within 30 s")
         if self.refuses is not None:
             error, self.refuses = self.refuses, None
             raise error
@@ -133,6 +147,7 @@ class Scene:
         ("engine_died", "engine process killed"),
         ("stalled", "its engine has work and makes no step"),
         ("unreachable", "it does not answer"),
+        ("cut_off", "it answers, but there is no connection between it and the router"),
     ],
 )
 async def test_what_is_left_of_a_lost_worker_ends_before_it_starts_again_and_the_router_is_told_why(why, words):
@@ -171,7 +186,82 @@ async def test_a_worker_lost_again_and_again_stays_away_and_the_others_go_on():
     await scene.play()
     assert scene.log.count("start decode-0") == 5
     assert scene.log[-2:] == ["retire decode-0", "remove decode-0"]
-    assert scene.said[-1] == "decode-0 was lost more than 5 times within 300 s and stays away"
+    assert scene.said[-1] == "decode-0 was lost more than 5 times within 300 s of service and stays away"
+
+
+async def test_a_worker_that_takes_minutes_to_start_and_dies_at_its_first_request_stays_away_too():
+    scene = Scene(decode_0=["engine_died"] * 9)
+    scene.workers[2].start_s = 240.0
+    await scene.play()
+    assert scene.log.count("start decode-0") == 5
+    assert scene.said[-1] == "decode-0 was lost more than 5 times within 300 s of service and stays away"
+
+
+async def test_a_worker_for_which_there_is_no_node_is_waited_for_and_not_given_up():
+    scene = Scene(decode_0=["actor_died"])
+    scene.workers[2].places = [NoPlace("Ray found no place for decode-0 within 120 s") for _ in range(20)]
+    await scene.play()
+    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 actor_died"]
+    assert scene.said[1] == "decode-0 waits for a node: Ray found no place for decode-0 within 120 s"
+    assert [sentence for sentence in scene.said if "waits" in sentence] == scene.said[1:2]
+
+
+async def test_a_newcomer_that_the_router_does_not_reach_in_time_is_kept_and_introduced_again():
+    scene = Scene(decode_0=["actor_died"])
+    scene.router.not_reached = 5
+    await scene.play()
+    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 actor_died"]
+    [told] = [sentence for sentence in scene.said if "introduced" in sentence]
+    assert "no connection within 30 s" in told
+
+
+async def test_a_newcomer_that_the_router_never_reaches_is_taken_for_broken_in_the_end():
+    scene = Scene(decode_0=["actor_died"])
+    scene.router.not_reached = MAX_INTRODUCTIONS
+    await scene.play()
+    assert scene.log == [*["end decode-0", "start decode-0"] * 2, "replace decode-0:2 actor_died"]
+
+
+async def test_a_newcomer_that_dies_while_it_is_introduced_is_started_again():
+    scene = Scene(decode_0=["actor_died", "engine_died", "engine_died"])
+    scene.router.not_reached = 1
+    await scene.play()
+    assert scene.log == [*["end decode-0", "start decode-0"] * 2, "replace decode-0:2 engine_died"]
+
+
+async def test_a_worker_that_only_the_router_does_not_reach_is_replaced():
+    scene = Scene()
+    scene.router.cut_off = ("decode-0:0",)
+    await scene.play()
+    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 cut_off"]
+
+
+async def test_a_router_that_reaches_none_of_its_workers_is_what_is_replaced():
+    scene = Scene(("prefill-0", "decode-0"))
+    scene.router.cut_off = ("prefill-0:0", "decode-0:0")
+    start_again = scene.router.start_again
+
+    async def mended(addresses):
+        scene.router.cut_off = ()
+        await start_again(addresses)
+
+    scene.router.start_again = mended
+    await scene.play()
+    assert scene.log == ["end router", "start router with ['prefill-0:0', 'decode-0:0']"]
+
+
+async def test_the_only_worker_of_a_router_is_replaced_when_it_is_cut_off():
+    scene = Scene(("colocated-0",))
+    scene.router.cut_off = ("colocated-0:0",)
+    await scene.play()
+    assert scene.log == ["end colocated-0", "start colocated-0", "replace colocated-0:1 cut_off"]
+
+
+async def test_a_worker_that_drains_and_cannot_be_reached_has_left():
+    scene = Scene(prefill_1=["draining"] * 5 + ["drained"])
+    scene.router.cut_off = ("prefill-1:0",)
+    await scene.play()
+    assert scene.log == ["retire prefill-1", "remove prefill-1"]
 
 
 async def test_without_a_decode_worker_and_none_coming_the_deployment_ends():
@@ -259,7 +349,11 @@ def test_delays_grow_and_old_starts_are_forgotten():
     clock = Clock()
     budget = RestartBudget(5, 300.0, clock)
     assert [budget.next_delay_s() for _ in range(6)] == [0.0, 1.0, 2.0, 4.0, 8.0, None]
-    clock.now_s = 299.0
+    clock.now_s = 1000.0
+    assert budget.next_delay_s() is None, "all of that it did not serve"
+    budget.serves()
+    clock.now_s = 1299.0
     assert budget.next_delay_s() is None
-    clock.now_s = 300.0
+    budget.serves()
+    clock.now_s = 1300.0
     assert budget.next_delay_s() == 0.0
