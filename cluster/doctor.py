@@ -23,7 +23,7 @@ from cluster.doctor_software import (
     torch_companions,
 )
 from cluster.host_facts import HostFacts, read_cpu_flags, read_host_facts
-from cluster.model_heads import head_conflicts
+from cluster.model_support import model_conflicts
 
 __all__ = ["CheckResult", "checks", "failures", "report", "resolve_dtype"]
 
@@ -187,8 +187,8 @@ def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     if positions and longest > positions:
         fix = f"The model knows {positions} positions: set model.max_model_len_tokens to at most {positions}."
         yield CheckResult("context length", False, f"{longest} asked, {positions} possible", fix)
-    for sentence in head_conflicts(config, host.model):
-        yield CheckResult("tensor parallel", False, "the model's heads cannot be split so", sentence)
+    for sentence in model_conflicts(config, host.model):
+        yield CheckResult("model's shape", False, "cannot be served as configured", sentence)
     if host.model.kv_values_per_token:
         token_bytes = host.model.kv_values_per_token * _value_bytes(config, host)
         for name, pool in config.active_pools().items():

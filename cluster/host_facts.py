@@ -43,6 +43,13 @@ class ModelFacts:
     max_positions: int | None = None
     attention_heads: int | None = None
     kv_heads: int | None = None  # None also where the ranks do not split KV by heads
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Its `config.json`; empty where there is none yet."""
+
+    @property
+    def has_latent_kv(self) -> bool:
+        """It keeps one compressed vector a token instead of keys and values of heads (MLA)."""
+        return bool({**self.config, **(self.config.get("text_config") or {})}.get("kv_lora_rank"))
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
         max_positions=shape.get("max_position_embeddings"),
         attention_heads=shape.get("num_attention_heads"),
         kv_heads=_kv_heads(shape),
+        config=shape,
     )
 
 

@@ -13,8 +13,8 @@ from cluster.api_keys import KeyHashes, key_hashes
 from cluster.config import PoolConfig, PoolName, RidgelineConfig
 from cluster.doctor import resolve_dtype
 from cluster.host_facts import read_model_facts
-from cluster.model_heads import head_conflicts
 from cluster.model_store import ModelError, prepare_model
+from cluster.model_support import model_conflicts
 from engine import passed_args
 from engine.config import EngineConfig, HostSettings
 from router.settings import RouterSettings
@@ -123,7 +123,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
 
     May convert the default model and measure this machine (a few seconds each). Raises ModelError, ApiKeyError.
     """
-    impossible = head_conflicts(config, read_model_facts(config.model.path))
+    impossible = model_conflicts(config, read_model_facts(config.model.path))
     if impossible:
         raise ModelError("\n".join(impossible))
     dtype = resolve_dtype(config)

@@ -23,11 +23,12 @@ class StepAccountant:
     elsewhere. vLLM's own counters take the first step of a handed-over request for prefill.
     """
 
-    def __init__(self, model: StepCostModel, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, model: StepCostModel | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`model` None: FLOPs and bytes are not counted, everything else is."""
         self._model = model
         self._clock = clock
         self._prompt_tokens: dict[str, int] = {}
-        self._in_flight: deque[tuple[float, StepKind, StepCost]] = deque()
+        self._in_flight: deque[tuple[float, StepKind, StepCost | None]] = deque()
         self._last_end_s = 0.0
         self.counters: dict[str, float] = {}
 
@@ -68,7 +69,8 @@ class StepAccountant:
         kind: StepKind = "decode" if prefill_tokens == 0 else "prefill" if prefill_tokens == total else "mixed"
         self._add("tokens_total.prefill", prefill_tokens)
         self._add("tokens_total.decode", total - prefill_tokens)
-        self._in_flight.append((self._clock(), kind, self._model.step(segments, sampled)))
+        cost = None if self._model is None else self._model.step(segments, sampled)
+        self._in_flight.append((self._clock(), kind, cost))
 
     def end(self) -> None:
         """The oldest step in flight has its outputs. Overlapping steps share the wall clock, they do not double it."""
@@ -79,6 +81,8 @@ class StepAccountant:
         self._add(f"busy_seconds_total.{kind}", now_s - max(began_s, self._last_end_s))
         self._last_end_s = now_s
         self._add(f"steps_total.{kind}", 1)
+        if cost is None:
+            return
         self._add(f"flops_total.{kind}", cost.flops)
         self._add(f"bytes_total.{kind}.weights", cost.weight_bytes)
         self._add(f"bytes_total.{kind}.kv_read", cost.kv_read_bytes)

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
@@ -36,21 +37,29 @@ from engine.connector_worker import WorkerSide
 from engine.cores import helpers_on_all_cores_of
 from engine.parent_watch import exit_with_parent
 from engine.queue_names import forget_queue_names
+from engine.transferable_cache import by_manager_block, heads_are_runs, require_servable
 from kv_transfer.faults import FaultPlan
 from kv_transfer.handoff import KvLayout
 from kv_transfer.service import TransferOptions
 from kv_transfer.shared_pool import KvCacheAllocation
 from kv_transfer.tls_files import TlsFiles
 from roofline.cost import StepCostModel
+from roofline.errors import ModelConfigError
 from roofline.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+logger = logging.getLogger(__name__)
 
-class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
-    """Hands paged KV blocks from one engine to another, and counts what each step costs."""
+
+class RidgelineConnector(KVConnectorBase_V1):
+    """Hands paged KV blocks from one engine to another, and counts what each step costs.
+
+    Not a `SupportsHMA`: so vLLM keeps all layers of a model in one group, with one list of blocks for each request.
+    Layers with a sliding window then keep every token's KV like the others, though they read only their window.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -60,6 +69,12 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._allocation = KvCacheAllocation()
         self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
+        require_servable(
+            kv_cache_config,
+            block_size_tokens=vllm_config.cache_config.block_size,
+            max_model_len_tokens=vllm_config.model_config.max_model_len,
+            hands_over=bool(self._settings["hands_over"]),
+        )
         if role is KVConnectorRole.SCHEDULER:
             if self._has_ranks:
                 forget_queue_names()
@@ -67,12 +82,7 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
                 block_size_tokens=vllm_config.cache_config.block_size,
                 lease_s=float(self._settings["lease_s"]),
                 vocabulary_tokens=vllm_config.model_config.get_vocab_size(),
-                accountant=StepAccountant(
-                    StepCostModel(
-                        model_shape(vllm_config),
-                        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-                    )
-                ),
+                accountant=StepAccountant(step_cost_model(vllm_config)),
             )
 
     @classmethod
@@ -116,11 +126,6 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, block_ids)
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.finished(request, block_ids[0] if block_ids else [])
-
     # --- worker role
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
@@ -130,13 +135,14 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         return self._allocation.serving_torch_zeros()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        kv_caches = by_manager_block(kv_caches, self._kv_cache_config.num_blocks)
         rank = get_tensor_model_parallel_rank()
         if self._has_ranks:
             forget_queue_names()
         with helpers_on_all_cores_of(rank):
             self._worker = WorkerSide(
                 layers=kv_caches,
-                layout=kv_layout(self._vllm_config, kv_caches),
+                layout=kv_layout(self._vllm_config, self._kv_cache_config, kv_caches),
                 options=TransferOptions(
                     host=str(self._settings["host"]),
                     rank=rank,
@@ -200,6 +206,16 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
 
+def step_cost_model(vllm_config: VllmConfig) -> StepCostModel | None:
+    """What a step of this model costs; None, told in the log, for a model whose shape the arithmetic does not know."""
+    try:
+        shape = model_shape(vllm_config)
+    except (ModelConfigError, TypeError, ValueError) as error:
+        logger.warning("steps are counted without FLOPs and bytes, which are not known for this model: %s", error)
+        return None
+    return StepCostModel(shape, tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size)
+
+
 def model_shape(vllm_config: VllmConfig) -> ModelShape:
     """The model's shape for accounting, with the bytes this engine really uses per weight and per KV element."""
     weight_bytes = torch.empty(0, dtype=vllm_config.model_config.dtype).element_size()
@@ -212,37 +228,46 @@ def model_shape(vllm_config: VllmConfig) -> ModelShape:
     )
 
 
-def kv_layout(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> KvLayout:
+def kv_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> KvLayout:
     """What two engines must agree on before a block of one means anything to the other."""
     from vllm.version import __version__ as vllm_version
 
     first = next(iter(kv_caches.values()))
-    model = vllm_config.model_config
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    layout = cache.get_resolved_kv_cache_layout().name
     config_digest = hashlib.sha256(
         json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str).encode()
     ).hexdigest()
     return KvLayout(
         model=f"{model.hf_config.model_type}-{config_digest[:12]}",
         dtype=str(model.dtype).removeprefix("torch."),
-        kv_dtype=str(first.dtype).removeprefix("torch."),
-        block_size_tokens=vllm_config.cache_config.block_size,
+        kv_dtype=kv_format(first.dtype, cache.cache_dtype),
+        block_size_tokens=cache.block_size,
         num_layers=len(kv_caches),
         num_kv_heads=model.get_total_num_kv_heads(),
         block_bytes=first[0].numel() * first.element_size(),
-        layout="LBHNC",
-        isa=_instruction_set(vllm_config, first),
+        layout=layout if first.dim() == 4 else f"{layout} in {first.shape[1]} parts",
+        isa=_packed_for(vllm_config, first),
         engine_version=str(vllm_version),
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        heads_are_runs=heads_are_runs(first, kv_cache_config.kv_cache_groups[0].kv_cache_spec, layout),
     )
 
 
-def _instruction_set(vllm_config: VllmConfig, layer: torch.Tensor) -> str:
-    """vLLM packs the bytes inside a CPU block for one instruction set; on a GPU the layout does not depend on it."""
-    if layer.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(layer.device)
-        return f"sm{major}{minor}"
+def kv_format(stored: torch.dtype, cache_dtype: str) -> str:
+    """The number format of keys and values; where it is one that torch has no type for, by the name of the setting."""
+    name = str(stored).removeprefix("torch.")
+    return name if stored.is_floating_point or cache_dtype == "auto" else f"{cache_dtype} in {name}"
+
+
+def _packed_for(vllm_config: VllmConfig, layer: torch.Tensor) -> str:
+    """Whose order the bytes inside a block have: of a CPU's instruction set, of a GPU's attention kernels.
+
+    GPUs of different architectures exchange blocks where the same backend runs on both.
+    """
     if layer.device.type != "cpu":
-        return layer.device.type
+        backends = {backend.get_name() for backend in get_current_attn_backends(vllm_config)}
+        return "+".join([layer.device.type, *sorted(backends)])
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     head_dim = vllm_config.model_config.get_head_size()

@@ -199,7 +199,7 @@ class WorkerHost:
             layout=layout,
             transfer_addresses=transfer_addresses,
             num_kv_blocks=self._engine.num_kv_blocks,
-            block_size_tokens=config.block_size_tokens,
+            block_size_tokens=layout.block_size_tokens,  # vLLM may have overruled the setting
             max_model_len_tokens=config.max_model_len_tokens,
             repeats_tokens=config.on_cpu,
         )

@@ -14,11 +14,12 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -30,6 +31,7 @@ from engine.errors import EngineFailed, InvalidTask
 from engine.messages import LegTiming, TokenDelta
 from engine.notices import NoticeBoard
 from engine.stall import StallWatch
+from engine.transferable_models import UnsupportedModel, model_obstacle
 from engine.vllm_arguments import engine_values
 from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.service import PairedTransport
@@ -79,11 +81,28 @@ class VllmEngine:
         self._releasing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Load the model and make the KV cache; blocks for the 10 to 60 s this takes. Needs a running event loop."""
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**_engine_args(self.config)),
+        """Load the model and make the KV cache; blocks for the 10 to 60 s this takes. Needs a running event loop.
+
+        Raises UnsupportedModel before anything is loaded.
+        """
+        args = AsyncEngineArgs(**_engine_args(self.config))
+        vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        self._require_supported(vllm_config.model_config)
+        self._llm = AsyncLLM.from_vllm_config(
+            vllm_config,
+            enable_log_requests=args.enable_log_requests,
+            disable_log_stats=args.disable_log_stats,
             stat_loggers=[lambda vllm_config, index: self.stats],
         )
+
+    def _require_supported(self, model: ModelConfig) -> None:
+        obstacle = model_obstacle(
+            model.hf_text_config.to_dict(),
+            max_model_len_tokens=model.max_model_len,
+            hands_over=self.config.pool != "colocated",
+        )
+        if obstacle is not None:
+            raise UnsupportedModel(f"{self.config.model_path} cannot be served: {obstacle}.")
 
     @property
     def num_kv_blocks(self) -> int:
@@ -236,6 +255,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
                 "faults": config.faults,
                 "wire_dtype": config.wire_dtype,
                 "tls": None if config.tls is None else asdict(config.tls),
+                "hands_over": config.pool != "colocated",
                 "share_kv_cache": config.on_cpu and config.pool == "prefill",
             },
         ),

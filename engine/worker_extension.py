@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from engine.asked_logprobs import keep_rows_apart
 from engine.connector import RidgelineConnector
 from engine.seeded_chunks import put_generators_back
 
@@ -19,6 +20,7 @@ class RidgelineWorkerExtension:
     def ridgeline_prepare(self) -> None:
         """Make vLLM's model runner fit to serve; once, before the first request."""
         put_generators_back(self.model_runner)
+        keep_rows_apart(self.model_runner)
 
     def ridgeline_describe(self) -> tuple[dict[str, Any], str]:
         """The KV layout as plain data, and the address of this rank's blocks."""

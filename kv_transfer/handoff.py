@@ -39,14 +39,16 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: int
     num_layers: int
     num_kv_heads: int
-    """Of the model, over all ranks; heads come before tokens in a block, so a rank's heads are one run of bytes."""
+    """Of the model, over all ranks."""
     block_bytes: int
     """Bytes of one block in one layer on one rank."""
     layout: str
     isa: str
-    """The instruction set a CPU packs its blocks for, or the GPU's architecture."""
+    """Whose order a block's bytes have: the instruction set a CPU packs them for, or a GPU's attention kernels."""
     engine_version: str
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)]
+    heads_are_runs: bool = True
+    """Whether a rank's KV heads are one run of bytes in a block, so that they can be split and joined by slicing."""
     wire_version: int = WIRE_VERSION
 
     def compatibility_hash(self) -> str:
@@ -65,7 +67,12 @@ def explain_mismatch(ours: KvLayout, theirs: KvLayout) -> str | None:
         if name not in ("tensor_parallel_size", "block_bytes") and getattr(ours, name) != getattr(theirs, name)
     ]
     tp = (ours.tensor_parallel_size, theirs.tensor_parallel_size)
-    if min(tp) < 1 or max(tp) % min(tp):
+    if tp[0] != tp[1] and not (ours.heads_are_runs and theirs.heads_are_runs):
+        differing.append(
+            f"tensor_parallel_size is {tp[0]} here and {tp[1]} there, and in these blocks the KV heads of a rank do "
+            "not lie together"
+        )
+    elif min(tp) < 1 or max(tp) % min(tp):
         differing.append(f"tensor_parallel_size is {tp[0]} here and {tp[1]} there, and neither divides the other")
     elif ours.block_bytes * tp[0] != theirs.block_bytes * tp[1]:
         differing.append(

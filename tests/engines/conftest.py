@@ -20,6 +20,8 @@ CONFIG = REPOSITORY / "deploy" / "local.yaml"
 LEASE_S = 30.0  # as in that file
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
 OWN_DEPLOYMENT = (
+    "test_model_families.py",
+    "test_refused_models.py",
     "test_processes.py",
     "test_faults.py",
     "test_security.py",

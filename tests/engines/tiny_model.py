@@ -40,3 +40,51 @@ def make_tiny_model(directory: Path, tokenizer: Any, dtype: str, max_positions: 
     LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+WINDOW_TOKENS = 128
+FAMILIES = ("gemma3", "gpt_oss", "mistral", "deepseek_mla")
+"""Shapes of attention that a Llama does not have; each is made small by `make_family`."""
+
+
+def make_family(name: str, directory: Path, vocabulary_tokens: int = 512, max_positions: int = 2048) -> Path:
+    """A random float32 model of one of `FAMILIES`, without a tokenizer; the same bytes every time."""
+    import torch
+    import transformers
+
+    common: dict[str, Any] = {
+        "vocab_size": vocabulary_tokens,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": max_positions,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if name == "gemma3":
+        kinds = ["sliding_attention"] * 5 + ["full_attention"]
+        own = {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": WINDOW_TOKENS}
+        config = transformers.Gemma3TextConfig(**common, **own, query_pre_attn_scalar=32)
+    elif name == "gpt_oss":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        own = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": WINDOW_TOKENS}
+        config = transformers.GptOssConfig(**common, **own, num_local_experts=4, num_experts_per_tok=2)
+    elif name == "mistral":
+        config = transformers.MistralConfig(**common, num_hidden_layers=3, sliding_window=WINDOW_TOKENS)
+    else:
+        heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        layers = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        groups = {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "num_key_value_heads": 4, "head_dim": 64}
+        config = transformers.DeepseekV3Config(**{**common, **groups}, **heads, **layers)
+    torch.manual_seed(SEED)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter_name, parameter in model.named_parameters():
+        if "o_proj" in parameter_name:
+            parameter.data *= 5
+    model.save_pretrained(directory)
+    return directory

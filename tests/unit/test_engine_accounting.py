@@ -165,3 +165,17 @@ def test_overlapping_steps_end_in_the_order_in_which_they_began(accountant, cloc
 def test_an_end_without_a_beginning_is_ignored(accountant):
     accountant.end()
     assert accountant.counters == {}
+
+
+def test_a_model_whose_shape_is_not_known_is_counted_in_steps_tokens_and_time(clock):
+    accountant = StepAccountant(None, clock)
+    accountant.expect("a", 100, 0)
+    accountant.begin(scheduled(new={"a": (100, 0)}))
+    clock.now_s += 0.5
+    accountant.end()
+    assert accountant.counters == {
+        "tokens_total.prefill": 100,
+        "tokens_total.decode": 0,
+        "busy_seconds_total.prefill": 0.5,
+        "steps_total.prefill": 1,
+    }

@@ -57,6 +57,18 @@ def test_ranks_may_differ_in_number_if_their_heads_add_up(ours, theirs, named):
     assert sentence is None if named is None else named in sentence
 
 
+@pytest.mark.parametrize("runs", [(False, False), (True, False)])
+def test_ranks_may_not_differ_in_number_where_a_ranks_heads_do_not_lie_together(runs):
+    here, there = (
+        msgspec.structs.replace(LAYOUT, tensor_parallel_size=ranks, block_bytes=2400 // ranks, heads_are_runs=are)
+        for ranks, are in zip((2, 1), runs, strict=True)
+    )
+    assert "tensor_parallel_size is 2 here and 1 there, and in these blocks the KV heads" in explain_mismatch(
+        here, there
+    )
+    assert explain_mismatch(here, here) is None, "whole blocks need no slicing"
+
+
 def test_a_handoff_survives_parameters_and_msgpack():
     params = HANDOFF.to_params()
     assert params["addresses"] == ["10.0.0.1:7000"]

@@ -1,0 +1,174 @@
+"""One engine in this process that hands its KV over to itself: prefill's leg, then decode's, through the connector.
+
+Cheaper than a deployment by far: no Ray, no router, no second copy of the model. Its prefix cache is off, so decode's
+blocks are others than prefill's and everything in them has come through the transfer. `python -m` prints one line of
+JSON for each model family it is given, `NAME` or `NAME:LONGEST`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+RESULT = "RESULT "
+STEP_TOKENS = 256
+LONGEST_TOKENS = 1024
+LENGTHS = (40, 100, 200, 300, 600)
+"""Below and above the models' window, in one step and in several."""
+NUM_OUTPUT_TOKENS = 6
+
+
+class OneEngine:
+    """Runs one answer at a time, to its end."""
+
+    def __init__(self, model_path: Path, longest_tokens: int) -> None:
+        from fake_engine import engine_config
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from engine.vllm_engine import _engine_args
+
+        own = {
+            "model": str(model_path),
+            "dtype": "float32",
+            "max_model_len": longest_tokens,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "kv_cache_memory_bytes": 32 << 20,
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+        }
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**{**_engine_args(engine_config("decode")), **own}))
+        self._ids = count()
+        self._answers: dict[str, list[int]] = {}
+        self._told: dict[str, dict[str, Any]] = {}
+        self._notices: list[Any] = []
+        self._keep_notices(self._engine.engine_core.engine_core.scheduler.connector.scheduler)
+
+    def _keep_notices(self, side: Any) -> None:
+        """They travel with statistics, which nobody reads here."""
+        take = side.take_notices
+        side.take_notices = lambda: self._notices.extend(take()) or []
+
+    def whole(self, prompt: list[int], wish: Any) -> list[int]:
+        """The answer without any hand-off."""
+        from engine import sampling
+
+        return self._answer(self._add(prompt, sampling.decode_leg(wish, emitted_token_ids=[], has_handoff=False)))
+
+    def split(self, prompt: list[int], wish: Any) -> tuple[list[int], dict[str, Any]]:
+        """The answer of both legs, one after the other, and the receipt of the fetch between them."""
+        prefill = self._prefill(prompt, wish)
+        first = self._answer(prefill)
+        decode = self._decode(prompt, first, wish, handoff=self._told[prefill]["handoff"])
+        return [*first, *self._answer(decode)], self._told[decode]["receipt"]
+
+    def followed(self, prompt: list[int], wish: Any) -> tuple[list[int], dict[str, Any]] | None:
+        """The same, with decode's leg begun after the first step of a prompt of several; None if it took only one."""
+        from engine.connector_messages import FIRST_TOKEN_FOLLOWS
+
+        self._notices.clear()
+        prefill = self._prefill(prompt, wish)
+        while not self._notices:
+            if prefill in self._told:
+                return None
+            self._step()
+        follows = {"handoff": self._notices[0]["handoff"], FIRST_TOKEN_FOLLOWS: True}
+        decode = self._decode(prompt, prompt[-1:], wish, **follows)
+        return [*self._answer(prefill), *self._answer(decode)], self._told[decode]["receipt"]
+
+    def _prefill(self, prompt: list[int], wish: Any) -> str:
+        from engine import sampling
+        from kv_transfer.handoff import new_handoff_id
+
+        leg = sampling.prefill_leg(wish, emitted_token_ids=[], resample=False)
+        publish = {"do_remote_decode": True, "handoff_id": new_handoff_id()}
+        return self._add(prompt, sampling.with_transfer(leg, publish))
+
+    def _decode(self, prompt: list[int], emitted: list[int], wish: Any, **transfer: Any) -> str:
+        from engine import sampling
+
+        leg = sampling.decode_leg(wish, emitted_token_ids=emitted, has_handoff=True)
+        return self._add([*prompt, *emitted], sampling.with_transfer(leg, {"do_remote_prefill": True, **transfer}))
+
+    def _add(self, prompt: list[int], params: Any) -> str:
+        name = str(next(self._ids))
+        self._answers[name] = []
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return name
+
+    def _answer(self, name: str) -> list[int]:
+        while name not in self._told:
+            self._step()
+        return self._answers[name]
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            self._answers[output.request_id] += output.outputs[0].token_ids
+            if output.finished:
+                self._told[output.request_id] = output.kv_transfer_params or {}
+
+    def close(self) -> None:
+        """End its threads."""
+        self._engine.engine_core.shutdown()
+
+
+def compare(model_path: Path, longest_tokens: int) -> list[dict[str, Any]]:
+    """Every prompt whole first, then all of them split: no block holds by chance what the transfer should bring.
+
+    `other` is the answer to a prompt that begins otherwise: where it differs, far tokens matter.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    wish = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+    draw = random.Random(5)
+    lengths = [length for length in LENGTHS if length + NUM_OUTPUT_TOKENS <= longest_tokens]
+    prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in lengths]
+    with closing(OneEngine(model_path, longest_tokens)) as engine:
+        wholes = [engine.whole(prompt, wish) for prompt in prompts]
+        others = [engine.whole([7] * 16 + prompt[16:], wish) for prompt in prompts]
+        splits = [engine.split(prompt, wish) for prompt in prompts]
+        followed = [engine.followed(prompt, wish) for prompt in prompts]
+    columns = zip(prompts, wholes, others, splits, followed, strict=True)
+    return [
+        {"length": len(prompt), "whole": whole, "other": other, "split": split, "followed": follow}
+        for prompt, whole, other, split, follow in columns
+    ]
+
+
+def main(directory: Path, families: list[str]) -> None:
+    """One line for each family: its answers, or the sentence with which it was refused."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    from tests.engines.tiny_model import make_family
+
+    for family in families:
+        name, _, longest = family.partition(":")
+        line: dict[str, Any] = {"family": family}
+        try:
+            line["answers"] = compare(make_family(name, directory / name), int(longest or LONGEST_TOKENS))
+        except Exception as error:  # noqa: BLE001 - the test judges it
+            line["refused"] = f"{type(error).__name__}: {error}"
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+        sys.stdout.write(f"{RESULT}{json.dumps(line)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    main(Path(sys.argv[1]), sys.argv[2:])

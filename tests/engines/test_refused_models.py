@@ -1,0 +1,61 @@
+"""A model that cannot be served is refused on vLLM's own configuration of it, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import engine_config
+from transformers import Gemma3TextConfig, JambaConfig, MistralConfig, PretrainedConfig
+
+from engine import vllm_engine
+from engine.messages import Pool
+from engine.transferable_models import UnsupportedModel
+from engine.vllm_engine import VllmEngine
+
+pytestmark = pytest.mark.engines  # none is started, but vLLM takes a quarter of a minute to look at each model
+
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations with which an engine would have been loaded."""
+    configs: list[Any] = []
+
+    def load(vllm_config: Any, **options: Any) -> None:
+        configs.append(vllm_config)
+
+    monkeypatch.setattr(vllm_engine.AsyncLLM, "from_vllm_config", load)
+    return configs
+
+
+def start(directory: Path, model: PretrainedConfig, architecture: str, pool: Pool = "decode") -> None:
+    model.architectures = [architecture]
+    model.save_pretrained(directory)
+    changed = {"model_path": str(directory), "dtype": "float32", "kv_cache_bytes_per_rank": 1 << 24}
+    VllmEngine(dataclasses.replace(engine_config(pool), **changed)).start()
+
+
+def test_layers_with_a_window_beside_others_are_loaded_in_one_group(tmp_path: Path, loaded: list[Any]):
+    start(tmp_path, Gemma3TextConfig(**SMALL, **HEADS, sliding_window=128), "Gemma3ForCausalLM")
+    [config] = loaded
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is True
+
+
+def test_a_window_in_every_layer_is_refused_but_where_nothing_is_handed_over(tmp_path: Path, loaded: list[Any]):
+    model = MistralConfig(**SMALL, **HEADS, sliding_window=128)
+    with pytest.raises(UnsupportedModel, match="every layer has a sliding window of 128 tokens"):
+        start(tmp_path, model, "MistralForCausalLM")
+    assert loaded == []
+    start(tmp_path, model, "MistralForCausalLM", pool="colocated")
+    assert len(loaded) == 1
+
+
+def test_recurrent_layers_are_refused_by_their_name(tmp_path: Path, loaded: list[Any]):
+    with pytest.raises(UnsupportedModel, match="recurrent state"):
+        start(tmp_path, JambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=8), "JambaForCausalLM")
+    assert loaded == []
