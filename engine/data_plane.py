@@ -173,6 +173,8 @@ class WorkerClient:
             ack = await self._submit(task)
             if not ack.accepted:
                 finished = True
+                if not ack.attached:  # broken on its side already; it is no sign of a drain
+                    raise WorkerLost(f"the worker at {self.address} has no stream of this router: {ack.reason}")
                 raise TaskRejected(ack.reason)
             while not finished:
                 delta = await deltas.get()

@@ -333,7 +333,7 @@ class WorkerHost:
             return Ack(accepted=False, reason=mistaken)
         session = self._sessions.get(request.router_id)
         if session is None:
-            return Ack(accepted=False, reason="attach a stream first")
+            return Ack(accepted=False, reason="attach a stream first", attached=False)
         if self._leaving is not None:
             return Ack(accepted=False, reason=self._refusal)
         request_id = request.task.request_id

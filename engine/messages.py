@@ -182,3 +182,5 @@ class Ack(msgspec.Struct, frozen=True):
 
     accepted: bool = True
     reason: str = ""
+    attached: bool = True
+    """Of a task that was not accepted: whether the worker has a stream of this router."""

@@ -595,6 +595,13 @@ async def test_tasks_whose_router_is_gone_count_as_work_until_they_end():
         stream.cancel()
 
 
+async def test_a_worker_that_has_no_stream_of_this_router_is_lost_to_it_and_not_draining():
+    async with serving() as worker:
+        worker.host._sessions.clear()
+        with pytest.raises(WorkerLost, match="has no stream of this router: attach a stream first"):
+            await worker.tokens(make_task())
+
+
 async def test_a_rejected_task_is_not_aborted_since_it_never_began():
     async with serving() as worker, raw_channel(worker.host.address) as channel:
         ack = await call(channel, "Submit", SubmitRequest("never-attached", make_task()))
