@@ -19,7 +19,6 @@ from vllm.exceptions import VLLMValidationError
 from router.asgi import Asgi
 
 SHOWN = "tests/unit/test_request_fields.py::test_what_is_honoured_changes_what_engines_are_asked_or_the_client_gets"
-DIFFERENTIAL = SHOWN
 SALTS = "tests/engines/test_api.py::test_prefixes_are_cached_for_one_cache_salt_only_on_prefill_and_on_decode"
 CHUNKS = "tests/unit/test_router_http.py::test_text_comes_in_the_clients_chunks_while_workers_send_every_token"
 
@@ -59,12 +58,11 @@ _NO_BEST_OF = Refused("this server answers with every sequence it makes: ask for
 _NO_BACKEND = Refused("vLLM has no choice of backend for each request any more")
 _NO_GUIDED = Refused("vLLM has no such field any more: use structured_outputs or response_format")
 _TEXT_ONLY = Refused("this server answers with text", but_for=(["text"],))
-_DIFFERENTIAL = Honoured(DIFFERENTIAL)
 
 FIELDS: dict[str, Verdict] = {
     # what is asked
     "messages": Honoured(),
-    "prompt": _DIFFERENTIAL,
+    "prompt": Honoured(),
     "input": Honoured(),
     "query": Honoured(),
     "items": Honoured(),
@@ -98,20 +96,20 @@ FIELDS: dict[str, Verdict] = {
     "previous_input_messages": Refused("vLLM reads it for some models only: put earlier messages into input"),
     "previous_response_id": Refused("not found", by="vLLM", status=404),
     # how tokens are chosen
-    "temperature": _DIFFERENTIAL,
-    "top_p": _DIFFERENTIAL,
-    "top_k": _DIFFERENTIAL,
-    "min_p": _DIFFERENTIAL,
-    "seed": _DIFFERENTIAL,
-    "n": _DIFFERENTIAL,
-    "frequency_penalty": _DIFFERENTIAL,
-    "presence_penalty": _DIFFERENTIAL,
-    "repetition_penalty": _DIFFERENTIAL,
-    "logit_bias": _DIFFERENTIAL,
-    "allowed_token_ids": _DIFFERENTIAL,
-    "bad_words": _DIFFERENTIAL,
-    "structured_outputs": _DIFFERENTIAL,
-    "response_format": _DIFFERENTIAL,
+    "temperature": Honoured(),
+    "top_p": Honoured(),
+    "top_k": Honoured(),
+    "min_p": Honoured(),
+    "seed": Honoured(),
+    "n": Honoured(),
+    "frequency_penalty": Honoured(),
+    "presence_penalty": Honoured(),
+    "repetition_penalty": Honoured(),
+    "logit_bias": Honoured(),
+    "allowed_token_ids": Honoured(),
+    "bad_words": Honoured(),
+    "structured_outputs": Honoured(),
+    "response_format": Honoured(),
     "text": Honoured(),
     "output_config": Honoured(),
     "repetition_detection": Honoured(),
@@ -124,25 +122,25 @@ FIELDS: dict[str, Verdict] = {
     "best_of": _NO_BEST_OF,
     "guided_decoding_backend": _NO_BACKEND,
     # where the answer ends
-    "max_tokens": _DIFFERENTIAL,
-    "max_completion_tokens": _DIFFERENTIAL,
+    "max_tokens": Honoured(),
+    "max_completion_tokens": Honoured(),
     "max_output_tokens": Honoured(),
-    "min_tokens": _DIFFERENTIAL,
-    "stop": _DIFFERENTIAL,
+    "min_tokens": Honoured(),
+    "stop": Honoured(),
     "stop_sequences": Honoured(),
-    "stop_token_ids": _DIFFERENTIAL,
-    "include_stop_str_in_output": _DIFFERENTIAL,
-    "ignore_eos": _DIFFERENTIAL,
+    "stop_token_ids": Honoured(),
+    "include_stop_str_in_output": Honoured(),
+    "ignore_eos": Honoured(),
     "max_tool_calls": WithoutEffect("it counts calls of tools that a server runs, and this one runs none"),
     # what the answer shows
-    "stream": _DIFFERENTIAL,
+    "stream": Honoured(),
     "stream_options": Honoured(),
     "stream_interval": Honoured(CHUNKS),
-    "logprobs": _DIFFERENTIAL,
-    "top_logprobs": _DIFFERENTIAL,
-    "prompt_logprobs": _DIFFERENTIAL,
-    "logprob_token_ids": _DIFFERENTIAL,
-    "echo": _DIFFERENTIAL,
+    "logprobs": Honoured(),
+    "top_logprobs": Honoured(),
+    "prompt_logprobs": Honoured(),
+    "logprob_token_ids": Honoured(),
+    "echo": Honoured(),
     "include": Honoured(),
     "include_reasoning": Honoured(),
     "apply_softmax": Honoured(),

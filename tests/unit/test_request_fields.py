@@ -9,8 +9,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import warnings
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -21,78 +19,18 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
-from fake_engine import FakeEngine, eventually
-from prometheus_client import CollectorRegistry
+from fake_engine import eventually
 from pydantic import BaseModel
-from samples import router_settings
+from talking_router import TalkingEngine, make_model, talking_router
 from vllm.sampling_params import SamplingParams
 
-from decode_worker.handler import DecodeHandler
-from engine.host import WorkerHost
-from engine.messages import PositionLogprobs
-from prefill_worker.handler import PrefillHandler
 from router import request_fields
 from router.request_fields import FIELDS, FOREIGN, HEADERS, SAMPLING, SPECIAL, Honoured, Refused, WithoutEffect, verdict
 
 over_http = pytest.mark.asyncio(loop_scope="module")
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "request_fields.md"
-WORDS = 1000
-TEMPLATE = (
-    "{% if documents %}w7 {% endif %}{% if tools %}w8 {% endif %}{% if reasoning_effort %}w9 {% endif %}"
-    "{% if enable_thinking %}w10 {% endif %}{% if extra %}w11 {% endif %}"
-    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <eos> {% endfor %}"
-    "{% if add_generation_prompt %}assistant {% endif %}"
-)
-
-
-def make_model(directory: Path) -> None:
-    """Configuration and tokenizer of a model without weights: one word, one token; a chat template that shows much."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
-
-    names = {"<eos>": 0, "user": 1, "assistant": 2, "system": 3, "<bos>": 4}
-    words = Tokenizer(models.WordLevel({**names, **{f"w{i}": i for i in range(5, WORDS)}}, unk_token="<eos>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<bos>", special=True)])
-    words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 4)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", bos_token="<bos>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=WORDS,
-        max_position_embeddings=4096,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        eos_token_id=0,
-    ).save_pretrained(directory)
-
-
 OWN_NAME = "chosen-by-the-client"
-
-
-class TalkingEngine(FakeEngine):
-    """Also tells log-probabilities, where it is asked for them."""
-
-    async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, **options: Any
-    ) -> Any:
-        wanted = params.logprob_token_ids or list(range(params.logprobs or 0))
-        prompt_wanted = params.prompt_logprobs
-        async for delta in super().generate(request_id, prompt_token_ids, params, **options):
-            if params.num_logprobs is not None:
-                told = [_position(token, wanted) for token in delta.token_ids]
-                delta = msgspec.structs.replace(delta, logprobs=told)
-            if prompt_wanted is not None and delta.token_ids:
-                told = [None, *(_position(token, range(prompt_wanted)) for token in prompt_token_ids[1:])]
-                delta, prompt_wanted = msgspec.structs.replace(delta, prompt_logprobs=told), None
-            yield delta
-
-
-def _position(token: int, others: Any) -> PositionLogprobs:
-    return PositionLogprobs([token, *others], [-0.5, *(-1.0 - other for other in others)], 1)
 
 
 @dataclass
@@ -142,29 +80,8 @@ def _without_names(value: Any) -> Any:
 async def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("model")
     make_model(directory)
-    engines = [TalkingEngine("prefill"), TalkingEngine("decode")]
-    for engine in engines:
-        engine.num_kv_blocks = 10_000
-    hosts = [WorkerHost(engines[0], PrefillHandler()), WorkerHost(engines[1], DecodeHandler())]
-    apps = []
-    async with AsyncExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        from router.app import Router, app_gaps
-
-        stack.enter_context(
-            patch("router.app.REGISTRY", CollectorRegistry())
-        )  # there is one router in a process elsewhere
-        installed = app_gaps.install
-        stack.enter_context(patch("router.app.app_gaps.install", lambda app: (installed(app), apps.append(app))))
-        for host in hosts:
-            await host.start()
-            stack.push_async_callback(host.stop)
-        router = Router(router_settings(model_path=str(directory), max_outstanding_requests=64))
-        url = await router.serve([host.address for host in hosts], {})
-        stack.push_async_callback(router.stop)
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
-        yield Served(http, apps[0], engines)
+    async with talking_router(directory) as (http, app, engines):
+        yield Served(http, app, engines)
 
 
 # --- the bodies: one that is valid for each model, and for each field what it may be
@@ -459,13 +376,11 @@ REFUSED = [f for f in FIELDS_OF_BODIES if isinstance(verdict(*f), Refused)]
 
 
 @over_http
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("model", "name"), REFUSED)
-async def test_what_is_refused_is_a_bad_request_before_any_work(served: Served, model: str, name: str, stream: bool):
+async def test_what_is_refused_is_a_bad_request_before_any_work_in_a_stream_too(served: Served, model: str, name: str):
     path, _, body = body_with(model, name)
     said = verdict(model, name)
-    if stream and "stream" not in MODELS[model].model_fields:
-        pytest.skip("its answers are not streamed")
+    stream = "stream" in MODELS[model].model_fields
     status, told, asked = await served.send(path, body | ({"stream": True} if stream else {}))
     assert (status, asked) == (said.status, []), told
     sentence = told["error"]["message"]
@@ -473,13 +388,16 @@ async def test_what_is_refused_is_a_bad_request_before_any_work(served: Served, 
 
 
 @over_http
-@pytest.mark.parametrize(("model", "name"), [f for f in REFUSED if verdict(*f).by == "the router"])
-async def test_a_refused_field_with_its_default_value_or_null_was_not_sent(served: Served, model: str, name: str):
-    path, body, _ = body_with(model, name)
+@pytest.mark.parametrize("model", BODIES)
+async def test_refused_fields_with_their_default_values_or_null_were_not_sent(served: Served, model: str):
+    path, body = BODIES[model]
+    names = [name for each, name in REFUSED if each == model and verdict(model, name).by == "the router"]
+    defaults = {name: MODELS[model].model_fields[name].get_default(call_default_factory=True) for name in names}
+    nothing = {name: value for name in names for value in verdict(model, name).but_for}
     plain = await served.send(path, body)
-    default = MODELS[model].model_fields[name].get_default(call_default_factory=True)
-    for value in (default, *verdict(model, name).but_for):
-        assert await served.send(path, body | {name: value}) == plain
+    assert plain[0] == 200
+    assert await served.send(path, body | defaults) == plain
+    assert await served.send(path, body | nothing) == plain
 
 
 @over_http
