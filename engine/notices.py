@@ -69,4 +69,6 @@ async def with_notice(
                 following.cancel()
                 with suppress(asyncio.CancelledError):
                     await following
+            elif not following.cancelled():
+                following.exception()  # of no interest to who left; unread, asyncio would print it
         yield delta
