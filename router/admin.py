@@ -59,7 +59,7 @@ def admin_routes(fleet: Fleet) -> APIRouter:
 
 async def _drain(fleet: Fleet, wish: DrainWish) -> dict[str, Any]:
     worker = _find(fleet, wish.worker)
-    if _is_last(fleet, worker):
+    if _state(worker) != "draining" and _is_last(fleet, worker):  # one that leaves already may be told to hurry
         _refuse_last(worker, force=wish.force)
     logger.warning("an operator drains %s (force: %s)", wish.worker, wish.force)
     try:

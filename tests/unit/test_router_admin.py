@@ -85,6 +85,14 @@ async def test_the_last_worker_of_a_pool_leaves_only_by_force_and_force_takes_an
         assert started[0].failure() == ""
 
 
+async def test_the_last_worker_may_be_hurried_once_it_leaves():
+    wish = {"worker": "decode-0", "timeout_s": 60}
+    async with admin(access=KEYED, decode=LAYOUT) as (http, started, _, _):
+        started[0].drain(60)  # on SIGTERM
+        assert (await http.get("/ridgeline/workers", headers=BEARER)).json()["workers"][0]["state"] == "draining"
+        assert (await http.post("/ridgeline/drain", json={**wish, "timeout_s": 0}, headers=BEARER)).status_code == 202
+
+
 async def test_of_two_workers_told_to_leave_at_once_one_stays():
     async with admin(prefill=LAYOUT, decode=LAYOUT, decode_1=LAYOUT) as (http, _, fleet, _):
         wishes = [{"worker": name, "timeout_s": 0} for name in ("decode-0", "decode-1")]
