@@ -8,12 +8,15 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from ray._private.authentication import authentication_token_setup
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.scripts import scripts as ray_scripts
 
 from cluster.config import RidgelineConfig, load_config
 
 REPOSITORY = Path(__file__).parents[2]
 REMOTE = "/home/ubuntu/ridgeline"
+TOKEN = "~/.ray/auth_token"
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def test_the_cluster_configuration_joins_the_cluster_instead_of_starting_ray(ser
 
 
 def test_what_is_copied_exists_and_is_everything_an_installation_needs(launcher):
-    mounts = launcher["file_mounts"]
+    mounts = {remote: local for remote, local in launcher["file_mounts"].items() if local != TOKEN}
     assert all((REPOSITORY / local).exists() for local in mounts.values())
     assert all(remote == f"{REMOTE}/{local}" for remote, local in mounts.items())
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -100,3 +103,24 @@ def test_the_ray_that_starts_the_cluster_is_the_one_that_is_installed(launcher):
     assert all(".venv/bin/ray" in command for command in starts)
     pinned = re.search(r'"ray\[default\]==([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())
     assert f"ray[default]=={pinned[1]}" in (REPOSITORY / "deploy/cluster.yaml").read_text()
+
+
+def test_every_node_gets_the_token_where_ray_looks_for_it_and_asks_for_it(launcher, monkeypatch):
+    user_home = f"/home/{launcher['auth']['ssh_user']}"
+    assert [remote for remote, local in launcher["file_mounts"].items() if local == TOKEN] == [
+        f"{user_home}/.ray/auth_token"
+    ]
+    monkeypatch.setenv("HOME", user_home)
+    assert str(authentication_token_setup._get_default_token_path()) == f"{user_home}/.ray/auth_token"
+    starts = [command for command in commands_of(launcher) if re.search(r"\bray start\b", command)]
+    assert len(starts) == 2
+    for command in starts:
+        before, _, _ = command.partition("ray start")
+        assert f"export {authentication_token_setup.AUTH_MODE_ENV_VAR}=token RAY_worker_niceness=0;" in before
+
+
+def test_the_token_is_made_before_the_launcher_copies_it():
+    lines = (REPOSITORY / "deploy/cluster.yaml").read_text().splitlines()
+    first = {word: next(i for i, line in enumerate(lines) if word in line) for word in ("ray get-auth-token", "ray up")}
+    assert first["ray get-auth-token"] < first["ray up"]
+    assert "get-auth-token" in ray_scripts.cli.commands
