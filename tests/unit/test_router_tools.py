@@ -60,7 +60,8 @@ def as_said(context: list[int]) -> int:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(tmp_path_factory):
+async def served(tmp_path_factory):
+    """(HTTP client, decode engine)"""
     directory = tmp_path_factory.mktemp("model")
     make_model(directory)
     with pytest.MonkeyPatch.context() as patched:
@@ -71,8 +72,13 @@ async def http(tmp_path_factory):
             (FakeEngine("prefill"), FakeEngine("decode")),
             engine_args={"reasoning_parser": "deepseek_r1", "max_logprobs": 3},
             server_args=front({"tool_call_parser": "hermes", "chat_template": TEMPLATE}),
-        ) as (client, _, _, _):
-            yield client
+        ) as (client, _, _, decode):
+            yield client, decode
+
+
+@pytest.fixture
+def http(served):
+    return served[0]
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -103,6 +109,18 @@ async def test_a_stream_has_them_apart_too(http):
     assert [call["name"] for call in calls if call.get("name")] == ["look"]
     assert json.loads("".join(call.get("arguments") or "" for call in calls)) == {"at": "me"}
     assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+async def test_a_forced_call_reaches_decode_as_a_grammar_with_no_token_of_prefills(served, choice):
+    http, decode = served
+    response = await http.post("/v1/chat/completions", json=chat(tools=[TOOL], tool_choice=choice))
+    assert response.status_code == 200, response.text
+    call = decode.calls[-1]
+    assert len(call.prompt_token_ids) == PROMPT_TOKENS
+    assert "look" in call.params.structured_outputs.structural_tag
+    (called,) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert (called["function"]["name"], json.loads(called["function"]["arguments"])) == ("look", {"at": "me"})
 
 
 async def test_without_tools_the_same_words_are_the_answer(http):
