@@ -21,7 +21,7 @@ from typing import Literal
 from engine.messages import Pool
 from router.fleet import Worker
 from router.metrics import RequestMetrics
-from router.policy import local_prefill_reason
+from router.policy import WorkerLoad, local_prefill_reason
 from router.prefill_queue import PrefillQueue
 from router.settings import RouterSettings
 
@@ -62,7 +62,9 @@ class Snapshot:
     """Where answers are decoded."""
     usable_answer_workers: int
     answer_blocks: int
-    """KV blocks of that pool."""
+    """KV blocks of its usable workers."""
+    whole_answer_blocks: int
+    """Of all its workers, those included that are away or drain."""
     prompt_worker_blocks: int
     """KV blocks of the largest worker that may compute this prompt."""
     answer_worker_blocks: int
@@ -72,7 +74,7 @@ class Snapshot:
     client_sequences: int
     """Of this client among them."""
     prompt_blocks: int
-    """KV blocks their prompts take."""
+    """KV blocks their prompts take: as many as if they shared nothing, or what workers report, if that is less."""
     client_blocks: int
     """Of this client among them."""
     sequences_per_s: float
@@ -157,12 +159,12 @@ def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: Limits) -> None:
                 f"{what} take {needed} KV blocks and the largest worker has {have}: send a shorter prompt or lower "
                 "max_tokens (the server's setting is pools.*.kv_cache_bytes)",
             )
-    if ask.sequences * prompt_blocks > now.answer_blocks:
+    if ask.sequences * prompt_blocks > now.whole_answer_blocks:
         raise Refused(
             HTTPStatus.BAD_REQUEST,
             "too_large",
             f"n = {ask.sequences} prompts of {prompt_blocks} KV blocks each take {ask.sequences * prompt_blocks}, and "
-            f"the {now.answer_pool} pool has {now.answer_blocks}: ask for fewer, or send a shorter prompt (the "
+            f"the {now.answer_pool} pool has {now.whole_answer_blocks}: ask for fewer, or send a shorter prompt (the "
             f"server's settings are pools.{now.answer_pool}.kv_cache_bytes and workers)",
         )
 
@@ -317,22 +319,34 @@ class Admission:
     def _snapshot(self, client: str, prompt_pool: Pool, prompt_wait_s: float | None) -> Snapshot:
         held = self._held.get(client, _Held())
         answer, prompt = self._workers(self._answer_pool), self._workers(prompt_pool)
+        usable = [worker for worker in answer if worker.load().usable]
+        blocks = min(self._all.blocks, _blocks_taken([worker.load() for worker in usable], self._all.blocks))
         return Snapshot(
             state=self.state,
             block_size_tokens=answer[0].description.block_size_tokens if answer else 1,
             answer_pool=self._answer_pool,
-            usable_answer_workers=sum(worker.load().usable for worker in answer),
-            answer_blocks=sum(worker.description.num_kv_blocks for worker in answer),
+            usable_answer_workers=len(usable),
+            answer_blocks=sum(worker.description.num_kv_blocks for worker in usable),
+            whole_answer_blocks=sum(worker.description.num_kv_blocks for worker in answer),
             prompt_worker_blocks=max((worker.description.num_kv_blocks for worker in prompt), default=0),
             answer_worker_blocks=max((worker.description.num_kv_blocks for worker in answer), default=0),
             sequences=self._all.sequences,
             client_sequences=held.sequences,
-            prompt_blocks=self._all.blocks,
-            client_blocks=held.blocks,
+            prompt_blocks=blocks,
+            client_blocks=held.blocks * blocks // max(1, self._all.blocks),
             sequences_per_s=self._ended_sequences.per_s,
             blocks_per_s=self._ended_blocks.per_s,
             prompt_wait_s=prompt_wait_s,
         )
+
+
+def _blocks_taken(loads: list[WorkerLoad], accepted_blocks: int) -> int:
+    """By what workers report, plus what they cannot report yet: what was sent there lately, or waits here. Prompts that
+    share a prefix take its blocks once, which nobody knows before."""
+    reported = sum(load.kv_blocks_total - load.kv_blocks_free for load in loads)
+    promised = sum(load.kv_blocks_promised for load in loads)
+    waiting = max(0, accepted_blocks - sum(load.kv_blocks_held for load in loads))
+    return reported + promised + waiting
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""One way of a request through the workers: decode is chosen first, then prefill; t1 goes out before the KV moves.
+"""One way of a request through the workers: decode is chosen when prefill begins; t1 goes out before the KV moves.
 
 `orchestrator.py` makes another attempt when a worker is lost. A prompt that prefill computes in several steps is
 followed: its decode leg begins after the first step, with blocks of its own, and fetches what is final while the rest
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 
 import msgspec
 
@@ -20,9 +20,18 @@ from kv_transfer.handoff import KvHandoff
 from router.answer import Answer, SequenceRequest
 from router.fleet import Fleet, Worker
 from router.metrics import RequestMetrics
-from router.policy import NoWorker, fewest_running_then_most_free, local_prefill_reason, room_to_follow
+from router.policy import (
+    NoWorker,
+    blocks_needed,
+    fewest_running_then_most_free,
+    local_prefill_reason,
+    pick,
+    room_then_fewest_running,
+    room_to_follow,
+)
 from router.prefill_queue import PrefillQueue, Turn
 from router.settings import RouterSettings
+from router.worker import PromptReservation
 
 ReleaseHandoff = Callable[[KvHandoff, float], None]
 """Tells the prefill worker, in the background and after so many seconds, that nobody will fetch this."""
@@ -65,12 +74,10 @@ class Attempt:
             return
         if self._fleet.usable("prefill"):
             answer.timeline.path = "disaggregated"
-            decode = await self._fleet.available(
-                "decode", fewest_running_then_most_free, self._settings.recovery_timeout_s
-            )
+            await self._fleet.available("decode", fewest_running_then_most_free, self._settings.recovery_timeout_s)
             try:
-                with decode.reserve():
-                    await self._prefill_then_decode(decode, tasks, answer)
+                with ExitStack() as counted:
+                    await self._prefill_then_decode(_Decode(self._fleet, tasks, counted), tasks, answer)
                 return
             except NoWorker:  # the prefill pool has gone while the prompt waited for it
                 answer.timeline.state = "queued"
@@ -91,15 +98,15 @@ class Attempt:
         async with self._turn(pool, tasks, answer) as turn:
             await self._stream(turn.worker.client.generate(tasks.whole(reason)), pool, answer, turn)
 
-    async def _prefill_then_decode(self, decode: Worker, tasks: _Tasks, answer: Answer) -> None:
+    async def _prefill_then_decode(self, decode: _Decode, tasks: _Tasks, answer: Answer) -> None:
         early: _EarlyLeg | None = None
 
         def follow(handoff: KvHandoff) -> None:
             nonlocal early
-            if not self._settings.overlap or not room_to_follow(decode.load(), handoff.num_blocks):
+            if not self._settings.overlap or not room_to_follow(decode.worker.load(), handoff.num_blocks):
                 self._metrics.followed.labels("no_room" if self._settings.overlap else "off").inc()
                 return
-            early = _EarlyLeg(decode.client.generate(tasks.decode(handoff, "follows")))
+            early = _EarlyLeg(decode.worker.client.generate(tasks.decode(handoff, "follows")))
 
         try:
             first = await self._prefill(decode, tasks, answer, follow)
@@ -125,15 +132,15 @@ class Attempt:
                 await early.close()
 
     async def _prefill(
-        self, decode: Worker, tasks: _Tasks, answer: Answer, follow: Callable[[KvHandoff], None]
+        self, decode: _Decode, tasks: _Tasks, answer: Answer, follow: Callable[[KvHandoff], None]
     ) -> TokenDelta:
         """The leg's last delta; `follow` is called before, if the hand-off can be followed while it grows."""
         async with self._turn("prefill", tasks, answer) as turn:
-            load = decode.load()
-            if not load.usable:
+            try:
+                decode.choose()
+            except (WorkerLost, WorkerDraining):
                 answer.timeline.state = "queued"
-                gone = WorkerDraining if load.draining else WorkerLost
-                raise gone(f"{decode.worker_id} was lost while the prompt waited for its turn")
+                raise
             async with aclosing(turn.worker.client.generate(tasks.prefill())) as deltas:
                 async for delta in deltas:
                     if delta.handoff is not None and not delta.handoff.complete:
@@ -144,25 +151,25 @@ class Attempt:
                     return delta
         raise AssertionError("a prefill leg ends with one delta or an error")
 
-    async def _hand_over(self, decode: Worker, task: GenerateTask, early: _EarlyLeg | None, answer: Answer) -> bool:
+    async def _hand_over(self, decode: _Decode, task: GenerateTask, early: _EarlyLeg | None, answer: Answer) -> bool:
         """Stream the leg that followed the prefill; if that came to nothing, or there is none, begin one now."""
         if early is not None:
             try:
                 answer.timeline.followed = True
-                fetched = await self._stream(early.deltas(), "decode", answer)
+                fetched = await self._stream(early.deltas(), "decode", answer, decode.counted)
                 self._metrics.followed.labels("ok").inc()
                 return fetched
             except HandoffLost as lost:
                 answer.timeline.followed = False
                 self._metrics.followed.labels(lost.reason).inc()
-        return await self._stream(decode.client.generate(task), "decode", answer)
+        return await self._stream(decode.worker.client.generate(task), "decode", answer, decode.counted)
 
     async def _stream(
         self,
         leg: AsyncGenerator[TokenDelta, None],
         pool: Pool,
         answer: Answer,
-        turn: Turn | None = None,
+        counted: Turn | PromptReservation,
     ) -> bool:
         """Stream one decode leg on a worker of `pool`; True once it made a token, that is, has the KV."""
         produced = False
@@ -170,8 +177,7 @@ class Attempt:
             async for delta in deltas:
                 produced = True
                 answer.timeline.state = "decoding"
-                if turn is not None:
-                    turn.prompt_done()
+                counted.prompt_done()
                 answer.timeline.decode_timing = delta.timing
                 if answer.give(delta, pool):
                     break
@@ -181,6 +187,37 @@ class Attempt:
 def _recomputed(answer: Answer) -> bool:
     timing = answer.timeline.decode_timing
     return timing is not None and timing.receipt is not None and timing.receipt.outcome != "ok"
+
+
+class _Decode:
+    """The decode worker of one attempt: chosen when its prompt has its turn, and not before it waited for that; counted
+    there from then on."""
+
+    worker: Worker
+    counted: PromptReservation
+
+    def __init__(self, fleet: Fleet, tasks: _Tasks, counted: ExitStack) -> None:
+        self._fleet = fleet
+        self._tasks = tasks
+        self._stack = counted
+
+    def choose(self) -> None:
+        """By the blocks that it will need, half of its answer included.
+
+        Raises WorkerLost or WorkerDraining: none is left.
+        """
+        pool = self._fleet.usable("decode")
+        if not pool:
+            leaves = any(worker.load().draining for worker in self._fleet.pool("decode"))
+            gone = WorkerDraining if leaves else WorkerLost
+            raise gone("the decode workers were lost while the prompt waited for its turn")
+        block_size_tokens = pool[0].description.block_size_tokens
+        output_tokens = self._tasks.request.params.max_tokens or 0
+        needed = blocks_needed(self._tasks.num_tokens, output_tokens, block_size_tokens)
+        chosen = pick([worker.load() for worker in pool], room_then_fewest_running(needed))
+        self.worker = self._fleet.get(chosen)
+        prompt = blocks_needed(self._tasks.num_tokens, 0, block_size_tokens)
+        self.counted = self._stack.enter_context(self.worker.reserve(promised_blocks=needed, held_blocks=prompt))
 
 
 class _Tasks:

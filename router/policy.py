@@ -23,6 +23,10 @@ class WorkerLoad:
     """Sequences sent there and not yet finished."""
     kv_blocks_free: int
     kv_blocks_total: int
+    kv_blocks_promised: int = 0
+    """For sequences sent there that it has produced nothing for, so that they may not be in what it reported."""
+    kv_blocks_held: int = 0
+    """For the prompts of all sequences sent there and not yet finished."""
     healthy: bool = True
     """Its engine runs, as far as it last said."""
     in_doubt: bool = False
@@ -53,6 +57,22 @@ def least_prompt_tokens(load: WorkerLoad) -> tuple[float, ...]:
 def fewest_running_then_most_free(load: WorkerLoad) -> tuple[float, ...]:
     """A decode step costs about the same for one sequence more; free KV blocks break the tie."""
     return (load.running, -load.kv_blocks_free)
+
+
+def room_then_fewest_running(needed_blocks: int) -> Score:
+    """For a sequence that will need so many blocks: where they are free and not promised, however many run there; a
+    worker without room would let it wait, or take blocks from sequences that it then computes again."""
+
+    def score(load: WorkerLoad) -> tuple[float, ...]:
+        left = load.kv_blocks_free - load.kv_blocks_promised - needed_blocks
+        return (0, load.running, -left) if left >= 0 else (1, -left, load.running)
+
+    return score
+
+
+def blocks_needed(prompt_tokens: int, output_tokens: int, block_size_tokens: int) -> int:
+    """Of a sequence, with half of the answer that it may have: most end before."""
+    return -(-(prompt_tokens + output_tokens // 2) // block_size_tokens)
 
 
 def least_work(load: WorkerLoad) -> tuple[float, ...]:

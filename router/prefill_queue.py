@@ -21,7 +21,15 @@ from functools import partial
 from engine.messages import Pool
 from router.fair_queue import Entry, FairQueue
 from router.fleet import Fleet, Worker
-from router.policy import NoWorker, Score, fewest_running_then_most_free, least_prompt_tokens, least_work, pick
+from router.policy import (
+    NoWorker,
+    Score,
+    blocks_needed,
+    fewest_running_then_most_free,
+    least_prompt_tokens,
+    least_work,
+    pick,
+)
 from router.service_rate import ServiceRate
 from router.settings import RouterSettings
 
@@ -45,7 +53,8 @@ class Turn:
         self.prompt_tokens = prompt_tokens
         self._queue = queue
         self._counted = ExitStack()
-        self._reservation = self._counted.enter_context(worker.reserve(prompt_tokens))
+        blocks = 0 if queue.pool == "prefill" else blocks_needed(prompt_tokens, 0, worker.description.block_size_tokens)
+        self._reservation = self._counted.enter_context(worker.reserve(prompt_tokens, blocks, blocks))
         self._open = True
 
     def prompt_done(self) -> None:

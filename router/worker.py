@@ -50,6 +50,8 @@ class Worker:
         self._answered_s = time.monotonic()
         self._unreached_since_s: float | None = None
         self._outstanding_prompt_tokens = 0
+        self._promised_blocks = 0
+        self._held_blocks = 0
         self._running = 0
 
     @property
@@ -75,6 +77,8 @@ class Worker:
             running=self._running,
             kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
             kv_blocks_total=self.description.num_kv_blocks,
+            kv_blocks_promised=self._promised_blocks,
+            kv_blocks_held=self._held_blocks,
         )
 
     def _is_healthy(self) -> bool:
@@ -110,7 +114,8 @@ class Worker:
         try:
             status = self.status = self._own(await self.client.status())
         except WorkerLost:
-            if not self.client.connected or time.monotonic() - self._answered_s >= UNANSWERED_S:
+            heard_s = max(self._answered_s, self.client.last_token_s or 0.0)  # one that sends tokens is there
+            if not self.client.connected or time.monotonic() - heard_s >= UNANSWERED_S:
                 self.status, self.answers = None, False
         else:
             self.answers, self._answered_s, self._known_s = True, time.monotonic(), sent_s
@@ -132,30 +137,37 @@ class Worker:
         return status
 
     @contextmanager
-    def reserve(self, prompt_tokens: int = 0) -> Iterator[PromptReservation]:
-        """Count a sequence, and its prompt until `prompt_done`, against this worker while the block runs."""
-        reservation = PromptReservation(self, prompt_tokens)
+    def reserve(
+        self, prompt_tokens: int = 0, promised_blocks: int = 0, held_blocks: int = 0
+    ) -> Iterator[PromptReservation]:
+        """Count a sequence against this worker while the block runs: its prompt, and the blocks it will need, until
+        `prompt_done`; those of its prompt to the end."""
+        reservation = PromptReservation(self, prompt_tokens, promised_blocks)
         self._running += 1
+        self._held_blocks += held_blocks
         try:
             yield reservation
         finally:
             self._running -= 1
+            self._held_blocks -= held_blocks
             reservation.prompt_done()
 
-    def add_prompt_tokens(self, count: int) -> None:
+    def add_outstanding(self, prompt_tokens: int, promised_blocks: int) -> None:
         """Called by the reservation."""
-        self._outstanding_prompt_tokens += count
+        self._outstanding_prompt_tokens += prompt_tokens
+        self._promised_blocks += promised_blocks
 
 
 class PromptReservation:
-    """Prompt tokens that a worker still has to compute for us."""
+    """Prompt tokens that a worker still has to compute for us, and blocks it will still need for them."""
 
-    def __init__(self, worker: Worker, prompt_tokens: int) -> None:
+    def __init__(self, worker: Worker, prompt_tokens: int, promised_blocks: int = 0) -> None:
         self._worker = worker
         self._prompt_tokens = prompt_tokens
-        worker.add_prompt_tokens(prompt_tokens)
+        self._promised_blocks = promised_blocks
+        worker.add_outstanding(prompt_tokens, promised_blocks)
 
     def prompt_done(self) -> None:
         """The first token is here; safe to call twice."""
-        self._worker.add_prompt_tokens(-self._prompt_tokens)
-        self._prompt_tokens = 0
+        self._worker.add_outstanding(-self._prompt_tokens, -self._promised_blocks)
+        self._prompt_tokens = self._promised_blocks = 0

@@ -9,6 +9,7 @@ from fake_engine import FakeClock
 from prometheus_client import CollectorRegistry
 from test_router_orchestrator import FOREVER, Bench
 
+from engine.messages import WorkerStatus
 from router.admission import Admission, Ask, Limits, Refused, Snapshot, decide
 from router.metrics import RequestMetrics
 from router.prefill_queue import prompt_queues
@@ -19,6 +20,7 @@ IDLE = Snapshot(
     answer_pool="decode",
     usable_answer_workers=2,
     answer_blocks=200,
+    whole_answer_blocks=200,
     prompt_worker_blocks=100,
     answer_worker_blocks=100,
     sequences=0,
@@ -100,7 +102,10 @@ def test_n_sequences_whose_prompts_no_pool_could_hold_are_a_bad_request_on_an_id
 
 
 def test_the_first_request_of_an_idle_server_is_counted_like_any_other():
-    assert refusal(Ask(1, 3200 - 16, 16), answer_blocks=99, answer_worker_blocks=100).status == HTTPStatus.BAD_REQUEST
+    assert (
+        refusal(Ask(1, 3200 - 16, 16), whole_answer_blocks=98, answer_worker_blocks=100).status
+        == HTTPStatus.BAD_REQUEST
+    )
 
 
 def test_every_sequence_of_a_request_counts():
@@ -262,6 +267,33 @@ def test_short_prompts_of_a_split_deployment_are_judged_by_the_pool_that_compute
     router.admission.admit("a", Ask(1, 70, 1))
     with pytest.raises(Refused, match="would wait about 99 s"):
         router.admission.admit("a", Ask(1, 71, 1))
+
+
+def test_blocks_of_workers_that_are_away_are_not_given_away():
+    router = Router(decode=[FOREVER], **{"decode-1": [FOREVER]})
+    tickets = [router.admission.admit("a", Ask(1, 2400, 16)) for _ in range(2)]
+    router.bench.fleet.get("decode-1").client.connected = False
+    with pytest.raises(Refused, match="the decode pool has 100"):
+        router.admission.admit("a", Ask(1, 2400, 16))
+    tickets.pop()
+    tickets.clear()
+    router.admission.admit("a", Ask(1, 2400, 16))
+
+
+def test_prompts_that_share_their_blocks_are_counted_by_what_workers_report():
+    router = Router()
+    worker = router.bench.fleet.get("decode-0")
+    tickets = [router.admission.admit("a", Ask(1, 1600, 16))]
+    with worker.reserve(promised_blocks=50, held_blocks=50) as first, worker.reserve(0, 50, 50) as second:
+        tickets.append(router.admission.admit("a", Ask(1, 1600, 16)))
+        with pytest.raises(Refused, match="take 110 KV blocks, the decode pool has 100"):
+            router.admission.admit("a", Ask(1, 320, 16))
+        for reservation in (first, second):
+            reservation.prompt_done()
+        worker.status = WorkerStatus(worker_id="decode-0", kv_blocks_free=49, kv_blocks_total=100)
+        router.admission.admit("a", Ask(1, 1504, 16))
+        with pytest.raises(Refused, match="take 101 KV blocks"):
+            router.admission.admit("a", Ask(1, 1600, 16))
 
 
 def test_without_a_decode_worker_new_requests_are_refused_before_their_prompt_is_read():

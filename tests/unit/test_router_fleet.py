@@ -22,6 +22,7 @@ from router.policy import NoWorker, fewest_running_then_most_free
 class Client:
     connected = True
     failed_s = float("-inf")
+    last_token_s = None
 
 
 def a_worker():

@@ -1,7 +1,6 @@
 """The way of a request through fake workers: order, hand-offs, reservations, outcomes."""
 
 import asyncio
-import contextlib
 import time
 
 import msgspec
@@ -396,27 +395,33 @@ async def test_a_stream_may_be_drained_from_one_worker_to_the_next_any_number_of
     bench.assert_idle()
 
 
-async def test_decode_workers_that_leave_while_the_prompt_waits_for_its_turn_are_no_attempts():
-    rounds = 2 * MAX_LOSSES
+async def test_a_decode_worker_that_leaves_while_the_prompt_waits_for_its_turn_costs_no_attempt():
     bench = split(**{"decode-1": [SECOND, LAST]})
-    prefill, full = bench.fleet.get("prefill-0"), bench.settings.prefill_window_tokens["prefill"]
-    with contextlib.ExitStack() as held:
-        held.enter_context(prefill.reserve(full))
+    with bench.fleet.get("prefill-0").reserve(bench.settings.prefill_window_tokens["prefill"]):
         running = asyncio.create_task(bench.run())
-        for _ in range(rounds):
-            await eventually(lambda: bench.queues["prefill"].waiting)
-            chosen = next(worker for worker in bench.fleet.pool("decode") if worker.load().running)
-            chosen.status = WorkerStatus(worker_id=chosen.worker_id, draining=True)
-            held.close()
-            bench.queues["prefill"].wake()  # it is its turn
-            held.enter_context(prefill.reserve(full))
-            await eventually(lambda: bench.queues["prefill"].waiting)
-            chosen.status = None
+        await eventually(lambda: bench.queues["prefill"].waiting)
+        bench.fleet.get("decode-0").status = WorkerStatus(worker_id="decode-0", draining=True)
     bench.queues["prefill"].wake()
     await running
     assert bench.tokens == [1, 2, 3]
+    assert bench.fleet.get("decode-0").client.tasks == []
     retried = {"state": "queued", "cause": "draining"}
-    assert bench.registry.get_sample_value("ridgeline_retries_total", retried) == rounds
+    assert bench.registry.get_sample_value("ridgeline_retries_total", retried) is None
+    bench.assert_idle()
+
+
+async def test_when_all_decode_workers_leave_meanwhile_it_is_for_their_leaving_that_it_tries_again():
+    bench = split()
+    with bench.fleet.get("prefill-0").reserve(bench.settings.prefill_window_tokens["prefill"]):
+        running = asyncio.create_task(bench.run())
+        await eventually(lambda: bench.queues["prefill"].waiting)
+        bench.fleet.get("decode-0").status = WorkerStatus(worker_id="decode-0", draining=True)
+    bench.queues["prefill"].wake()
+    with pytest.raises(NoWorker):  # the bench does not wait for another one
+        await running
+    retried = {"state": "queued", "cause": "draining"}
+    assert bench.registry.get_sample_value("ridgeline_retries_total", retried) == 1
+    assert bench.client("prefill").tasks == []
     bench.assert_idle()
 
 
@@ -628,18 +633,32 @@ async def test_a_followed_answer_is_finished_when_its_consumer_cancels_right_aft
     assert bench.count(path="disaggregated", outcome="finished") == 1
 
 
-async def test_a_decode_worker_lost_while_the_prompt_waited_costs_no_prefill():
+async def test_a_decode_worker_lost_while_the_prompt_waited_costs_nothing():
     bench = split(**{"decode-1": [SECOND, LAST]})
     with bench.fleet.get("prefill-0").reserve(bench.settings.prefill_window_tokens["prefill"]):
         running = asyncio.create_task(bench.run())
         await asyncio.sleep(0.05)
-        lost = next(worker for worker in bench.fleet.pool("decode") if worker.load().running)
-        lost.client.connected = False
+        bench.fleet.get("decode-0").client.connected = False
         assert bench.log == []
     bench.queues["prefill"].wake()
     await running
     assert bench.tokens == [1, 2, 3]
     assert [line for line in bench.log if "prefill" in line] == ["prefill-0 asked"]
     retried = {"state": "queued", "cause": "worker_lost"}
-    assert bench.registry.get_sample_value("ridgeline_retries_total", retried) == 1
+    assert bench.registry.get_sample_value("ridgeline_retries_total", retried) is None
     bench.assert_idle()
+
+
+async def test_decode_is_chosen_when_the_prompt_has_its_turn_by_the_blocks_it_will_need():
+    bench = split(**{"decode-1": [SECOND, LAST]})
+    crowded, roomy = bench.fleet.get("decode-0"), bench.fleet.get("decode-1")
+    async with bench.queues["prefill"].turn("other", 2000):
+        task = asyncio.create_task(bench.run())
+        await asyncio.sleep(0)
+        with roomy.reserve():  # more run there, and it has the blocks
+            crowded.status = WorkerStatus(worker_id="decode-0", kv_blocks_free=1, kv_blocks_total=100)
+            bench.queues["prefill"].wake()
+    await task
+    assert (len(crowded.client.tasks), len(roomy.client.tasks)) == (0, 1)
+    bench.assert_idle()
+    assert [(w.load().kv_blocks_promised, w.load().kv_blocks_held) for w in (crowded, roomy)] == [(0, 0)] * 2

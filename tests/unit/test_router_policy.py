@@ -7,11 +7,13 @@ import pytest
 from router.policy import (
     NoWorker,
     WorkerLoad,
+    blocks_needed,
     fewest_running_then_most_free,
     least_prompt_tokens,
     least_work,
     local_prefill_reason,
     pick,
+    room_then_fewest_running,
 )
 
 IDLE = WorkerLoad(
@@ -78,3 +80,19 @@ def test_only_prompts_shorter_than_the_limit_are_prefilled_locally():
     assert local_prefill_reason(63, 64) == "short_prompt"
     assert local_prefill_reason(64, 64) is None
     assert local_prefill_reason(1, 0) is None
+
+
+def test_decode_goes_where_the_blocks_are_and_not_where_fewest_run():
+    full = but("full", running=10, kv_blocks_free=5)
+    roomy = but("roomy", running=20, kv_blocks_free=60)
+    assert pick([full, roomy], room_then_fewest_running(10)) == "roomy"
+    assert pick([full, roomy], room_then_fewest_running(5)) == "full"
+    assert pick([full, replace(roomy, kv_blocks_promised=55)], room_then_fewest_running(6)) == "full", (
+        "one block is missing"
+    )
+    assert pick([replace(full, kv_blocks_promised=1), roomy], room_then_fewest_running(5)) == "roomy"
+
+
+def test_half_of_an_answer_counts_for_what_a_sequence_will_need():
+    assert blocks_needed(64, 0, 32) == 2
+    assert blocks_needed(64, 127, 32) == 4
