@@ -75,8 +75,9 @@ def test_ports_and_channels_are_made_in_one_place():
 
 
 def test_no_default_listens_on_every_interface():
-    everywhere = {"0.0.0.0", "::", "[::]", "*"}
+    of_pages = {"cluster/config_models.py", "router/cors.py"}  # there * is every origin, which is asked for, or header
     for path, nodes in TREES.items():
+        everywhere = {"0.0.0.0", "::", "[::]"} | ({"*"} if path not in of_pages else set())
         texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         assert not texts & everywhere, path
 
