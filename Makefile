@@ -9,7 +9,7 @@ MODEL_READY := $(VENV)/.model-ready
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test unit transports fuzz lint bench-unloaded chaos differential kill-decode stress soak clean
+.PHONY: hostile help setup model demo test unit transports fuzz lint bench-unloaded chaos differential kill-decode stress soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -39,6 +39,9 @@ transports: setup ## every KV transport against the conformance suite; dead peer
 
 fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer frames (about 15 minutes); SEED=1, EXAMPLES=100000
 	@$(BIN)/python tests/fuzz/run.py --seed $(or $(SEED),1) --examples $(or $(EXAMPLES),100000)
+
+hostile: model   ## a hostile client beside a polite one, without a model; needs an idle machine, so it is not part of `make test`
+	@$(BIN)/pytest -q -s tests/hostile
 
 test: lint model unit transports ## lint and tests, real engines on real Ray and two minutes of chaos included
 	@$(BIN)/pytest -q tests/replay tests/fuzz

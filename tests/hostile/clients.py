@@ -1,0 +1,164 @@
+"""Two clients of one server, each a process: a polite one that measures, and one that tries everything at once.
+
+Plain sockets and the standard library, so that the clients' own work is small and starts at once.
+`python clients.py polite|hostile PORT KEY` reads commands from its standard input, one a line, and answers each with a
+line of JSON when it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+LONGEST = 4000
+NEVER_READ = 512
+CONCURRENT = 4
+
+
+def request(key: str, path: str, body: bytes, **headers: str) -> bytes:
+    """As bytes."""
+    lines = [f"POST {path} HTTP/1.1", "host: server", f"authorization: Bearer {key}", "content-type: application/json"]
+    lines += [
+        f"content-length: {len(body)}",
+        *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items()),
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def completion(prompt_tokens: int = 8, **fields: Any) -> bytes:
+    """A body."""
+    return json.dumps({"model": "m", "prompt": [5] * prompt_tokens, "ignore_eos": True, **fields}).encode()
+
+
+async def status_of(reader: asyncio.StreamReader) -> int:
+    """Of the answer that begins here."""
+    return int((await reader.readline()).split()[1])
+
+
+class Polite:
+    """Asks for a stream, reads its first token, leaves; `CONCURRENT` requests at a time."""
+
+    def __init__(self, port: int, key: str) -> None:
+        self._port, self._key = port, key
+
+    async def measure(self, requests: int) -> dict[str, Any]:
+        """TTFT of each, and what was not answered."""
+        ttfts_s: list[float] = []
+        refused = Counter[str]()
+
+        async def some() -> None:
+            for _ in range(requests // CONCURRENT):
+                try:
+                    async with asyncio.timeout(30):
+                        ttfts_s.append(await self._ttft_s(refused))
+                except (OSError, EOFError, TimeoutError, ValueError, IndexError) as error:
+                    refused[type(error).__name__] += 1
+
+        await asyncio.gather(*(some() for _ in range(CONCURRENT)))
+        return {"ttfts_s": ttfts_s, "refused": dict(refused)}
+
+    async def _ttft_s(self, refused: Counter[str]) -> float:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            began_s = time.perf_counter()
+            writer.write(request(self._key, "/v1/completions", completion(1500, max_tokens=4, stream=True)))
+            status = await status_of(reader)
+            if status != 200:
+                refused[f"{status}: {(await reader.read(2000))[-300:].decode()}"] += 1
+                return 0.0
+            while not (await reader.readuntil(b"\n")).startswith(b"data: {"):
+                pass
+            return time.perf_counter() - began_s
+        finally:
+            writer.close()
+
+
+class Hostile:
+    """Everything at once, again and again, from `on` to `off`."""
+
+    def __init__(self, port: int, key: str) -> None:
+        self._port, self._key = port, key
+        self._running: list[asyncio.Task[None]] = []
+        self._sockets: list[socket.socket] = []
+        self.statuses: Counter[str] = Counter()
+
+    async def on(self) -> dict[str, Any]:
+        """Begin; returns when the sockets that never read are there."""
+        for number in range(NEVER_READ):
+            await self._never_read(number)
+        attacks = {
+            "n 512": (0.2, completion(1, n=512, max_tokens=2000, stream=True), {}, False),
+            "n 300": (3.0, completion(1, n=300, max_tokens=2000, stream=True), {}, False),
+            "long id": (0.2, completion(stream=True, n=8, max_tokens=100), {"x_request_id": "i" * 64_000}, True),
+            "prompt logprobs": (0.0, completion(LONGEST, prompt_logprobs=20, max_tokens=1), {}, True),
+            "millions of parts": (1.0, b'{"model":"m","prompt":[' + b"[]," * 2_000_000 + b"[]]}", {}, True),
+        }
+        for name, (pause_s, body, headers, reads) in attacks.items():
+            self._start(self._again(name, "/v1/completions", pause_s, body, headers, reads=reads))
+        drain = json.dumps({"worker": "decode-0", "timeout_s": 0, "force": True}).encode()
+        self._start(self._again("drain", "/ridgeline/drain", 0.2, drain, {}, reads=True))
+        return {}
+
+    async def off(self) -> dict[str, Any]:
+        """End all of it; what was answered, by attack and status."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._running.clear()
+        for sock in self._sockets:
+            sock.close()
+        self._sockets.clear()
+        found, self.statuses = self.statuses, Counter()
+        return dict(found)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._running.append(asyncio.create_task(coroutine))
+
+    async def _never_read(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await loop.sock_connect(sock, ("127.0.0.1", self._port))
+        forged = f"10.1.{number // 256}.{number % 256}"
+        body = completion(max_tokens=2000, stream=True)
+        await loop.sock_sendall(sock, request(self._key, "/v1/completions", body, x_forwarded_for=forged))
+        self._sockets.append(sock)
+
+    async def _again(
+        self, name: str, path: str, pause_s: float, body: bytes, headers: dict[str, str], *, reads: bool
+    ) -> None:
+        number = 0
+        while True:
+            number += 1
+            forged = {"x_forwarded_for": f"10.2.{number // 256 % 256}.{number % 256}", **headers}
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+                writer.write(request(self._key, path, body, connection="close", **forged))
+                self.statuses[f"{name}: {await status_of(reader)}"] += 1
+                if reads:
+                    await reader.read()
+                writer.close()
+            except (OSError, ValueError, IndexError) as error:
+                self.statuses[f"{name}: {type(error).__name__}"] += 1
+            await asyncio.sleep(max(pause_s, 0.01))
+
+
+async def main() -> None:
+    """Commands in, answers out."""
+    kind, port, key = sys.argv[1:]
+    client: Any = {"polite": Polite, "hostile": Hostile}[kind](int(port), key)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        name, *arguments = line.split()
+        answer = await getattr(client, name)(*(int(argument) for argument in arguments))
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+asyncio.run(main())
