@@ -10,10 +10,11 @@ from router.releaser import HandoffReleaser
 
 async def test_nothing_is_kept_of_a_worker_that_is_gone_told_or_found_out(monkeypatch):
     monkeypatch.setattr("kv_transfer.heartbeat.RELEASE_RETRY_DELAYS_S", ())
-    released = []
+    asked, released = [], []
 
     async def release(self, address, handoff_id, reader=0, readers=1):
         self.channel(address)
+        asked.append(handoff_id)
         if handoff_id == "dead":
             return await GrpcControl._call(self, address, "Release", handoff_id)
         return released.append(handoff_id)
@@ -28,7 +29,7 @@ async def test_nothing_is_kept_of_a_worker_that_is_gone_told_or_found_out(monkey
     assert releaser._control.known() == set()
     # A worker that was lost is forgotten first, and then the hand-offs of its requests are given back.
     releaser.release(make_handoff("dead"))
-    await eventually(lambda: releaser._control.known())
+    await eventually(lambda: asked[-1] == "dead")
     await eventually(lambda: not releaser._control.known(), 10)
     running.cancel()
     await asyncio.wait([running])
