@@ -118,13 +118,12 @@ async def running(model, **changes):
 
 
 async def test_a_slot_is_free_when_the_sequences_have_ended_and_a_drain_waits_for_the_reader(model, registry):
-    async with running(model, write_deadline_s=600.0) as (http, router, decode):
-        async with unread_answer(http):
-            await eventually(lambda: router._client._unread, timeout_s=20)
-            assert router._client._admission.sequences == 0, "its slot is free"
-            assert router._client.accepted == 1, "and a drain still waits for it"
-            assert len(decode.aborted) == 0
-            assert await router.drain(0.0) == 1
+    async with running(model, write_deadline_s=600.0) as (http, router, decode), unread_answer(http):
+        await eventually(lambda: router._client._unread, timeout_s=20)
+        assert router._client._admission.sequences == 0, "its slot is free"
+        assert router._client.accepted == 1, "and a drain still waits for it"
+        assert len(decode.aborted) == 0
+        assert await router.drain(0.0) == 1
 
 
 async def test_a_drain_waits_for_a_client_that_does_not_read_until_the_write_deadline(model, registry):
