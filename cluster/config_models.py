@@ -232,8 +232,8 @@ class RouterConfig(_Section):
     max_logprobs_per_request: int = Field(
         default=250_000,
         ge=0,
-        description="log-probabilities one answer may have, those of the prompt included; more gets HTTP 400: while a "
-        "whole answer is written as JSON all streams wait (0.2 s for so many)",
+        description="log-probabilities one answer may have, those of the prompt included, in a stream those only; more "
+        "gets HTTP 400: while a whole answer is written as JSON all streams wait (0.2 s for so many)",
     )
     max_client_share: float = Field(
         default=0.75,

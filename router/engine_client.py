@@ -21,7 +21,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.renderers.inputs.preprocess import extract_prompt_components
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -326,7 +326,9 @@ def _ask(request: EngineCoreRequest, vocabulary_size: int) -> Ask:
         """At each position: the token's own and those asked for."""
         return 0 if wanted is None else vocabulary_size if wanted < 0 else wanted + 1
 
-    each = prompt_tokens * entries(params.prompt_logprobs) + output_tokens * entries(params.num_logprobs)
+    each = prompt_tokens * entries(params.prompt_logprobs)
+    if params.output_kind is RequestOutputKind.FINAL_ONLY:  # a stream's come token by token, and not in one piece
+        each += output_tokens * entries(params.num_logprobs)
     return Ask(params.n, prompt_tokens, output_tokens, logprobs=params.n * each)
 
 

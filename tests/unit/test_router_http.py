@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,10 +13,18 @@ from fake_engine import eventually
 from prometheus_client import CollectorRegistry
 from series_table import documented, worker_counters
 from served_router import make_model, serving
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from router.engine_client import _ask
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MAX_OUTSTANDING = 4
-LIMITS = {"max_outstanding_requests": MAX_OUTSTANDING, "recovery_timeout_s": 60.0, "ready_deadline_s": 0.5}
+LIMITS = {
+    "max_outstanding_requests": MAX_OUTSTANDING,
+    "max_logprobs_per_request": 29,
+    "recovery_timeout_s": 60.0,
+    "ready_deadline_s": 0.5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +114,27 @@ async def test_what_no_worker_could_be_asked_for_is_a_bad_request_and_holds_noth
         status, _, text = await send(http, stream=stream, **fields)
         assert status == 400
         assert says in text
+
+
+async def test_too_many_log_probabilities_are_a_bad_request(served):
+    http, _, _ = served
+    status, _, text = await send(http, logprobs=9)
+    assert (status, "may have 30 log-probabilities" in text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "entries"),
+    [
+        ({"logprobs": 9, "max_tokens": 3}, 30),
+        ({"logprobs": 9, "max_tokens": 3, "output_kind": RequestOutputKind.DELTA}, 0),
+        ({"prompt_logprobs": 3, "output_kind": RequestOutputKind.DELTA}, 8 * 4),
+        ({"prompt_logprobs": -1, "n": 2}, 2 * 8 * 200),
+    ],
+)
+async def test_log_probabilities_are_counted_where_they_are_written_in_one_piece(fields, entries):
+    params = SamplingParams(**{"output_kind": RequestOutputKind.FINAL_ONLY, **fields})
+    request = SimpleNamespace(sampling_params=params, prompt_token_ids=[5] * 8)
+    assert _ask(request, vocabulary_size=200).logprobs == entries
 
 
 @pytest.mark.parametrize("fields", [{"cache_salt": "tenant-a"}, {}], ids=["salted", "plain"])
