@@ -122,6 +122,11 @@ class FetchProgress:
     num_bytes: int = 0
     first_token: int | None = None
 
+    @property
+    def anything_arrived(self) -> bool:
+        """Whether a byte came, in this segment or an earlier one."""
+        return self.first_byte_s is not None or self.last_first_byte_s is not None
+
     def landed(self, num_bytes: int) -> None:
         """Note that this many bytes were written to the pool: decoded, however few of them travelled."""
         self.first_byte()

@@ -31,18 +31,26 @@ class SourceStream:
         self._message = message or _encode(pull.request)
         self._address = pull.address
         self._give_up_at_s = pull.give_up_at_s
+        self._progress = pull.progress
         self._lock = threading.Lock()
         self._call: Any = None
         self.cancelled = threading.Event()
 
     def run(self, consume: Consume) -> None:
-        """Read one whole answer, or raise a HandoffError. A busy source is asked again."""
+        """Read one whole answer, or raise a HandoffError. A busy source is asked again.
+
+        A source that was busy when it last answered is called busy, also where time was up before it answered again.
+        """
+        refusal: errors.TransferFailed | None = None
         while True:
             try:
                 return self._read(consume)
             except errors.TransferFailed as error:
+                if refusal is not None and error.reason == errors.TIMEOUT and not self._progress.anything_arrived:
+                    raise refusal from error
                 if error.reason != errors.BUSY or time.monotonic() + BUSY_RETRY_S > self._give_up_at_s:
                     raise
+                refusal = error
             self.cancelled.wait(BUSY_RETRY_S)
 
     def cancel(self) -> None:

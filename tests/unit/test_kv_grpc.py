@@ -110,6 +110,26 @@ async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool):
     assert (receipt.outcome, receipt.reason) == ("failed", errors.BUSY)
 
 
+async def test_a_source_that_was_busy_and_is_silent_until_time_is_up_is_named_busy(source, pool):
+    slots = source._fetch_slots
+
+    class Full:
+        asked = 0
+
+        def acquire(self, blocking):
+            if self.asked:  # what a busy machine does to the last attempt
+                time.sleep(1.5)
+            self.asked += 1
+            return False
+
+    source._fetch_slots = Full()
+    fetcher = make_fetcher(1.0)
+    receipt = await fetcher.fetch(published(source, "r"), 0, [1], pool)
+    await fetcher.close()
+    source._fetch_slots = slots
+    assert (receipt.outcome, receipt.reason) == ("failed", errors.BUSY)
+
+
 async def test_a_silent_source_is_a_timeout(source, pool):
     fetcher = make_fetcher(0.2)
     receipt = await fetcher.fetch(handoff_at(source.address, "never published"), 0, [1], pool)
