@@ -56,9 +56,20 @@ async def test_with_certificates_and_a_key_it_serves_its_own_and_refuses_others(
         with pytest.raises(WorkerLost, match=r"security\.tls"):
             await stranger.describe()
         await stranger.close()
+        assert processes_told("ray::"), "they can be read"
+        assert processes_told(KEY) == []
         sockets = listening()
         wide = {where: who for where, who in sockets.items() if not _is_loopback(where)}
         assert not wide, wide
+
+
+def processes_told(secret: str) -> list[str]:
+    """Those below this one in whose arguments or environment the secret stands, by name."""
+    return [
+        process.name()
+        for process in psutil.Process().children(recursive=True)
+        if any(secret in word for word in (*process.cmdline(), *process.environ().values()))
+    ]
 
 
 def _told(answer: httpx.Response, *words: str) -> list[Any]:
