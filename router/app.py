@@ -262,7 +262,8 @@ class Router:
         )
 
     async def _build_app(self) -> Asgi:
-        app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
+        with app_gaps.root_logger_kept():
+            app = build_app(self._args, SUPPORTED_TASKS, self._client.model_config)
         app_gaps.install(app)
         await init_app_state(self._client, app.state, self._args, SUPPORTED_TASKS)
         request_fields.install(app.state)

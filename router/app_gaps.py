@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -47,6 +49,19 @@ class QuickJson(JSONResponse):
             return msgspec.json.encode(content)
         except (TypeError, ValueError, RecursionError):
             return super().render(content)
+
+
+@contextmanager
+def root_logger_kept() -> Iterator[None]:
+    """A library that vLLM's app imports, for SageMaker, raises the root logger and its handlers to ERROR: from then on
+    none of our warnings would be heard."""
+    root, levels = logging.root.level, [(handler, handler.level) for handler in logging.root.handlers]
+    try:
+        yield
+    finally:
+        logging.root.setLevel(root)
+        for handler, level in levels:
+            handler.setLevel(level)
 
 
 def install(app: Any) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from engine.data_plane import WorkerClient
+from engine.data_plane import STATUS_DEADLINE_S, WorkerClient
 from engine.errors import WorkerLost
 from engine.messages import Pool, WorkerDescription, WorkerStatus
 from router.policy import WorkerLoad
@@ -15,6 +15,8 @@ from router.policy import WorkerLoad
 STATUS_INTERVAL_S = 0.5
 UNANSWERED_S = 4.0
 """Two questions in a row, of 2 s each (`engine.data_plane`)."""
+LATE_S = 0.25
+"""A question whose end is heard so long after its deadline tells of a router that stood still, not of the worker."""
 STALL_TIMEOUT_S = 60.0
 STALLED_PART = 1 / 3
 """A worker whose engine has work and made no step for this part of `supervision.stall_timeout_s` gets no more."""
@@ -47,7 +49,8 @@ class Worker:
         self._question: asyncio.Task[None] | None = None
         self._known_s = float("-inf")
         """When the question was sent whose answer `status` is."""
-        self._answered_s = time.monotonic()
+        self._silent_since_s = time.monotonic()
+        """Its last answer, or when this router last found that it had not listened itself."""
         self._unreached_since_s: float | None = None
         self._outstanding_prompt_tokens = 0
         self._promised_blocks = 0
@@ -114,11 +117,14 @@ class Worker:
         try:
             status = self.status = self._own(await self.client.status())
         except WorkerLost:
-            heard_s = max(self._answered_s, self.client.last_token_s or 0.0)  # one that sends tokens is there
-            if not self.client.connected or time.monotonic() - heard_s >= UNANSWERED_S:
+            now_s = time.monotonic()
+            if now_s - sent_s >= STATUS_DEADLINE_S + LATE_S:
+                self._silent_since_s = now_s
+            heard_s = max(self._silent_since_s, self.client.last_token_s or 0.0)  # one that sends tokens is there
+            if not self.client.connected or now_s - heard_s >= UNANSWERED_S:
                 self.status, self.answers = None, False
         else:
-            self.answers, self._answered_s, self._known_s = True, time.monotonic(), sent_s
+            self.answers, self._silent_since_s, self._known_s = True, time.monotonic(), sent_s
             self.leaves = self.leaves or status.draining
             reached = self.client.connected
         finally:

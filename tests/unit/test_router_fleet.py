@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from fake_engine import LAYOUT, eventually, make_task
+from fake_engine import LAYOUT, FakeClock, eventually, make_task
 from small_fleet import Done, a_fleet, hosts
 from test_engine_host import Proxy
 
@@ -93,6 +93,26 @@ async def test_one_question_without_an_answer_is_forgiven_and_the_second_in_a_ro
     worker.client.status, worker.client.connected = hang, False
     await worker.refresh()
     assert worker.status is None, "it is gone, and that is known"
+
+
+async def test_a_router_that_stood_still_takes_no_worker_for_gone(monkeypatch):
+    clock, worker, status = FakeClock(), a_worker(), WorkerStatus(worker_id="d0", kv_blocks_free=7)
+    monkeypatch.setattr("router.worker.time.monotonic", clock)
+    worker._silent_since_s, worker.status = clock(), status
+
+    async def not_heard_for(seconds):
+        clock.now_s += seconds
+        raise WorkerLost("DEADLINE_EXCEEDED")
+
+    for stood_still_s in (2.5, 30.0, 2.5):  # a question's deadline was over when this process ran again
+        worker.client.status = lambda seconds=stood_still_s: not_heard_for(seconds)
+        await worker.refresh()
+        assert (worker.load().usable, worker.status) == (True, status)
+    worker.client.status = lambda: not_heard_for(2.0)
+    await worker.refresh()
+    assert worker.load().usable
+    await worker.refresh()
+    assert not worker.load().usable, "it listened to two, and heard nothing"
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import os
 import re
 from pathlib import Path
@@ -52,6 +53,8 @@ def seen():
 @pytest.fixture(scope="module", autouse=True)
 def a_careless_shell(seen, apps):
     """Each router is the only one of its process, and is started as a shell would that trusts every proxy."""
+    from router.app import build_app
+
     guarded = router.guard.guarded
 
     def watched(app, *args):
@@ -61,6 +64,14 @@ def a_careless_shell(seen, apps):
 
         return guarded(inner, *args)
 
+    def built(*args):
+        """With what only the first import in a process does, whoever was first here."""
+        from model_hosting_container_standards import logging_config
+
+        logging_config.configure_root_logger()
+        assert not logging.getLogger("router.unread").isEnabledFor(logging.WARNING)
+        return build_app(*args)
+
     def kept(app):
         made = {route.path for route in app.router.routes}
         keep_known_routes(app)
@@ -69,6 +80,7 @@ def a_careless_shell(seen, apps):
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in CARELESS.items():
             patch.setenv(variable, value)
+        patch.setattr("router.app.build_app", built)
         patch.setattr("router.app.guarded", watched)
         patch.setattr("router.app.keep_known_routes", kept)
         yield patch
@@ -189,6 +201,11 @@ async def test_each_route_answers_those_it_is_for_and_nobody_else(keyed):
             else:
                 assert stranger == 401, (method, path)  # those of `ON_WISH`, which are not there, too
                 assert client != 401, (method, path)
+
+
+async def test_what_vllms_app_imports_does_not_silence_the_routers_warnings(keyed):
+    assert logging.getLogger("router.unread").isEnabledFor(logging.WARNING)
+    assert all(handler.level <= logging.WARNING for handler in logging.root.handlers)
 
 
 async def test_an_actors_process_forgets_the_variables_before_vllm_could_read_them(monkeypatch):
