@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE_S, eventually
 from samples import kv_layout
 
 from kv_transfer import errors, frames
@@ -90,7 +91,7 @@ class Node:
                 host="127.0.0.1",
                 port=port,
                 rank=rank,
-                fetch_deadline_s=5.0,
+                fetch_deadline_s=2 * PATIENCE_S,  # no fetch ends by it, but in the tests of deadlines
                 offers={"shm": msgspec.to_builtins(shared)},
             )
         )
@@ -162,13 +163,6 @@ def slow_gathers(source: Node, _target: Node) -> None:
         return real(*args)
 
     source.pool.gather = slowly
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 def kept(node: Node) -> list[Any]:
@@ -371,7 +365,7 @@ class TransportConformance:
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             await asyncio.to_thread(prefill.source.close)
-            receipt = await asyncio.wait_for(task, 3)
+            receipt = await asyncio.wait_for(task, PATIENCE_S)
             if receipt.outcome == "ok":  # what was mapped outlives its owner
                 assert np.array_equal(decode.layers, [self._moved(prefill, decode, n) for n in range(LONG.num_layers)])
             else:
@@ -404,7 +398,7 @@ class TransportConformance:
             await eventually(lambda: np.array_equal(decode.layers[-1][22], prefill.layers[-1][9]))
             assert not task.done()
             prefill.leases.publish(handoff.handoff_id, "a", ids, 20, LEASE_S, first_token=77)
-            receipt = await asyncio.wait_for(task, 3)
+            receipt = await asyncio.wait_for(task, PATIENCE_S)
             assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
             assert receipt.num_bytes == 5 * NUM_LAYERS * BLOCK_BYTES
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
@@ -417,7 +411,7 @@ class TransportConformance:
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             prefill.leases.withdraw(handoff.handoff_id)
-            receipt = await asyncio.wait_for(task, 3)
+            receipt = await asyncio.wait_for(task, PATIENCE_S)
             assert (receipt.outcome, receipt.reason) == ("failed", errors.WITHDRAWN), receipt
 
     async def test_a_followed_handoff_arrives_whole_whether_or_not_its_last_step_is_told(self, harness):
@@ -432,7 +426,7 @@ class TransportConformance:
                 prefill.leases.end_layer(layer + 1)
             prefill.leases.begin_last_step({})
             prefill.leases.publish(handoff.handoff_id, "a", ids, 16, LEASE_S, first_token=77)
-            receipt = await asyncio.wait_for(task, 3)
+            receipt = await asyncio.wait_for(task, PATIENCE_S)
             assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                 np.testing.assert_array_equal(ours[targets], theirs[ids])
@@ -445,7 +439,7 @@ class TransportConformance:
             await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(task, 3)
+                await asyncio.wait_for(task, PATIENCE_S)
             await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 0)
 
     @pytest.mark.parametrize(("their_ranks", "our_ranks"), [(2, 1), (1, 2), (4, 2), (2, 2)])
@@ -601,7 +595,7 @@ class FrameConformance:
             await eventually(lambda: np.array_equal(decode.layers[-1][[22, 5]], prefill.layers[-1][[9, 1]]))
             assert not task.done()
             prefill.leases.publish(handoff.handoff_id, "a", [7, 3, 9, 1], 16, LEASE_S, first_token=77)
-            receipt = await asyncio.wait_for(task, 3)
+            receipt = await asyncio.wait_for(task, PATIENCE_S)
             assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
             assert receipt.wire_s <= receipt.wait_s, "the wire's time is that of the last layer"
 
@@ -609,7 +603,7 @@ class FrameConformance:
         async with self.nodes(harness) as (prefill, decode):
             handoff, task = await self.in_last_step(prefill, decode)
             prefill.leases.publish(handoff.handoff_id, "a", [7, 3, 9, 1], 16, LEASE_S)
-            assert (await asyncio.wait_for(task, 3)).outcome == "ok"
+            assert (await asyncio.wait_for(task, PATIENCE_S)).outcome == "ok"
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                 np.testing.assert_array_equal(ours[[20, 4, 22, 5]], theirs[[7, 3, 9, 1]])
 
@@ -617,7 +611,7 @@ class FrameConformance:
         async with self.nodes(harness) as (prefill, decode):
             handoff, task = await self.in_last_step(prefill, decode)
             prefill.leases.withdraw(handoff.handoff_id)
-            receipt = await asyncio.wait_for(task, 3)
+            receipt = await asyncio.wait_for(task, PATIENCE_S)
             assert (receipt.outcome, receipt.reason) == ("failed", errors.WITHDRAWN), receipt
 
     async def test_cancelling_between_two_layers_ends_the_read(self, harness):
@@ -636,7 +630,7 @@ class FrameConformance:
             write = decode.pool.write
 
             def slow_write(layer, block_ids, payload):
-                gate.wait(5)
+                gate.wait(PATIENCE_S)
                 write(layer, block_ids, payload)
 
             decode.pool.write = slow_write

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import threading
-import time
 
 import msgspec
 import numpy as np
@@ -20,6 +19,7 @@ from check_transport import (
     slow_frames,
     slow_gathers,
 )
+from patience import PATIENCE_S
 
 from kv_transfer import errors
 from kv_transfer.collective_group import PairGroup
@@ -50,7 +50,9 @@ class FollowingConformance:
             await eventually(
                 lambda: sum(lease.active_reads for lease in prefill.leases._open.values()) == len(following)
             )
-            receipt = await asyncio.wait_for(decode.fetcher.fetch(prefill.publish([30]), 0, [30], decode.pool), 4)
+            receipt = await asyncio.wait_for(
+                decode.fetcher.fetch(prefill.publish([30]), 0, [30], decode.pool), PATIENCE_S
+            )
             assert receipt.outcome == "ok", receipt
             assert not any(task.done() for task in following)
             for task in following:
@@ -146,7 +148,7 @@ class TestCollective(TransportConformance):
             gate, scatter = threading.Event(), decode.pool.scatter
 
             def slow_scatter(*args):
-                gate.wait(5)
+                gate.wait(PATIENCE_S)
                 scatter(*args)
 
             decode.pool.scatter = slow_scatter
@@ -200,11 +202,9 @@ class TestCollective(TransportConformance):
             with monkeypatch.context() as patched:
                 patched.setattr(PairGroup, "send", lambda self, tensor: None)
                 patched.setattr(PairGroup, "finish", lambda self, sending, deadline_s: None)
-                began_s = time.monotonic()
                 receipt = await decode.fetcher.fetch(handoff, 0, ids, decode.pool)
             assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT), receipt
-            assert time.monotonic() - began_s < 2
-            decode.fetcher._fetch_deadline_s = 5.0
+            decode.fetcher._fetch_deadline_s = PATIENCE_S
             assert await self._fetch_ok(prefill, decode, handoff, ids)
             assert self.group(decode, prefill) is not group
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from check_transport import LEASE_S, NUM_LAYERS, Node, alter_frames, eventually, make_layout
+from patience import PATIENCE_S
 
 from kv_transfer import errors
 from kv_transfer.codec import make_codec
@@ -85,7 +86,7 @@ async def test_a_growing_handoff_is_encoded_segment_by_segment(pair):
         lambda: np.array_equal(decode.layers[-1][targets[:2]], rounded(prefill.layers[-1][ids[:2]], wire_dtype))
     )
     prefill.leases.publish(handoff.handoff_id, "a", ids, 20, LEASE_S, first_token=77)
-    receipt = await asyncio.wait_for(task, 3)
+    receipt = await asyncio.wait_for(task, PATIENCE_S)
     assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
     for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
         np.testing.assert_array_equal(ours[targets], rounded(theirs[ids], wire_dtype))

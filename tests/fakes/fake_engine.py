@@ -7,12 +7,12 @@ into errors, and these are not ours.
 from __future__ import annotations
 
 import asyncio
-import time
 import warnings
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+from patience import eventually as eventually  # most tests take it from here
 from samples import kv_layout
 
 with warnings.catch_warnings():
@@ -43,14 +43,6 @@ class FakeClock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-async def eventually(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
-    """Wait for something that other tasks bring about."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        await asyncio.sleep(0.002)
 
 
 def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> EngineConfig:

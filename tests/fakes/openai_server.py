@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from http_server import listening
+from patience import PATIENCE_S, eventually
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -31,6 +32,8 @@ class Behaviour:
     has_metrics: bool = True
     max_model_len: int = 8192
     tokenizer: str | None = None
+    answers_after_requests: int = 0
+    """No answer begins before so many requests have come."""
     faults: dict[int, str] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     bodies: list[dict] = field(default_factory=list)
@@ -115,11 +118,12 @@ def make_app(behaviour: Behaviour) -> Starlette:
 async def answer(behaviour: Behaviour, metrics: FakeMetrics, body: dict, number: int) -> AsyncIterator[bytes]:
     """One streamed completion, each token a pause after the last, or the fault planned for this request."""
     total, fault = body["max_tokens"], behaviour.faults.get(number, "")
+    await eventually(lambda: len(behaviour.bodies) >= behaviour.answers_after_requests)
     for token in range(total):
         await asyncio.sleep(behaviour.tpot_s if token else behaviour.ttft_s)
         if fault and token == 2:
             if fault == "hang":
-                await asyncio.sleep(30)
+                await asyncio.sleep(2 * PATIENCE_S)
             if fault == "disconnect":
                 raise ConnectionError("the fake drops the connection")
             if fault == "error":
@@ -151,9 +155,9 @@ def running(behaviour: Behaviour) -> Iterator[str]:
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    url, loop, end = started.result(5)
+    url, loop, end = started.result(PATIENCE_S)
     try:
         yield url
     finally:
         loop.call_soon_threadsafe(end.set)
-        thread.join(5)
+        thread.join(PATIENCE_S)

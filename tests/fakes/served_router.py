@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from fake_engine import FakeEngine
+from patience import PATIENCE_S
 from samples import router_settings
 
 from decode_worker.handler import DecodeHandler
@@ -61,7 +62,7 @@ async def serving(
             warnings.simplefilter("ignore")
             router = Router(router_settings(model_path=str(model), **settings))
             url = await router.serve([host.address for host in hosts], {})
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
             yield http, router, engines[0], engines[1]
         if not router.ended:
             await router.stop()

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import httpx
 import msgspec
 from fake_engine import FakeEngine
+from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry
 from samples import router_settings
 from vllm.sampling_params import SamplingParams
@@ -102,5 +103,5 @@ async def talking_router(model: Path) -> AsyncIterator[tuple[httpx.AsyncClient, 
         router = Router(router_settings(model_path=str(model), max_outstanding_requests=64))
         url = await router.serve([host.address for host in hosts], {})
         stack.push_async_callback(router.stop)
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE_S))
         yield http, apps[0], engines

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+from patience import PATIENCE_S
 
 from cluster.processes import ProcessId, end_processes, semaphores_of, this_process
 
@@ -26,7 +27,7 @@ def test_a_stopped_process_and_its_child_are_gone_on_return():
         [child] = psutil.Process(parent.pid).children()
         os.kill(parent.pid, signal.SIGSTOP)
         assert end_processes([ProcessId.of(psutil.Process(parent.pid))]) == []
-        assert parent.wait(5) == -signal.SIGKILL
+        assert parent.wait(PATIENCE_S) == -signal.SIGKILL
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
@@ -38,7 +39,7 @@ def test_a_process_that_took_over_the_number_of_one_that_ended_is_left_alone():
 def test_a_process_that_is_gone_already_is_no_error():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         name = ProcessId.of(psutil.Process(process.pid))
-        process.wait(10)
+        process.wait(PATIENCE_S)
     assert end_processes([name]) == []
 
 
@@ -53,4 +54,4 @@ def test_a_semaphore_of_a_process_whose_tracker_was_killed_too_does_not_stay():
         assert Path(semaphore).exists()
         assert end_processes([ProcessId.of(psutil.Process(process.pid))], [semaphore]) == []
         assert not Path(semaphore).exists()
-        process.wait(5)
+        process.wait(PATIENCE_S)

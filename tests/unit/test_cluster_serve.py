@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import time
 
 import fake_engine  # noqa: F401 - imports vLLM quietly
 import pytest
@@ -59,12 +58,10 @@ async def test_the_second_signal_ends_a_drain_that_the_first_one_began():
     signals.received()
     assert (signals.stop.is_set(), signals.hurry.is_set()) == (True, False)
     draining = asyncio.create_task(drained(hangs, signals))
-    began_s = time.monotonic()
     await asyncio.sleep(0.01)
     assert not draining.done()
     signals.received()
     first, second = await draining
-    assert time.monotonic() - began_s < 5.0
     assert first.endswith("up to 30 s for the running ones; Ctrl-C again cuts them off now")
     assert second == "not waiting any longer: running requests are cut off"
     assert hangs.cancelled()

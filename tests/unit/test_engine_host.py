@@ -11,6 +11,7 @@ import grpc.aio
 import msgspec
 import pytest
 from fake_engine import LAYOUT, FakeClock, FakeEngine, FakeStats, eventually, make_handoff, make_task, next_token
+from patience import PATIENCE_S
 from vllm.sampling_params import SamplingParams
 
 from decode_worker.handler import DecodeHandler
@@ -41,7 +42,7 @@ async def connected(address: str, router_id: str = "router") -> AsyncIterator[Wo
     client = WorkerClient(address, router_id)
     running = asyncio.create_task(client.run())
     try:
-        await client.wait_connected(5.0)
+        await client.wait_connected(PATIENCE_S)
         yield client
     finally:
         running.cancel()
@@ -56,10 +57,16 @@ async def serving(engine: FakeEngine | None = None, handler=None) -> AsyncIterat
     host = WorkerHost(engine, handler or DecodeHandler())
     address = await host.start()
     try:
-        async with asyncio.timeout(20), connected(address) as client:
+        async with asyncio.timeout(PATIENCE_S), connected(address) as client:
             yield Worker(engine, host, client)
     finally:
         await host.stop()
+
+
+@pytest.fixture
+def settles_quickly(monkeypatch):
+    """A drained worker waits a fifth of a second for what may still be published, not a whole one."""
+    monkeypatch.setattr("engine.draining.SETTLED_S", 0.2)
 
 
 class Proxy:
@@ -114,7 +121,7 @@ def attach(channel: grpc.aio.Channel, router_id: str):
 
 async def call(channel: grpc.aio.Channel, name: str, message):
     method = channel.unary_unary(f"/{SERVICE}/{name}", request_serializer=encode, response_deserializer=decoder(Ack))
-    return await method(message, timeout=5)
+    return await method(message, timeout=PATIENCE_S)
 
 
 # --- the way of a task
@@ -234,7 +241,7 @@ async def test_each_router_gets_only_its_own_deltas():
 async def test_a_message_that_cannot_be_read_is_refused_as_the_callers_fault(name, message):
     async with serving() as worker, raw_channel(worker.host.address) as channel:
         kind = channel.unary_stream if name == "Attach" else channel.unary_unary
-        answer = kind(f"/{SERVICE}/{name}")(message, timeout=5)
+        answer = kind(f"/{SERVICE}/{name}")(message, timeout=PATIENCE_S)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await (answer.read() if name == "Attach" else answer)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -372,7 +379,7 @@ async def test_a_cut_wire_is_told_to_every_open_stream_and_the_client_comes_back
                 await stream
         assert not far.connected
         await eventually(lambda: sorted(worker.engine.aborted) == ["a", "b"])
-        await far.wait_connected(5.0)
+        await far.wait_connected(PATIENCE_S)
         again = asyncio.create_task(remote.tokens(make_task("c", max_tokens=1)))
         await eventually(lambda: worker.engine.running == {"c"})
         worker.engine.step()
@@ -466,6 +473,7 @@ async def test_a_connection_that_was_refused_is_tried_again_soon_and_not_later_a
         server.close()
 
 
+@pytest.mark.usefixtures("settles_quickly")
 async def test_a_draining_worker_takes_no_new_task_and_finishes_the_running_ones():
     async with serving() as worker:
         stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
@@ -495,12 +503,6 @@ async def test_what_has_not_ended_when_the_time_for_draining_is_up_is_cut_off_af
         assert worker.engine.aborted == ["r"]
 
 
-@pytest.fixture
-def settles_quickly(monkeypatch):
-    """A drained worker waits a fifth of a second for what may still be published, not a whole one."""
-    monkeypatch.setattr("engine.draining.SETTLED_S", 0.2)
-
-
 @pytest.mark.usefixtures("settles_quickly")
 async def test_a_drain_that_has_begun_can_be_shortened_and_not_lengthened():
     async with serving() as worker:
@@ -516,6 +518,7 @@ async def test_a_drain_that_has_begun_can_be_shortened_and_not_lengthened():
         await eventually(lambda: worker.host.failure() == "drained")
 
 
+@pytest.mark.usefixtures("settles_quickly")
 async def test_a_worker_is_drained_only_once_nobody_needs_its_kv_blocks_any_more():
     async with serving() as worker:
         worker.engine.stats.counters = {"open_leases": 1.0, "pinned_blocks": 3.0}
@@ -531,7 +534,7 @@ async def test_a_worker_is_drained_only_once_nobody_needs_its_kv_blocks_any_more
 async def test_a_lease_that_nobody_ends_holds_a_draining_worker_for_its_time_only(monkeypatch):
     monkeypatch.setattr("engine.draining.LEASE_MARGIN_S", 0.0)
     stats = FakeStats(counters={"open_leases": 1.0})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await kv_unneeded(stats, lease_s=0.1)
 
 
@@ -665,9 +668,9 @@ async def test_garbage_to_any_method_is_answered_with_an_error_and_harms_nothing
         path = f"/{SERVICE}/{method}"
         accepted_anything = method in ("Describe", "Status", "ResetPrefixCache") and body == encode({"router_id": 7})
         if method == "Attach":
-            answer = anext(aiter(channel.unary_stream(path)(body, timeout=5)))
+            answer = anext(aiter(channel.unary_stream(path)(body, timeout=PATIENCE_S)))
         else:
-            answer = channel.unary_unary(path)(body, timeout=5)
+            answer = channel.unary_unary(path)(body, timeout=PATIENCE_S)
         if accepted_anything:
             await answer
         else:
@@ -679,7 +682,7 @@ async def test_garbage_to_any_method_is_answered_with_an_error_and_harms_nothing
 async def test_a_method_that_does_not_exist_is_an_error():
     async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError):
-            await channel.unary_unary(f"/{SERVICE}/Nonsense")(b"", timeout=5)
+            await channel.unary_unary(f"/{SERVICE}/Nonsense")(b"", timeout=PATIENCE_S)
 
 
 class Babbler:
@@ -711,7 +714,7 @@ async def test_answers_that_make_no_sense_lose_the_worker_and_do_not_end_the_rou
     async with Babbler() as address:
         client = WorkerClient(address, "router")
         running = asyncio.create_task(client.run())
-        await client.wait_connected(5)
+        await client.wait_connected(PATIENCE_S)
         with pytest.raises(WorkerLost, match="makes no sense"):
             await client.status()
         await eventually(lambda: not client.connected)

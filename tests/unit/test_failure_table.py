@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fake_engine import TIMING, FakeEngine, engine_config, eventually, make_handoff, next_token
+from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from samples import router_settings
@@ -35,6 +36,8 @@ from router.prefill_queue import prompt_queues
 PROMPT = list(range(70))
 OUTPUT_TOKENS = 6
 SETTINGS = router_settings()
+CLIENT_TIMEOUT_S = SETTINGS.request_deadline_s - 0.5
+"""No other timeout is so long: by it the request's own is told, which only the test of deadlines lets run out."""
 
 
 def undisturbed() -> list[int]:
@@ -55,7 +58,8 @@ class Workers:
         self.endings = 0
         self.released: list[str] = []
         self.registry = CollectorRegistry()
-        self.client_timeout_s: float | None = None
+        self.deadlines: list[asyncio.Timeout] = []
+        """Of the requests."""
         self.running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -78,7 +82,7 @@ class Workers:
 
     def begin(self, orchestrator: Orchestrator) -> None:
         wish = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-        request = SequenceRequest("r", PROMPT, wish, timeout_s=self.client_timeout_s)
+        request = SequenceRequest("r", PROMPT, wish, timeout_s=CLIENT_TIMEOUT_S)
         self.running = asyncio.create_task(orchestrator.run(request, self.emit))
 
     def busy(self, pool: str) -> str | None:
@@ -104,7 +108,7 @@ class Workers:
 
     async def run_on(self) -> None:
         """Step everything until the request has ended."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not self.running.done():
                 for engine in self.engines.values():
                     engine.step()
@@ -198,8 +202,10 @@ async def lease_expired(running: Workers, fleet: Fleet, row: Row) -> None:
 
 
 async def deadline(running: Workers, fleet: Fleet, row: Row) -> None:
+    [its_own] = running.deadlines
+    its_own.reschedule(asyncio.get_running_loop().time())
     with pytest.raises(DeadlineExceeded, match="x-ridgeline-timeout-s"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.shield(running.running)
 
 
@@ -264,8 +270,15 @@ def test_the_document_is_the_table() -> None:
 async def test_what_the_table_says_of(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.draining.SETTLED_S", 0.1)  # else every row of a drain waits a second at its end
     async with workers() as (running, fleet, orchestrator):
-        if row.fault == "deadline":
-            running.client_timeout_s = 0.4
+        timeout = asyncio.timeout
+
+        def noted(within_s: float | None) -> asyncio.Timeout:
+            made = timeout(within_s)
+            if within_s == CLIENT_TIMEOUT_S:
+                running.deadlines.append(made)
+            return made
+
+        monkeypatch.setattr("asyncio.timeout", noted)
         if row.state == "queued":  # nobody can take it yet
             for name in ("decode-0", "decode-1"):
                 running.engines[name].failed = True
@@ -284,7 +297,7 @@ async def test_what_the_table_says_of(row: Row, monkeypatch: pytest.MonkeyPatch)
             assert running.tokens == undisturbed(), "every token once, in its place"
             assert running.endings == 1
         else:
-            await asyncio.wait([running.running], timeout=5)
+            await asyncio.wait([running.running], timeout=PATIENCE_S)
             error = None if running.running.cancelled() else running.running.exception()
             assert running.running.cancelled() if row.ending == "gone" else isinstance(error, Exception)
             assert running.endings == 0

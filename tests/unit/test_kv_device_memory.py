@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from kv_transfer.blocks import BlockPool, byte_rows
 from kv_transfer.device_memory import DeviceMemory
@@ -58,7 +59,7 @@ def test_buffers_are_reused_after_a_larger_read():
 def test_each_thread_has_buffers_of_its_own():
     _, layers = make_layers("LBHNC")
     pool = device_pool(layers)
-    both_have_read = threading.Barrier(2, timeout=5)
+    both_have_read = threading.Barrier(2, timeout=PATIENCE_S)
 
     def read(block_id):
         views = pool.read(0, [block_id])

@@ -11,6 +11,7 @@ import grpc
 import msgspec
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from samples import kv_layout
 
 from kv_transfer import errors, grpc_source, grpc_wire
@@ -139,7 +140,7 @@ async def test_a_silent_source_is_a_timeout(source, pool):
 
 
 def test_a_pin_whose_reader_left_before_it_began_holds_nothing(source, monkeypatch):
-    monkeypatch.setattr(grpc_source, "LONGEST_FETCH_S", 6)
+    monkeypatch.setattr(grpc_source, "LONGEST_FETCH_S", 2 * PATIENCE_S)
     published(source, "r")
     leases, slot, begun = source.server._leases, source._slot, threading.Event()
 
@@ -154,10 +155,10 @@ def test_a_pin_whose_reader_left_before_it_began_holds_nothing(source, monkeypat
     source._slot = late
     with grpc.insecure_channel(source.address) as channel:
         pin = channel.unary_stream(f"/{grpc_wire.SERVICE}/{grpc_wire.PIN}")
-        call = pin(msgspec.msgpack.encode(request_for("r")), timeout=5)
-        assert begun.wait(5)
+        call = pin(msgspec.msgpack.encode(request_for("r")), timeout=PATIENCE_S)
+        assert begun.wait(PATIENCE_S)
         call.cancel()
-        assert source._fetch_slots.acquire(timeout=3), "the pin kept its slot"
+        assert source._fetch_slots.acquire(timeout=PATIENCE_S), "the pin kept its slot"
     source._fetch_slots.release()
     assert leases._open["r"].active_reads == 0
 
@@ -174,14 +175,17 @@ NESTED = b"\x81\xa1a" + b"\x91" * 5000 + b"\x01"
 
 @pytest.mark.parametrize("message", [b"", b"\xc1", msgspec.msgpack.encode({"handoff_id": 7}), INVALID_UTF_8, NESTED])
 def test_an_unreadable_request_is_refused(source, message):
-    assert refusal(source, grpc_wire.FETCH, message, timeout=5).reason == errors.BAD_REQUEST
-    assert refusal(source, grpc_wire.RENEW, message, timeout=5).reason == errors.BAD_REQUEST
+    assert refusal(source, grpc_wire.FETCH, message, timeout=PATIENCE_S).reason == errors.BAD_REQUEST
+    assert refusal(source, grpc_wire.RENEW, message, timeout=PATIENCE_S).reason == errors.BAD_REQUEST
 
 
 @pytest.mark.parametrize("told", [["x" * 129], ["r", -1], ["r", 0, 0], ["r", 0, 1 << 40], ["r", 1 << 20, 2]])
 def test_a_release_that_would_fill_the_sources_memory_is_refused(source, told):
     published(source, "r")
-    assert refusal(source, grpc_wire.RELEASE, msgspec.msgpack.encode(told), timeout=5).reason == errors.BAD_REQUEST
+    assert (
+        refusal(source, grpc_wire.RELEASE, msgspec.msgpack.encode(told), timeout=PATIENCE_S).reason
+        == errors.BAD_REQUEST
+    )
     assert source.server._leases.stats().open_leases == 1
 
 
@@ -190,7 +194,7 @@ def test_a_layout_of_no_ranks_is_refused(source, ranks):
     request = request_for("r")
     layout = msgspec.structs.replace(LAYOUT, tensor_parallel_size=ranks)
     message = msgspec.msgpack.encode(msgspec.structs.replace(request, layout=layout))
-    assert refusal(source, grpc_wire.FETCH, message, timeout=5).reason == errors.BAD_REQUEST
+    assert refusal(source, grpc_wire.FETCH, message, timeout=PATIENCE_S).reason == errors.BAD_REQUEST
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xc1", INVALID_UTF_8, NESTED])
@@ -207,7 +211,7 @@ def test_a_first_token_that_is_none_is_corrupted(told):
 
 
 def test_a_huge_request_is_refused_unread(source):
-    assert refusal(source, grpc_wire.RELEASE, bytes(1 << 20), timeout=5).reason != ""
+    assert refusal(source, grpc_wire.RELEASE, bytes(1 << 20), timeout=PATIENCE_S).reason != ""
     assert source.server._leases.stats().open_leases == 0
 
 
@@ -215,7 +219,7 @@ def test_positions_outside_the_publication_are_refused(source):
     published(source, "r")
     for first_block, num_blocks in ((-1, 1), (0, 3), (2, 1), (1, -1), (0, 1 << 40)):
         request = request_for("r", first_block, num_blocks)
-        error = refusal(source, grpc_wire.FETCH, msgspec.msgpack.encode(request), timeout=5)
+        error = refusal(source, grpc_wire.FETCH, msgspec.msgpack.encode(request), timeout=PATIENCE_S)
         assert error.reason == errors.BAD_REQUEST, (first_block, num_blocks)
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+from patience import PATIENCE_S
 
 from kv_transfer import errors
 from kv_transfer.lease import REMEMBERED_ENDINGS, LeaseTable
@@ -182,7 +183,7 @@ def test_finishing_tells_the_listener(clock):
 def test_waiting_ends_with_the_publication(leases):
     assert leases.wait_published("h", 0.01) is False
     threading.Timer(0.02, publish, [leases]).start()
-    assert leases.wait_published("h", 5.0) is True
+    assert leases.wait_published("h", PATIENCE_S) is True
     leases.release("h")
     assert leases.wait_published("h", 0.0) is True
 
@@ -195,7 +196,7 @@ def test_a_growing_handoff_gives_its_blocks_as_they_become_final(leases):
         leases.grow("h", "r", [4, 5, 6])
         assert read.wait(2, 0.0).block_ids == (4, 5, 6)
         threading.Timer(0.02, lambda: leases.publish("h", "r", [4, 5, 6, 9], 100, 10.0, first_token=42)).start()
-        whole = read.wait(3, 5.0)
+        whole = read.wait(3, PATIENCE_S)
         assert (whole.block_ids, whole.complete, whole.first_token) == ((4, 5, 6, 9), True, 42)
         leases.release("h")
         assert leases.take_finished() == set()
@@ -212,7 +213,7 @@ def test_in_its_last_step_a_growing_handoff_becomes_final_layer_by_layer(leases)
         assert (read.all_block_ids, read.blocks.block_ids) == ((4, 5, 6), (4, 5))
         assert not read.wait_layer(0, 0.0)
         threading.Timer(0.02, leases.end_layer, [1]).start()
-        assert read.wait_layer(0, 5.0)
+        assert read.wait_layer(0, PATIENCE_S)
         assert not read.wait_layer(1, 0.0)
         leases.begin_last_step({})
         leases.end_layer(9)

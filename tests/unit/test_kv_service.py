@@ -6,6 +6,8 @@ import time
 
 import pytest
 import torch
+from fake_engine import FakeClock
+from patience import PATIENCE_S, in_the_end
 from samples import kv_layout
 
 from kv_transfer import errors
@@ -33,12 +35,26 @@ def make_service(transport="grpc", lease_s=30.0, num_layers=2, wire_dtype="none"
         layers,
         layout,
         TransferOptions(
-            host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=5.0, transport=transport, wire_dtype=wire_dtype
+            host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=PATIENCE_S, transport=transport, wire_dtype=wire_dtype
         ),
         shared=allocation.offer(list(layers.values())),
     )
+    service.waited_for = waited_for_in(service)
     service.start()
     return service, layers
+
+
+def waited_for_in(service):
+    """Ids that a peer has asked for before they were published; it then waits as long as it takes."""
+    service._source.server._publish_wait_s = PATIENCE_S
+    waited_for, wait = set(), service._leases.wait_published
+
+    def noted(handoff_id, timeout_s):
+        waited_for.add(handoff_id)
+        return wait(handoff_id, timeout_s)
+
+    service._leases.wait_published = noted
+    return waited_for
 
 
 @pytest.fixture(params=["grpc", "shm", "memory"])
@@ -67,7 +83,7 @@ def offer(service, request_id, block_ids, lease_s=30.0):
     return handoff
 
 
-def collect(service, wanted, timeout_s=5.0):
+def collect(service, wanted, timeout_s=PATIENCE_S):
     """Poll as an idle engine does until `wanted(sent, receipts)`; each id may come only once."""
     sent, receipts = set(), {}
     deadline_s = time.monotonic() + timeout_s
@@ -130,7 +146,7 @@ def test_a_fetch_may_come_before_the_publication(pair):
     prefill, _, decode, _ = pair
     handoff = make_handoff(prefill.address, [1])
     decode.start_fetch("d", handoff, 0, [1])
-    time.sleep(0.05)
+    in_the_end(lambda: prefill.waited_for)
     prefill.publish("p", handoff.handoff_id, [1], 4)
     _, receipts = collect(decode, lambda _sent, receipts: receipts)
     assert receipts["d"].outcome == "ok"
@@ -168,14 +184,43 @@ def test_a_second_fetch_for_one_request_is_refused(pair):
         decode.start_fetch("d", handoff, 0, [1])
 
 
+class TimedLeases:
+    """A service whose leases live by a clock that stands still until told, and when each was renewed by it.
+
+    What is offered says that its lease is short: by that the other side paces its renewals.
+    """
+
+    def __init__(self, service):
+        self.clock, self.renewed_s = FakeClock(), {}
+        service._leases._clock, renew = self.clock, service._leases.renew
+
+        def noted(handoff_id):
+            renewed_s = self.clock()
+            renewed = renew(handoff_id)
+            self.renewed_s[handoff_id] = renewed_s
+            return renewed
+
+        service._leases.renew = noted
+
+    def pass_with_a_renewal(self, seconds, handoff):
+        self.clock.now_s += seconds
+        in_the_end(lambda: self.renewed_s.get(handoff.handoff_id) == self.clock())
+
+
+BEATS_SOON_S = 0.06
+
+
 def test_heartbeats_keep_the_lease_until_they_stop():
     (prefill, _), (decode, _) = make_service(lease_s=1.0), make_service()
     try:
-        handoff = offer(prefill, "p", [1], lease_s=1.0)
+        timed = TimedLeases(prefill)
+        handoff = offer(prefill, "p", [1], BEATS_SOON_S)
         decode.watch(handoff)
-        time.sleep(1.5)
-        assert prefill.poll().sent == set()
+        for _ in range(3):
+            timed.pass_with_a_renewal(0.9, handoff)
+            assert prefill.poll().sent == set()
         decode.close()
+        timed.clock.now_s += 1.0
         assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
         assert prefill.stats().expired_leases_total == 1
     finally:
@@ -186,22 +231,27 @@ def test_heartbeats_keep_the_lease_until_they_stop():
 def test_a_handoff_that_is_watched_no_more_lives_out_its_lease_unless_it_is_fetched():
     (prefill, _), (decode, _) = make_service(lease_s=1.0), make_service()
     try:
-        left, fetched = offer(prefill, "left", [1], lease_s=1.0), offer(prefill, "fetched", [2], lease_s=1.0)
+        timed = TimedLeases(prefill)
+        left, fetched = (offer(prefill, name, [n], BEATS_SOON_S) for n, name in enumerate(("left", "fetched"), 1))
         for handoff in (left, fetched):
             decode.watch(handoff)
             decode.unwatch(handoff)
         decode.watch(fetched)
+        timed.pass_with_a_renewal(0.9, fetched)
+        assert prefill.poll().sent == set()
+        timed.pass_with_a_renewal(0.9, fetched)
         assert collect(prefill, lambda sent, _receipts: sent)[0] == {"left"}
         assert prefill.stats().expired_leases_total == 1
         decode.start_fetch("d", fetched, 0, [3])
         _, receipts = collect(decode, lambda _sent, receipts: receipts)
         assert receipts["d"].outcome == "ok"
     finally:
-        prefill.close()
         decode.close()
+        prefill.close()
 
 
-def test_a_vanished_source_fails_the_fetch_and_stops_the_heartbeats():
+def test_a_vanished_source_fails_the_fetch_and_stops_the_heartbeats(monkeypatch):
+    monkeypatch.setattr("kv_transfer.service.LAST_RELEASES_S", 0.0)
     (prefill, _), (decode, _) = make_service(), make_service()
     try:
         handoff = offer(prefill, "p", [1])
@@ -246,17 +296,14 @@ def test_close_completes_what_is_under_way_and_ends_the_threads():
     before = set(threading.enumerate())
     (prefill, _), (decode, _) = make_service(), make_service()
     decode.start_fetch("d", make_handoff(prefill.address, [1]), 0, [1])  # never published: it waits
-    time.sleep(0.05)
+    in_the_end(lambda: prefill.waited_for)
     decode.close()
     decode.close()
     assert decode.poll().receipts["d"].outcome == "cancelled"
     decode.start_fetch("late", make_handoff(prefill.address, [1]), 0, [1])
     assert decode.poll().receipts["late"].outcome == "cancelled"
     prefill.close()
-    deadline_s = time.monotonic() + 5
-    while any("kv-" in thread.name for thread in set(threading.enumerate()) - before):
-        assert time.monotonic() < deadline_s, threading.enumerate()
-        time.sleep(0.02)
+    in_the_end(lambda: not any("kv-" in thread.name for thread in set(threading.enumerate()) - before))
 
 
 def test_wait_returns_at_once_on_news_and_after_the_timeout_without(pair):
@@ -267,8 +314,8 @@ def test_wait_returns_at_once_on_news_and_after_the_timeout_without(pair):
     assert time.monotonic() - started_s >= 0.04
     decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
     started_s = time.monotonic()
-    decode.wait(5.0)
-    assert time.monotonic() - started_s < 4.0
+    decode.wait(PATIENCE_S)
+    assert time.monotonic() - started_s < PATIENCE_S
     assert decode.poll().received == {"d"}
 
 
@@ -290,11 +337,11 @@ def test_a_taken_port_and_a_wrong_layout_are_refused_at_start():
 
 def test_a_source_that_is_gone_is_forgotten_with_what_was_mapped_of_it(pair):
     prefill, _, decode, _ = pair
-    paired = decode.pair([prefill.address]).result(5)[prefill.address]
+    paired = decode.pair([prefill.address]).result(PATIENCE_S)[prefill.address]
     assert not isinstance(paired, str)
     kept = [getattr(puller, "_mapped", {}) for puller in decode._fetcher._pullers]
     assert sum(map(len, kept)) == (paired.transport == "shm")
-    assert decode.pair([]).result(5) == {}
+    assert decode.pair([]).result(PATIENCE_S) == {}
     assert decode._fetcher._pairings == {}
     assert not any(kept)
     decode.start_fetch("d", offer(prefill, "p", [3]), 0, [7])  # it was not gone after all
@@ -305,7 +352,7 @@ def test_a_source_that_is_gone_is_forgotten_with_what_was_mapped_of_it(pair):
 def test_a_pair_that_copies_blocks_as_they_are_says_that_no_encoding_is_used():
     kv_dtype = {"kv_dtype": "bfloat16"}
     source, asking = make_service("auto", **kv_dtype), make_service("auto", wire_dtype="int8", **kv_dtype)
-    paired = asking[0].pair([source[0].address]).result(5)[source[0].address]
+    paired = asking[0].pair([source[0].address]).result(PATIENCE_S)[source[0].address]
     for service in (asking[0], source[0]):
         service.close()
     assert not isinstance(paired, str)

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from cluster import model_store
 from cluster.model_store import ModelError, model_state, prepare_model
@@ -68,7 +69,7 @@ def test_two_that_race_make_it_once_and_both_get_it(cache, conversions, monkeypa
 
     def slow(gguf: Path, directory: Path) -> None:
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
         counting(gguf, directory)
 
     monkeypatch.setattr(model_store, "_convert", slow)
@@ -77,12 +78,12 @@ def test_two_that_race_make_it_once_and_both_get_it(cache, conversions, monkeypa
     first = threading.Thread(target=lambda: paths.append(prepare_model("smollm2-135m")))
     second = threading.Thread(target=lambda: paths.append(prepare_model("smollm2-135m", lambda _: waiting.set())))
     first.start()
-    assert inside.wait(10)
+    assert inside.wait(PATIENCE_S)
     second.start()
-    assert waiting.wait(10)
+    assert waiting.wait(PATIENCE_S)
     go_on.set()
-    first.join(10)
-    second.join(10)
+    first.join(PATIENCE_S)
+    second.join(PATIENCE_S)
     assert len(conversions) == 1
     assert len(paths) == 2
     assert paths[0] == paths[1]

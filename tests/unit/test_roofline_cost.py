@@ -178,11 +178,19 @@ def test_decode_is_the_step_of_single_tokens(context, batch):
     assert SMOLLM2.decode(batch, context).kv_read_bytes == batch * context * 23_040
 
 
-def test_a_step_takes_under_a_microsecond_per_request():
+def test_a_step_of_256_requests_takes_no_longer_than_ten_times_adding_up_their_tokens():
     batch = [(1, 1000 + i) for i in range(256)]
-    best_s = float("inf")
-    for _ in range(50):
-        start = time.perf_counter()
-        SMOLLM2.step(batch, len(batch))
-        best_s = min(best_s, time.perf_counter() - start)
-    assert best_s / len(batch) < 1e-6
+
+    def add_up():
+        return sum(new + computed for new, computed in batch)
+
+    def best_s(function):  # of CPU time: what other processes take counts for nothing
+        times_s = []
+        for _ in range(50):
+            start_s = time.thread_time()
+            for _ in range(10):
+                function()
+            times_s.append(time.thread_time() - start_s)
+        return min(times_s)
+
+    assert best_s(lambda: SMOLLM2.step(batch, len(batch))) < 10 * best_s(add_up)

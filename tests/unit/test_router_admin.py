@@ -11,6 +11,7 @@ from fake_engine import LAYOUT, eventually
 from fake_engine import make_task as a_task
 from fastapi import FastAPI
 from http_server import listening
+from patience import PATIENCE_S
 from rich.console import Console
 from samples import router_settings
 from small_fleet import a_fleet, hosts
@@ -35,7 +36,11 @@ BEARER = {"authorization": f"Bearer {KEY}"}
 async def admin(caller="127.0.0.1", access=LOCAL, **layouts):
     """(HTTP client, hosts, fleet, app) of a router with these workers."""
     layouts = layouts or {"prefill": LAYOUT, "decode": LAYOUT}
-    async with asyncio.timeout(60), hosts(**layouts) as started, a_fleet([host.address for host in started]) as fleet:
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        hosts(**layouts) as started,
+        a_fleet([host.address for host in started]) as fleet,
+    ):
         app = FastAPI()
         app.include_router(admin_routes(fleet))
         app = guarded(app, Access(admin=access), 4096)
@@ -45,7 +50,7 @@ async def admin(caller="127.0.0.1", access=LOCAL, **layouts):
 
 
 async def test_the_list_has_every_worker_with_its_pool_and_state():
-    async with admin() as (http, started, _, _):
+    async with admin() as (http, started, fleet, _):
         rows = (await http.get("/ridgeline/workers")).json()["workers"]
         assert [(row["worker"], row["pool"], row["state"]) for row in rows] == [
             ("prefill-0", "prefill", "ready"),
@@ -54,7 +59,7 @@ async def test_the_list_has_every_worker_with_its_pool_and_state():
         assert rows[0]["incarnation"] == started[0]._engine.config.incarnation
         assert (rows[0]["tasks"], rows[0]["running"], rows[0]["leases"]) == (0, 0, 0)
         await started[0].stop()
-        await asyncio.sleep(0.3)
+        await eventually(lambda: not fleet.get("prefill-0").client.connected)
         assert (await http.get("/ridgeline/workers")).json()["workers"][0]["state"] == "lost"
 
 
@@ -228,7 +233,7 @@ async def test_the_command_tells_what_is_held_until_the_worker_is_gone():
         await eventually(lambda: started[0]._engine.running)
         console = Console(file=io.StringIO(), width=100)
         draining = asyncio.create_task(drain(url, "prefill-0", 5, force=False, admin_key_file=None, console=console))
-        await eventually(lambda: "draining: 1 requests" in console.file.getvalue(), 20)
+        await eventually(lambda: "draining: 1 requests" in console.file.getvalue())
         started[0]._engine.step()
         await leg
         await eventually(lambda: started[0].failure() == "drained", 20)
@@ -264,7 +269,7 @@ async def test_the_command_sends_the_first_admin_key_of_its_file_and_asks_for_on
         with pytest.raises(ServerError, match="--admin-key-file"):
             await ask(None)
         asked = asyncio.create_task(ask(file))
-        await eventually(lambda: "takes no new requests" in console.file.getvalue(), 20)
+        await eventually(lambda: "takes no new requests" in console.file.getvalue())
         await fleet.remove("prefill-0")
         await asked
         for content, why in ((None, "cannot be read"), ("# none\n", "holds no key")):

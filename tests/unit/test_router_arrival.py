@@ -5,6 +5,7 @@ import time
 
 import httpx
 from http_server import listening
+from patience import PATIENCE_S
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -35,7 +36,7 @@ async def test_a_request_arrives_when_its_head_was_read_however_late_its_body_co
         called.set()
         await APP(scope, receive, send)
 
-    async with listening(with_arrival(app), http=BoundedHeads) as url, asyncio.timeout(20):
+    async with listening(with_arrival(app), http=BoundedHeads) as url, asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         before_s = time.monotonic()
         writer.write(HEAD)

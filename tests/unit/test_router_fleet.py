@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 from fake_engine import LAYOUT, FakeClock, eventually, make_task
+from patience import PATIENCE_S
 from small_fleet import Done, a_fleet, hosts
 from test_engine_host import Proxy
 
@@ -137,7 +138,7 @@ def asked(monkeypatch):
 
 async def test_a_hundred_who_want_to_know_at_once_put_one_question_to_each_worker(asked):
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(decode=LAYOUT, decode_1=LAYOUT) as started,
         a_fleet([host.address for host in started]) as fleet,
     ):
@@ -151,7 +152,7 @@ async def test_a_hundred_who_want_to_know_at_once_put_one_question_to_each_worke
 async def test_a_worker_that_hangs_does_not_make_what_is_known_of_the_others_old(asked, monkeypatch):
     monkeypatch.setattr("router.worker.STATUS_INTERVAL_S", 0.01)
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(decode=LAYOUT, decode_1=LAYOUT) as started,
         a_fleet([host.address for host in started]) as fleet,
     ):
@@ -169,7 +170,7 @@ async def test_a_worker_that_hangs_does_not_make_what_is_known_of_the_others_old
 async def test_who_waits_for_a_worker_looks_again_when_there_may_be_one_and_not_before(monkeypatch):
     looks, pick = [], router.fleet.pick
     monkeypatch.setattr("router.fleet.pick", lambda *given: looks.append(given) or pick(*given))
-    async with asyncio.timeout(20), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+    async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         started[0]._engine.failed = True
         await fleet.refresh()
         waiting = [asyncio.create_task(fleet.available("decode", fewest_running_then_most_free, 20)) for _ in range(50)]
@@ -184,14 +185,14 @@ async def test_who_waits_for_a_worker_looks_again_when_there_may_be_one_and_not_
 
 
 async def test_nobody_waits_longer_for_a_worker_than_is_said():
-    async with asyncio.timeout(20), hosts(prefill=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+    async with asyncio.timeout(PATIENCE_S), hosts(prefill=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         for within_s in (0.0, 0.01):
             with pytest.raises(NoWorker, match=f"no decode worker has been usable for {within_s:g} s"):
                 await fleet.available("decode", fewest_running_then_most_free, within_s)
 
 
 async def test_a_worker_whose_engine_failed_a_request_gets_no_other_before_it_has_told_that_it_is_well(asked):
-    async with asyncio.timeout(20), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+    async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         worker = fleet.get("decode-0")
         await fleet.refresh()
         started[0]._engine.error = EngineFailed("it died")
@@ -207,7 +208,7 @@ async def test_a_worker_whose_engine_failed_a_request_gets_no_other_before_it_ha
 
 
 async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():
-    async with asyncio.timeout(20), hosts(prefill=LAYOUT, decode=LAYOUT) as started:
+    async with asyncio.timeout(PATIENCE_S), hosts(prefill=LAYOUT, decode=LAYOUT) as started:
         fleet, checked = Fleet("router"), False
         with contextlib.suppress(ExceptionGroup):
             async with asyncio.TaskGroup() as group:
@@ -230,7 +231,7 @@ async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():
 
 async def test_a_worker_that_comes_back_takes_the_place_of_its_older_incarnation_and_pairs_again():
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(prefill=LAYOUT, decode=LAYOUT) as old,
         hosts(decode=LAYOUT) as new,
         a_fleet([host.address for host in old]) as fleet,
@@ -249,7 +250,7 @@ async def test_a_worker_that_comes_back_takes_the_place_of_its_older_incarnation
 
 async def test_a_worker_that_has_got_the_port_of_a_dead_one_is_not_taken_for_it():
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(decode=LAYOUT, decode_1=LAYOUT) as old,
         hosts(decode_1=LAYOUT) as new,
         Proxy(old[0].address) as port,
@@ -271,7 +272,7 @@ async def test_a_worker_that_has_got_the_port_of_a_dead_one_is_not_taken_for_it(
 
 
 async def test_a_worker_that_the_fleet_has_is_not_attached_again_which_would_end_its_requests():
-    async with asyncio.timeout(20), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+    async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         started[0]._engine._stepping = "manual"
         leg = asyncio.ensure_future(anext(fleet.get("decode-0").client.generate(make_task())))
         await eventually(lambda: started[0]._engine.running)
@@ -282,7 +283,7 @@ async def test_a_worker_that_the_fleet_has_is_not_attached_again_which_would_end
 
 async def test_a_worker_that_cannot_be_reached_is_told_with_its_address_once_it_is_long_enough():
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(prefill=LAYOUT, decode=LAYOUT) as started,
         a_fleet([host.address for host in started]) as fleet,
     ):
@@ -296,7 +297,7 @@ async def test_a_worker_that_cannot_be_reached_is_told_with_its_address_once_it_
 async def test_who_is_gone_is_told_so_that_what_was_kept_of_it_goes():
     gone = []
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(prefill=LAYOUT, decode=LAYOUT) as old,
         hosts(prefill=LAYOUT) as new,
         a_fleet([host.address for host in old]) as fleet,
@@ -317,7 +318,7 @@ def test_an_engine_without_a_step_gets_no_more_after_a_third_of_the_time_in_whic
 
 
 async def test_a_request_on_a_worker_that_is_replaced_or_removed_is_told_that_it_is_lost():
-    async with asyncio.timeout(20), hosts(decode=LAYOUT) as started:
+    async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started:
         started[0]._engine._stepping = "manual"
         async with a_fleet([started[0].address]) as fleet:
             leg = asyncio.ensure_future(anext(fleet.get("decode-0").client.generate(make_task())))
@@ -337,7 +338,7 @@ async def test_a_call_under_way_when_its_worker_is_removed_fails_and_is_not_canc
         await asyncio.Event().wait()
 
     monkeypatch.setattr(WorkerHost, "_submit", never)
-    async with asyncio.timeout(20), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+    async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         client = fleet.get("decode-0").client
         leg = asyncio.ensure_future(anext(client.generate(make_task())))
         await asked.wait()
@@ -352,7 +353,7 @@ async def test_a_worker_that_came_back_different_or_not_at_all_changes_nothing(m
     monkeypatch.setattr("router.fleet.CONNECT_TIMEOUT_S", 0.5)
     other = msgspec.structs.replace(LAYOUT, isa="vec")
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(prefill=LAYOUT, decode=LAYOUT) as old,
         hosts(decode=other) as new,
         a_fleet([host.address for host in old]) as fleet,
@@ -373,7 +374,7 @@ async def test_a_worker_comes_back_also_while_another_one_hangs(monkeypatch):
         await asyncio.sleep(60)
 
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(prefill=LAYOUT, decode=LAYOUT) as old,
         hosts(prefill=LAYOUT) as new,
         a_fleet([host.address for host in old]) as fleet,
@@ -393,7 +394,7 @@ async def test_a_worker_that_hangs_holds_up_neither_a_newcomer_for_long_nor_the_
         await asyncio.Event().wait()
 
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(prefill=LAYOUT, decode=LAYOUT, decode_1=LAYOUT) as old,
         hosts(prefill=LAYOUT, decode_1=LAYOUT) as new,
         a_fleet([host.address for host in old]) as fleet,
@@ -420,7 +421,7 @@ async def test_all_decode_workers_are_asked_at_a_time():
 
     names = {"prefill": LAYOUT, "decode": LAYOUT, "decode_1": LAYOUT, "decode_2": LAYOUT}
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(**names) as old,
         hosts(prefill=LAYOUT) as new,
         a_fleet([host.address for host in old]) as fleet,
@@ -433,7 +434,7 @@ async def test_all_decode_workers_are_asked_at_a_time():
 
 async def test_a_source_that_a_decode_worker_cannot_reach_now_does_not_keep_it_away():
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(prefill=LAYOUT, decode=LAYOUT) as old,
         hosts(decode=LAYOUT) as new,
         a_fleet([host.address for host in old]) as fleet,
@@ -447,7 +448,7 @@ async def test_a_source_that_a_decode_worker_cannot_reach_now_does_not_keep_it_a
 async def test_a_prefill_and_a_decode_worker_that_come_back_at_once_find_each_other():
     layouts = {"prefill": LAYOUT, "decode": LAYOUT}
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(**layouts) as old,
         hosts(**layouts) as new,
         a_fleet([host.address for host in old]) as fleet,
@@ -461,7 +462,7 @@ async def test_a_prefill_and_a_decode_worker_that_come_back_at_once_find_each_ot
 async def test_decode_workers_forget_a_prefill_worker_that_has_left():
     asked = []
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(prefill=LAYOUT, decode=LAYOUT) as started,
         hosts(prefill_1=LAYOUT) as second,
     ):
@@ -493,7 +494,7 @@ async def test_a_decode_worker_that_does_not_answer_does_not_keep_a_prefill_work
         await asyncio.sleep(60)
 
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         hosts(prefill=LAYOUT, decode=LAYOUT) as started,
         a_fleet([host.address for host in started]) as fleet,
     ):
@@ -508,7 +509,7 @@ async def test_a_decode_worker_that_does_not_answer_does_not_keep_a_prefill_work
 )
 async def test_workers_that_cannot_exchange_kv_are_refused_with_the_field_that_differs(field, value):
     other = msgspec.structs.replace(LAYOUT, **{field: value})
-    async with asyncio.timeout(20), hosts(prefill=LAYOUT, decode=other) as started:
+    async with asyncio.timeout(PATIENCE_S), hosts(prefill=LAYOUT, decode=other) as started:
         with pytest.raises(ExceptionGroup) as refused:
             async with asyncio.TaskGroup() as group:
                 await Fleet("router").connect([host.address for host in started], group)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from fake_engine import eventually
+from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry
 from series_table import documented, worker_counters
 from served_router import make_model, serving
@@ -35,10 +36,24 @@ def model(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(model):
-    """(HTTP client, prefill engine, decode engine), one router for all tests but those that end it."""
-    async with serving(model, **LIMITS) as (http, _, prefill, decode):
-        yield http, prefill, decode
+async def router(model):
+    """(HTTP client, router, prefill engine, decode engine), for all tests but those that end it."""
+    async with serving(model, **LIMITS) as parts:
+        yield parts
+
+
+@pytest.fixture
+def served(router):
+    """(HTTP client, prefill engine, decode engine)."""
+    http, _, prefill, decode = router
+    return http, prefill, decode
+
+
+@pytest.fixture
+def accepted_are(router):
+    """Waits until so many sequences have been let in."""
+    admission = router[1]._client._admission
+    return lambda count: eventually(lambda: admission.sequences == count)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -81,20 +96,18 @@ async def test_a_prompt_beyond_the_context_is_a_bad_request(served, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_is_too_much_is_429_with_retry_after_in_a_stream_too_and_what_was_accepted_is_answered(
-    served, stream
+    served, accepted_are, stream
 ):
     http, prefill, _ = served
     accepted = [asyncio.create_task(send(http, prompt_tokens=1500)) for _ in range(2)]
-    await eventually(lambda: prefill.running)
-    await asyncio.sleep(0.1)
+    await accepted_are(2)
     status, retry_after, text = await send(http, prompt_tokens=300, stream=stream)
     assert (status, 1 <= int(retry_after) <= 60) == (429, True)
     assert "KV blocks, the decode pool has 100" in json.loads(text)["error"]["message"]
     accepted += [asyncio.create_task(send(http)) for _ in range(2)]
-    await asyncio.sleep(0.2)
-    began_s = time.monotonic()
+    await accepted_are(4)
     status, retry_after, text = await send(http, stream=stream)
-    assert time.monotonic() - began_s < 1.0
+    assert not any(one.done() for one in accepted), "it did not wait for room"
     assert (status, 1 <= int(retry_after) <= 60) == (429, True)
     assert "4 requests are being served, the limit is 4" in json.loads(text)["error"]["message"]
     stepper = asyncio.create_task(stepping(prefill))
@@ -198,11 +211,11 @@ async def test_a_failure_that_nobody_has_foreseen_ends_the_request_with_500(serv
         assert (status, "failed to serve" in text) == (500, True)
 
 
-async def test_a_client_that_leaves_while_its_prompt_waits_makes_room(served):
+async def test_a_client_that_leaves_while_its_prompt_waits_makes_room(served, accepted_are):
     http, prefill, _ = served
     sent = [asyncio.create_task(send(http, prompt_tokens=1500, stream=True)) for _ in range(2)]
+    await accepted_are(2)
     await eventually(lambda: prefill.running)
-    await asyncio.sleep(0.1)
     for one in sent:
         one.cancel()
     await asyncio.gather(*sent, return_exceptions=True)
@@ -212,16 +225,20 @@ async def test_a_client_that_leaves_while_its_prompt_waits_makes_room(served):
     stepper.cancel()
 
 
-async def test_ready_is_a_canary_through_both_pools_and_names_the_one_that_is_stuck(served, monkeypatch):
-    http, prefill, decode = served
-    monkeypatch.setattr("router.readiness.RECENT_S", 0.3)
-    monkeypatch.setattr("router.readiness.REUSE_S", 0.3)
-    await asyncio.sleep(0.4)  # until tokens of the tests before are no sign any more
+async def test_ready_is_a_canary_through_both_pools_and_names_the_one_that_is_stuck(router, monkeypatch):
+    http, deployed, prefill, decode = router
+    readiness, ago_s = deployed._readiness, 0.0
+    monkeypatch.setattr(readiness, "_clock", lambda: time.monotonic() + ago_s)
+    ago_s = 60.0  # since the tokens of the tests before
     stuck = await http.get("/ready")
     assert stuck.status_code == 503
     assert stuck.json()["ready"] is False
     assert "router.ready_deadline_s" in stuck.json()["pools"]["prefill"]["why"]
-    await asyncio.sleep(0.4)
+    ago_s = 0.0
+    monkeypatch.setattr(readiness, "_look", None)
+    monkeypatch.setattr(readiness, "_deadline_s", PATIENCE_S)
+    monkeypatch.setattr("router.readiness.RECENT_S", 0.0)
+    monkeypatch.setattr("router.readiness.REUSE_S", PATIENCE_S)
     stepper = asyncio.create_task(stepping(prefill))
     before = len(decode.calls)
     ready = await http.get("/ready")

@@ -6,6 +6,7 @@ import time
 import msgspec
 import pytest
 from fake_engine import LAYOUT, TIMING, eventually, make_handoff
+from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry
 from samples import router_settings
 from vllm.sampling_params import SamplingParams
@@ -29,6 +30,11 @@ WHOLE = TokenDelta(request_id="r", token_ids=[1], finished=True, finish_reason="
 SECOND = TokenDelta(request_id="r", token_ids=[2])
 LAST = TokenDelta(request_id="r", token_ids=[3], finished=True, finish_reason="length", timing=TIMING)
 FOREVER = "waits until it is closed"
+
+
+@pytest.fixture(autouse=True)
+def no_pause_between_attempts(monkeypatch):
+    monkeypatch.setattr("router.orchestrator.RETRY_PAUSE_S", 0.0)
 
 
 class FakeClient:
@@ -84,7 +90,7 @@ class FakeFleet(Fleet):
 class Bench:
     """An orchestrator over fake workers, and everything that came out of it."""
 
-    def __init__(self, mode="disaggregated", deadline_s=5.0, min_remote=0, **scripts):
+    def __init__(self, mode="disaggregated", deadline_s=PATIENCE_S, min_remote=0, **scripts):
         self.log, self.emitted, self.released = [], [], []
         self.stop_at = None
         names = {"prefill": "prefill-0", "decode": "decode-0", "colocated": "colocated-0"}

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from http_server import listening
+from patience import PATIENCE_S
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route
@@ -54,7 +55,7 @@ async def serving(*keys, limit=LIMIT, **access):
     app = guarded(_app(), Access(frozenset(hash_key(key.encode()) for key in keys), **access), limit)
     async with (
         listening(app, http=BoundedHeads, proxy_headers=False) as url,
-        asyncio.timeout(20),
+        asyncio.timeout(PATIENCE_S),
         httpx.AsyncClient(base_url=url) as client,
     ):
         client.port = client.base_url.port
@@ -68,7 +69,7 @@ async def raw(port, *parts):
         for part in parts:
             writer.write(part)
             await writer.drain()
-        return await asyncio.wait_for(reader.read(), 5)
+        return await asyncio.wait_for(reader.read(), PATIENCE_S)
     finally:
         writer.close()
 
@@ -377,7 +378,7 @@ async def test_the_refusal_of_a_head_arrives_however_much_is_still_on_its_way():
         for _ in range(20):
             writer.write(b"a" * MAX_HEAD_BYTES)
             await writer.drain()
-        assert b"431" in await asyncio.wait_for(reader.readuntil(b"in them."), 5)
+        assert b"431" in await asyncio.wait_for(reader.readuntil(b"in them."), PATIENCE_S)
         writer.close()
 
 
@@ -390,5 +391,5 @@ async def test_a_trailer_that_does_not_end_is_refused():
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(0.05)  # in a read of its own
-        assert b"431" in await asyncio.wait_for(reader.read(), 5)
+        assert b"431" in await asyncio.wait_for(reader.read(), PATIENCE_S)
         writer.close()

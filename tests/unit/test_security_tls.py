@@ -7,7 +7,8 @@ from contextlib import aclosing, asynccontextmanager
 import numpy as np
 import pytest
 from certificates import Authority
-from fake_engine import LAYOUT, FakeEngine, make_task
+from fake_engine import LAYOUT, FakeEngine, eventually, make_task
+from patience import PATIENCE_S
 
 from cluster.config import ConfigError, load_config
 from decode_worker.handler import DecodeHandler
@@ -45,7 +46,7 @@ async def worker(tls):
     host = WorkerHost(engine, DecodeHandler())
     await host.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             yield host
     finally:
         await host.stop()
@@ -65,7 +66,7 @@ async def router_client(address, tls):
 
 async def test_router_and_worker_with_certificates_of_one_authority_serve(ours):
     async with worker(ours.issue("worker")) as host, router_client(host.address, ours.issue("router")) as client:
-        await client.wait_connected(5.0)
+        await client.wait_connected(PATIENCE_S)
         async with aclosing(client.generate(make_task(max_tokens=3))) as deltas:
             assert [len(delta.token_ids) async for delta in deltas] == [1, 1, 1]
 
@@ -76,8 +77,9 @@ async def test_a_worker_refuses_every_other_router_and_the_router_says_why(ours,
             async with router_client(host.address, tls) as client:
                 with pytest.raises(WorkerLost, match=r"security\.tls"):
                     await client.describe()
+                await eventually(lambda client=client: client._why_lost)
                 with pytest.raises(WorkerLost, match=r"security\.tls"):
-                    await client.wait_connected(0.5)
+                    await client.wait_connected(0.0)
                 assert not client.connected, name
 
 

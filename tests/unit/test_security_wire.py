@@ -16,6 +16,7 @@ import psutil
 import pytest
 import xxhash
 from fake_engine import LAYOUT, FakeEngine
+from patience import PATIENCE_S
 
 from decode_worker.handler import DecodeHandler
 from engine.host import WorkerHost
@@ -157,9 +158,9 @@ def test_a_huge_message_is_refused_by_its_announced_length_and_takes_no_memory()
         port = server.stdout.readline().strip()
         unlimited = [("grpc.max_send_message_length", -1)]
         with grpc.insecure_channel(f"127.0.0.1:{port}", options=unlimited) as channel:
-            call = channel.unary_stream("/x/y")(bytes(96 * MIB), timeout=20)
+            call = channel.unary_stream("/x/y")(bytes(96 * MIB), timeout=PATIENCE_S)
             assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        grown_mib = int(server.communicate("\n", timeout=20)[0])
+        grown_mib = int(server.communicate("\n", timeout=PATIENCE_S)[0])
     assert grown_mib < 16
 
 
@@ -177,7 +178,7 @@ def source():
 def ask(source, method, argument):
     with grpc.insecure_channel(source.address) as channel:
         call = channel.unary_stream(f"/{grpc_wire.SERVICE}/{method}")
-        return list(call(msgspec.msgpack.encode(argument), timeout=5))
+        return list(call(msgspec.msgpack.encode(argument), timeout=PATIENCE_S))
 
 
 def fetch_request(handoff_id, **changes):
@@ -243,7 +244,8 @@ def test_a_fetch_that_asks_for_the_absurd_is_a_bad_request(source, changes):
     assert grpc_wire.reason_of(caught.value) == errors.BAD_REQUEST, caught.value
 
 
-async def test_logs_and_refusals_do_not_tell_an_id(source, caplog):
+async def test_logs_and_refusals_do_not_tell_an_id(source, caplog, monkeypatch):
+    monkeypatch.setattr("kv_transfer.heartbeat.RELEASE_RETRY_DELAYS_S", (0.0,))
     caplog.set_level(logging.DEBUG)
     handoff = KvHandoff(
         handoff_id=(secret := new_handoff_id()),
