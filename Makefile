@@ -54,8 +54,8 @@ bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alterna
 chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)
 	@$(BIN)/python -m tests.chaos.chaos --seconds $(SECONDS) --seed $(SEED)
 
-differential: model  ## 500 random requests, each answered as by plain vLLM on the same cores (CASES=500 SEED=1 ONLY=17)
-	@$(BIN)/python -m tests.differential.run --seed $(SEED) --cases $(or $(CASES),500) $(if $(ONLY),--only $(ONLY))
+differential: model  ## 500 random requests, each answered as by plain vLLM on the same cores (CASES=500 SEED=1 ONLY=17 DTYPE=float32)
+	@$(BIN)/python -m tests.differential.run --seed $(SEED) --cases $(or $(CASES),500) --dtype $(or $(DTYPE),auto) $(if $(ONLY),--only $(ONLY))
 
 kill-decode: model  ## 20 streams whose decode worker is killed in the middle must all be completed (SEED=1)
 	@$(BIN)/python -m tests.chaos.kill_decode --seed $(SEED)

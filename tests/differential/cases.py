@@ -59,8 +59,8 @@ class Case:
     """It is sent twice, and the second answer counts: the prefix is cached by then, on both sides."""
 
     def __str__(self) -> str:
-        prompt = self.body.get("prompt") or self.body.get("messages")
-        shown = {**self.body, "prompt" if "prompt" in self.body else "messages": f"{str(prompt)[:60]}..."}
+        long = {"prompt", "messages", "query"} & self.body.keys()
+        shown = {**self.body, **{name: f"{str(self.body[name])[:60]}..." for name in long}}
         return f"case {self.number}: POST {self.path} {shown}{', again' if self.again else ''}"
 
 
@@ -95,6 +95,8 @@ def _maybe(draw: st.DrawFn, percent: int) -> bool:
 @st.composite
 def _requests(draw: st.DrawFn, material: Material) -> tuple[str, dict[str, Any], bool]:
     dice = random.Random(draw(st.integers(0, 2**32)))  # for what shrinking and boundaries mean nothing to
+    if _maybe(draw, 6):
+        return "/generative_scoring", _scoring(draw, dice, material), _maybe(draw, 15)
     chat = _maybe(draw, 30)
     body: dict[str, Any] = {"max_tokens": draw(st.integers(1, 10)), "return_token_ids": True, "temperature": 0.0}
     body |= _prompt(draw, dice, material, chat=chat)
@@ -107,6 +109,23 @@ def _requests(draw: st.DrawFn, material: Material) -> tuple[str, dict[str, Any],
     return "/v1/chat/completions" if chat else "/v1/completions", body, _maybe(draw, 15)
 
 
+def _scoring(draw: st.DrawFn, dice: random.Random, material: Material) -> dict[str, Any]:
+    item_tokens = draw(st.integers(1, 12))
+    query_tokens = max(1, _length(draw, material) - item_tokens)
+    parts = [_stretch(dice, material, query_tokens)]
+    parts += [_stretch(dice, material, item_tokens) for _ in range(draw(st.integers(1, 3)))]
+    made: list[Any] = [material.tokenizer.decode(each) for each in parts] if draw(st.booleans()) else parts
+    labels = [dice.choice(material.book) for _ in range(draw(st.integers(1, 5)))]
+    fields: dict[str, Any] = {"query": made[0], "items": made[1:], "label_token_ids": list(dict.fromkeys(labels))}
+    fields |= {"apply_softmax": draw(st.booleans()), "item_first": draw(st.booleans())}
+    return fields | ({"cache_salt": f"salt-{draw(st.integers(0, 3))}"} if draw(st.booleans()) else {})
+
+
+def _stretch(dice: random.Random, material: Material, num_tokens: int) -> list[int]:
+    start = dice.randrange(len(material.book) - num_tokens)
+    return list(material.book[start : start + num_tokens])
+
+
 def _length(draw: st.DrawFn, material: Material) -> int:
     step = material.step_tokens
     around = st.sampled_from([step - 1, step, step + 1, 2 * step, 2 * step + 1, 31, 32, 33, 64, 65])
@@ -117,9 +136,7 @@ def _length(draw: st.DrawFn, material: Material) -> int:
 
 def _prompt(draw: st.DrawFn, dice: random.Random, material: Material, *, chat: bool) -> dict[str, Any]:
     def ids() -> list[int]:
-        length = _length(draw, material)
-        start = dice.randrange(len(material.book) - length)
-        return list(material.book[start : start + length])
+        return _stretch(dice, material, _length(draw, material))
 
     if chat:
         text = material.tokenizer.decode(ids())

@@ -1,8 +1,9 @@
 """Two servers, one request: what each says, and where they differ.
 
 Token ids, texts and reasons must be equal; log-probabilities may differ by what the number format makes of sums in
-another order. A first differing token is forgiven where both are equally good to the format (`tests/ties.py`); what
-follows it is another answer and is not compared.
+another order. A first differing token is forgiven where the format cannot tell it from the other (`tests/ties.py`):
+where plain vLLM itself says it, asked again with the two logits nudged by no more than that. So it is judged with all
+that the request asks for, seeds, penalties and grammars included. What follows is another answer and is not compared.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import httpx
 
-from engine.messages import PositionLogprobs
 from tests import ties
 from tests.differential.cases import Case
 
-UNDEFINED = -9999.0
-"""What vLLM's server says for a log-probability of minus infinity."""
+SMALLEST_SCORE = 1e-30
+NUDGES = (0.125, 0.5, 1.0)
+"""Of a tie: the smallest first, because each nudge can also turn another token of the answer."""
 
 
 @dataclass
@@ -43,6 +45,8 @@ class Answer:
     status: int
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
+    scores: list[float] = field(default_factory=list)
+    """Probabilities, of `/generative_scoring`."""
     error: str = ""
 
 
@@ -54,6 +58,10 @@ class Verdict:
     difference: str = ""
     ties: list[str] = field(default_factory=list)
     status: int = 200
+
+
+class NoAnswer(RuntimeError):
+    """A server did not answer a request at all."""
 
 
 async def ask(http: httpx.AsyncClient, case: Case, model: str) -> Answer:
@@ -75,6 +83,7 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
     if "error" in event:
         answer.error = json.dumps(event["error"])
     answer.usage = event.get("usage") or answer.usage
+    answer.scores += [scored["score"] for scored in event.get("data", ())]
     for said in event.get("choices", ()):
         choice = answer.choices.setdefault(said["index"], Choice())
         message = said.get("message") or said.get("delta") or {}
@@ -116,28 +125,47 @@ class Judge:
         """`before_each`: what is done before one of them is asked."""
         self._split, self._plain, self._model, self._dtype = split, plain, model, dtype
         self._before_each = before_each
+        self._salts = count()
         self.tolerance_nat = 2e-3 + 2 * ties.tie_nat(dtype)
 
     async def verdict(self, case: Case) -> Verdict:
-        """Send the request to both."""
-        answers = []
-        for http in (self._split, self._plain):
-            if self._before_each is not None:
-                await self._before_each()
+        """Send the request to both. A difference is told together with what plain vLLM says if asked once more."""
+        verdict = Verdict(case)
+        try:
+            ours, theirs = await self._said("ours", case), await self._said("plain vLLM", case)
+            verdict.status = theirs.status
+            await self._judge(verdict, ours, theirs)
+            if verdict.difference:
+                once_more = Verdict(case)
+                await self._judge(once_more, await self._said("plain vLLM", self._cold(case)), theirs)
+                if once_more.difference or once_more.ties:
+                    itself = once_more.difference or once_more.ties[0]
+                    verdict.difference += f"; plain vLLM differs from itself: {itself}"
+        except NoAnswer as error:
+            verdict.difference, verdict.status = str(error), 0
+        return verdict
+
+    async def _said(self, who: str, case: Case) -> Answer:
+        http = self._split if who == "ours" else self._plain
+        if self._before_each is not None:
+            await self._before_each()
+        try:
             answer = await ask(http, case, self._model)
-            answers.append(await ask(http, case, self._model) if case.again else answer)
-        ours, theirs = answers
-        verdict = Verdict(case, status=theirs.status)
+            return await ask(http, case, self._model) if case.again else answer
+        except httpx.TransportError as error:
+            raise NoAnswer(f"no answer from {who}: {type(error).__name__} {error}".rstrip()) from error
+
+    async def _judge(self, verdict: Verdict, ours: Answer, theirs: Answer) -> None:
         if (ours.status, bool(ours.error)) != (theirs.status, bool(theirs.error)):
             verdict.difference = f"{ours.status} {ours.error[:300]} for {theirs.status} {theirs.error[:300]}"
         elif ours.choices.keys() != theirs.choices.keys():
             verdict.difference = f"choices {sorted(ours.choices)} for {sorted(theirs.choices)}"
         else:
+            verdict.difference = self._scores(ours.scores, theirs.scores)
             for index, choice in ours.choices.items():
                 await self._compare(verdict, choice, theirs.choices[index], index)
             if not verdict.ties and not verdict.difference and ours.usage != theirs.usage:
                 verdict.difference = f"usage {ours.usage} for {theirs.usage}"
-        return verdict
 
     async def _compare(self, verdict: Verdict, ours: Choice, theirs: Choice, index: int) -> None:
         where = f"choice {index}: "
@@ -153,31 +181,42 @@ class Judge:
                     problem = problem or f"{name} {getattr(ours, name)!r} for {getattr(theirs, name)!r}"
             problem = problem or self._logprobs(ours.logprobs, theirs.logprobs)
         else:
-            tie = await self._tie(verdict.case, ours, theirs, position)
             told = f"token {position} is {ours.token_ids[position:][:1]} for {theirs.token_ids[position:][:1]}"
-            if tie is None:
+            tie_nat = await self._tie(verdict.case, ours, theirs, index, position)
+            if tie_nat is None:
                 problem = problem or f"{told} of {ours.token_ids} for {theirs.token_ids}"
             else:
-                verdict.ties.append(f"{where}{told}, {tie:.2g} nat")
+                verdict.ties.append(f"{where}{told}, {tie_nat:.2g} nat at most")
         if problem:
             verdict.difference = where + problem
 
-    async def _tie(self, case: Case, ours: Choice, theirs: Choice, position: int) -> float | None:
-        """How far apart the two tokens are, if the format cannot tell them apart."""
-        pair = [each.token_ids[position] for each in (ours, theirs) if position < len(each.token_ids)]
-        if len(pair) < 2 or theirs.prompt_token_ids is None:
+    async def _tie(self, case: Case, ours: Choice, theirs: Choice, index: int, position: int) -> float | None:
+        """By how much two logits are moved for plain vLLM to say our token, if the format may move them so far."""
+        if position >= min(len(ours.token_ids), len(theirs.token_ids)):
             return None
-        common = theirs.token_ids[:position]
-        body = {"model": self._model, "prompt": [*theirs.prompt_token_ids, *common], "max_tokens": 1, "temperature": 0}
-        body |= {"logprobs": 1, "logprob_token_ids": pair, "return_tokens_as_token_ids": True}
-        said = (await self._plain.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]["top_logprobs"][
-            0
-        ]
-        told = [said.get(f"token_id:{token}", -math.inf) for token in pair]
-        position_logprobs = PositionLogprobs(pair, told, 1)
-        penalties = {token: _penalty(case.body, common, token) for token in pair}
-        behind = max(ties.behind_best_nat(position_logprobs, token, penalties) for token in pair)
-        return behind if ties.is_tie(behind, self._dtype) else None
+        for share in NUDGES:
+            nudge_nat = share * ties.tie_nat(self._dtype)
+            bias = dict(case.body.get("logit_bias") or {})
+            for token, sign in ((ours.token_ids[position], 0.5), (theirs.token_ids[position], -0.5)):
+                bias[str(token)] = bias.get(str(token), 0.0) + sign * nudge_nat
+            nudged = replace(self._cold(case), body={**self._cold(case).body, "logit_bias": bias})
+            choice = (await self._said("plain vLLM", nudged)).choices.get(index)
+            if choice is not None and choice.token_ids[: position + 1] == ours.token_ids[: position + 1]:
+                return nudge_nat
+        return None
+
+    def _cold(self, case: Case) -> Case:
+        """The same request, that finds no more of its prompt in a cache than it did."""
+        return case if case.again else replace(case, body={**case.body, "cache_salt": f"again-{next(self._salts)}"})
+
+    def _scores(self, ours: Sequence[float], theirs: Sequence[float]) -> str:
+        if len(ours) != len(theirs):
+            return f"{len(ours)} scores for {len(theirs)}"
+        for at, pair in enumerate(zip(ours, theirs, strict=True)):
+            mine, its = (math.log(max(score, SMALLEST_SCORE)) / 2 for score in pair)  # a quotient errs twice
+            if not self._near(mine, its):
+                return f"score {at} is {pair[0]} for {pair[1]}"
+        return ""
 
     def _logprobs(self, ours: Sequence[Any], theirs: Sequence[Any]) -> str:
         if len(ours) != len(theirs):
@@ -218,12 +257,6 @@ class Judge:
             return math.isnan(one) == math.isnan(other)
         # Of what is next to impossible nothing but that is known: a logit of -40 rounds in larger steps.
         return abs(one - other) <= self.tolerance_nat * max(1.0, abs(other) / 16)
-
-
-def _penalty(body: Mapping[str, Any], made: Sequence[int], token: int) -> float:
-    count = list(made).count(token)
-    bias = (body.get("logit_bias") or {}).get(str(token), 0.0)
-    return count * body.get("frequency_penalty", 0.0) + (count > 0) * body.get("presence_penalty", 0.0) - bias
 
 
 def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

@@ -2,80 +2,127 @@
 
 Everything is real: the router over HTTP, Ray, a prefill and a decode engine, KV shipped between them; and vLLM's server
 with the same model and settings, on the same cores. The model is a small random one, in whose answers every token of
-the prompt counts. Prints each difference with the number of its case; exit code 1 if there is one.
+the prompt counts. Prints each difference with the number of its case; exit code 1 if there is one, 2 if plain vLLM
+has ended.
 
-usage: python -m tests.differential.run [--seed 1] [--cases 500] [--only 17]
+usage: python -m tests.differential.run [--seed 1] [--cases 500] [--only 17] [--dtype float32]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-from cluster.actors import engine_environment
 from cluster.config import RidgelineConfig, load_config
 from cluster.deployment import deploy, ray_runtime
+from cluster.doctor import resolve_dtype
 from cluster.model_store import prepare_model
 from cluster.plan import Plan, make_plan
-from tests.differential.cases import Material, drawn
+from tests.differential.cases import Case, Material, drawn
 from tests.differential.compare import Judge, Verdict
+from tests.differential.plain import PlainServer, PlainServerEnded, plain_vllm
 from tests.engines.tiny_model import make_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 STEP_TOKENS = 128
 MAX_MODEL_LEN_TOKENS = 1024
 KV_CACHE = "256 MiB"
-STARTS_WITHIN_S = 300
 PROGRESS_EVERY = 25
+TIMEOUT_S = 300
+
+Say = Callable[[str], None]
 
 
-async def main(at: int, count: int, only: int | None) -> int:
-    """The exit code."""
+@dataclass(frozen=True)
+class Both:
+    """The two servers, ready."""
+
+    plan: Plan
+    split: httpx.AsyncClient
+    plain: PlainServer
+    judge: Judge
+
+
+@asynccontextmanager
+async def both(config: RidgelineConfig, say: Say) -> AsyncIterator[Both]:
+    """A deployment as configured, and plain vLLM as its decode worker is."""
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(ray_runtime(config))
+        plan = await asyncio.to_thread(make_plan, config)
+        plain = await stack.enter_async_context(plain_vllm(plan))
+        deployment = await stack.enter_async_context(deploy(plan, say))
+        split = await stack.enter_async_context(httpx.AsyncClient(base_url=deployment.url, timeout=TIMEOUT_S))
+        await plain.ready()
+        yield Both(plan, split, plain, Judge(split, plain.http, plan.served_name, plan.dtype))
+
+
+@asynccontextmanager
+async def tiny(dtype: str, say: Say) -> AsyncIterator[Both]:
+    """Both of them with the small random model, whose prompts soon take several steps."""
     with tempfile.TemporaryDirectory() as folder:
-        config = _config(Path(folder))
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(ray_runtime(config))
-            plan = await asyncio.to_thread(make_plan, config)
-            deployment = await stack.enter_async_context(deploy(plan, _say))
-            split = await stack.enter_async_context(httpx.AsyncClient(base_url=deployment.url, timeout=300))
-            plain = await stack.enter_async_context(plain_vllm(plan))
-            judge = Judge(split, plain, plan.served_name, plan.dtype)
-            _say(f"seed {at}, {count} cases, {plan.dtype}: log-probabilities within {judge.tolerance_nat:.2g} nat")
-            cases = drawn(_material(str(plan.model_path)), at, count)
-            chosen = cases if only is None else [cases[only]]
-            verdicts = []
-            for case in chosen:
-                verdicts.append(await judge.verdict(case))
-                _tell(verdicts[-1], len(verdicts), len(chosen))
-            paths = await _paths(split)
-    return _summary(verdicts, at, paths)
+        config = await asyncio.to_thread(_config, Path(folder), dtype)
+        async with both(config, say) as servers:
+            yield servers
 
 
-def _config(folder: Path) -> RidgelineConfig:
+def random_cases(plan: Plan, at: int, count: int) -> list[Case]:
+    """Requests of seed `at` for the small model."""
+    return drawn(material(str(plan.model_path), STEP_TOKENS, 4 * STEP_TOKENS), at, count)
+
+
+async def judged(servers: Both, cases: Sequence[Case], say: Say) -> list[Verdict]:
+    """One after the other, told as they come. Raises PlainServerEnded."""
+    verdicts: list[Verdict] = []
+    began_s = time.monotonic()
+    for case in cases:
+        verdict = await servers.judge.verdict(case)
+        verdicts.append(verdict)
+        _tell(verdict, say)
+        if verdict.difference:
+            servers.plain.check()
+        if len(verdicts) % PROGRESS_EVERY == 0:
+            say(progress(len(verdicts), len(cases), time.monotonic() - began_s))
+    return verdicts
+
+
+def progress(done: int, of: int, seconds: float) -> str:
+    """How far it is, and how long the rest takes at the rate so far."""
+    rate = done / seconds
+    return f"{done} of {of}, {rate:.2f} cases/s, {(of - done) / rate:.0f} s left"
+
+
+async def main(at: int, count: int, only: int | None, dtype: str) -> int:
+    """The exit code."""
+    async with tiny(dtype, _say) as servers:
+        near_nat = servers.judge.tolerance_nat
+        _say(f"seed {at}, {count} cases, {servers.plan.dtype}: log-probabilities within {near_nat:.2g} nat")
+        cases = random_cases(servers.plan, at, count)
+        verdicts = await judged(servers, cases if only is None else [cases[only]], _say)
+        _say(await paths(servers.split))
+    return _summary(verdicts, at)
+
+
+def _config(folder: Path, dtype: str) -> RidgelineConfig:
     from transformers import AutoTokenizer
 
-    base = load_config(REPOSITORY / "deploy" / "local.yaml", {"server.port": "0"}).config
+    base = load_config(REPOSITORY / "deploy" / "local.yaml", {"server.port": "0", "model.dtype": dtype}).config
     tokenizer = AutoTokenizer.from_pretrained(prepare_model(base.model.path))
-    from cluster.doctor import resolve_dtype
-
     model = make_tiny_model(folder / "model", tokenizer, resolve_dtype(base), MAX_MODEL_LEN_TOKENS)
     flags = {
         "server.port": "0",
         "model.path": str(model),
         "model.served_name": "tiny",
+        "model.dtype": dtype,
         "model.max_model_len_tokens": str(MAX_MODEL_LEN_TOKENS),
         "router.prefill_window_tokens": str(2 * STEP_TOKENS),
     }
@@ -84,88 +131,40 @@ def _config(folder: Path) -> RidgelineConfig:
     return load_config(REPOSITORY / "deploy" / "local.yaml", flags).config
 
 
-def _material(model_path: str) -> Material:
+def material(model_path: str, step_tokens: int, longest_tokens: int) -> Material:
+    """The shipped book in this model's tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     text = (REPOSITORY / "loadtest" / "data" / "opticks.txt").read_text()
     book = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return Material(book, tokenizer, len(tokenizer), STEP_TOKENS, 4 * STEP_TOKENS)
+    return Material(book, tokenizer, len(tokenizer), step_tokens, longest_tokens)
 
 
-@asynccontextmanager
-async def plain_vllm(plan: Plan) -> AsyncIterator[httpx.AsyncClient]:
-    """vLLM's own server with one engine, as the decode worker's is, but for what Ridgeline adds."""
-    pool, model = plan.config.pools.decode, plan.config.model
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = {
-        "model": plan.model_path,
-        "host": "127.0.0.1",
-        "port": port,
-        "served-model-name": plan.served_name,
-        "dtype": plan.dtype,
-        "max-model-len": model.max_model_len_tokens,
-        "block-size": model.block_size_tokens,
-        "max-num-seqs": pool.max_num_seqs,
-        "max-num-batched-tokens": pool.max_num_batched_tokens,
-        "kv-cache-memory-bytes": pool.kv_cache_bytes,
-        "distributed-executor-backend": "uni",
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *words]
-    environment = os.environ | engine_environment(pool.cores_per_worker, on_cpu=True)
-    core = max(os.sched_getaffinity(0))
-    server = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
-        [*command, "--enforce-eager", "--disable-log-stats", "--disable-uvicorn-access-log"],
-        env=environment,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
-            await _until_it_answers(server, http)
-            yield http
-    finally:
-        server.terminate()
-        await asyncio.to_thread(server.wait)
-
-
-async def _until_it_answers(server: subprocess.Popen[Any], http: httpx.AsyncClient) -> None:
-    deadline_s = time.monotonic() + STARTS_WITHIN_S
-    while time.monotonic() < deadline_s and server.poll() is None:
-        try:
-            if (await http.get("/health")).status_code == 200:
-                return
-        except httpx.TransportError:
-            await asyncio.sleep(0.5)
-    raise RuntimeError("plain vLLM did not start")
-
-
-def _tell(verdict: Verdict, done: int, of: int) -> None:
+def _tell(verdict: Verdict, say: Say) -> None:
     if verdict.difference:
-        _say(f"DIFFERENCE {verdict.difference}\n  in {verdict.case}")
+        say(f"DIFFERENCE {verdict.difference}\n  in {verdict.case}")
     for tie in verdict.ties:
-        _say(f"tie in case {verdict.case.number}, {tie}")
-    if done % PROGRESS_EVERY == 0:
-        _say(f"{done} of {of}")
+        say(f"tie in case {verdict.case.number}, {tie}")
 
 
-async def _paths(http: httpx.AsyncClient) -> str:
+async def paths(http: httpx.AsyncClient) -> str:
+    """What the router has counted of the ways that requests took."""
     lines = (await http.get("/metrics")).text.splitlines()
     names = (
         "ridgeline_requests_total",
         "ridgeline_first_token_total",
         "ridgeline_recompute_total",
         "ridgeline_followed",
+        "ridgeline_fetches_total",
+        "ridgeline_kv_transfer_bytes_total",
     )
     return "\n".join(line for line in lines if line.startswith(names) and not line.endswith(" 0.0"))
 
 
-def _summary(verdicts: list[Verdict], at: int, paths: str) -> int:
+def _summary(verdicts: list[Verdict], at: int) -> int:
     different = [verdict.case.number for verdict in verdicts if verdict.difference]
     statuses = Counter(verdict.status for verdict in verdicts)
-    _say(paths)
     _say(
         f"seed {at}: {len(verdicts)} cases, {len(different)} differences {different}, "
         f"{sum(bool(verdict.ties) for verdict in verdicts)} with ties; statuses {dict(statuses)}"
@@ -182,5 +181,10 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--only", type=int, help="the number of one case of that seed")
+    parser.add_argument("--dtype", default="auto", help="as model.dtype of the configuration")
     asked = parser.parse_args()
-    sys.exit(asyncio.run(main(asked.seed, asked.cases, asked.only)))
+    try:
+        sys.exit(asyncio.run(main(asked.seed, asked.cases, asked.only, asked.dtype)))
+    except PlainServerEnded as ended:
+        _say(str(ended))
+        sys.exit(2)

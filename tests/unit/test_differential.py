@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import os
+import sys
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import pytest_asyncio
@@ -13,6 +18,8 @@ from talking_router import WORDS, TalkingEngine, make_model, talking_router
 
 from tests.differential.cases import Case, Material, drawn
 from tests.differential.compare import Judge
+from tests.differential.plain import PlainServerEnded, serving
+from tests.differential.run import Both, judged, progress
 
 COUNT = 25
 
@@ -133,3 +140,124 @@ async def test_a_refusal_by_one_of_them_is_a_difference(served: Any):
     judge = Judge(Refusing(), http, "m", "float32")  # type: ignore[arg-type]
     verdict = await judge.verdict(Case(0, "/v1/completions", {"prompt": "w20", "max_tokens": 2}, again=False))
     assert verdict.difference.startswith("400")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_scores_are_compared_and_other_ones_are_found(served: Any):
+    http, engines = served
+    body = {"query": [20, 21], "items": [[22], [23]], "label_token_ids": [30, 31], "apply_softmax": False}
+    case = Case(0, "/generative_scoring", body, again=False)
+    assert (await Judge(http, http, "m", "float32").verdict(case)).difference == ""
+
+    def wrong(delta: Any) -> Any:
+        told = [msgspec.structs.replace(each, logprobs=[-0.5, -3.0, -3.0]) for each in delta.logprobs or ()]
+        return msgspec.structs.replace(delta, logprobs=told or delta.logprobs)
+
+    odd: Any = OddServer(http, engines[0], wrong)
+    verdict = await Judge(odd, http, "m", "float32").verdict(case)
+    assert verdict.difference.startswith("score 0 is 0.04")
+
+
+class Undecided:
+    """A server of two tokens that are almost equally good to it: the second is so much behind."""
+
+    def __init__(self, behind_nat: float) -> None:
+        self.behind_nat = behind_nat
+        self.asked: list[dict[str, Any]] = []
+
+    async def post(self, path: str, json: dict[str, Any]) -> httpx.Response:
+        self.asked.append(json)
+        bias = json.get("logit_bias", {})
+        second = bias.get("8", 0.0) - self.behind_nat > bias.get("7", 0.0)
+        choice = {"index": 0, "text": "", "token_ids": [5, 8 if second else 7], "prompt_token_ids": [1]}
+        return httpx.Response(200, json={"choices": [choice]})
+
+
+@pytest.mark.parametrize(("behind_nat", "forgiven_nat"), [(0.01, 0.03125), (0.1, 0.125), (0.2, 0.25), (0.3, None)])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_another_token_is_a_tie_where_plain_vllm_says_it_after_a_nudge_that_the_format_may_give(
+    behind_nat: float, forgiven_nat: float | None
+):
+    ours, plain = Undecided(-1.0), Undecided(behind_nat)
+    body = {"prompt": [1], "temperature": 0.8, "seed": 4, "repetition_penalty": 1.3}
+    verdict = await Judge(ours, plain, "m", "bfloat16").verdict(Case(0, "/v1/completions", body, again=False))  # type: ignore[arg-type]
+    if forgiven_nat is None:
+        assert verdict.difference == "choice 0: token 1 is [8] for [7] of [5, 8] for [5, 7]"
+    else:
+        assert verdict.difference == ""
+        assert verdict.ties == [f"choice 0: token 1 is [8] for [7], {forgiven_nat:.2g} nat at most"]
+    assert all(body.items() <= asked.items() for asked in plain.asked), "asked with all of the request's own wishes"
+
+
+class Fickle(Undecided):
+    """A server that says another token each time."""
+
+    async def post(self, path: str, json: dict[str, Any]) -> httpx.Response:
+        self.asked.append(json)
+        choice = {"index": 0, "text": "", "token_ids": [50 + len(self.asked)], "prompt_token_ids": [1]}
+        return httpx.Response(200, json={"choices": [choice]})
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_plain_server_that_differs_from_itself_is_told_with_the_difference():
+    body = {"prompt": [1], "temperature": 0}
+    judge = Judge(Undecided(1.0), Fickle(0.0), "m", "float32")  # type: ignore[arg-type]
+    verdict = await judge.verdict(Case(0, "/v1/completions", body, again=False))
+    assert "plain vLLM differs from itself" in verdict.difference
+
+
+class Failing(Undecided):
+    """A server that breaks the connection of every second request."""
+
+    async def post(self, path: str, json: dict[str, Any]) -> httpx.Response:
+        response = await super().post(path, json)
+        if len(self.asked) % 2:
+            raise httpx.ReadError("connection reset")
+        return response
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_broken_connection_is_told_with_its_case_and_the_next_case_is_judged():
+    said: list[str] = []
+    checked = SimpleNamespace(check=lambda: None)
+    judge = Judge(Failing(1.0), Undecided(1.0), "m", "float32")  # type: ignore[arg-type]
+    servers = Both(None, None, checked, judge)  # type: ignore[arg-type]
+    cases = [Case(number, "/v1/completions", {"prompt": [1]}, again=False) for number in (6, 7)]
+    first, second = await judged(servers, cases, said.append)
+    assert first.difference == "no answer from ours: ReadError connection reset"
+    assert second.difference == ""
+    assert "in case 6: " in said[0]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_plain_server_that_has_ended_is_told_with_its_exit_code_and_its_last_words():
+    ends = [sys.executable, "-c", "print('CPU Generator does not use offset'); raise SystemExit(3)"]
+    async with serving(ends, os.environ, "http://127.0.0.1:9") as server:
+        with pytest.raises(
+            PlainServerEnded, match=r"exit code 3; its last lines:\n  CPU Generator does not use offset"
+        ):
+            await server.ready()
+
+
+def test_progress_tells_the_rate_and_what_is_left():
+    assert progress(50, 500, 25.0) == "50 of 500, 2.00 cases/s, 225 s left"
+
+
+def test_plain_vllm_gets_the_remedy_for_seeds_when_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    class Runner:
+        device = "cpu"
+
+        def load_model(self, *, load_dummy_weights: bool = False) -> None:
+            self.loaded = True
+
+        def _sample(self) -> None: ...
+
+        def _bookkeeping_sync(self) -> None: ...
+
+    vllms = SimpleNamespace(CPUModelRunner=Runner)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.cpu_model_runner", vllms)
+    importlib.import_module("tests.differential.worker")
+    runner = Runner()
+    runner.load_model(load_dummy_weights=False)
+    assert runner.loaded
+    assert {"_sample", "_bookkeeping_sync"} <= vars(runner).keys(), "put back by engine.seeded_chunks"
