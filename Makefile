@@ -9,7 +9,7 @@ MODEL_READY := $(VENV)/.model-ready
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: hostile help setup model demo test unit transports fuzz lint bench-unloaded chaos differential kill-decode stress soak clean
+.PHONY: hostile help setup model demo test unit transports fuzz lint bench-unloaded chaos differential scored kill-decode stress soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -56,6 +56,9 @@ chaos: model     ## workers killed, stopped and cut off under load: nothing may 
 
 differential: model  ## 500 random requests, each answered as by plain vLLM on the same cores (CASES=500 SEED=1 ONLY=17 DTYPE=float32)
 	@$(BIN)/python -m tests.differential.run --seed $(SEED) --cases $(or $(CASES),500) --dtype $(or $(DTYPE),auto) $(if $(ONLY),--only $(ONLY))
+
+scored: model    ## 20 prompts of 900 tokens with log-probabilities: answers as plain vLLM's, and TTFT with and without (PROMPTS=20)
+	@$(BIN)/python -m tests.differential.scored --prompts $(or $(PROMPTS),20) --dtype $(or $(DTYPE),auto)
 
 kill-decode: model  ## 20 streams whose decode worker is killed in the middle must all be completed (SEED=1)
 	@$(BIN)/python -m tests.chaos.kill_decode --seed $(SEED)

@@ -29,6 +29,7 @@ OWN_DEPLOYMENT = (
     "test_cancel_handoff.py",
     "test_supervision.py",
     "test_chaos.py",
+    "test_differential.py",
 )
 
 

@@ -20,6 +20,7 @@ from tests.differential.cases import Case, Material, drawn
 from tests.differential.compare import Judge
 from tests.differential.plain import PlainServerEnded, serving
 from tests.differential.run import Both, judged, progress
+from tests.differential.scored import PROMPT_TOKENS, prompts, variants
 
 COUNT = 25
 
@@ -31,10 +32,13 @@ class WordTokenizer:
         return " ".join(f"w{token}" for token in token_ids)
 
 
+BOOK = [5 + position * 31 % (WORDS - 5) for position in range(9000)]
+MATERIAL = Material(BOOK, WordTokenizer(), WORDS, step_tokens=64, longest_tokens=256)
+
+
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    book = [5 + position * 31 % (WORDS - 5) for position in range(3000)]
-    return drawn(Material(book, WordTokenizer(), WORDS, step_tokens=64, longest_tokens=256), at=3, count=COUNT)
+    return drawn(MATERIAL, at=3, count=COUNT)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -46,13 +50,28 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_same_seed_draws_the_same_requests_and_no_two_alike(cases: list[Case]):
-    book = [5 + position * 31 % (WORDS - 5) for position in range(3000)]
-    again = drawn(Material(book, WordTokenizer(), WORDS, step_tokens=64, longest_tokens=256), at=3, count=COUNT)
-    assert again == cases
+    assert drawn(MATERIAL, at=3, count=COUNT) == cases
     assert [case.number for case in cases] == list(range(COUNT))
     assert not any(
         one.body == other.body and one.again == other.again for one, other in itertools.combinations(cases, 2)
     )
+
+
+def test_the_draws_have_every_kind_of_log_probability_also_for_prompts_of_several_steps():
+    def steps(case: Case) -> int:
+        prompt = case.body.get("prompt") or [case.body.get("query")]
+        ids = max((each for each in prompt if isinstance(each, list)), key=len, default=prompt)
+        return -(-len(ids) // MATERIAL.step_tokens) if isinstance(ids, list) else 0
+
+    many = drawn(MATERIAL, at=1, count=500)
+    scoring = [case for case in many if case.path == "/generative_scoring"]
+    scored = [case for case in many if "prompt_logprobs" in case.body]
+    echoed = [case for case in many if case.body.get("echo") and "logprobs" in case.body]
+    named = [case for case in many if "logprob_token_ids" in case.body]
+    for kind in (scoring, scored, echoed, named):
+        assert len(kind) >= 10
+        assert max(steps(case) for case in kind) >= 3
+    assert {case.path for case in scored} == {"/v1/completions", "/v1/chat/completions"}
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -261,3 +280,14 @@ def test_plain_vllm_gets_the_remedy_for_seeds_when_its_model_is_loaded(monkeypat
     runner.load_model(load_dummy_weights=False)
     assert runner.loaded
     assert {"_sample", "_bookkeeping_sync"} <= vars(runner).keys(), "put back by engine.seeded_chunks"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_variant_of_a_scored_prompt_is_a_request_that_is_answered(served: Any):
+    http, _ = served
+    one, other = prompts(BOOK, 2)
+    assert len(one) == len(other) == PROMPT_TOKENS
+    assert one[0] != other[0]
+    for path, body in variants(one, MATERIAL).values():
+        verdict = await Judge(http, http, "m", "float32").verdict(Case(0, path, body, again=False))
+        assert (verdict.status, verdict.difference) == (200, ""), path
