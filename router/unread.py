@@ -60,7 +60,11 @@ class BoundedCollector(RequestOutputCollector):  # type: ignore[misc]
 
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
         """As vLLM does, and count. A whole answer in one piece is as long as admission has let it become."""
+        unread = self.output
         super().put(output)
+        if isinstance(unread, RequestOutput) and isinstance(output, RequestOutput):
+            # vLLM's merging drops those of a sequence that comes first now, and `echo` would find none for it.
+            unread.prompt_logprobs = unread.prompt_logprobs or output.prompt_logprobs
         if not isinstance(output, RequestOutput):
             self.unread_bytes = 0  # an error takes the place of all before
             return

@@ -49,6 +49,11 @@ class Answer:
     """Probabilities, of `/generative_scoring`."""
     error: str = ""
 
+    @property
+    def failed(self) -> bool:
+        """Whether something is wrong with the server and not with the request."""
+        return self.status >= 500 or (self.status == 200 and bool(self.error))
+
 
 @dataclass
 class Verdict:
@@ -56,8 +61,14 @@ class Verdict:
 
     case: Case
     difference: str = ""
+    plain_failed: str = ""
+    """What plain vLLM said instead of an answer, each time; then there is nothing to compare with."""
     ties: list[str] = field(default_factory=list)
     status: int = 200
+
+
+ASKED_TIMES = 3
+"""Plain vLLM, where it fails: it does now and then in a stream with n, `echo` and log-probabilities."""
 
 
 class NoAnswer(RuntimeError):
@@ -133,7 +144,13 @@ class Judge:
         verdict = Verdict(case)
         try:
             ours, theirs = await self._said("ours", case), await self._said("plain vLLM", case)
+            for _ in range(1, ASKED_TIMES):
+                if theirs.failed:
+                    theirs = await self._said("plain vLLM", self._cold(case))
             verdict.status = theirs.status
+            if theirs.failed:
+                verdict.plain_failed = theirs.error
+                return verdict
             await self._judge(verdict, ours, theirs)
             if verdict.difference:
                 once_more = Verdict(case)

@@ -144,6 +144,8 @@ def material(model_path: str, step_tokens: int, longest_tokens: int) -> Material
 def _tell(verdict: Verdict, say: Say) -> None:
     if verdict.difference:
         say(f"DIFFERENCE {verdict.difference}\n  in {verdict.case}")
+    if verdict.plain_failed:
+        say(f"plain vLLM failed: {verdict.plain_failed[:300]}\n  in {verdict.case}")
     for tie in verdict.ties:
         say(f"tie in case {verdict.case.number}, {tie}")
 
@@ -165,9 +167,11 @@ async def paths(http: httpx.AsyncClient) -> str:
 def _summary(verdicts: list[Verdict], at: int) -> int:
     different = [verdict.case.number for verdict in verdicts if verdict.difference]
     statuses = Counter(verdict.status for verdict in verdicts)
+    tied = sum(bool(verdict.ties) for verdict in verdicts)
+    failed = sum(bool(verdict.plain_failed) for verdict in verdicts)
     _say(
-        f"seed {at}: {len(verdicts)} cases, {len(different)} differences {different}, "
-        f"{sum(bool(verdict.ties) for verdict in verdicts)} with ties; statuses {dict(statuses)}"
+        f"seed {at}: {len(verdicts)} cases, {len(different)} differences {different}, {tied} with ties, "
+        f"{failed} on which plain vLLM failed; statuses {dict(statuses)}"
     )
     return 1 if different else 0
 

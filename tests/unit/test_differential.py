@@ -225,6 +225,28 @@ async def test_a_plain_server_that_differs_from_itself_is_told_with_the_differen
     assert "plain vLLM differs from itself" in verdict.difference
 
 
+class Broken(Undecided):
+    """A server that fails so many times before it answers."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(1.0)
+        self.times = times
+
+    async def post(self, path: str, json: dict[str, Any]) -> httpx.Response:
+        response = await super().post(path, json)
+        return response if len(self.asked) > self.times else httpx.Response(500, text="29")
+
+
+@pytest.mark.parametrize(("ours", "plain", "found"), [(0, 2, ""), (0, 3, "failed"), (1, 0, "difference")])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_plain_server_that_fails_is_asked_again_and_is_no_difference_but_ours_is(
+    ours: int, plain: int, found: str
+):
+    judge = Judge(Broken(ours), Broken(plain), "m", "float32")  # type: ignore[arg-type]
+    verdict = await judge.verdict(Case(0, "/v1/completions", {"prompt": [1]}, again=False))
+    assert (verdict.plain_failed == "29", bool(verdict.difference)) == (found == "failed", found == "difference")
+
+
 class Failing(Undecided):
     """A server that breaks the connection of every second request."""
 

@@ -70,6 +70,23 @@ async def test_a_whole_answer_in_one_piece_is_not_ended_by_the_bytes_of_a_stream
     assert collector.unread_bytes > 10_000
 
 
+def of_sequence(index, token, prompt_logprobs):
+    one = CompletionOutput(index=index, text="x", token_ids=[token], cumulative_logprob=None, logprobs=None)
+    return RequestOutput("r", None, [1], prompt_logprobs, [one], finished=False)
+
+
+async def test_the_log_probabilities_of_the_prompt_are_kept_when_a_later_sequence_brings_them_to_an_unread_output():
+    """vLLM's streams with `echo` take them from the output in which a sequence comes first."""
+    collector = BoundedCollector(RequestOutputKind.DELTA, "r", 10_000, [].append)
+    collector.put(of_sequence(0, 7, [None]))
+    assert (await collector.get()).prompt_logprobs == [None]
+    collector.put(of_sequence(0, 8, []))  # vLLM tells them once a sequence
+    collector.put(of_sequence(1, 9, [None]))
+    merged = await collector.get()
+    assert [(one.index, one.token_ids) for one in merged.outputs] == [(0, [8]), (1, [9])]
+    assert merged.prompt_logprobs == [None]
+
+
 # --- over HTTP
 
 
