@@ -40,10 +40,11 @@ transports: setup ## every KV transport against the conformance suite; dead peer
 fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer frames (about 15 minutes); SEED=1, EXAMPLES=100000
 	@$(BIN)/python tests/fuzz/run.py --seed $(or $(SEED),1) --examples $(or $(EXAMPLES),100000)
 
-hostile: model   ## a hostile client beside a polite one, without a model; needs an idle machine, so it is not part of `make test`
+hostile: setup   ## a hostile client beside a polite one, without a model (about a minute; part of `make test`)
 	@$(BIN)/pytest -q -s tests/hostile
 
 test: lint model unit transports ## lint and tests, real engines on real Ray and two minutes of chaos included
+	@$(BIN)/pytest -q -s tests/hostile
 	@$(BIN)/pytest -q tests/replay tests/fuzz
 	@$(BIN)/pytest -v --durations=40 tests/engines
 	@$(BIN)/python tests/engines/other_format.py

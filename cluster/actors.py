@@ -6,6 +6,7 @@ Ray places, starts and ends them; no token and no KV byte passes through them.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from dataclasses import dataclass
@@ -173,7 +174,10 @@ class RouterActor:
 
     async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
         """Connect, open the port, return the URL."""
-        return str(await self._router.serve(worker_addresses, hardware))
+        url = str(await self._router.serve(worker_addresses, hardware))
+        gc.collect()
+        gc.freeze()  # vLLM's modules are 600,000 objects: to look at them all again stops every stream for 0.3 s
+        return url
 
     async def kv_pairs(self) -> list[KvPair]:
         """What carries KV between which workers."""

@@ -156,7 +156,10 @@ class PoolConfig(_Section):
         ge=1,
         description="ranks each engine is split over; null: one for each of its GPUs, and on CPU not split",
     )
-    max_num_seqs: int = Field(ge=1, description="sequences one engine runs at a time")
+    max_num_seqs: int = Field(
+        ge=1,
+        description="sequences one engine runs at a time; one client alone has seven eighths of those that decode",
+    )
     max_num_batched_tokens: int = Field(ge=1, description="tokens one engine step computes; longer prompts are chunked")
     kv_cache_bytes: Bytes | None = Field(
         default=GIB,
@@ -180,8 +183,8 @@ class PoolsConfig(_Section):
     """The pools. `prefill` and `decode` run in mode disaggregated, `colocated` in mode colocated."""
 
     prefill: PoolConfig = PoolConfig(workers=1, max_num_seqs=32, max_num_batched_tokens=512)
-    decode: PoolConfig = PoolConfig(workers=1, max_num_seqs=64, max_num_batched_tokens=512)
-    colocated: PoolConfig = PoolConfig(workers=2, max_num_seqs=64, max_num_batched_tokens=2048)
+    decode: PoolConfig = PoolConfig(workers=1, max_num_seqs=80, max_num_batched_tokens=512)
+    colocated: PoolConfig = PoolConfig(workers=2, max_num_seqs=72, max_num_batched_tokens=2048)
 
 
 class TransferConfig(_Section):

@@ -201,6 +201,7 @@ class WorkerHost:
             num_kv_blocks=self._engine.num_kv_blocks,
             block_size_tokens=layout.block_size_tokens,  # vLLM may have overruled the setting
             max_model_len_tokens=config.max_model_len_tokens,
+            max_num_seqs=config.max_num_seqs,
             repeats_tokens=config.on_cpu,
         )
         handlers = {

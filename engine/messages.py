@@ -107,6 +107,8 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     block_size_tokens: int
     max_model_len_tokens: int
+    max_num_seqs: int
+    """Sequences that its engine runs at a time."""
     repeats_tokens: bool = True
     """Can go on after emitted tokens in `resample` mode."""
 

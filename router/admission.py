@@ -28,6 +28,9 @@ from router.settings import RouterSettings
 State = Literal["not_ready", "open", "draining"]
 LONGEST_RETRY_AFTER_S = 60
 DRAIN_WINDOW_S = 10.0
+LEFT_WINDOW_S = 10.0
+"""What a client leaves before its end has cost as much as what it reads, and would hold no place: it counts against the
+client's share for about so long, so that to open and leave again and again is no way around the share."""
 
 
 class Refused(Exception):
@@ -77,6 +80,8 @@ class Snapshot:
     """KV blocks their prompts take: as many as if they shared nothing, or what workers report, if that is less."""
     client_blocks: int
     """Of this client among them."""
+    client_left: int
+    """Sequences of this client that it left lately before they had ended; see `LEFT_WINDOW_S`."""
     sequences_per_s: float
     """How many ended lately."""
     blocks_per_s: float
@@ -200,6 +205,18 @@ def _refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: Limits) ->
     """One client holds at most a share of what the others leave, so whoever comes finds room, however many slots and
     blocks a client asks for. One sequence is let in whatever it takes, if its client has no other."""
     others = now.sequences - now.client_sequences
+    may_have = _share(limits.max_outstanding_requests, limits)
+    if (
+        now.client_left
+        and limits.max_client_share < 1
+        and now.client_sequences + now.client_left + ask.sequences > may_have
+    ):
+        raise _overload(
+            "client_share",
+            f"{now.client_sequences} of your requests are being served and you left {now.client_left} lately before "
+            f"they had ended; you may have {may_have} of both (router.max_client_share)",
+            LEFT_WINDOW_S * math.log((now.client_sequences + now.client_left + ask.sequences) / may_have),
+        )
     may_have = _share(limits.max_outstanding_requests - others, limits)
     if now.client_sequences + ask.sequences > may_have:
         raise _overload(
@@ -268,8 +285,11 @@ class Admission:
         self._held: dict[str, _Held] = {}
         """By client; of those that have something."""
         self._all = _Held()
-        self._ended_sequences = _DrainRate(clock)
-        self._ended_blocks = _DrainRate(clock)
+        self._left: dict[str, _Fading] = {}
+        """By client: sequences that it left lately before they had ended."""
+        self._clock = clock
+        self._ended_sequences = _Fading(clock, DRAIN_WINDOW_S)
+        self._ended_blocks = _Fading(clock, DRAIN_WINDOW_S)
 
     def check(self, client: str, sequences: int) -> None:
         """Would a request of this client be taken, as far as can be told without its prompt? Raises Refused."""
@@ -277,6 +297,16 @@ class Admission:
         waits_s = [self._queues[pool].wait_s(client, 0) for pool in pools]
         shortest_s = None if None in waits_s else min(wait_s for wait_s in waits_s if wait_s is not None)
         self._decide(Ask(sequences), self._snapshot(client, self._prompt_pool(0), shortest_s))
+
+    def check_share(self, client: str, coming: int) -> None:
+        """Would one more request of this client be over its share, beside those that come already? Raises Refused."""
+        if self._limits.max_client_share >= 1 or self.state != "open":
+            return
+        if not (client in self._held or client in self._left or coming):
+            return
+        now = self._snapshot(client, self._prompt_pool(0), None)
+        if now.usable_answer_workers:
+            self._or_counted(lambda: _refuse_beyond_the_clients_share(Ask(1 + coming), now, self._limits))
 
     @property
     def sequences(self) -> int:
@@ -290,11 +320,20 @@ class Admission:
         self._decide(ask, now)
         blocks = _blocks(ask.prompt_tokens, now)
         self._count(client, ask.sequences, blocks)
-        return Ticket(ask.sequences, lambda ended: self._count(client, -ended, blocks))
+
+        def give_back(ended: int, left: bool) -> None:
+            self._count(client, -ended, blocks)
+            if left:
+                self._left.setdefault(client, _Fading(self._clock, LEFT_WINDOW_S)).add(ended)
+
+        return Ticket(ask.sequences, give_back)
 
     def _decide(self, ask: Ask, now: Snapshot) -> None:
+        self._or_counted(lambda: decide(ask, now, self._limits))
+
+    def _or_counted(self, decision: Callable[[], None]) -> None:
         try:
-            decide(ask, now, self._limits)
+            decision()
         except Refused as refused:
             self._metrics.rejected.labels(refused.reason).inc()
             raise
@@ -334,10 +373,16 @@ class Admission:
             client_sequences=held.sequences,
             prompt_blocks=blocks,
             client_blocks=held.blocks * blocks // max(1, self._all.blocks),
+            client_left=self._left_by(client),
             sequences_per_s=self._ended_sequences.per_s,
             blocks_per_s=self._ended_blocks.per_s,
             prompt_wait_s=prompt_wait_s,
         )
+
+    def _left_by(self, client: str) -> int:
+        for name in [name for name, left in self._left.items() if left.amount < 1]:
+            del self._left[name]
+        return int(self._left[client].amount) if client in self._left else 0
 
 
 def _blocks_taken(loads: list[WorkerLoad], accepted_blocks: int) -> int:
@@ -363,44 +408,47 @@ class Ticket:
     served it is then never started, and only forgotten.
     """
 
-    def __init__(self, sequences: int, give_back: Callable[[int], None]) -> None:
-        self._left = [sequences]
+    def __init__(self, sequences: int, give_back: Callable[[int, bool], None]) -> None:
+        """`give_back` hears how many have ended, and whether they were left before their end."""
+        self._rest = [sequences]
         self._give_back = give_back
-        self._finalizer = weakref.finalize(self, _give_back_rest, self._left, give_back)
+        self._finalizer = weakref.finalize(self, _give_back_rest, self._rest, give_back)
         self._finalizer.atexit = False
 
-    def sequence_ended(self) -> None:
-        """One of them."""
-        if self._left[0]:
-            self._left[0] -= 1
-            self._give_back(1)
+    def sequence_ended(self, *, left: bool = False) -> None:
+        """One of them, or `left` before."""
+        if self._rest[0]:
+            self._rest[0] -= 1
+            self._give_back(1, left)
 
     def release(self) -> None:
         """All that are left. Safe to call twice."""
         self._finalizer()
 
 
-def _give_back_rest(left: list[int], give_back: Callable[[int], None]) -> None:
-    rest, left[0] = left[0], 0
-    if rest:
-        give_back(rest)
+def _give_back_rest(rest: list[int], give_back: Callable[[int, bool], None]) -> None:
+    number, rest[0] = rest[0], 0
+    if number:
+        give_back(number, True)
 
 
-class _DrainRate:
-    """How much of something ended per second, over about the last ten."""
+class _Fading:
+    """How much of something there was lately: what was added fades over about so many seconds."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], window_s: float) -> None:
         self._clock = clock
+        self._window_s = window_s
         self._value = 0.0
         self._at_s = clock()
 
     def add(self, amount: float) -> None:
-        self._value = self._faded() + amount
+        self._value = self.amount + amount
         self._at_s = self._clock()
 
     @property
     def per_s(self) -> float:
-        return self._faded() / DRAIN_WINDOW_S
+        return self.amount / self._window_s
 
-    def _faded(self) -> float:
-        return self._value * math.exp((self._at_s - self._clock()) / DRAIN_WINDOW_S)
+    @property
+    def amount(self) -> float:
+        return self._value * math.exp((self._at_s - self._clock()) / self._window_s)

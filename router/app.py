@@ -43,7 +43,8 @@ from router.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.fleet import Fleet
 from router.guard import Access, guarded
 from router.http_protocol import BoundedHeads
-from router.json_cost import with_bounded_json
+from router.intake import Intake, in_fair_order, refused_early
+from router.json_cost import with_bounded_json, with_whole_bodies
 from router.loop_lag import LoopLag
 from router.metrics import QueueCollector, RequestMetrics, WorkerCollector
 from router.metrics_page import metrics_endpoint
@@ -87,9 +88,11 @@ class Router:
             stall_timeout_s=settings.stall_timeout_s,
         )
         self._queues = prompt_queues(self._fleet, settings)
+        self._admission = Admission(settings, self._queues, self._fleet.pool, self._metrics)
+        self._intake = Intake()
         self._client = RouterEngineClient(
             _frontend_config(self._args),
-            Admission(settings, self._queues, self._fleet.pool, self._metrics),
+            self._admission,
             settings.max_unread_stream_bytes,
             self._count_unread,
         )
@@ -275,8 +278,9 @@ class Router:
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/metrics"]
         app.add_route("/metrics", metrics_endpoint(self._fleet.refresh, REGISTRY), methods=["GET"])
         keep_known_routes(app)
-        bounded = with_bounded_json(app_gaps.with_ended_streams(app))
-        return request_fields.with_headers_checked(with_deadline(with_retry_after(bounded)))
+        bounded = with_bounded_json(with_retry_after(app_gaps.with_ended_streams(app)))
+        in_turn = with_whole_bodies(in_fair_order(with_deadline(bounded), self._intake))
+        return request_fields.with_headers_checked(refused_early(in_turn, self._intake, self._admission.check_share))
 
 
 def _access(settings: RouterSettings) -> Access:

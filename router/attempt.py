@@ -137,7 +137,7 @@ class Attempt:
         """The leg's last delta; `follow` is called before, if the hand-off can be followed while it grows."""
         async with self._turn("prefill", tasks, answer) as turn:
             try:
-                decode.choose()
+                decode.choose(turn)
             except (WorkerLost, WorkerDraining):
                 answer.timeline.state = "queued"
                 raise
@@ -201,8 +201,8 @@ class _Decode:
         self._tasks = tasks
         self._stack = counted
 
-    def choose(self) -> None:
-        """By the blocks that it will need, half of its answer included.
+    def choose(self, turn: Turn) -> None:
+        """By the blocks that it will need, half of its answer included; the place that came with the turn is there.
 
         Raises WorkerLost or WorkerDraining: none is left.
         """
@@ -216,6 +216,9 @@ class _Decode:
         needed = blocks_needed(self._tasks.num_tokens, output_tokens, block_size_tokens)
         chosen = pick([worker.load() for worker in pool], room_then_fewest_running(needed))
         self.worker = self._fleet.get(chosen)
+        slot = turn.take_slot()
+        self._stack.callback(slot.release)
+        slot.on(self.worker)
         prompt = blocks_needed(self._tasks.num_tokens, 0, block_size_tokens)
         self.counted = self._stack.enter_context(self.worker.reserve(promised_blocks=needed, held_blocks=prompt))
 

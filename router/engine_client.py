@@ -35,6 +35,7 @@ from router.answer import SequenceRequest
 from router.arrival import HEAD_READ_S
 from router.client_identity import CLIENT
 from router.deadline import TIMEOUT_S
+from router.intake import taken_in
 from router.orchestrator import DeadlineExceeded, Orchestrator
 from router.policy import NoWorker
 from router.text_sink import TextSink
@@ -160,6 +161,7 @@ class RouterEngineClient(EngineClient):
         client = CLIENT.get()
         with _as_http():
             ticket = self._admission.admit(client, _ask(request, self.model_config.get_vocab_size()))
+        taken_in()
         return self._serve(request, request_id, prompt_text, client, ticket)
 
     async def _serve(
@@ -177,7 +179,7 @@ class RouterEngineClient(EngineClient):
 
         def sequence_ended(task: asyncio.Task[None]) -> None:
             _tell_of_a_failure(collector, task)
-            ticket.sequence_ended()
+            ticket.sequence_ended(left=task.cancelled())
             if collector in self._collectors and all(one.done() for one in tasks):
                 self._unread.add(collector)
 

@@ -2,7 +2,9 @@
 
 Clients take turns. At each of its turns a client may send `quantum_tokens` more prompt tokens; what it does not use, or
 saves up for a prompt longer than that, is kept while it has prompts waiting. So clients get equal prompt tokens, not
-equal numbers of prompts.
+equal numbers of prompts; but a short prompt is work too, for router and engines, and counts as `LEAST_TOKENS`.
+
+A client that may have no more of what the popped ones take is passed over, see `pop`.
 
 **Bound.** With Q the quantum and L the longest prompt, a prompt of t tokens that its client sends with nothing else
 waiting is popped after at most ceil(t / Q) * (Q + L) tokens of each other client, however many those have waiting. For
@@ -12,11 +14,27 @@ a short prompt (t <= Q) this is one quantum and one prompt of each.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 QUANTUM_TOKENS = 512
+LEAST_TOKENS = 64
+"""What the router and an engine's step do for a prompt however short it is takes as long as this many tokens do."""
 T = TypeVar("T")
+
+
+def may_have_more(held: int, others: int, places: int, part: float) -> bool:
+    """May a client that holds so many of these places have one more, beside others that hold so many?
+
+    At most a part of what the others leave: alone nearly all, with one that is as greedy nearly half. So some are free
+    for whoever comes, and whoever has nothing is let in even if none is: nobody waits for another one for ever.
+    """
+    return not held or held < int(part * (places - others))
+
+
+def _everybody(_client: str) -> bool:
+    return True
 
 
 @dataclass(eq=False)
@@ -40,8 +58,9 @@ class _Client(Generic[T]):
 class FairQueue(Generic[T]):
     """Prompts that wait, in fair order."""
 
-    def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
+    def __init__(self, quantum_tokens: int = QUANTUM_TOKENS, least_tokens: int = LEAST_TOKENS) -> None:
         self._quantum_tokens = quantum_tokens
+        self._least_tokens = least_tokens
         self._urgent: deque[Entry[T]] = deque()
         self._clients: dict[str, _Client[T]] = {}
         """Those with prompts waiting."""
@@ -68,20 +87,27 @@ class FairQueue(Generic[T]):
         self._clients[client].tokens += tokens
         return entry
 
-    def pop(self) -> Entry[T]:
-        """Take the next one out; raises IndexError when none waits."""
+    def pop(self, eligible: Callable[[str], bool] = _everybody) -> Entry[T]:
+        """Take the next one out, of a client that is eligible, or an urgent one; raises IndexError when none waits.
+
+        Who is passed over saves nothing up for it.
+        """
         if self._urgent:
             return self._urgent.popleft()
+        may = {name for name in self._turns if eligible(name)}
+        if not may:
+            raise IndexError("none waits that may go")
         while True:
             client = self._clients[self._turns[0]]
-            if not client.has_turn:
-                client.has_turn = True
-                client.deficit_tokens += self._quantum_tokens
-            entry = client.entries[0]
-            if entry.tokens <= client.deficit_tokens:
-                client.deficit_tokens -= entry.tokens
-                self.remove(entry)
-                return entry
+            if self._turns[0] in may:
+                if not client.has_turn:
+                    client.has_turn = True
+                    client.deficit_tokens += self._quantum_tokens
+                entry = client.entries[0]
+                if (weight := max(entry.tokens, self._least_tokens)) <= client.deficit_tokens:
+                    client.deficit_tokens -= weight
+                    self.remove(entry)
+                    return entry
             client.has_turn = False
             self._turns.rotate(-1)
 

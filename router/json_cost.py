@@ -33,11 +33,11 @@ def _cost(body: bytes, strings: int) -> int:
     return body.count(b",") + STRING_COST * strings + OBJECT_COST * body.count(b"{") + LIST_COST * body.count(b"[")
 
 
-def with_bounded_json(app: Asgi) -> Asgi:
-    """The app, with 400 for a body that would cost too much. It gets bodies in one piece."""
+def with_whole_bodies(app: Asgi) -> Asgi:
+    """The app, which gets bodies in one piece, and is called when it is there."""
 
     async def wrapped(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+        if not _may_have_body(scope):
             await app(scope, receive, send)
             return
         parts: list[bytes] = []
@@ -51,13 +51,30 @@ def with_bounded_json(app: Asgi) -> Asgi:
             more = message.get("more_body", False)
         body = b"".join(parts)
         parts.clear()
-        found = cost(body)
-        if found > MAX_COST:
-            await _refuse(send, found)
-            return
         await app(scope, _replaying({"type": "http.request", "body": body, "more_body": False}, receive), send)
 
     return wrapped
+
+
+def with_bounded_json(app: Asgi) -> Asgi:
+    """The app, with 400 for a body that would cost too much. Bodies have come in one piece."""
+
+    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
+        if not _may_have_body(scope):
+            await app(scope, receive, send)
+            return
+        message = await receive()
+        found = cost(message.get("body", b""))
+        if found > MAX_COST:
+            await _refuse(send, found)
+            return
+        await app(scope, _replaying(message, receive), send)
+
+    return wrapped
+
+
+def _may_have_body(scope: Any) -> bool:
+    return scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH")
 
 
 def _replaying(first: Message, receive: Any) -> Any:

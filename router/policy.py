@@ -23,6 +23,8 @@ class WorkerLoad:
     """Sequences sent there and not yet finished."""
     kv_blocks_free: int
     kv_blocks_total: int
+    max_running: int
+    """Sequences its engine runs at a time; more wait there."""
     kv_blocks_promised: int = 0
     """For sequences sent there that it has produced nothing for, so that they may not be in what it reported."""
     kv_blocks_held: int = 0
@@ -60,12 +62,13 @@ def fewest_running_then_most_free(load: WorkerLoad) -> tuple[float, ...]:
 
 
 def room_then_fewest_running(needed_blocks: int) -> Score:
-    """For a sequence that will need so many blocks: where they are free and not promised, however many run there; a
-    worker without room would let it wait, or take blocks from sequences that it then computes again."""
+    """For a sequence that will need so many blocks: where they are free and not promised, and a place in the batch is.
+    A worker without room would let it wait, or take blocks from sequences that it then computes again."""
 
     def score(load: WorkerLoad) -> tuple[float, ...]:
         left = load.kv_blocks_free - load.kv_blocks_promised - needed_blocks
-        return (0, load.running, -left) if left >= 0 else (1, -left, load.running)
+        room = left >= 0 and load.running < load.max_running
+        return (0, load.running, -left) if room else (1, -left, load.running)
 
     return score
 

@@ -1,7 +1,8 @@
 """Prompts wait here, in the router, until a worker of their pool may have them: fair among clients, and bounded.
 
 An engine runs prompts in the order they come, so what is sent there cannot be reordered. A worker therefore gets a
-prompt only while the prompt tokens it still has to compute are below a window; the others wait in a `FairQueue`.
+prompt only while the prompt tokens it still has to compute are below a window; the others wait in a `FairQueue`. There
+a prompt also waits while its client may not have one sequence more decoded (`DecodeSlots`).
 
 **Bound.** Of a pool of one worker, with window W, quantum Q and longest prompt L: a short prompt (up to Q tokens) of a
 client with nothing else waiting starts after at most W + L tokens that the worker has already, and Q + L tokens of each
@@ -19,6 +20,7 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 
 from engine.messages import Pool
+from router.decode_slots import DecodeSlots, Slot
 from router.fair_queue import Entry, FairQueue
 from router.fleet import Fleet, Worker
 from router.policy import (
@@ -46,15 +48,19 @@ _SCORES: dict[Pool, Score] = {
 
 
 class Turn:
-    """A prompt's place on a worker: it counts there as a sequence, and as prompt tokens until `prompt_done`."""
+    """A prompt's place on a worker: it counts there as a sequence, and as prompt tokens until `prompt_done`; and the
+    place of its sequence where it is decoded."""
 
-    def __init__(self, queue: PrefillQueue, worker: Worker, prompt_tokens: int) -> None:
+    def __init__(self, queue: PrefillQueue, worker: Worker, prompt_tokens: int, slot: Slot) -> None:
         self.worker = worker
         self.prompt_tokens = prompt_tokens
         self._queue = queue
         self._counted = ExitStack()
         blocks = 0 if queue.pool == "prefill" else blocks_needed(prompt_tokens, 0, worker.description.block_size_tokens)
         self._reservation = self._counted.enter_context(worker.reserve(prompt_tokens, blocks, blocks))
+        self._slot: Slot | None = slot
+        if queue.pool != "prefill":
+            slot.on(worker)
         self._open = True
 
     def prompt_done(self) -> None:
@@ -65,6 +71,14 @@ class Turn:
         """The sequence has left the worker. Safe to call twice."""
         self._counted.close()
         self._end(computed=False)
+        if self._slot is not None:
+            self.take_slot().release()
+
+    def take_slot(self) -> Slot:
+        """Where it is decoded is another worker's: whoever calls this, once, releases the place there."""
+        assert self._slot is not None
+        slot, self._slot = self._slot, None
+        return slot
 
     def _end(self, computed: bool) -> None:
         if self._open:
@@ -82,10 +96,13 @@ class PrefillQueue:
         workers: Callable[[], Sequence[Worker]],
         window_tokens: int,
         recovery_timeout_s: float,
+        slots: DecodeSlots,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool: Pool = pool
         self._workers = workers
+        self._slots = slots
+        slots.tell(self.wake)
         self._window_tokens = window_tokens
         self._recovery_timeout_s = recovery_timeout_s
         self._clock = clock
@@ -119,7 +136,10 @@ class PrefillQueue:
     def wake(self) -> None:
         """Look again who can go where; called when a place is free, and to be called when the fleet has changed."""
         while len(self._queue) and (worker := self._worker_with_room()) is not None:
-            entry = self._queue.pop()
+            try:
+                entry = self._queue.pop(self._slots.may_start)
+            except IndexError:  # those who wait are all over their share of what is decoded
+                break
             if not entry.item.done():
                 self._grant(entry, worker)
         self._watch_outage()
@@ -193,7 +213,7 @@ class PrefillQueue:
 
     def _grant(self, entry: Entry[asyncio.Future[Turn]], worker: Worker) -> None:
         idle = not worker.load().outstanding_prompt_tokens
-        entry.item.set_result(Turn(self, worker, entry.tokens))
+        entry.item.set_result(Turn(self, worker, entry.tokens, self._slots.take(entry.client)))
         if idle:
             self._rate.begin(worker.worker_id, self._full(worker))
 
@@ -230,6 +250,7 @@ class PrefillQueue:
 def prompt_queues(fleet: Fleet, settings: RouterSettings) -> dict[Pool, PrefillQueue]:
     """A queue for each pool that may compute prompts in this mode."""
     pools: tuple[Pool, ...] = ("colocated",) if settings.mode == "colocated" else ("prefill", "decode")
+    slots = DecodeSlots(partial(fleet.pool, pools[-1]))
     patience_s = {"prefill": min(PREFILL_PATIENCE_S, settings.recovery_timeout_s)}
     return {
         pool: PrefillQueue(
@@ -237,6 +258,7 @@ def prompt_queues(fleet: Fleet, settings: RouterSettings) -> dict[Pool, PrefillQ
             partial(fleet.pool, pool),
             settings.prefill_window_tokens[pool],
             patience_s.get(pool, settings.recovery_timeout_s),
+            slots,
         )
         for pool in pools
     }

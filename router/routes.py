@@ -58,6 +58,19 @@ ROUTES: Final[Mapping[str, Callers]] = {
         "clients",
     ),
 }
+GENERATING: Final = frozenset(
+    {
+        "/generative_scoring",
+        "/inference/v1/generate",
+        "/invocations",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+    }
+)
+"""What is asked for here runs on workers."""
 ON_WISH: Final = frozenset({"/static", "/tokenizer_info"})
 """Made for server_args enable_offline_docs and enable_tokenizer_info_endpoint only."""
 OPEN_PATHS: Final = frozenset(path for path, callers in ROUTES.items() if callers == "everybody")

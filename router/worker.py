@@ -78,6 +78,7 @@ class Worker:
             in_doubt=self.client.failed_s > self._known_s,
             outstanding_prompt_tokens=self._outstanding_prompt_tokens,
             running=self._running,
+            max_running=self.description.max_num_seqs,
             kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
             kv_blocks_total=self.description.num_kv_blocks,
             kv_blocks_promised=self._promised_blocks,

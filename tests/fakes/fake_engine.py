@@ -54,7 +54,7 @@ def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> Engine
         dtype="bfloat16",
         max_model_len_tokens=4096,
         block_size_tokens=LAYOUT.block_size_tokens,
-        max_num_seqs=8,
+        max_num_seqs=256,
         max_num_batched_tokens=512,
         kv_cache_bytes_per_rank=None,
         tensor_parallel_size=1,

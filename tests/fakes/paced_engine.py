@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ class PacedEngine(FakeEngine):
 
     def __init__(self, pool: Pool, *, step_s: float, max_num_seqs: int, prompt_tokens_per_s: float = 0.0) -> None:
         super().__init__(pool, stepping="manual")
+        self.config = replace(self.config, max_num_seqs=max_num_seqs)
         self._step_s = step_s
         self._max_num_seqs = max_num_seqs
         self._prompt_tokens_per_s = prompt_tokens_per_s
@@ -35,6 +37,7 @@ class PacedEngine(FakeEngine):
             prompts_s = tokens / self._prompt_tokens_per_s if self._prompt_tokens_per_s else 0.0
             await asyncio.sleep(self._step_s + prompts_s if batch else 0.002)
             if batch:
+                self.stats.stall.moved()
                 self.step(*batch)
 
     def _batch(self) -> list[str]:

@@ -47,7 +47,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     status = WorkerStatus(worker_id="prefill-0", counters=worker_counters())
     workers = [
         SimpleNamespace(pool="prefill", worker_id="prefill-0", status=status, load=lambda one=load: one)
-        for load in (WorkerLoad("w", True, False, 0, 0, 1, 1), WorkerLoad("w", True, True, 0, 0, 1, 1))
+        for load in (WorkerLoad("w", True, False, 0, 0, 1, 1, 1), WorkerLoad("w", True, True, 0, 0, 1, 1, 1))
     ]
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}
     queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)

@@ -3,6 +3,9 @@
 Plain sockets and the standard library, so that the clients' own work is small and starts at once.
 `python clients.py polite|hostile PORT KEY` reads commands from its standard input, one a line, and answers each with a
 line of JSON when it is done.
+
+The hostile one would sit on machines of its own. Here it shares the router's, so each of its attacks pauses between two
+tries: it takes a twentieth of a core itself, and what it costs is what the service does for it.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 LONGEST = 4000
-NEVER_READ = 512
-CONCURRENT = 4
+CONCURRENT = 8
+"""Enough that what one long prompt of another client's takes of a worker is a small part of the TTFT."""
 
 
 def request(key: str, path: str, body: bytes, **headers: str) -> bytes:
@@ -42,28 +45,28 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 
 
 class Polite:
-    """Asks for a stream, reads its first token, leaves; `CONCURRENT` requests at a time."""
+    """Asks for streams and reads them to the end, `CONCURRENT` at a time."""
 
     def __init__(self, port: int, key: str) -> None:
         self._port, self._key = port, key
 
     async def measure(self, requests: int) -> dict[str, Any]:
-        """TTFT of each, and what was not answered."""
-        ttfts_s: list[float] = []
+        """TTFT of each, the time to its end, and what was not answered."""
+        found: dict[str, list[float]] = {"ttft_s": [], "whole_s": []}
         refused = Counter[str]()
 
         async def some() -> None:
             for _ in range(requests // CONCURRENT):
                 try:
                     async with asyncio.timeout(30):
-                        ttfts_s.append(await self._ttft_s(refused))
+                        await self._one(found, refused)
                 except (OSError, EOFError, TimeoutError, ValueError, IndexError) as error:
                     refused[type(error).__name__] += 1
 
         await asyncio.gather(*(some() for _ in range(CONCURRENT)))
-        return {"ttfts_s": ttfts_s, "refused": dict(refused)}
+        return {**found, "refused": dict(refused)}
 
-    async def _ttft_s(self, refused: Counter[str]) -> float:
+    async def _one(self, found: dict[str, list[float]], refused: Counter[str]) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             began_s = time.perf_counter()
@@ -71,10 +74,14 @@ class Polite:
             status = await status_of(reader)
             if status != 200:
                 refused[f"{status}: {(await reader.read(2000))[-300:].decode()}"] += 1
-                return 0.0
+                return
             while not (await reader.readuntil(b"\n")).startswith(b"data: {"):
                 pass
-            return time.perf_counter() - began_s
+            ttft_s = time.perf_counter() - began_s
+            while not (await reader.readuntil(b"\n")).startswith(b"data: [DONE]"):
+                pass
+            found["ttft_s"].append(ttft_s)
+            found["whole_s"].append(time.perf_counter() - began_s)
         finally:
             writer.close()
 
@@ -87,22 +94,28 @@ class Hostile:
         self._running: list[asyncio.Task[None]] = []
         self._sockets: list[socket.socket] = []
         self.statuses: Counter[str] = Counter()
+        self._answered = asyncio.Event()
 
-    async def on(self) -> dict[str, Any]:
-        """Begin; returns when the sockets that never read are there."""
-        for number in range(NEVER_READ):
+    async def on(self, sockets: int) -> dict[str, Any]:
+        """Begin, with so many sockets that never read; returns when those are there."""
+        for number in range(sockets):
             await self._never_read(number)
         attacks = {
             "n 512": (0.2, completion(1, n=512, max_tokens=2000, stream=True), {}, False),
-            "n 300": (3.0, completion(1, n=300, max_tokens=2000, stream=True), {}, False),
+            "n 300": (0.1, completion(1, n=300, max_tokens=2000, stream=True), {}, False),
             "long id": (0.2, completion(stream=True, n=8, max_tokens=100), {"x_request_id": "i" * 64_000}, True),
-            "prompt logprobs": (0.0, completion(LONGEST, prompt_logprobs=20, max_tokens=1), {}, True),
+            "prompt logprobs": (0.02, completion(LONGEST, prompt_logprobs=20, max_tokens=1), {}, True),
             "millions of parts": (1.0, b'{"model":"m","prompt":[' + b"[]," * 2_000_000 + b"[]]}", {}, True),
         }
         for name, (pause_s, body, headers, reads) in attacks.items():
             self._start(self._again(name, "/v1/completions", pause_s, body, headers, reads=reads))
         drain = json.dumps({"worker": "decode-0", "timeout_s": 0, "force": True}).encode()
         self._start(self._again("drain", "/ridgeline/drain", 0.2, drain, {}, reads=True))
+        return {}
+
+    async def answered(self) -> dict[str, Any]:
+        """Wait until a request that is much work has been answered."""
+        await self._answered.wait()
         return {}
 
     async def off(self) -> dict[str, Any]:
@@ -144,10 +157,12 @@ class Hostile:
                 self.statuses[f"{name}: {await status_of(reader)}"] += 1
                 if reads:
                     await reader.read()
+                if self.statuses["prompt logprobs: 200"]:
+                    self._answered.set()
                 writer.close()
             except (OSError, ValueError, IndexError) as error:
                 self.statuses[f"{name}: {type(error).__name__}"] += 1
-            await asyncio.sleep(max(pause_s, 0.01))
+            await asyncio.sleep(pause_s)
 
 
 async def main() -> None:

@@ -120,7 +120,7 @@ def test_resources_are_set_as_a_table_or_one_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("path", "value", "fix"),
     [
-        ("pools.decode.max_num_batched_tokens", "8", "raise it to at least 64"),
+        ("pools.decode.max_num_batched_tokens", "8", "raise it to at least 80"),
         ("pools.prefill.kv_cache_bytes", "null", "set it, for instance to 1 GiB"),
         ("model.block_size_tokens", "48", "set it to 64"),
         ("model.max_model_len_tokens", "16", "lower the block size or raise the length"),

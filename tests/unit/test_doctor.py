@@ -91,13 +91,13 @@ def test_a_kv_cache_smaller_than_one_request_says_how_much_is_needed():
 def test_a_step_longer_than_the_patience_with_it_is_a_failure_that_names_both_settings():
     large = but(model=dataclasses.replace(SMALL_MODEL, parameters=2_000_000_000, kv_values_per_token=None))
     large = dataclasses.replace(large, memory_available_bytes=64 * GIB)
-    sentences = failures_on(large, config_with(pools__decode__max_num_batched_tokens="64"))
+    sentences = failures_on(large, config_with(pools__decode__max_num_batched_tokens="80"))
     assert len(sentences) == 1
     assert (
         "One step of prefill takes about 41.0 s for 512 tokens here, too long for transfer.lease_s (30)" in sentences[0]
     )
     assert "set that to at least 82, or lower pools.prefill.max_num_batched_tokens." in sentences[0]
-    patient = {"transfer__lease_s": "100", "pools__decode__max_num_batched_tokens": "64"}
+    patient = {"transfer__lease_s": "100", "pools__decode__max_num_batched_tokens": "80"}
     assert failures_on(large, config_with(**patient)) == []
     hasty = failures_on(large, config_with(**patient, supervision__stall_timeout_s="20"))
     assert ["supervision.stall_timeout_s (20)" in sentence for sentence in hasty] == [True]

@@ -27,6 +27,7 @@ IDLE = Snapshot(
     client_sequences=0,
     prompt_blocks=0,
     client_blocks=0,
+    client_left=0,
     sequences_per_s=0.0,
     blocks_per_s=0.0,
     prompt_wait_s=None,
@@ -164,6 +165,50 @@ def test_what_is_held_is_told_apart_by_client_and_given_back_sequence_by_sequenc
     flood.sequence_ended()
     assert router.admission.sequences == 0
     assert router.rejected("client_share") == 2
+
+
+def test_what_a_client_leaves_before_its_end_counts_against_its_share_for_a_while():
+    router = Router(share=0.5)
+    router.admission.admit("churn", Ask(5, 8, 8))  # and forgotten at once
+    with pytest.raises(Refused, match="you left 5 lately before they had ended; you may have 5 of both") as refused:
+        router.admission.admit("churn", Ask(1, 8, 8))
+    assert refused.value.reason == "client_share"
+    router.admission.admit("polite", Ask(1, 8, 8)).release()
+    router.clock.now_s += refused.value.retry_after_s
+    router.admission.admit("churn", Ask(1, 8, 8))
+    router.clock.now_s += 60
+    router.admission.check("churn", 5)
+    assert not router.admission._left, "nothing is kept of those who left long ago"
+
+
+def test_what_has_ended_by_itself_does_not_count_as_left():
+    router = Router(share=0.5)
+    for _ in range(20):
+        ticket = router.admission.admit("a", Ask(1, 8, 8))
+        ticket.sequence_ended()
+    router.admission.admit("a", Ask(5, 8, 8))
+
+
+def test_with_shares_off_whoever_leaves_may_come_again_at_once():
+    router = Router()
+    for _ in range(5):
+        router.admission.admit("a", Ask(10, 8, 8))
+
+
+def test_a_client_that_holds_its_share_is_told_so_before_its_body_is_read():
+    router = Router(share=0.5)
+    router.admission.check_share("a", 4)
+    with pytest.raises(Refused, match="0 of your requests are being served"):
+        router.admission.check_share("a", 5)
+    tickets = [router.admission.admit("a", Ask(3, 8, 8))]
+    router.admission.check_share("a", 1)
+    with pytest.raises(Refused, match="you may have 5"):
+        router.admission.check_share("a", 2)
+    router.admission.check_share("b", 0)
+    assert router.rejected("client_share") == 2
+    router.bench.client("decode").connected = False
+    router.admission.check_share("a", 2)  # nobody could serve it, which it is told later
+    tickets.clear()
 
 
 # --- what is counted

@@ -42,6 +42,31 @@ def test_clients_get_equal_prompt_tokens_and_not_equal_numbers_of_prompts():
     assert abs(served["long"] - served["short"]) <= QUANTUM + 2000
 
 
+def test_a_short_prompt_counts_as_much_as_the_work_that_every_prompt_is():
+    queue = FairQueue()
+    for _ in range(1000):
+        queue.push("tiny", 1, "tiny")
+    for _ in range(5):
+        queue.push("long", 500, "long")
+    order = popped(queue)
+    assert order[:60].count("long") == 5, "else a thousand prompts of one token would go before two of 500"
+
+
+def test_a_client_that_may_have_no_more_is_passed_over_and_saves_nothing_up():
+    queue = FairQueue(quantum_tokens=100)
+    for number in range(10):
+        queue.push("full", 100, f"full-{number}")
+        queue.push("other", 100, f"other-{number}")
+    assert [queue.pop(lambda client: client == "other").item for _ in range(6)] == [f"other-{n}" for n in range(6)]
+    assert {queue.pop().client for _ in range(2)} == {"full", "other"}
+    queue.push("canary", 1, "canary", urgent=True)
+    assert queue.pop(lambda client: False).item == "canary"
+    waiting = len(queue)
+    with pytest.raises(IndexError):
+        queue.pop(lambda client: False)
+    assert len(queue) == waiting
+
+
 def test_what_is_urgent_goes_first_and_among_itself_in_order():
     queue = FairQueue()
     queue.push("a", 10, "a")

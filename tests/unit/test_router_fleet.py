@@ -38,6 +38,7 @@ def a_worker():
         num_kv_blocks=100,
         block_size_tokens=32,
         max_model_len_tokens=4096,
+        max_num_seqs=256,
     )
     return Worker(Client(), description)
 

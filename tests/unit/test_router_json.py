@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from router.app_gaps import QuickJson
-from router.json_cost import MAX_COST, cost, with_bounded_json
+from router.json_cost import MAX_COST, cost, with_bounded_json, with_whole_bodies
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ async def test_such_a_body_is_refused_before_it_is_parsed_and_others_come_whole(
         body = await Request(scope, receive).body()
         await JSONResponse({"bytes": len(body)})(scope, receive, send)
 
-    async with listening(with_bounded_json(app)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with listening(with_whole_bodies(with_bounded_json(app))) as url, httpx.AsyncClient(base_url=url) as http:
         long = json.dumps({"prompt": [5] * 900_000}).encode()
         assert (await http.post("/", content=long)).json() == {"bytes": len(long)}
         assert (await http.get("/")).json() == {"bytes": 0}

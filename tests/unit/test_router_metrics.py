@@ -67,6 +67,7 @@ def load(**state):
         running=0,
         kv_blocks_free=1,
         kv_blocks_total=1,
+        max_running=1,
     )
 
 

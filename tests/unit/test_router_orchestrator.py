@@ -80,6 +80,7 @@ class FakeFleet(Fleet):
                 num_kv_blocks=100,
                 block_size_tokens=32,
                 max_model_len_tokens=4096,
+                max_num_seqs=256,
             )
             self._workers[worker_id] = Worker(FakeClient(log, worker_id, script), description)
 

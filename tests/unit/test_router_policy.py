@@ -24,6 +24,7 @@ IDLE = WorkerLoad(
     running=0,
     kv_blocks_free=100,
     kv_blocks_total=100,
+    max_running=64,
 )
 SCORES = [least_prompt_tokens, fewest_running_then_most_free, least_work]
 
@@ -91,6 +92,7 @@ def test_decode_goes_where_the_blocks_are_and_not_where_fewest_run():
         "one block is missing"
     )
     assert pick([replace(full, kv_blocks_promised=1), roomy], room_then_fewest_running(5)) == "roomy"
+    assert pick([replace(full, max_running=10), roomy], room_then_fewest_running(5)) == "roomy", "its batch is full"
 
 
 def test_half_of_an_answer_counts_for_what_a_sequence_will_need():

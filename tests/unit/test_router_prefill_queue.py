@@ -7,6 +7,7 @@ import pytest
 from fake_engine import LAYOUT, FakeClock, eventually
 
 from engine.messages import WorkerDescription, WorkerStatus
+from router.decode_slots import DecodeSlots
 from router.fleet import Worker
 from router.policy import NoWorker
 from router.prefill_queue import PrefillQueue
@@ -31,6 +32,7 @@ def a_worker(worker_id="prefill-0"):
         num_kv_blocks=100,
         block_size_tokens=32,
         max_model_len_tokens=4096,
+        max_num_seqs=256,
     )
     return Worker(Client(), description)
 
@@ -46,7 +48,9 @@ class Bench:
     def __init__(self, workers=1, recovery_timeout_s=60.0):
         self.clock = FakeClock()
         self.workers = [a_worker(f"prefill-{index}") for index in range(workers)]
-        self.queue = PrefillQueue("prefill", lambda: self.workers, WINDOW, recovery_timeout_s, self.clock)
+        self.decodes = [a_worker("decode-0")]
+        self.slots = DecodeSlots(lambda: self.decodes)
+        self.queue = PrefillQueue("prefill", lambda: self.workers, WINDOW, recovery_timeout_s, self.slots, self.clock)
         self.started = []
         self.tasks = {}
         self.turns = {}

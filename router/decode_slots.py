@@ -1,0 +1,92 @@
+"""Places in the batches of the pool that decodes, so that no client alone can fill them.
+
+An engine decodes `max_num_seqs` sequences at a time, first come, first served: one client with enough long answers
+would keep everybody else's from their second token. So a prompt is not started before its client may have one sequence
+more decoded (`router/prefill_queue.py` asks here when it grants a turn): a prompt that waits holds no KV block, no
+lease and nothing on a worker, and whoever leaves meanwhile leaves nothing behind.
+
+The rule is the one of admission: a client with nothing is always let in, one with something has at most `PART` of what
+the others leave. What is urgent (a canary, a request whose worker was lost) does not wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from router.fair_queue import may_have_more
+from router.worker import Worker
+
+PART = 7 / 8
+"""Of the places, for one client alone. With fewer than eight on a worker at least one is for others."""
+
+
+class DecodeSlots:
+    """Of all workers of the pool together; one per router."""
+
+    def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
+        self._workers = workers
+        self._held: Counter[tuple[str, Worker | None]] = Counter()
+        """By client and worker; without one while none is chosen yet."""
+        self._on_free: list[Callable[[], None]] = []
+
+    def tell(self, on_free: Callable[[], None]) -> None:
+        """Have it called whenever a place is free."""
+        self._on_free.append(on_free)
+
+    def may_start(self, client: str) -> bool:
+        """May one more sequence of this client be started?
+
+        What runs on workers that leave, or are lost, takes no place from the others.
+        """
+        there: set[Worker | None] = {None, *(worker for worker in self._workers() if worker.load().usable)}
+        places = sum(worker.description.max_num_seqs for worker in there if worker is not None)
+        of_client, of_others = 0, 0
+        for (name, worker), number in self._held.items():
+            if worker not in there:
+                continue
+            if name == client:
+                of_client += number
+            else:
+                of_others += number
+        return may_have_more(of_client, of_others, places, PART)
+
+    def take(self, client: str) -> Slot:
+        """Count one sequence; whoever takes it releases it."""
+        return Slot(self, client)
+
+    def add(self, client: str, worker: Worker | None, number: int) -> None:
+        """Called by the slot."""
+        self._held[client, worker] += number
+        if not self._held[client, worker]:
+            del self._held[client, worker]
+
+    def freed(self) -> None:
+        """Called by the slot."""
+        for on_free in self._on_free:
+            on_free()
+
+
+class Slot:
+    """One sequence that is decoded, or will be once its prompt is computed."""
+
+    def __init__(self, slots: DecodeSlots, client: str) -> None:
+        self._slots = slots
+        self._client = client
+        self._worker: Worker | None = None
+        self._open = True
+        slots.add(client, None, 1)
+
+    def on(self, worker: Worker) -> None:
+        """This worker will decode it."""
+        if self._open:
+            self._slots.add(self._client, self._worker, -1)
+            self._worker = worker
+            self._slots.add(self._client, worker, 1)
+
+    def release(self) -> None:
+        """Its place is another one's. Safe to call twice."""
+        if self._open:
+            self._open = False
+            self._slots.add(self._client, self._worker, -1)
+            self._slots.freed()
