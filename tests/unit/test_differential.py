@@ -226,25 +226,36 @@ async def test_a_plain_server_that_differs_from_itself_is_told_with_the_differen
 
 
 class Broken(Undecided):
-    """A server that fails so many times before it answers."""
+    """A server that fails: never, in streams, always."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, when: str) -> None:
         super().__init__(1.0)
-        self.times = times
+        self.when = when
 
     async def post(self, path: str, json: dict[str, Any]) -> httpx.Response:
         response = await super().post(path, json)
-        return response if len(self.asked) > self.times else httpx.Response(500, text="29")
+        fails = self.when == "always" or (self.when == "in streams" and "stream" in json)
+        return httpx.Response(500, text="29") if fails else response
 
 
-@pytest.mark.parametrize(("ours", "plain", "found"), [(0, 2, ""), (0, 3, "failed"), (1, 0, "difference")])
+@pytest.mark.parametrize(
+    ("ours", "plain", "found"),
+    [
+        ("never", "in streams", ""),
+        ("never", "always", "plain failed"),
+        ("always", "always", ""),
+        ("in streams", "never", "difference"),
+    ],
+)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_plain_server_that_fails_is_asked_again_and_is_no_difference_but_ours_is(
-    ours: int, plain: int, found: str
+async def test_a_plain_server_that_fails_is_asked_for_one_piece_and_is_no_difference_but_ours_is(
+    ours: str, plain: str, found: str
 ):
     judge = Judge(Broken(ours), Broken(plain), "m", "float32")  # type: ignore[arg-type]
-    verdict = await judge.verdict(Case(0, "/v1/completions", {"prompt": [1]}, again=False))
-    assert (verdict.plain_failed == "29", bool(verdict.difference)) == (found == "failed", found == "difference")
+    body = {"prompt": [1], "stream": True, "stream_interval": 2}
+    verdict = await judge.verdict(Case(0, "/v1/completions", body, again=False))
+    assert verdict.plain_failed == ("29" if found == "plain failed" else "")
+    assert bool(verdict.difference) == (found == "difference")
 
 
 class Failing(Undecided):
