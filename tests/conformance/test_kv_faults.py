@@ -18,6 +18,8 @@ from kv_transfer.handoff import KvHandoff, new_handoff_id
 from kv_transfer.service import TransferOptions, TransferService
 from kv_transfer.transports import make_transport
 
+LEASE_S = 2 * PATIENCE_S
+"""None ends by itself."""
 TRANSPORTS = {"memory": slow_frames, "grpc": slow_frames, "shm": slow_copies}
 IDS, TARGETS = [7, 3, 9, 1, 12], [20, 4, 22, 5, 24]
 REASON = {
@@ -211,7 +213,7 @@ def test_a_service_with_faults_completes_every_fetch_once_and_every_lease_ends(t
     for faults in (None, plan):
         _, shared, layers = make_pool(num_blocks=80)
         tensors = {f"layer{index}": torch.from_numpy(layer) for index, layer in enumerate(layers)}
-        options = TransferOptions("127.0.0.1", lease_s=1.0, transport=transport, faults=faults)
+        options = TransferOptions("127.0.0.1", lease_s=LEASE_S, transport=transport, faults=faults)
         services.append(TransferService(tensors, make_layout(), options, shared))
     prefill, decode = services
     try:
@@ -221,7 +223,7 @@ def test_a_service_with_faults_completes_every_fetch_once_and_every_lease_ends(t
         for index in range(40):
             handoff = _offer(prefill, f"p{index}", [index % 32, (index + 5) % 32])
             decode.start_fetch(f"d{index}", handoff, 0, [2 * index, 2 * index + 1])
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + PATIENCE_S
         while len(receipts) < 40 or len(sent) < 40:
             assert time.monotonic() < deadline_s, (len(receipts), len(sent))
             decode.wait(0.05)
@@ -245,7 +247,7 @@ def _offer(service, request_id, block_ids):
         num_blocks=len(block_ids),
         num_tokens=4 * len(block_ids),
         compatibility_hash="",
-        lease_s=1.0,
+        lease_s=LEASE_S,
         num_bytes=0,
     )
     service.publish(request_id, handoff.handoff_id, block_ids, handoff.num_tokens)

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from patience import PATIENCE_S
 
 from kv_transfer import measure as measure_module
 from kv_transfer.measure import MEASURABLE, MeasureReport, MeasureSettings, TransferFigures, measure, usable_cores
@@ -195,9 +196,9 @@ def test_the_source_never_outlives_its_parent(tmp_path, then):
             assert parent.stdout.readline() == "up\n"
     finally:
         parent.kill()  # unless it has ended by itself
-        parent.wait(10)
+        parent.wait(PATIENCE_S)
         parent.stdout.close()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + PATIENCE_S
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s, "the source process still runs"
         time.sleep(0.05)

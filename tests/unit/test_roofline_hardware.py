@@ -64,6 +64,9 @@ def quick_calibration(monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(calibration, "_GEMM_BUDGET_S", 0.3)
     monkeypatch.setattr(calibration, "_STREAM_BUDGET_S", 0.1)
+    monkeypatch.setattr(calibration, "_GEMM_SHAPES", calibration._GEMM_SHAPES[:2])
+    for name in ("_MIN_ARRAY_BYTES", "_MAX_ARRAY_BYTES"):
+        monkeypatch.setattr(calibration, name, 32 << 20)
 
 
 def test_a_calibrated_host_is_plausible_and_leaves_torch_as_it_was(quick_calibration):
