@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).parents[2]
 STEP_TOKENS = 128
 MAX_MODEL_LEN_TOKENS = 1024
 KV_CACHE = "256 MiB"
-PROGRESS_EVERY = 25
+PROGRESS_EVERY = 10
 TIMEOUT_S = 300
 
 Say = Callable[[str], None]
