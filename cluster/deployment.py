@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
 
 from cluster.actor_slot import LOOPBACK, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
 from cluster.actors import NodePlace, WorkerReady
@@ -24,6 +23,7 @@ from cluster.config import PoolName, RidgelineConfig
 from cluster.environment import server_variables_hidden
 from cluster.plan import CoreTable, PlacementError, Plan
 from cluster.ray_messages import ray_messages_in_a_file
+from cluster.ray_start import start_ray
 from cluster.supervisor import Say, Supervisor
 from router.pairing import KvPair
 from router.settings import PoolHardware
@@ -97,9 +97,8 @@ def _ray(config: RidgelineConfig) -> Iterator[None]:
             )
             resource_tables = [config.router.resources, *(pool.resources for pool in config.all_pools().values())]
             resources = {name: 1000.0 for table in resource_tables for name in table}
-            _keep_ray_on_loopback()
             with server_variables_hidden():
-                ray.init(
+                start_ray(
                     num_cpus=cores,
                     _node_ip_address=LOOPBACK,
                     resources=resources,
@@ -118,16 +117,6 @@ def _ray(config: RidgelineConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _keep_ray_on_loopback() -> None:
-    """Before Ray is started here: have it listen on loopback only.
-
-    Whoever reaches Ray's ports can run code, and Ray opens them on all interfaces unless its address is loopback, which
-    it replaces by an outward one. It does not where it may not form a cluster; its switch for that is read at import.
-    """
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 @asynccontextmanager
