@@ -38,8 +38,8 @@ def start_ray(**options: Any) -> None:
             _end(set(psutil.Process().children()) - earlier)
             if start == STARTS:
                 raise DeploymentFailed(
-                    f"Ray did not come up on this machine, {STARTS} times: {error} Its logs are in {LOGS}; a machine "
-                    "with too little free memory or disk is the usual cause"
+                    f"Ray did not come up on this machine, {STARTS} times: {error} Its logs are in {LOGS}: see "
+                    "them, and whether memory or disk is full"
                 ) from error
             logger.warning("Ray did not come up: %s Starting it once more", error)
 

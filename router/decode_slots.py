@@ -39,17 +39,18 @@ class DecodeSlots:
 
         What runs on workers that leave, or are lost, takes no place from the others.
         """
+        return self.as_of_now()(client)
+
+    def as_of_now(self) -> Callable[[str], bool]:
+        """As `may_start`, of any number of clients, until a place is taken or free: what is held is counted once."""
         there: set[Worker | None] = {None, *(worker for worker in self._workers() if worker.load().usable)}
         places = sum(worker.description.max_num_seqs for worker in there if worker is not None)
-        of_client, of_others = 0, 0
+        held = Counter[str]()
         for (name, worker), number in self._held.items():
-            if worker not in there:
-                continue
-            if name == client:
-                of_client += number
-            else:
-                of_others += number
-        return may_have_more(of_client, of_others, places, PART)
+            if worker in there:
+                held[name] += number
+        total = held.total()
+        return lambda client: may_have_more(held[client], total - held[client], places, PART)
 
     def take(self, client: str) -> Slot:
         """Count one sequence; whoever takes it releases it."""

@@ -137,7 +137,7 @@ class PrefillQueue:
         """Look again who can go where; called when a place is free, and to be called when the fleet has changed."""
         while len(self._queue) and (worker := self._worker_with_room()) is not None:
             try:
-                entry = self._queue.pop(self._slots.may_start)
+                entry = self._queue.pop(self._slots.as_of_now())
             except IndexError:  # those who wait are all over their share of what is decoded
                 break
             if not entry.item.done():

@@ -142,3 +142,14 @@ async def test_no_place_stays_taken_whatever_becomes_of_the_turns(bench):
     async with asyncio.timeout(10):
         await asyncio.gather(*tasks, return_exceptions=True)
     assert not bench.slots._held
+
+
+async def test_who_may_start_is_counted_once_a_grant_however_many_clients_wait(bench):
+    await bench.send("first", 1000)
+    for number in range(50):
+        await bench.send(f"waits {number}", 10, client=f"client-{number}")
+    counted = []
+    bench.slots._workers = lambda: counted.append(1) or bench.decodes
+    await bench.finish("first")
+    assert len(bench.started) == 51
+    assert len(counted) <= len(bench.started) + 2, "once for each prompt that was started, and when none is left"
