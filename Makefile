@@ -43,7 +43,7 @@ fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer 
 hostile: setup   ## a hostile client beside a polite one, without a model (about a minute; part of `make test`)
 	@$(BIN)/pytest -q -s tests/hostile
 
-test: lint model unit transports ## lint and tests, real engines on real Ray and two minutes of chaos included (about 40 minutes)
+test: lint model unit transports ## lint and tests, real engines on real Ray and two minutes of chaos included (about 47 minutes)
 	@$(BIN)/pytest -q -s tests/hostile
 	@$(BIN)/pytest -q tests/replay tests/fuzz
 	@$(BIN)/pytest -v --durations=40 tests/engines
