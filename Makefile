@@ -9,7 +9,7 @@ MODEL_READY := $(VENV)/.model-ready
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: hostile help setup model demo test unit transports fuzz lint bench-unloaded chaos differential scored kill-decode stress soak clean
+.PHONY: help setup model demo test test-all starts unit conformance transports hostile fuzz lint bench-unloaded chaos differential scored kill-decode stress soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -33,42 +33,51 @@ lint: setup      ## ruff, mypy strict, import rules
 unit: setup      ## tests of pure logic, under a minute
 	@$(BIN)/pytest -q -n 2 --durations=10 tests/unit
 
-transports: setup ## every KV transport against the conformance suite; dead peers, faults, a shaped and a cut network link
+conformance: setup ## every KV transport against one suite: dead peers, faults, frames that were altered
 	@$(BIN)/pytest -q -n 2 tests/conformance
+
+transports: conformance ## the same, and a network link that is shaped and cut
 	@$(BIN)/pytest -q tests/network
 
 fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer frames (about 15 minutes); SEED=1, EXAMPLES=100000
-	@$(BIN)/python tests/fuzz/run.py --seed $(or $(SEED),1) --examples $(or $(EXAMPLES),100000)
+	@$(BIN)/python -m tools.fuzz.run --seed $(or $(SEED),1) --examples $(or $(EXAMPLES),100000)
 
-hostile: setup   ## a hostile client beside a polite one, without a model (about a minute; part of `make test`)
+hostile: setup   ## a hostile client beside a polite one, without a model (about a minute; part of `make test-all`)
 	@$(BIN)/pytest -q -s tests/hostile
 
-test: lint model unit transports ## lint and tests, real engines on real Ray and two minutes of chaos included (about 47 minutes)
+test: starts lint model unit conformance ## what shows in minutes that all works: lint, unit, conformance, real engines in both modes, a kill, a drain
+	@$(BIN)/pytest -v --durations=10 -m core tests/engines
+
+starts:
+	@echo "make test takes about 10 minutes on two cores, make test-all about 45; this machine has $$(nproc)"
+
+test-all: test   ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, both number formats
+	@$(BIN)/pytest -q tests/network
 	@$(BIN)/pytest -q -s tests/hostile
 	@$(BIN)/pytest -q tests/replay tests/fuzz
-	@$(BIN)/pytest -v --durations=40 tests/engines
-	@$(BIN)/python tests/engines/other_format.py
+	@$(BIN)/pytest -v --durations=40 -m "not core" tests/engines
+	@$(BIN)/python -m tests.engines.other_format
 
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
-	@$(BIN)/python -m tests.bench.unloaded_ttft
+	@$(BIN)/python -m tools.bench.unloaded_ttft
 
 chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)
-	@$(BIN)/python -m tests.chaos.chaos --seconds $(SECONDS) --seed $(SEED)
+	@$(BIN)/python -m tools.chaos.chaos --seconds $(SECONDS) --seed $(SEED)
 
 differential: model  ## 500 random requests, each answered as by plain vLLM on the same cores (CASES=500 SEED=1 ONLY=17 DTYPE=float32)
-	@$(BIN)/python -m tests.differential.run --seed $(SEED) --cases $(or $(CASES),500) --dtype $(or $(DTYPE),auto) $(if $(ONLY),--only $(ONLY))
+	@$(BIN)/python -m tools.differential.run --seed $(SEED) --cases $(or $(CASES),500) --dtype $(or $(DTYPE),auto) $(if $(ONLY),--only $(ONLY))
 
 scored: model    ## 20 prompts of 900 tokens with log-probabilities: answers as plain vLLM's, and TTFT with and without (PROMPTS=20)
-	@$(BIN)/python -m tests.differential.scored --prompts $(or $(PROMPTS),20) --dtype $(or $(DTYPE),auto)
+	@$(BIN)/python -m tools.differential.scored --prompts $(or $(PROMPTS),20) --dtype $(or $(DTYPE),auto)
 
 kill-decode: model  ## 20 streams whose decode worker is killed in the middle must all be completed (SEED=1)
-	@$(BIN)/python -m tests.chaos.kill_decode --seed $(SEED)
+	@$(BIN)/python -m tools.chaos.kill_decode --seed $(SEED)
 
 stress: model    ## 3,000 mixed requests, half of whose clients leave, at every moment: nothing may stay held (ROUNDS=1 SEED=1)
-	@$(BIN)/python -m tests.chaos.stress --seed $(SEED) --rounds $(or $(ROUNDS),1) --requests $(or $(REQUESTS),3000)
+	@$(BIN)/python -m tools.chaos.stress --seed $(SEED) --rounds $(or $(ROUNDS),1) --requests $(or $(REQUESTS),3000)
 
 soak: model      ## memory of every process over 2,000 small requests
-	@$(BIN)/python -m tests.chaos.soak
+	@$(BIN)/python -m tools.chaos.soak
 
 clean:           ## remove the environment and the runs
 	rm -rf $(VENV) runs

@@ -1,0 +1,10 @@
+"""The `ridgeline` command, and what it starts: everything that knows Ray or this machine.
+
+cli.py            the commands and their options
+commands/         one module per command
+config/           the one configuration: settings, files, keys
+doctor/           whether this machine can run this configuration
+runtime/          what runs on Ray: actors, their start, their supervision
+model_store.py    puts the model on disk
+node_hardware.py  the peaks of a node: measured on a CPU, looked up for a GPU
+"""

@@ -14,14 +14,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cluster import doctor as doctor_checks
-from cluster.api_keys import ApiKeyError
-from cluster.config import ConfigError, LoadedConfig, Mode, explain, load_config
+from cluster.commands.plan_options import with_plan
+from cluster.commands.server_url import server_url
+from cluster.config.api_keys import ApiKeyError
+from cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
+from cluster.config.models import Mode
+from cluster.doctor import checks as doctor_checks
 from cluster.model_store import ModelError, prepare_model
-from cluster.plan_options import with_plan
-from cluster.server_url import server_url
 from loadtest.errors import LoadTestError
-from loadtest.plan import ComparePlan, ReplayPlan
+from loadtest.run.plan import ComparePlan, ReplayPlan
 from roofline.errors import RooflineError
 
 app = typer.Typer(
@@ -33,7 +34,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure one part of Ridgeline on this machine, without a model.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 PIPED_WIDTH = 140
-"""Into a file or a pipe rich would assume 80 columns and cut tables and paths."""
+"""Width for files and pipes, where rich would assume 80 columns and cut tables and paths."""
 console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
 errors = Console(stderr=True, width=None if sys.stderr.isatty() else PIPED_WIDTH)
 
@@ -51,14 +52,14 @@ def main() -> None:
 
 
 def fail(sentences: list[str], status: int = 1) -> None:
-    """Print what is wrong, one sentence a line, and end."""
+    """Print what is wrong, one sentence per line, and end the command."""
     for sentence in sentences:
         errors.print("[red]error:[/]", escape(sentence), highlight=False)
     raise typer.Exit(status)
 
 
 def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = False, **flags: Any) -> LoadedConfig:
-    """The configuration with flags on top; ends the command on any problem."""
+    """Load the configuration with flags on top; any problem ends the command."""
     overrides: dict[str, str] = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
@@ -75,9 +76,9 @@ def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     """Run a command's coroutine; known failures become sentences, everything else a traceback."""
-    from cluster.deployment import DeploymentFailed
-    from cluster.plan import PlacementError
-    from cluster.serve import Unfit
+    from cluster.commands.serve import Unfit
+    from cluster.runtime.deployment import DeploymentFailed
+    from cluster.runtime.plan import PlacementError
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it prints a line per request
     try:
@@ -116,7 +117,7 @@ def serve(
     if explain_only:
         console.print(explain(loaded))
         return
-    from cluster.serve import serve as serve_until_stopped
+    from cluster.commands.serve import serve as serve_until_stopped
 
     run(serve_until_stopped(loaded.config, console))
 
@@ -132,7 +133,7 @@ def doctor(config: ConfigOption = None, settings: SetOption = None) -> None:
 
 @app.command()
 def model(path: Annotated[str, typer.Argument(help="directory, hub name or smollm2-135m")] = "smollm2-135m") -> None:
-    """Prepare a model and print where it lies."""
+    """Prepare a model and print where it is."""
     try:
         console.print(str(prepare_model(path, lambda text: console.print(text))))
     except ModelError as error:
@@ -149,8 +150,8 @@ def roofline(
     cores: Annotated[int, typer.Option(help="threads, for --hardware host")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Shapes, arithmetic intensities, ridge and floors of a model on a device."""
-    from cluster.roofline_command import show
+    """Print shapes, arithmetic intensities, ridge and floors of a model on a device."""
+    from cluster.commands.roofline import show
 
     try:
         show(console, str(model), hardware, dtype, cores, as_json=as_json)
@@ -177,8 +178,8 @@ def transfer(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="file for all figures and rounds")] = None,
 ) -> None:
-    """Move KV blocks between two processes by each transport: GB/s, latency and CPU time, beside memcpy."""
-    from cluster.bench_command import BadBench, MeasureError, MeasureSettings, bench_transfer
+    """Move KV blocks between two processes by each transport: GB/s, latency and CPU time, compared with memcpy."""
+    from cluster.commands.bench import BadBench, MeasureError, MeasureSettings, bench_transfer
 
     chosen: dict[str, Any] = {"transports": transports, "layouts": layouts}
     settings = MeasureSettings(
@@ -204,7 +205,7 @@ def top(
     count: Annotated[int, typer.Option(help="readings, then end; 0: until Ctrl-C")] = 0,
 ) -> None:
     """Watch each pool of a running server: load, free KV, arithmetic intensity against the ridge."""
-    from cluster.top_command import watch
+    from cluster.commands.top import watch
 
     run(watch(url, interval_s, count, console))
 
@@ -227,7 +228,7 @@ def drain(
     ] = None,
 ) -> None:
     """Let one worker finish what it does and leave for good."""
-    from cluster.drain_command import drain as drain_worker
+    from cluster.commands.drain import drain as drain_worker
 
     run(drain_worker(url, worker, timeout_s, force=force, admin_key_file=admin_key_file, console=console))
 
@@ -240,7 +241,7 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="folder for summary.json and records.jsonl")] = None,
 ) -> None:
     """Replay a trace against a running server, open loop, and print TTFT, TPOT and goodput."""
-    from cluster.loadtest_commands import replay_command
+    from cluster.commands.loadtest import replay_command
 
     run(replay_command(url, plan, out, console))
 
@@ -253,8 +254,8 @@ def compare(
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Colocated against disaggregated on the same cores and the same requests, in alternation."""
-    from cluster.loadtest_commands import compare_command, equal_hardware
+    """Compare colocated with disaggregated on the same cores and requests, in alternation."""
+    from cluster.commands.loadtest import compare_command, equal_hardware
 
     loaded = load(config, settings, both_modes=True)
     unequal = equal_hardware(loaded.config)

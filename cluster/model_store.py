@@ -1,8 +1,8 @@
 """Makes sure the model is on disk before an engine asks for it.
 
 Why: the default model needs no download, but its package carries a GGUF file that is converted once to ordinary
-safetensors, outside the repository. Called by `ridgeline model`, by every command that starts engines, and by
-`cluster.doctor`, which only asks.
+safetensors, outside the repository. Called by `cluster.cli` and by everything that needs the files:
+`cluster.commands.roofline`, `cluster.doctor.facts` and `cluster.runtime.plan`.
 """
 
 import contextlib
@@ -56,7 +56,10 @@ def prepare_model(path_or_name: str, progress: Progress = lambda _: None) -> Pat
 
 
 def model_state(path_or_name: str) -> ModelState:
-    """Say without any work whether the model is on disk, can be made here, or is left to the hub; else ModelError."""
+    """Report, without doing any work, whether the model is on disk, can be made here, or is left to the hub.
+
+    Raises ModelError.
+    """
     if path_or_name == DEFAULT_MODEL_NAME:
         if _cached_default_model().exists():
             return "ready"
@@ -102,7 +105,7 @@ def _default_model_gguf() -> Path:
 
 @contextlib.contextmanager
 def _lock(target: Path, progress: Progress) -> Iterator[None]:
-    """One process at a time per target; the kernel drops the lock of a process that dies."""
+    """Let one process at a time work on a target; the kernel drops the lock of a process that dies."""
     with target.with_name(f".{target.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +116,7 @@ def _lock(target: Path, progress: Progress) -> Iterator[None]:
 
 
 def _make_default_model(target: Path) -> None:
-    """Convert beside the target and rename, so that a directory under the final name is always whole."""
+    """Convert beside the target and rename, so that a directory under the final name is always complete."""
     for leftover in target.parent.glob(f".{target.name}.making-*"):  # of a process that was killed; we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
     making = Path(tempfile.mkdtemp(prefix=f".{target.name}.making-", dir=target.parent))

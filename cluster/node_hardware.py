@@ -28,22 +28,25 @@ _GPU_NAMES = (
 
 
 class UnknownHardware(RuntimeError):
-    """This node's GPU is not in the table, or there is none."""
+    """This node's GPU is not in the table, or the node has none."""
 
 
 def cache_dir() -> Path:
-    """Where measured facts about this machine are kept, outside the repository."""
+    """Return where measured facts about this machine are kept, outside the repository."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ridgeline"
 
 
 def worker_hardware(dtype: str, cores: int, gpus: int) -> PoolHardware:
-    """Peaks of one worker on this node; measuring a CPU takes about 4 s the first time. Raises UnknownHardware."""
+    """Return the peaks of one worker on this node; measuring a CPU takes about 4 s the first time.
+
+    Raises UnknownHardware.
+    """
     hardware = local_gpu().times(gpus) if gpus else load_or_calibrate_host(cache_dir(), cores, dtype)
     return PoolHardware(hardware.name, hardware.peak_flops, hardware.peak_bytes_per_s)
 
 
 def local_gpu() -> Hardware:
-    """The published peaks of this node's first GPU. Raises UnknownHardware."""
+    """Return the published peaks of this node's first GPU. Raises UnknownHardware."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         name = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]

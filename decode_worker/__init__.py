@@ -1,1 +1,6 @@
-"""The decode role: admit, fetch KV, stream tokens; without a hand-off, a whole replica. Used by `cluster.actors`."""
+"""The decode role: admit, fetch KV, stream tokens; without a hand-off, a whole replica.
+
+Used by `cluster.runtime.actors`.
+
+handler.py  runs the decode leg of a request
+"""

@@ -1,4 +1,4 @@
-"""Runs the decode leg of a request on an engine. Called by `engine.host` for each task.
+"""Runs the decode leg of a request on an engine. Given to `worker_runtime.host`, which calls it for each task.
 
 A task without a hand-off is computed here from its first token: that is what a colocated replica does, and what a
 decode worker does when the router decided so. The router gives the reason and the engine counts it.
@@ -11,17 +11,17 @@ from contextlib import aclosing
 
 import msgspec
 
-from engine import sampling
-from engine.connector_messages import FIRST_TOKEN_FOLLOWS, PREFIX_CACHE_SKIPPED
-from engine.errors import HandoffLost, InvalidTask
-from engine.messages import GenerateTask, TokenDelta
-from engine.notices import Notice, with_notice
+from contracts.errors import HandoffLost, InvalidTask
+from contracts.handoff import KvHandoff
+from contracts.tasks import GenerateTask, TokenDelta
+from engine.connector.events import Notice, with_notice
+from engine.connector.messages import FIRST_TOKEN_FOLLOWS, PREFIX_CACHE_SKIPPED
+from engine.request import sampling
 from engine.vllm_engine import VllmEngine
-from kv_transfer.handoff import KvHandoff
 
 
 class DecodeHandler:
-    """Streams one delta per engine step."""
+    """Runs the decode leg of a task; yields one delta per engine step."""
 
     async def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
         """Yield the rest of the answer after `task.emitted_token_ids`.
@@ -41,7 +41,8 @@ class DecodeHandler:
     async def _follow(
         self, engine: VllmEngine, task: GenerateTask, handoff: KvHandoff
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Take the request in while its prompt is still computed elsewhere.
+        """Admit the request while its prompt is still computed elsewhere. To continue after the first token, which
+        nobody knows yet, the engine gets a placeholder for it.
 
         To continue after the first token, which nobody knows yet, the engine gets a placeholder for it.
         """
@@ -61,7 +62,7 @@ class DecodeHandler:
     async def _rest(
         self, engine: VllmEngine, task: GenerateTask, emitted: list[int], transfer: dict[str, object] | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """What comes after `emitted`, which the engine is given as part of the prompt, or made to repeat."""
+        """Yield what comes after `emitted`, which the engine gets as part of the prompt, or is made to repeat."""
         repeats = task.first_token == "resample"
         leg = sampling.decode_leg(
             sampling.decode(task.sampling),
@@ -90,7 +91,7 @@ class DecodeHandler:
 
 
 async def _without_first(deltas: AsyncGenerator[TokenDelta, None], count: int) -> AsyncGenerator[TokenDelta, None]:
-    """Drop the first `count` tokens: the client has them."""
+    """Drop the first `count` tokens, which the client already has."""
     async for delta in deltas:
         dropped = min(count, len(delta.token_ids))
         count -= dropped

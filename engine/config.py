@@ -1,4 +1,4 @@
-"""What one engine needs to know. Built by `cluster/` from the one configuration file."""
+"""What one engine needs to know. Built by `cluster.runtime.plan` from the one configuration."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.messages import Pool
+from contracts.rpc.tls import TlsFiles
+from contracts.vocabulary import Pool
 from kv_transfer.names import TransportName, WireDtype
-from kv_transfer.tls_files import TlsFiles
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EngineConfig:
     lease_s: float
     fetch_deadline_s: float
     faults: str | None
-    """For tests: a plan for `kv_transfer.faults`."""
+    """For tests: a plan for `kv_transfer.testing.faults`."""
     transport: TransportName
     """What this engine's fetches use; `auto` picks for each source."""
     on_cpu: bool

@@ -1,10 +1,10 @@
 """Which of vLLM's own arguments a configuration may pass on, by name and type, and why not the others.
 
 Names and types are vLLM's: `vllm_arguments.json` is made from its argument classes by
-`python tests/unit/test_passed_args.py`, and the test fails once either differs, also for an argument that is new and in
-none of the tables here. vLLM itself is not imported, so that a wrong configuration is told at once.
+`python -m tests.unit.engine.test_passed_args`, and the test fails once either differs, also for an argument that is new
+and in none of the tables here. vLLM itself is not imported, so that a wrong configuration is told at once.
 
-Called by `cluster.config_models`; `words` turns what was accepted into the arguments of vLLM's own parser.
+Called by `cluster.config.models`; `words` turns what was accepted into the arguments of vLLM's own parser.
 """
 
 from __future__ import annotations

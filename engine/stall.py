@@ -1,4 +1,6 @@
-"""Tells an engine that stands still from one that is idle. Used by `engine.host`; fed by `engine.vllm_engine`.
+"""Tells an engine that stands still from one that is idle.
+
+Kept by `engine.vllm_engine`, which feeds it; `worker_runtime.host` asks it.
 
 An engine process can hang without ending: stopped by a signal, waiting for a device or a lock. From outside it shows
 only in that steps are no longer reported while there is work. Work may leave before the engine is taken for stalled,

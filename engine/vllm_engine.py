@@ -1,7 +1,7 @@
 """One vLLM engine: tokens in, token deltas out.
 
-Used by the two handlers through `engine.host`. vLLM runs the engine in a child process; this object is its front end
-and lives in the worker's event loop.
+Used by the two handlers through `worker_runtime.host`. vLLM runs the engine in a child process; this object is its
+front end and lives in the worker's event loop.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from engine import logprobs
+from contracts.errors import EngineFailed, InvalidTask
+from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
+from contracts.tasks import LegTiming, TokenDelta
 from engine.config import EngineConfig
-from engine.connector_messages import LINGERING, NOTICES
-from engine.errors import EngineFailed, InvalidTask
-from engine.messages import LegTiming, TokenDelta
-from engine.notices import NoticeBoard
+from engine.connector.events import NoticeBoard
+from engine.connector.messages import LINGERING, NOTICES
+from engine.connector.transferable_models import UnsupportedModel, model_obstacle
+from engine.request import logprobs
 from engine.stall import StallWatch
-from engine.transferable_models import UnsupportedModel, model_obstacle
 from engine.vllm_arguments import engine_values
-from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.service import PairedTransport
 
 PAIR_S = 20.0
@@ -239,10 +239,10 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
         "disable_log_stats": True,
         # The default multiprocess executor spins at 100 % of a core while idle; on a CPU that core is the engine's.
         "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
-        "worker_extension_cls": "engine.worker_extension.RidgelineWorkerExtension",
+        "worker_extension_cls": "engine.vllm_workarounds.worker_extension.RidgelineWorkerExtension",
         "kv_transfer_config": KVTransferConfig(
             kv_connector="RidgelineConnector",
-            kv_connector_module_path="engine.connector",
+            kv_connector_module_path="engine.connector.facade",
             kv_role="kv_both",
             engine_id=f"{config.worker_id}-{config.incarnation}",
             # A failed transfer costs a local prefill, not the request; it is counted by reason.
@@ -262,7 +262,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
     }
     if config.on_cpu:
         # On GPUs vLLM may pick its second model runner, whose processors have another interface, not run here yet.
-        args["logits_processors"] = ["engine.forced_tokens:ForcedTokens"]
+        args["logits_processors"] = ["engine.request.forced_tokens:ForcedTokens"]
     if config.kv_cache_bytes_per_rank is not None:
         args["kv_cache_memory_bytes"] = config.kv_cache_bytes_per_rank
     return args

@@ -18,16 +18,16 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from kv_transfer import errors
-from kv_transfer.blocks import BlockPool
-from kv_transfer.completions import Completed, CompletionBoard, TransferStats
-from kv_transfer.faults import FaultPlan
-from kv_transfer.handoff import FetchReceipt, KvHandoff, KvLayout
-from kv_transfer.heartbeat import Heartbeats, release_with_retries
-from kv_transfer.lease import LeaseTable
+from contracts import errors
+from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
+from contracts.rpc.tls import TlsFiles
+from kv_transfer.fetch.heartbeat import Heartbeats, release_with_retries
+from kv_transfer.fetch.results import Completed, CompletionBoard, TransferStats
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.memory.shared import SharedOffer
 from kv_transfer.names import TransportName, WireDtype
-from kv_transfer.shared_pool import SharedOffer
-from kv_transfer.tls_files import TlsFiles
+from kv_transfer.source.lease import LeaseTable
+from kv_transfer.testing.faults import FaultPlan
 from kv_transfer.transports import TransportSettings, make_transport
 
 log = logging.getLogger(__name__)

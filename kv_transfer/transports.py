@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_transfer.base import KvSource, Puller, SourceControl
-from kv_transfer.blocks import BlockPool
-from kv_transfer.faults import FaultPlan, FaultyPuller
-from kv_transfer.fetcher import KvFetcher
-from kv_transfer.frames import largest_frame_bytes
-from kv_transfer.handoff import KvLayout
-from kv_transfer.lease import LeaseTable
+from contracts.handoff import KvLayout
+from contracts.rpc.tls import TlsFiles
+from kv_transfer.fetch.fetcher import KvFetcher
+from kv_transfer.interfaces import KvSource, Puller, SourceControl
+from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.names import AS_THEY_ARE, AUTO, TRANSPORT_NAMES, TransportName, WireDtype
-from kv_transfer.tls_files import TlsFiles
+from kv_transfer.source.lease import LeaseTable
+from kv_transfer.testing.faults import FaultPlan, FaultyPuller
+from kv_transfer.wire.frames import largest_frame_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,19 @@ def make_transport(name: TransportName, settings: TransportSettings) -> tuple[Kv
 
 
 def _memory(settings: TransportSettings) -> tuple[KvSource, SourceControl, list[Puller]]:
-    from kv_transfer.memory_transport import MemoryControl, MemoryKvSource, MemoryPuller
+    from kv_transfer.testing.memory_transport import MemoryControl, MemoryKvSource, MemoryPuller
 
     source = MemoryKvSource(settings.pool, settings.leases, settings.layout)
     return source, MemoryControl(), [MemoryPuller()]
 
 
 def _grpc(settings: TransportSettings) -> tuple[KvSource, SourceControl, list[Puller]]:
-    from kv_transfer.collective_puller import CollectivePuller
-    from kv_transfer.collective_source import CollectiveSource
-    from kv_transfer.grpc_control import GrpcControl
-    from kv_transfer.grpc_puller import GrpcPuller
-    from kv_transfer.grpc_source import GrpcKvSource, SourceExtension
-    from kv_transfer.shm_puller import ShmPuller
+    from kv_transfer.collective.puller import CollectivePuller
+    from kv_transfer.collective.source import CollectiveSource
+    from kv_transfer.fetch.control import GrpcControl
+    from kv_transfer.fetch.grpc_puller import GrpcPuller
+    from kv_transfer.fetch.shm_puller import ShmPuller
+    from kv_transfer.source.grpc_source import GrpcKvSource, SourceExtension
 
     tls = settings.tls
     control = GrpcControl(largest_frame_bytes(settings.layout), tls)

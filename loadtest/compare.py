@@ -1,4 +1,6 @@
-"""Runs both modes on the same requests, in counterbalanced rounds; writes the result. Called by `ridgeline compare`.
+"""Runs both modes on the same requests, in counterbalanced rounds; writes the result.
+
+Called by `cluster.commands.loadtest`.
 
 Order A B B A: a drift of the machine hits both modes alike. Round r sends the same prompts in both modes, and no two
 rounds share a prompt's beginning, so a server that stays up for two rounds meets both with a cold prefix cache.
@@ -15,16 +17,16 @@ import msgspec
 from rich.console import Console
 
 from loadtest.errors import NotDisaggregatedError
-from loadtest.machine import describe_machine
-from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, Mode
-from loadtest.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
-from loadtest.records import RequestRecord
-from loadtest.replay import ReplayResult, run_replay
-from loadtest.report import write_report
-from loadtest.server_metrics import add_up
-from loadtest.summary import FORMULAS, summarise
-from loadtest.tables import print_comparison
-from loadtest.verdict import Verdict, judge
+from loadtest.report.page import write_report
+from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
+from loadtest.report.summary import FORMULAS, summarise
+from loadtest.report.tables import print_comparison
+from loadtest.report.verdict import Verdict, judge
+from loadtest.run.machine import describe_machine
+from loadtest.run.plan import COLOCATED, DISAGGREGATED, ComparePlan, Mode
+from loadtest.run.records import RequestRecord
+from loadtest.run.replay import ReplayResult, run_replay
+from loadtest.run.server_metrics import add_up
 
 MIN_DISAGGREGATED_FRACTION = 0.99
 Serve = Callable[[Mode], AbstractAsyncContextManager[str]]

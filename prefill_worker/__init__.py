@@ -1,1 +1,4 @@
-"""The prefill role: run the prompt, publish its KV, hand back the first token. Used by `cluster.actors`."""
+"""The prefill role: run the prompt, publish its KV, hand back the first token. Used by `cluster.runtime.actors`.
+
+handler.py  runs the prefill leg of a request
+"""

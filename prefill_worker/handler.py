@@ -1,4 +1,4 @@
-"""Runs the prefill leg of a request on an engine. Called by `engine.host` for each task."""
+"""Runs the prefill leg of a request on an engine. Given to `worker_runtime.host`, which calls it for each task."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from contextlib import aclosing
 
 import msgspec
 
-from engine import sampling
-from engine.errors import InvalidTask
-from engine.messages import GenerateTask, TokenDelta
-from engine.notices import Notice, with_notice
+from contracts.errors import InvalidTask
+from contracts.handoff import new_handoff_id
+from contracts.tasks import GenerateTask, TokenDelta
+from engine.connector.events import Notice, with_notice
+from engine.request import sampling
 from engine.vllm_engine import VllmEngine
-from kv_transfer.handoff import new_handoff_id
 
 
 class PrefillHandler:
-    """One engine step (or a few chunks) and at most one token per task."""
+    """Runs the prefill leg of a task: one engine step, or a few chunks, and at most one token."""
 
     async def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
         """Yield one finished delta: the first token and the hand-off, or the whole answer if it is that short.

@@ -1,9 +1,8 @@
 """What the roofline says about serving: floors, batches, transfer, pool balance, efficiency.
 
-Each function is one formula with its source, and takes plain numbers unless a shape is the point, so that a
-reader can check it by hand. Called by the planner, the comparison report, `ridgeline roofline` and the router's
-"is a remote prefill worth it" question. All are lower bounds on time or upper bounds on rate: no kernel reaches
-either peak.
+Each function is one formula with its source, and takes plain numbers unless a shape is the point, so that a reader can
+check it by hand. Called by `roofline.table` and `roofline.render`. All are lower bounds on time or upper bounds on
+rate: no kernel reaches either peak.
 """
 
 from dataclasses import dataclass

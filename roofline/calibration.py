@@ -1,8 +1,8 @@
 """Measures this host's roofline, for machines that no data sheet describes (CPUs, shared or unusual hosts).
 
-The peaks are what torch reaches here, with the threads and the element type an engine will use: MFU and MBU
-against them say how much of the *attainable* is used. Called by `ridgeline doctor`, the engine on CPU and
-`ridgeline roofline --hardware host`. torch is imported only inside, so the rest of the package stays light.
+The peaks are what torch reaches here, with the threads and the element type an engine will use: MFU and MBU against
+them say how much of the *attainable* is used. Called by `cluster.node_hardware` and `cluster.commands.roofline`. torch
+is imported only inside, so the rest of the package stays light.
 """
 
 import hashlib

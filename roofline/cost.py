@@ -1,7 +1,7 @@
 """FLOPs and bytes of one engine step, from the model's sizes and who is in the batch.
 
 The engine calls `StepCostModel.step` once per scheduler step, on its hot loop, to tell each pool's arithmetic
-intensity, MFU and MBU; the table and the planner call it with made-up batches. One formula serves them all.
+intensity, MFU and MBU; `roofline.table` calls it with made-up batches. One formula serves them all.
 
 For a step with segments (c new tokens, p already computed), T = sum of c, on a model with L layers, q query heads
 of dimension d (sources: PaLM appendix B for FLOPs, the vLLM and FlashAttention papers for KV traffic):

@@ -1,7 +1,8 @@
 """Errors of this package: each names the value at fault and what would have been valid.
 
-They are `ValueError`s because every one is caused by an argument: a config, a model name, a hardware name.
-Raised by `hf_config`, `model_shape` and `hardware`; the `ridgeline` command shows the message as it is.
+They are `ValueError`s because every one is caused by an argument: a config, a model name, a hardware name. Raised by
+`roofline.hf_config`, `roofline.model_shape`, `roofline.quantisation` and `roofline.hardware`; the `ridgeline` command
+shows the message as it is.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,8 @@
 """Peak compute and peak memory bandwidth of accelerators: the two lines of a roofline.
 
 Peaks are dense (no structured sparsity) and per device; `-fp8` names use the FP8 peak. Public tables disagree (some
-print H100 bf16 as 494 TFLOP/s or 3,072 GB/s), so every entry says which figures it uses. Called by the
-`ridgeline` command and the planner; hosts without an entry are measured by `roofline.calibration`.
+print H100 bf16 as 494 TFLOP/s or 3,072 GB/s), so every entry says which figures it uses. Called by
+`cluster.commands.roofline` and `cluster.node_hardware`; hosts without an entry are measured by `roofline.calibration`.
 """
 
 from collections.abc import Mapping

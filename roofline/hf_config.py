@@ -1,7 +1,7 @@
 """Reads the sizes that cost arithmetic needs out of a Hugging Face `config.json` mapping.
 
 Kept apart from `ModelShape` because the same quantity has several spellings across model families, and that is
-knowledge about files, not about arithmetic. Called only by `ModelShape.from_hf_config`.
+knowledge about files, not about arithmetic. Called by `roofline.model_shape`.
 
 Known limits, all of which make the figures an upper bound: sliding-window layers get no credit, and draft (MTP)
 layers, vision towers, projection biases and query/key norms are not counted. Layers that are not attention (Mamba,

@@ -2,7 +2,7 @@
 
 Each entry holds the keys of the model's own Hugging Face `config.json` that `hf_config` reads, and no others: there
 is one way to make a shape, and an entry can be checked against the published file line by line.
-Called by `roofline.model_shape.load_model_shape`.
+Used by `roofline.model_shape`.
 """
 
 from collections.abc import Mapping

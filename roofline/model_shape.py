@@ -1,7 +1,7 @@
 """The sizes of one decoder-only transformer, and the byte and parameter counts that follow from them.
 
-Everything else in this package takes a `ModelShape`; nothing else knows how a layer is built. Callers: the engine
-(for its step accounting), the router and planner (KV bytes per token), `ridgeline roofline`.
+Everything else in this package takes a `ModelShape`; nothing else knows how a layer is built. Used by
+`engine.connector` for its step accounting, and by `cluster.commands.roofline`.
 """
 
 import json

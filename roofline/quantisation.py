@@ -1,7 +1,7 @@
 """How many bytes a stored weight takes, read from a model config.
 
 Weight bytes are the numerator of every decode floor, so a wrong guess here is a wrong answer everywhere; an
-unknown scheme is therefore an error rather than a default. Called by `load_model_shape`.
+unknown scheme is therefore an error rather than a default. Called by `roofline.model_shape`.
 """
 
 from collections.abc import Mapping

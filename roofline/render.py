@@ -1,4 +1,4 @@
-"""Shows a roofline to a person (rich) or to a program (JSON). Called by the `ridgeline roofline` command only."""
+"""Shows a roofline to a person (rich) or to a program (JSON). Called only by `cluster.commands.roofline`."""
 
 import json
 from collections.abc import Sequence

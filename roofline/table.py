@@ -1,6 +1,6 @@
 """The rows of `ridgeline roofline`: prefill at several lengths, decode at several batches, on one device.
 
-Kept apart from `render` so that the comparison report can use the same rows.
+Rows only: `roofline.render` prints them.
 """
 
 from collections.abc import Iterable

@@ -1,10 +1,13 @@
-"""The HTTP front end and the way of a request through the workers. Run by `cluster.actors.RouterActor`.
+"""The way of a request: HTTP in, through the queues, to the workers, tokens out. Run by `cluster.runtime.actors`.
 
-app.py            vLLM's API server app on our engine client, served by uvicorn
-engine_client.py  vLLM's EngineClient: one request in, RequestOutputs out
-orchestrator.py   prefill, hand-off, decode: who runs what, what is released when
-policy.py         which worker: filter, score, pick
-fleet.py          the connected workers, their load, pairing
-timeline.py       one record per request that joins both legs
-metrics.py        every Prometheus series
+A request passes the folders in this order.
+
+server.py           builds all of it and runs it
+front/              HTTP, vLLM's API server app, the paths
+dispatch/           one request: its legs, its retries, its end
+flow/               who may start: admission, queues, rates
+fleet/              the workers: load, pairing, choice
+observe/            timelines and metrics
+settings.py         what the router needs to know
+client_identity.py  who sent the request being served
 """

@@ -1,18 +1,14 @@
-"""Who sent the request that is being served: set by `router.guard` for every HTTP request, read where clients share.
-
-A module of its own so that admission needs not import the HTTP side. Tasks made while a request is served inherit it.
-"""
+"""What clients are called: by the hash of their API key, else by their address, through proxies that are trusted."""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
-from kv_transfer.address import IpAddress, ip_address
+from contracts.rpc.address import IpAddress, ip_address
 
 ANONYMOUS: Final = "anonymous"
 CLIENT_HASH_CHARACTERS: Final = 12
@@ -24,10 +20,6 @@ MAX_FORWARDED: Final = 16
 """Addresses of X-Forwarded-For that are looked at, the last ones. More trusted proxies in a row nobody has."""
 
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-CLIENT: Final[ContextVar[str]] = ContextVar("ridgeline_client", default=ANONYMOUS)
-"""A short hash of the API key where keys are configured, else the client's IPv4 address or IPv6 network; never the key
-itself."""
 
 
 def hash_key(key: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What the router needs to know. Built by `cluster/` from the one configuration file."""
+"""What the router needs to know. Built by `cluster.runtime.plan` from the one configuration."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.messages import Pool
-from kv_transfer.tls_files import TlsFiles
+from contracts.rpc.tls import TlsFiles
+from contracts.vocabulary import Pool
 from router.client_identity import IpNetwork
 
 

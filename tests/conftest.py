@@ -10,9 +10,9 @@ import gc
 
 import pytest
 
-from cluster.config import RidgelineConfig
-from cluster.doctor import resolve_dtype
-from cluster.host_facts import read_cpu_flags
+from cluster.config.models import RidgelineConfig
+from cluster.doctor.checks import resolve_dtype
+from cluster.doctor.facts import read_cpu_flags
 
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
 """Flags of the CPU on which vLLM's kernels, and so the rounding of every logit, depend."""

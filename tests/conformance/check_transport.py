@@ -16,18 +16,19 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from patience import PATIENCE_S, eventually
-from samples import kv_layout
 
-from kv_transfer import errors, frames
-from kv_transfer.base import KvSource
-from kv_transfer.blocks import BlockPool
-from kv_transfer.fetcher import KvFetcher
-from kv_transfer.grpc_stream import SourceStream
-from kv_transfer.handoff import KvHandoff, KvLayout, new_handoff_id
-from kv_transfer.lease import LeaseTable
-from kv_transfer.shared_pool import KvCacheAllocation
+from contracts import errors
+from contracts.handoff import KvHandoff, KvLayout, new_handoff_id
+from kv_transfer.fetch.fetcher import KvFetcher
+from kv_transfer.fetch.stream import SourceStream
+from kv_transfer.interfaces import KvSource
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.memory.shared import KvCacheAllocation
+from kv_transfer.source.lease import LeaseTable
 from kv_transfer.transports import TransportSettings
+from kv_transfer.wire import frames
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.samples import kv_layout
 
 NUM_LAYERS = 3
 BLOCK_BYTES = 96

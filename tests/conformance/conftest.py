@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from patience import PATIENCE_S
+
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_peers() -> Iterator[None]:
     """Both ends are one process, or wait for each other: one that stands still for seconds must lose nobody by that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kv_transfer.grpc_control.CONTROL_DEADLINE_S", PATIENCE_S)
-        patch.setattr("kv_transfer.collective_group.FORM_S", PATIENCE_S)
+        patch.setattr("kv_transfer.fetch.control.CONTROL_DEADLINE_S", PATIENCE_S)
+        patch.setattr("kv_transfer.collective.group.FORM_S", PATIENCE_S)
         yield

@@ -5,10 +5,10 @@ import signal
 import time
 
 import pytest
-from patience import PATIENCE_S
 
-from kv_transfer import errors
-from kv_transfer.measure_source import Cache, CacheShape, SourceProcess
+from contracts import errors
+from kv_transfer.bench.source_process import Cache, CacheShape, SourceProcess
+from tests.support.patience import PATIENCE_S
 
 SHAPE = CacheShape(num_layers=24, num_blocks=64, block_bytes=128 << 10)
 BLOCKS = list(range(SHAPE.num_blocks))

@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from check_transport import LONG, Node, eventually, make_layout, make_pool, slow_copies, slow_frames
-from patience import PATIENCE_S
 
-from kv_transfer import errors
-from kv_transfer.faults import FaultPlan
-from kv_transfer.handoff import KvHandoff, new_handoff_id
+from contracts import errors
+from contracts.handoff import KvHandoff, new_handoff_id
 from kv_transfer.service import TransferOptions, TransferService
+from kv_transfer.testing.faults import FaultPlan
 from kv_transfer.transports import make_transport
+from tests.conformance.check_transport import LONG, Node, eventually, make_layout, make_pool, slow_copies, slow_frames
+from tests.support.patience import PATIENCE_S
 
 LEASE_S = 2 * PATIENCE_S
 """None ends by itself."""

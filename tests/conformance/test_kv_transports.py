@@ -7,8 +7,12 @@ import threading
 import msgspec
 import numpy as np
 import pytest
-from certificates import Authority
-from check_transport import (
+
+from contracts import errors
+from kv_transfer.collective.group import PairGroup
+from kv_transfer.fetch.threads import MAX_CONCURRENT_FETCHES
+from kv_transfer.transports import make_transport
+from tests.conformance.check_transport import (
     LONG,
     NUM_LAYERS,
     FrameConformance,
@@ -19,12 +23,8 @@ from check_transport import (
     slow_frames,
     slow_gathers,
 )
-from patience import PATIENCE_S
-
-from kv_transfer import errors
-from kv_transfer.collective_group import PairGroup
-from kv_transfer.fetch_threads import MAX_CONCURRENT_FETCHES
-from kv_transfer.transports import make_transport
+from tests.support.certificates import Authority
+from tests.support.patience import PATIENCE_S
 
 
 class Harness:
@@ -129,10 +129,10 @@ class TestCollective(TransportConformance):
             assert self.group(decode, prefill) is group
 
     async def test_a_chunk_that_is_not_due_is_refused(self, harness, monkeypatch):
-        from kv_transfer import collective_source
+        from kv_transfer.collective import source
 
-        real = collective_source._chunks
-        monkeypatch.setattr(collective_source, "_chunks", lambda *args: list(real(*args))[::-1])
+        real = source._chunks
+        monkeypatch.setattr(source, "_chunks", lambda *args: list(real(*args))[::-1])
         async with self.nodes(harness) as (prefill, decode):
             before = [layer.copy() for layer in decode.layers]
             handoff = prefill.publish([1, 2])

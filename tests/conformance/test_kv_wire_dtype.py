@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from check_transport import LEASE_S, NUM_LAYERS, Node, alter_frames, eventually, make_layout
-from patience import PATIENCE_S
 
-from kv_transfer import errors
-from kv_transfer.codec import make_codec
-from kv_transfer.frames import HEADER_BYTES
-from kv_transfer.handoff import KvLayout
+from contracts import errors
+from contracts.handoff import KvLayout
 from kv_transfer.transports import make_transport
+from kv_transfer.wire.codec import make_codec
+from kv_transfer.wire.frames import HEADER_BYTES
+from tests.conformance.check_transport import LEASE_S, NUM_LAYERS, Node, alter_frames, eventually, make_layout
+from tests.support.patience import PATIENCE_S
 
 LAYOUT = make_layout(kv_dtype="bfloat16", block_bytes=2400)
 ENCODINGS = [("grpc", "int8"), ("grpc", "fp8"), ("memory", "int8"), ("memory", "fp8")]

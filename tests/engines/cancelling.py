@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from harness import Engines, held
+from tests.engines.harness import Engines, held
 
 State = Literal["queued", "prefilling", "hand-off", "decoding"]
 Cause = Literal["client disconnect", "deadline", "API abort"]

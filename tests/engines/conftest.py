@@ -13,7 +13,7 @@ import hypothesis  # noqa: F401 - else its plugin does after the last test, wher
 import pytest
 import pytest_asyncio
 
-from kv_transfer.tls_files import TlsFiles
+from contracts.rpc.tls import TlsFiles
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
@@ -59,12 +59,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @asynccontextmanager
 async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> AsyncIterator[Any]:
     """One prefill and one decode worker on a free port, as deploy/local.yaml says but for the overrides."""
-    from harness import Engines, connected
     from transformers import AutoTokenizer
 
-    from cluster.config import load_config
-    from cluster.deployment import deploy, ray_runtime
-    from cluster.plan import make_plan
+    from cluster.config.loader import load_config
+    from cluster.runtime.deployment import deploy, ray_runtime
+    from cluster.runtime.plan import make_plan
+    from tests.engines.harness import Engines, connected
 
     config = load_config(CONFIG, {"server.port": "0", **overrides}).config
     async with AsyncExitStack() as stack:

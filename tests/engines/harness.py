@@ -19,12 +19,13 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.sampling_params import SamplingParams
 
-from engine import sampling
-from engine.data_plane import WorkerClient
-from engine.messages import GenerateTask, PositionLogprobs, WorkerDescription, WorkerStatus
-from kv_transfer.handoff import KvHandoff
-from kv_transfer.tls_files import TlsFiles
-from tests import ties
+from contracts.handoff import KvHandoff
+from contracts.rpc.tls import TlsFiles
+from contracts.tasks import GenerateTask, PositionLogprobs
+from contracts.workers import WorkerDescription, WorkerStatus
+from engine.request import sampling
+from tests.support import ties
+from worker_runtime.client import WorkerClient
 
 Figure = Callable[[str], None]
 COLD_WITHIN_S = 5.0

@@ -36,11 +36,11 @@ class OneEngine:
     """Runs one answer at a time, to its end."""
 
     def __init__(self, model_path: Path, longest_tokens: int) -> None:
-        from fake_engine import engine_config
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from engine.vllm_engine import _engine_args
+        from tests.support.fake_engine import engine_config
 
         own = {
             "model": str(model_path),
@@ -65,7 +65,7 @@ class OneEngine:
 
     def whole(self, prompt: list[int], wish: Any) -> list[int]:
         """The answer without any hand-off."""
-        from engine import sampling
+        from engine.request import sampling
 
         return self._answer(self._add(prompt, sampling.decode_leg(wish, emitted_token_ids=[], has_handoff=False)))
 
@@ -78,7 +78,7 @@ class OneEngine:
 
     def followed(self, prompt: list[int], wish: Any) -> tuple[list[int], dict[str, Any]] | None:
         """The same, with decode's leg begun after the first step of a prompt of several; None if it took only one."""
-        from engine.connector_messages import FIRST_TOKEN_FOLLOWS
+        from engine.connector.messages import FIRST_TOKEN_FOLLOWS
 
         self._notices.clear()
         prefill = self._prefill(prompt, wish)
@@ -91,15 +91,15 @@ class OneEngine:
         return [*self._answer(prefill), *self._answer(decode)], self._told[decode]["receipt"]
 
     def _prefill(self, prompt: list[int], wish: Any) -> str:
-        from engine import sampling
-        from kv_transfer.handoff import new_handoff_id
+        from contracts.handoff import new_handoff_id
+        from engine.request import sampling
 
         leg = sampling.prefill_leg(wish, emitted_token_ids=[], resample=False)
         publish = {"do_remote_decode": True, "handoff_id": new_handoff_id()}
         return self._add(prompt, sampling.with_transfer(leg, publish))
 
     def _decode(self, prompt: list[int], emitted: list[int], wish: Any, **transfer: Any) -> str:
-        from engine import sampling
+        from engine.request import sampling
 
         leg = sampling.decode_leg(wish, emitted_token_ids=emitted, has_handoff=True)
         return self._add([*prompt, *emitted], sampling.with_transfer(leg, {"do_remote_prefill": True, **transfer}))

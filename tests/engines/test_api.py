@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from harness import Engines, Increase
 from openai import AsyncOpenAI
 
-pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
+from tests.engines.harness import Engines, Increase
+
+pytestmark = [pytest.mark.engines, pytest.mark.core, pytest.mark.asyncio(loop_scope="session")]
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "You are brief."},

@@ -6,7 +6,8 @@ import asyncio
 from itertools import count
 
 import pytest
-from cancelling import (
+
+from tests.engines.cancelling import (
     ABORT_PATH,
     CAUSES,
     DEADLINE_S,
@@ -20,8 +21,8 @@ from cancelling import (
     cancelled,
     offers_abort,
 )
-from conftest import book, deployed
-from harness import Engines, Figure
+from tests.engines.conftest import book, deployed
+from tests.engines.harness import Engines, Figure
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio]
 

@@ -13,7 +13,8 @@ from itertools import count
 from typing import Any
 
 import pytest
-from cancelling import (
+
+from tests.engines.cancelling import (
     ABORT_PATH,
     CAUSES,
     DEADLINE_S,
@@ -32,7 +33,7 @@ from cancelling import (
     offers_abort,
     ttft_s,
 )
-from harness import Engines, Figure
+from tests.engines.harness import Engines, Figure
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 

@@ -20,7 +20,7 @@ WITHIN_S = 900
 
 
 def test_two_minutes_of_faults_under_load_lose_nothing(tmp_path: Path, figure: Figure):
-    command = [sys.executable, "-m", "tests.chaos.chaos", "--seconds", str(SECONDS), "--seed", str(SEED)]
+    command = [sys.executable, "-m", "tools.chaos.chaos", "--seconds", str(SECONDS), "--seed", str(SEED)]
     command += ["--prefill", "1", "--out", str(tmp_path)]  # fewer engines than `make chaos`, for a machine of two cores
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=WITHIN_S, check=False)
     assert (tmp_path / "report.json").exists(), ended.stdout[-4000:] + ended.stderr[-4000:]

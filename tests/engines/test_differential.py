@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from harness import Figure
 
-from tests.differential.run import judged, paths, random_cases, tiny
+from tests.engines.harness import Figure
+from tools.differential.run import judged, paths, random_cases, tiny
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 

@@ -7,8 +7,9 @@ import os
 import random
 
 import pytest
-from conftest import book, deployed
-from harness import Engines, Figure, Increase
+
+from tests.engines.conftest import book, deployed
+from tests.engines.harness import Engines, Figure, Increase
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio]
 

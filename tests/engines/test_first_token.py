@@ -6,9 +6,10 @@ import statistics
 from itertools import pairwise
 
 import pytest
-from harness import Engines, Figure, Increase
 
-pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
+from tests.engines.harness import Engines, Figure, Increase
+
+pytestmark = [pytest.mark.engines, pytest.mark.core, pytest.mark.asyncio(loop_scope="session")]
 
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 10

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from harness import Engines, Figure, Increase
 
-from tests.chaos.stress import Clients, one_round, plan
+from tests.engines.harness import Engines, Figure, Increase
+from tools.chaos.stress import Clients, one_round, plan
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 

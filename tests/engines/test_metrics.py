@@ -8,10 +8,10 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from harness import Engines, Figure, Increase
 
 from roofline.cost import StepCost, StepCostModel
 from roofline.model_shape import ModelShape
+from tests.engines.harness import Engines, Figure, Increase
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_engine import LENGTHS, NUM_OUTPUT_TOKENS, RESULT, STEP_TOKENS
-from tiny_model import WINDOW_TOKENS
+
+from tests.engines.one_engine import LENGTHS, NUM_OUTPUT_TOKENS, RESULT, STEP_TOKENS
+from tests.engines.tiny_model import WINDOW_TOKENS
 
 pytestmark = pytest.mark.engines
 

@@ -7,7 +7,8 @@ import statistics
 from itertools import pairwise
 
 import pytest
-from harness import Engines, Figure, Increase
+
+from tests.engines.harness import Engines, Figure, Increase
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from serve_process import (
+
+from tests.engines.serve_process import (
     GONE_WITHIN_S,
     RAYS_OWN,
     REPOSITORY,
@@ -33,6 +34,7 @@ ONE_REPLICA = ("--mode", "colocated", "--set", "pools.colocated.workers=1")
 NO_RESTARTS = ("--set", "supervision.max_restarts=0")
 
 
+@pytest.mark.core
 def test_when_one_replica_is_lost_for_good_the_other_goes_on_and_none_outlives_serve(figure: Figure):
     with serving("--mode", "colocated", *NO_RESTARTS) as serve:
         url = serve.wait_ready()
@@ -45,7 +47,7 @@ def test_when_one_replica_is_lost_for_good_the_other_goes_on_and_none_outlives_s
             reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60).json()
             assert reply["usage"]["completion_tokens"] == 5
         metrics = httpx.get(f"{url}/metrics").text
-        assert 'ridgeline_requests_total{outcome="finished",path="local"} 2.0' in metrics
+        assert 'ridgeline_requests_total{outcome="finished",path="colocated"} 2.0' in metrics
         family = [process for process in descendants(serve.process.pid) if not name_of(process).startswith(RAYS_OWN)]
         assert {table["colocated-0"].actor_pid, table["colocated-0"].engine_pid} <= {process.pid for process in family}
         engine = psutil.Process(table["colocated-1"].engine_pid)

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from harness import Engines
 from vllm.sampling_params import SamplingParams
 
-from engine import sampling
-from kv_transfer.handoff import KvHandoff
+from contracts.handoff import KvHandoff
+from engine.request import sampling
+from tests.engines.harness import Engines
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import engine_config
 from transformers import Gemma3TextConfig, JambaConfig, MistralConfig, PretrainedConfig
 
+from contracts.vocabulary import Pool
 from engine import vllm_engine
-from engine.messages import Pool
-from engine.transferable_models import UnsupportedModel
+from engine.connector.transferable_models import UnsupportedModel
 from engine.vllm_engine import VllmEngine
+from tests.support.fake_engine import engine_config
 
 pytestmark = pytest.mark.engines  # none is started, but vLLM takes a quarter of a minute to look at each model
 

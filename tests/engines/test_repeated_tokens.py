@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import Engines, Figure, first_difference
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from engine import sampling
+from engine.request import sampling
+from tests.engines.harness import Engines, Figure, first_difference
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 

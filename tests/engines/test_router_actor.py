@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import ray
-from harness import Engines
 
-from cluster.actors import HEALTH, RouterActor
+from cluster.runtime.actors import HEALTH, RouterActor
+from tests.engines.harness import Engines
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 GIVES_UP_AFTER_S = 60.0

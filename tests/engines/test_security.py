@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from certificates import Authority
-from conftest import deployed
 
-from engine.data_plane import WorkerClient
-from engine.errors import WorkerLost
+from contracts.errors import WorkerLost
+from tests.engines.conftest import deployed
+from tests.support.certificates import Authority
+from worker_runtime.client import WorkerClient
 
 pytestmark = pytest.mark.engines
 KEY = "a-key-for-this-test-only"

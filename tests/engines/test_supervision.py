@@ -20,11 +20,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from harness import Metrics
 from rich.console import Console
-from serve_process import REPOSITORY, RIDGELINE, Serve, body, descendants, serving, still_there
 
-from cluster.drain_command import drain
+from cluster.commands.drain import drain
+from tests.engines.harness import Metrics
+from tests.engines.serve_process import REPOSITORY, RIDGELINE, Serve, body, descendants, serving, still_there
 
 Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines
@@ -112,6 +112,7 @@ def deployed() -> Iterator[Deployed]:
         yield one
 
 
+@pytest.mark.core
 def test_a_killed_actor_and_a_killed_engine_of_two_pools_come_back_and_pair_again(deployed: Deployed, figure: Figure):
     before = deployed.workers()
     old_engine = deployed.engine("decode-0")
@@ -201,6 +202,7 @@ def ridgeline_drain(url: str, worker: str, *arguments: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.core
 def test_a_worker_that_is_drained_gives_its_request_to_another_and_leaves_for_good(deployed: Deployed, figure: Figure):
     stream = Stream(deployed.url, DRAINED_TOKENS)
     busy = next(row["worker"] for row in deployed.workers().values() if row["pool"] == "decode" and row["tasks"])

@@ -24,35 +24,37 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from conftest import CONFIG, TEXT
-from harness import Engines, Figure, held
 from prometheus_client import CollectorRegistry
-from samples import router_settings
-from serve_process import body, descendants, serving, still_there
-from tiny_model import NUM_KV_HEADS, NUM_LAYERS, make_tiny_model
 from vllm.sampling_params import SamplingParams
 
-from cluster.actor_slot import worker_actor
-from cluster.actors import WorkerReady
-from cluster.config import load_config
-from cluster.deployment import ray_runtime
-from cluster.doctor import resolve_dtype
+from cluster.config.loader import load_config
+from cluster.doctor.checks import resolve_dtype
 from cluster.model_store import prepare_model
-from cluster.plan import make_plan
-from engine import sampling
-from engine.data_plane import WorkerClient
-from engine.messages import TokenDelta, WorkerDescription
-from kv_transfer.blocks import BlockPool
-from kv_transfer.handoff import KvHandoff
-from kv_transfer.lease import LeaseTable
+from cluster.runtime.actor_handle import worker_actor
+from cluster.runtime.actors import WorkerReady
+from cluster.runtime.deployment import ray_runtime
+from cluster.runtime.plan import make_plan
+from contracts.handoff import KvHandoff
+from contracts.tasks import TokenDelta
+from contracts.workers import WorkerDescription
+from engine.request import sampling
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.source.lease import LeaseTable
 from kv_transfer.transports import TransportSettings, make_transport
-from router.answer import SequenceRequest
-from router.fleet import Fleet
-from router.metrics import RequestMetrics
-from router.orchestrator import Orchestrator
-from router.prefill_queue import prompt_queues
-from router.releaser import HandoffReleaser
-from tests.ties import tie_nat
+from router.dispatch.orchestrator import Orchestrator
+from router.dispatch.releaser import HandoffReleaser
+from router.dispatch.request import SequenceRequest
+from router.fleet.fleet import Fleet
+from router.flow.prompt_queue import prompt_queues
+from router.front.sampling import sampling_of
+from router.observe.metrics import RequestMetrics
+from tests.engines.conftest import CONFIG, TEXT
+from tests.engines.harness import Engines, Figure, held
+from tests.engines.serve_process import body, descendants, serving, still_there
+from tests.engines.tiny_model import NUM_KV_HEADS, NUM_LAYERS, make_tiny_model
+from tests.support.samples import router_settings
+from tests.support.ties import tie_nat
+from worker_runtime.client import WorkerClient
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
@@ -321,7 +323,7 @@ async def answer(orchestrator: Orchestrator, prompt: list[int]) -> list[int]:
         return False
 
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT_TOKENS)
-    await orchestrator.run(SequenceRequest(f"greedy-{len(prompt)}", prompt, params), emit)
+    await orchestrator.run(SequenceRequest(f"greedy-{len(prompt)}", prompt, sampling_of(params)), emit)
     return token_ids
 
 
@@ -355,7 +357,7 @@ async def test_every_greedy_token_is_one_that_a_whole_engine_could_have_chosen(
             token_ids = await answer(orchestrator, prompt)
             assert len(token_ids) == NUM_OUTPUT_TOKENS
             worst[length] = await behind_best_nat(split, prompt, token_ids)
-        followed = metrics.followed.labels("ok")._value.get()
+        followed = metrics.overlapped.labels("ok")._value.get()
         after = await split.decode_counters(decode_ranks)
         pairs = [(pair.transport, pair.why) for pair in fleet.kv_pairs]
     told = ", ".join(f"{length} tokens {gap:.4f}" for length, gap in worst.items())

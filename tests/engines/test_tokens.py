@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 import pytest_asyncio
-from harness import Engines, Figure, Increase, first_difference
 
-from engine.messages import PositionLogprobs
-from tests.ties import behind_best_nat, tie_nat
+from contracts.tasks import PositionLogprobs
+from tests.engines.harness import Engines, Figure, Increase, first_difference
+from tests.support.ties import behind_best_nat, tie_nat
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
@@ -52,6 +52,7 @@ async def references(deployment: Engines, text: list[int]) -> list[tuple[list[in
     return answers
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_greedy_tokens_are_those_of_one_engine_bit_for_bit_on_60_of_60_prompts(
     engines: Engines, references: list[tuple[list[int], list[int]]], transport: str, figure: Figure

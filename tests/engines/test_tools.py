@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from harness import Engines, Increase
 from openai import AsyncOpenAI
+
+from tests.engines.harness import Engines, Increase
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 

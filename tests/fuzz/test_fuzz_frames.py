@@ -1,8 +1,9 @@
 """A few hundred malformed transfer frames and collective messages; `make fuzz` runs many more."""
 
 import pytest
-from campaign import run
-from targets import in_process
+
+from tools.fuzz.campaign import run
+from tools.fuzz.targets import in_process
 
 SEED = 0
 

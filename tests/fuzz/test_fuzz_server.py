@@ -1,11 +1,11 @@
 """A few hundred malformed gRPC messages and HTTP requests at real servers; `make fuzz` runs many more."""
 
 import pytest
-from campaign import MEBIBYTE, Footprint, run
-from server_process import serving
-from targets import connected
 
 from cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
+from tools.fuzz.campaign import MEBIBYTE, Footprint, run
+from tools.fuzz.server_process import serving
+from tools.fuzz.targets import connected
 
 SEED = 0
 EXAMPLES = {

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from paced_engine import PacedEngine
-
 from decode_worker.handler import DecodeHandler
-from engine.host import WorkerHost
 from prefill_worker.handler import PrefillHandler
+from tests.support.paced_engine import PacedEngine
+from worker_runtime.host import WorkerHost
 
 
 async def main() -> None:

@@ -16,15 +16,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
 
-from fake_engine import eventually
-from samples import router_settings
-from served_router import make_model
-
 from router.client_identity import hash_key
+from tests.support.fake_engine import eventually
+from tests.support.samples import router_settings
+from tests.support.served_router import make_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from router.app import Router
+    from router.server import Router
 
 POLITE, HOSTILE, OPERATOR = "polite-key", "hostile-key", "operator-key"
 REQUESTS = 24
@@ -41,17 +40,16 @@ SETTINGS = {
     "api_key_hashes": frozenset(map(hash_key, (POLITE.encode(), HOSTILE.encode()))),
     "admin_key_hashes": frozenset({hash_key(OPERATOR.encode())}),
 }
-HERE = Path(__file__).parent
-PATHS = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent / "fakes")))
+REPOSITORY = Path(__file__).parents[2]
 
 
 @asynccontextmanager
-async def process(script, *arguments):
+async def process(module, *arguments):
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, HERE / script, *map(str, arguments)),
+        *(sys.executable, "-m", f"tests.hostile.{module}", *map(str, arguments)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": PATHS},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )
     try:
         yield child
@@ -63,7 +61,7 @@ async def process(script, *arguments):
 @asynccontextmanager
 async def client(kind, port, key):
     """A process that does what it is told."""
-    async with process("clients.py", kind, port, key) as child:
+    async with process("clients", kind, port, key) as child:
 
         async def tell(*command):
             child.stdin.write(" ".join(map(str, command)).encode() + b"\n")
@@ -75,7 +73,7 @@ async def client(kind, port, key):
 @asynccontextmanager
 async def serving(model):
     """(router, its port), before engines in another process."""
-    async with process("paced_engines.py") as engines:
+    async with process("paced_engines") as engines:
         router = Router(router_settings(model_path=str(model), **SETTINGS))
         addresses = (await asyncio.wait_for(engines.stdout.readline(), 120)).decode().split()
         url = await router.serve(addresses, {})

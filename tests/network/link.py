@@ -80,7 +80,7 @@ class Link:
     async def peer(self, side, fetch_deadline_s=30.0):
         """A process at this end, see `peer.py`."""
         process = await asyncio.create_subprocess_exec(
-            *("ip", "netns", "exec", self._names[side], sys.executable, Path(__file__).with_name("peer.py")),
+            *("ip", "netns", "exec", self._names[side], sys.executable, "-m", "tests.network.peer"),
             *(HOSTS[side], str(fetch_deadline_s)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -10,9 +10,9 @@ import time
 import msgspec
 import xxhash
 
-from kv_transfer import measure_source
-from kv_transfer.handoff import KvHandoff
-from kv_transfer.measure_source import Cache, CacheShape, offer
+from contracts.handoff import KvHandoff
+from kv_transfer.bench import source_process
+from kv_transfer.bench.source_process import Cache, CacheShape, offer
 
 SHAPE = CacheShape(num_layers=30, num_blocks=108, block_bytes=24 << 10)
 LEASE_S = 5.0
@@ -22,7 +22,7 @@ class Peer:
     """Its methods are the commands."""
 
     def __init__(self, host, fetch_deadline_s):
-        measure_source.LEASE_S = LEASE_S  # so that a test sees a lease end
+        source_process.LEASE_S = LEASE_S  # so that a test sees a lease end
         self.cache = Cache(SHAPE)
         self.service = self.cache.service("grpc", host, fetch_deadline_s)
         self.service.start()

@@ -7,11 +7,11 @@ import statistics
 import time
 
 import pytest
-from link import RATE_BYTES_S, CannotLink, Link
-from peer import LEASE_S, SHAPE
 
-from kv_transfer import errors
-from kv_transfer.grpc_wire import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
+from contracts import errors
+from kv_transfer.wire.grpc_methods import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
+from tests.network.link import RATE_BYTES_S, CannotLink, Link
+from tests.network.peer import LEASE_S, SHAPE
 
 pytestmark = pytest.mark.network
 
@@ -20,7 +20,7 @@ NUM_BYTES = SHAPE.handoff_bytes(NUM_BLOCKS)
 ROUNDS = 9
 SOURCE, TARGET = 0, 1
 CONNECTED_WITHIN_S = 6.0
-"""After the link is back: one attempt to connect that began before, and the longest pause after it (`grpc_wire`).
+"""After the link is back: one attempt to connect that began before, and the longest pause after it (`grpc_methods`).
 Until then fetches fail at once, which is right: decode computes the prompt meanwhile."""
 
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from served_router import make_model
 
-from tests.bench.clocks import Latencies, measure
+from tests.support.served_router import make_model
+from tools.bench.clocks import Latencies, measure
 
 REPOSITORY = Path(__file__).parents[2]
 OUTPUT_TOKENS = 25
@@ -22,9 +22,12 @@ def url(tmp_path_factory):
     model = tmp_path_factory.mktemp("model")
     make_model(model)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
-    script = str(Path(__file__).with_name("timed_router.py"))
     with subprocess.Popen(
-        [sys.executable, script, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-m", "tests.replay.timed_router", str(model)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         try:
             yield next(line.split()[1] for line in process.stdout if line.startswith("url "))

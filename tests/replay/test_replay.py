@@ -9,17 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from openai_server import Behaviour, running
-from patience import PATIENCE_S
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from loadtest import replay as replay_module
 from loadtest.compare import compare, round_schedule
 from loadtest.errors import NotDisaggregatedError, ServerError
-from loadtest.plan import ComparePlan, ReplayPlan
-from loadtest.replay import ReplayResult, run_replay
-from loadtest.replay_output import report_replay
+from loadtest.report.replay_output import report_replay
+from loadtest.run import replay as replay_module
+from loadtest.run.plan import ComparePlan, ReplayPlan
+from loadtest.run.replay import ReplayResult, run_replay
+from tests.support.openai_server import Behaviour, running
+from tests.support.patience import PATIENCE_S
 
 MOST_TRIES = 8
 """Of what needs a machine that does not stand still for a tenth of a second."""
@@ -227,7 +227,7 @@ async def test_compare_writes_the_contract_and_says_who_won(tmp_path, console):
 
 async def test_a_run_that_was_disaggregated_in_name_only_is_refused(tmp_path, console):
     with pytest.raises(NotDisaggregatedError, match=r"only .* of the eligible requests went through both pools"):
-        await compare(_Cluster(local_every=6).serve, _compare_plan(), tmp_path, console)
+        await compare(_Cluster(fallback_every=6).serve, _compare_plan(), tmp_path, console)
     assert not (tmp_path / "summary.json").exists()
     with pytest.raises(NotDisaggregatedError, match="publishes no ridgeline_ metrics"):
         await compare(_Cluster(has_metrics=False).serve, _compare_plan(), tmp_path, console)

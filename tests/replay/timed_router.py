@@ -1,7 +1,7 @@
 """The real router over HTTP before two real hosts whose engines take a known time; a process of its own, so that the
 client's clock is the client's. Prints its URL and serves until its standard input is closed.
 
-usage: timed_router.py MODEL_DIRECTORY
+usage: python -m tests.replay.timed_router MODEL_DIRECTORY
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-import served_router
-from fake_engine import FakeEngine  # imports vLLM with its warnings silenced
-
-from engine.messages import TokenDelta
+from contracts.tasks import TokenDelta
+from tests.support import served_router
+from tests.support.fake_engine import FakeEngine  # imports vLLM with its warnings silenced
 
 PREFILL_S, STEP_S = 0.15, 0.035
 """Each in the middle of a bucket."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from patience import PATIENCE_S
+
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_questions() -> Iterator[None]:
     """Router, workers and sources are one process here: one that stands still for 2 s must lose nobody by that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.data_plane.STATUS_DEADLINE_S", PATIENCE_S)
-        patch.setattr("kv_transfer.grpc_control.CONTROL_DEADLINE_S", PATIENCE_S)
+        patch.setattr("worker_runtime.client.STATUS_DEADLINE_S", PATIENCE_S)
+        patch.setattr("kv_transfer.fetch.control.CONTROL_DEADLINE_S", PATIENCE_S)
         yield

@@ -12,7 +12,8 @@ from ray._private.authentication import authentication_token_setup
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts import scripts as ray_scripts
 
-from cluster.config import RidgelineConfig, load_config
+from cluster.config.loader import load_config
+from cluster.config.models import RidgelineConfig
 
 REPOSITORY = Path(__file__).parents[2]
 REMOTE = "/home/ubuntu/ridgeline"
@@ -84,7 +85,7 @@ def test_what_is_copied_exists_and_is_everything_an_installation_needs(launcher)
     assert all((REPOSITORY / local).exists() for local in mounts.values())
     assert all(remote == f"{REMOTE}/{local}" for remote, local in mounts.items())
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    packages = {name.split(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     needed = packages | {"Makefile", "pyproject.toml", "deploy", project["project"]["readme"]}
     assert needed <= set(mounts.values())
 

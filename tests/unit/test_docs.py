@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 import typer
-from series_table import ARCHITECTURE, METRICS_TABLE, metrics_table
 
 from cluster.cli import app
+from tests.support.series_table import ARCHITECTURE, METRICS_TABLE, metrics_table
 
 REPOSITORY = Path(__file__).parents[2]
-DOCUMENTS = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *REPOSITORY.glob("docs/**/*.md")])
+PACKAGES = [init.parent for init in REPOSITORY.glob("*/__init__.py")]
+DOCUMENTS = sorted(
+    [
+        REPOSITORY / "README.md",
+        REPOSITORY / "CHANGELOG.md",
+        *REPOSITORY.glob("docs/**/*.md"),
+        *(document for package in PACKAGES for document in package.glob("**/*.md")),
+    ]
+)
 WRITTEN_BY_COMMANDS = {"summary.json", "records.jsonl", "report.html"}
 
 SUFFIXES = "py|yaml|yml|sh|md|toml|json|jsonl|csv|txt|html|template"
@@ -81,6 +89,26 @@ def test_every_link_to_a_file_leads_somewhere(document):
     assert not [link for link in links if not (document.parent / link).exists()]
 
 
+def unlinked_documents(text: str) -> list[str]:
+    """Documents that are named in code, and cannot be clicked."""
+    return re.findall(r"(?<!\[)`((?:[\w.-]+/)*[\w.-]+\.md)`", FENCE.sub("", text))
+
+
+def test_a_document_that_another_names_is_a_link(document):
+    if document != REPOSITORY / "README.md":
+        assert not unlinked_documents(document.read_text())
+
+
+def test_a_document_without_a_link_would_be_found():
+    assert unlinked_documents("see `docs/security.md`, not [`docs/failures.md`](failures.md)") == ["docs/security.md"]
+
+
+def test_the_list_of_documents_names_every_one_of_them():
+    listed = (REPOSITORY / "docs" / "README.md").read_text()
+    documents = {str(path.relative_to(REPOSITORY / "docs")) for path in REPOSITORY.glob("docs/**/*.md")} - {"README.md"}
+    assert not {path for path in documents if f"]({path})" not in listed}
+
+
 def test_every_command_a_document_names_exists(document):
     problems = {" ".join(command): problem_of(command) for command in shell_commands(document.read_text())}
     assert not {command: problem for command, problem in problems.items() if problem}
@@ -89,7 +117,7 @@ def test_every_command_a_document_names_exists(document):
 def test_the_metrics_table_is_what_the_code_declares():
     table = METRICS_TABLE.search(ARCHITECTURE.read_text())
     assert table is not None
-    assert table[0] == metrics_table(), "run `python tests/fakes/series_table.py` to write it anew"
+    assert table[0] == metrics_table(), "run `python -m tests.support.series_table` to write it anew"
 
 
 def test_decisions_are_numbered_without_gaps_and_fit_one_page():

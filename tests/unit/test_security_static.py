@@ -3,11 +3,14 @@
 import ast
 from pathlib import Path
 
-from engine.data_plane import OPTIONS
-from kv_transfer import grpc_wire
+from kv_transfer.wire import grpc_methods
+from worker_runtime.client import OPTIONS
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("router", "prefill_worker", "decode_worker", "cluster", "engine", "kv_transfer", "roofline", "loadtest")
+PACKAGES = (
+    *("cluster", "router", "prefill_worker", "decode_worker", "loadtest", "worker_runtime", "engine", "kv_transfer"),
+    *("roofline", "contracts"),
+)
 FILES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
 
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib"}
@@ -53,7 +56,9 @@ def test_nothing_is_unpickled_or_evaluated():
 
 
 def test_only_the_transfer_benchmark_has_a_pipe_that_unpickles_and_its_other_end_is_its_own_child():
-    assert {path for path, name, _ in calls() if name.rpartition(".")[2] == "Pipe"} == {"kv_transfer/measure_source.py"}
+    assert {path for path, name, _ in calls() if name.rpartition(".")[2] == "Pipe"} == {
+        "kv_transfer/bench/source_process.py"
+    }
 
 
 def test_every_msgspec_decoder_names_a_type_and_the_type_is_not_any():
@@ -71,15 +76,15 @@ def test_every_msgspec_decoder_names_a_type_and_the_type_is_not_any():
 
 def test_ports_and_channels_are_made_in_one_place():
     makers = {"add_insecure_port", "add_secure_port", "insecure_channel", "secure_channel"}
-    assert {path for path, name, _ in calls() if name.rpartition(".")[2] in makers} == {"kv_transfer/channel.py"}
+    assert {path for path, name, _ in calls() if name.rpartition(".")[2] in makers} == {"contracts/rpc/channel.py"}
 
 
 def test_no_default_listens_on_every_interface():
     everywhere = {"0.0.0.0", "::", "[::]", "*"}
     other_meaning = {  # every origin, every header, and what stands in the name of a test
-        ("cluster/config_models.py", "*"),
-        ("router/cors.py", "*"),
-        ("router/request_fields.py", "::"),
+        ("cluster/config/models.py", "*"),
+        ("router/front/middleware/cors.py", "*"),
+        ("router/front/request_fields.py", "::"),
     }
     for path, nodes in TREES.items():
         texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -87,7 +92,7 @@ def test_no_default_listens_on_every_interface():
 
 
 def test_every_grpc_end_bounds_its_messages_both_ways():
-    for options in (OPTIONS, grpc_wire.server_options(1 << 20), grpc_wire.channel_options(1 << 20)):
+    for options in (OPTIONS, grpc_methods.server_options(1 << 20), grpc_methods.channel_options(1 << 20)):
         limits = dict(options)
         assert 0 < limits["grpc.max_send_message_length"] <= 64 << 20
         assert 0 < limits["grpc.max_receive_message_length"] <= 64 << 20

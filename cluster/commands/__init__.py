@@ -1,0 +1,11 @@
+"""The commands behind `cluster/cli.py`, one module each.
+
+serve.py         `ridgeline serve`
+loadtest.py      `ridgeline replay` and `ridgeline compare`
+plan_options.py  the options of those two
+bench.py         `ridgeline bench transfer`
+roofline.py      `ridgeline roofline`
+top.py           `ridgeline top`
+drain.py         `ridgeline drain`
+server_url.py    the option that names a running server
+"""

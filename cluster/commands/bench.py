@@ -1,0 +1,111 @@
+"""`ridgeline bench transfer`: measures hand-offs between two processes of this host. Called by `cluster.cli`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.doctor.facts import memory_available_bytes
+from kv_transfer.bench.measure import MeasureError, MeasureReport, MeasureSettings, measure, usable_cores
+
+__all__ = ["BadBench", "MeasureError", "MeasureSettings", "bench_transfer", "render"]
+
+LINE_EVERY_S = 5.0
+
+
+class BadBench(Exception):
+    """The requested measurement is not possible here; one sentence for each problem, each with its fix."""
+
+    def __init__(self, sentences: list[str]) -> None:
+        super().__init__(" ".join(sentences))
+        self.sentences = sentences
+
+
+def bench_transfer(settings: MeasureSettings, file: Path | None, console: Console) -> None:
+    """Measure, print the table, write JSON to `file`. Raises BadBench before anything starts, MeasureError after."""
+    problems = settings.problems(memory_available_bytes(), len(usable_cores()))
+    if file is not None:
+        problems += _cannot_write(file)
+    if problems:
+        raise BadBench(problems)
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC tells of every connection that ends, in both processes
+    with _progress(console) as tell:
+        report = measure(settings, tell)
+    console.print(render(report))
+    for transport, why in report.refused.items():
+        console.print(f"[yellow]not measured:[/] {transport}: {escape(why)}", highlight=False)
+    if file is not None:
+        file.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        console.print(f"wrote {escape(str(file))}", highlight=False)
+
+
+def render(report: MeasureReport) -> Table:
+    """Build the table: one row for each transport and layout, and memcpy last."""
+    settings = report.settings
+    pinned = f"cores {report.cores[0]} and {report.cores[1]}" if report.cores else "not pinned"
+    table = Table(
+        title=f"{settings.num_bytes / 1e6:.1f} MB per hand-off: {settings.num_blocks} blocks of 32 tokens, "
+        f"{settings.layers} layers of {settings.block_bytes} bytes\n{settings.rounds} rounds, {pinned}",
+        title_justify="left",
+    )
+    for name in ("transport", "blocks"):
+        table.add_column(name)
+    for name in ("GB/s", "of memcpy", "median ms", "p90 ms", "CPU s/GB"):
+        table.add_column(name, justify="right")
+    for row in report.figures:
+        table.add_row(
+            row.transport,
+            row.layout,
+            f"{row.gb_s:.2f}",
+            f"{report.ratio(row):.0%}",
+            f"{row.median_ms:.1f}",
+            f"{row.p90_ms:.1f}",
+            f"{row.cpu_s_per_gb:.2f}",
+        )
+    table.add_section()
+    table.add_row(
+        "memcpy",
+        "one thread",
+        f"{report.memcpy_gb_s:.2f}",
+        "",
+        f"{settings.num_bytes / 1e6 / report.memcpy_gb_s:.1f}",
+        "",
+        f"{1 / report.memcpy_gb_s:.2f}",
+    )
+    return table
+
+
+def _cannot_write(file: Path) -> list[str]:
+    """Find out before a measurement of minutes, not after it."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8"):
+            return []
+    except OSError as error:
+        return [f"json: {file} cannot be written ({error.strerror}): name a file in a folder of your own"]
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Show progress: a line that changes on a terminal, elsewhere a line at first and then every five seconds."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+        return
+    told_s = -LINE_EVERY_S
+
+    def tell(sentence: str) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= LINE_EVERY_S:
+            told_s = time.monotonic()
+            console.print(sentence, highlight=False, markup=False)
+
+    yield tell

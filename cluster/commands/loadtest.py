@@ -1,0 +1,59 @@
+"""`ridgeline replay` and `ridgeline compare`: build the plan, start what must be started. Called by `cluster.cli`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.commands.serve import refuse_unfit_machine, started
+from cluster.config.models import Mode, RidgelineConfig
+from cluster.runtime.deployment import ray_runtime
+from loadtest.compare import compare
+from loadtest.report.replay_output import report_replay
+from loadtest.run.plan import ComparePlan, ReplayPlan
+from loadtest.run.replay import run_replay
+from loadtest.trace.readers import load_trace
+from loadtest.trace.shape import shape_trace
+
+
+async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:
+    """Replay a trace against a running server and print the figures. Raises LoadTestError."""
+    result = await run_replay(url, plan, console)
+    report_replay(result, plan, out, console)
+
+
+async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console) -> None:
+    """Run both modes on the same cores in alternation and write the comparison. Raises LoadTestError and `serve`'s."""
+    shape_trace(load_trace(plan.trace), plan)  # a wrong trace is told before anything starts
+    modes: tuple[Mode, ...] = ("colocated", "disaggregated")
+    for mode in modes:
+        refuse_unfit_machine(config.model_copy(update={"mode": mode}))
+    async with ray_runtime(config) as ray_messages:
+        console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
+
+        @asynccontextmanager
+        async def serving(mode: Mode) -> AsyncIterator[str]:
+            async with started(config.model_copy(update={"mode": mode}), console) as deployment:
+                yield deployment.url
+
+        comparison = await compare(serving, plan, out, console)
+    console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {comparison.report}")
+
+
+def equal_hardware(config: RidgelineConfig) -> str | None:
+    """Return a sentence when the two modes would not run on the same number of cores and GPUs, else None."""
+    pools = config.pools
+    split = (pools.prefill, pools.decode)
+    for unit in ("cores", "gpus"):
+        per_worker = f"{unit}_per_worker"
+        disaggregated = sum(pool.workers * getattr(pool, per_worker) for pool in split)
+        colocated = pools.colocated.workers * getattr(pools.colocated, per_worker)
+        if disaggregated != colocated:
+            return (
+                f"the two modes must run on equal hardware: prefill and decode have {disaggregated} {unit}, colocated "
+                f"has {colocated}: change pools.colocated.workers or {per_worker}"
+            )
+    return None

@@ -1,0 +1,34 @@
+"""`ridgeline roofline`: finds the model's shape and the device, prints the table. Called by `cluster.cli`."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from cluster.config.models import RidgelineConfig
+from cluster.doctor.checks import resolve_dtype
+from cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
+from cluster.node_hardware import cache_dir
+from roofline.calibration import load_or_calibrate_host
+from roofline.hardware import hardware_by_name
+from roofline.model_shape import load_model_shape
+from roofline.quantisation import dtype_bytes
+from roofline.render import render, to_json
+from roofline.table import roofline_table
+
+
+def show(console: Console, model: str, hardware_name: str, dtype: str, cores: int, *, as_json: bool) -> None:
+    """Print the roofline of `model` on a device. Raises RooflineError for an unknown name, ModelError for a model."""
+    path = str(prepare_model(model)) if model == DEFAULT_MODEL_NAME else model
+    if dtype == "auto":
+        dtype = resolve_dtype(RidgelineConfig()) if hardware_name == "host" else "bfloat16"
+    element_bytes = dtype_bytes(dtype)
+    shape = load_model_shape(path, weight_bytes_per_param=element_bytes, kv_bytes_per_element=element_bytes)
+    if hardware_name == "host":
+        hardware = load_or_calibrate_host(cache_dir(), cores, dtype)
+    else:
+        hardware = hardware_by_name(hardware_name)
+    rows = roofline_table(shape, hardware)
+    if as_json:
+        console.out(to_json(shape, hardware, rows), highlight=False)
+    else:
+        console.print(render(shape, hardware, rows))

@@ -1,0 +1,172 @@
+"""`ridgeline serve`: checks, starts, prints what runs where, waits, drains. Called by `cluster.cli`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.config.api_keys import open_to_all
+from cluster.config.models import RidgelineConfig
+from cluster.doctor import checks
+from cluster.runtime.deployment import Deployment, deploy, ray_runtime
+from cluster.runtime.environment import server_variables
+from cluster.runtime.plan import make_plan
+
+PROGRESS_EVERY_S = 10.0
+
+
+class Unfit(RuntimeError):
+    """This machine cannot run the configuration; `sentences` name the fixes."""
+
+    def __init__(self, sentences: list[str]) -> None:
+        super().__init__("\n".join(sentences))
+        self.sentences = sentences
+
+
+@dataclass(frozen=True)
+class StopSignals:
+    """What the operator has asked for with Ctrl-C or SIGTERM, so far."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the first signal: drain and end."""
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the second signal: end without waiting for requests."""
+
+    def received(self) -> None:
+        """Handle either signal."""
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+def refuse_unfit_machine(config: RidgelineConfig) -> None:
+    """Raise Unfit before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
+    if config.ray.address is None:
+        sentences = checks.failures(checks.checks(config))
+        if sentences:
+            raise Unfit(sentences)
+
+
+async def serve(config: RidgelineConfig, console: Console) -> None:
+    """Serve until Ctrl-C or SIGTERM, then drain; a second one cuts the drain short.
+
+    Raises Unfit, PlacementError, DeploymentFailed.
+    """
+    refuse_unfit_machine(config)
+    signals, ready = StopSignals(), asyncio.Event()
+    async with ray_runtime(config) as ray_messages:
+        console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets handlers of its own
+            loop.add_signal_handler(number, signals.received)
+        running = asyncio.create_task(_run(config, console, ready, signals))
+        stopped = asyncio.create_task(signals.stop.wait())
+        await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not ready.is_set() and not running.done():
+            console.print("stopping before it was ready")
+            running.cancel()
+            await asyncio.wait([running])
+        else:
+            await running
+    console.print("stopped")
+
+
+async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, signals: StopSignals) -> None:
+    async with started(config, console) as deployment:
+        ready.set()
+        console.print(what_runs_where(deployment))
+        for pair in deployment.kv_pairs:
+            console.print(
+                f"KV {pair.prefill} -> {pair.decode}: {pair.transport}" + (f" ({pair.why})" if pair.why else "")
+            )
+        console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
+        watching = asyncio.create_task(deployment.watch(partial(_say_with_time, console)))
+        stopped = asyncio.create_task(signals.stop.wait())
+        await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if watching.done():
+            watching.result()  # raises what failed
+        watching.cancel()
+        await _drain(deployment, config.server.drain_timeout_s, console, signals.hurry)
+
+
+def _say_with_time(console: Console, sentence: str) -> None:
+    console.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/]  {escape(sentence)}", highlight=False)
+
+
+async def _drain(deployment: Deployment, timeout_s: float, console: Console, hurry: asyncio.Event) -> None:
+    console.print(
+        f"draining: no new requests, up to {timeout_s:.0f} s for the running ones; Ctrl-C again cuts them off now"
+    )
+    draining = asyncio.create_task(deployment.drain(timeout_s))
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait([draining, hurried], return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    if not draining.done():
+        draining.cancel()
+        await asyncio.wait([draining])
+        console.print("[yellow]not waiting any longer: running requests are cut off[/]")
+    elif (left := draining.result()) is None:
+        console.print("[yellow]the router does not answer: what it was serving, if anything, is cut off[/]")
+    elif left:
+        console.print(f"[yellow]{left} requests did not end in time and are cut off[/]")
+
+
+@asynccontextmanager
+async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[Deployment]:
+    """Deploy on the Ray that is running and yield the ready deployment; print how its start goes on."""
+    plan = await asyncio.to_thread(make_plan, config)
+    names = ", ".join(worker.worker_id for worker in plan.workers)
+    console.print(f"starting [bold]{config.mode}[/]: {names}; {plan.served_name} in {plan.dtype}")
+    if ignored := server_variables():
+        console.print(
+            f"[yellow]not passed on, because the configuration alone shapes the server: {', '.join(ignored)}[/]"
+        )
+    if not plan.keys.clients and (warning := open_to_all(config.server.host)):
+        console.print(f"[yellow]{warning}[/]")
+    began_s = time.monotonic()
+
+    def say(sentence: str) -> None:
+        console.print(f"  [dim]{time.monotonic() - began_s:5.0f} s[/]  {sentence}")
+
+    signs_of_life = asyncio.create_task(_still_starting(say))
+    try:
+        async with deploy(plan, say) as deployment:
+            signs_of_life.cancel()
+            yield deployment
+    finally:
+        signs_of_life.cancel()
+
+
+async def _still_starting(say: Callable[[str], None]) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_EVERY_S)
+        say("still loading")
+
+
+def what_runs_where(deployment: Deployment) -> Table:
+    """Build the table that `ridgeline serve` prints when everything is up."""
+    table = Table("worker", "pool", "node", "cores", "actor pid", "engine pid", "data plane", "KV blocks", "start")
+    for row in deployment.rows:
+        engines = ",".join(map(str, row.engine_pids))
+        table.add_row(
+            row.name,
+            row.pool,
+            row.node,
+            row.cores,
+            str(row.pid),
+            engines,
+            row.address,
+            str(row.kv_blocks),
+            f"{row.start_s:.0f} s",
+        )
+    return table

@@ -1,0 +1,74 @@
+"""`ridgeline top`: one line per pool, refreshed from the server's /metrics. Called by `cluster.cli`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from loadtest.errors import ServerError
+from loadtest.report.pools import describe_pools
+from loadtest.run.client import key_headers
+from loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
+
+_COLUMNS = ("pool", "workers", "running", "waiting", "KV blocks free", "busy", "tok/s", "AI", "ridge", "MFU", "MBU")
+
+
+async def watch(url: str, interval_s: float, count: int, console: Console) -> None:
+    """Show figures of the last interval until Ctrl-C, or `count` times.
+
+    Raises ServerError when the server does not answer.
+    """
+    async with httpx.AsyncClient(base_url=url, headers=key_headers()) as client:
+        with Live(console=console, auto_refresh=False) as live:
+            before, before_s = await _read(client), time.monotonic()
+            readings = 0
+            while count == 0 or readings < count:
+                await asyncio.sleep(interval_s)
+                after, after_s = await _read(client), time.monotonic()
+                live.update(_table(difference(before, after, after_s - before_s)), refresh=True)
+                before, before_s = after, after_s
+                readings += 1
+
+
+async def _read(client: httpx.AsyncClient) -> Scrape:
+    reading = await scrape(client)
+    if reading is None:
+        raise ServerError(f"{client.base_url} publishes no ridgeline_ metrics: is it a Ridgeline server?")
+    return reading
+
+
+def _table(delta: MetricsDelta) -> Table:
+    table = Table(*_COLUMNS, title=f"last {delta.wall_s:.1f} s", title_justify="left")
+    for pool, figures in describe_pools(delta).items():
+        level = {
+            name: delta.level(f"ridgeline_{name}", pool=pool)
+            for name in ("running", "waiting", "kv_blocks_free", "workers")
+        }
+        tokens_per_s = delta.total("ridgeline_tokens_total", pool=pool) / delta.wall_s
+        table.add_row(
+            pool,
+            _number(level["workers"]),
+            _number(level["running"]),
+            _number(level["waiting"]),
+            _number(level["kv_blocks_free"]),
+            _percent(figures["busy_fraction"]),
+            f"{tokens_per_s:.0f}",
+            _number(figures["arithmetic_intensity"], 1),
+            _number(figures["ridge"], 1),
+            _percent(figures["mfu"]),
+            _percent(figures["mbu"]),
+        )
+    return table
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

@@ -1,0 +1,6 @@
+"""The one configuration of a deployment.
+
+models.py    every setting: type, unit, default, meaning
+loader.py    defaults, YAML file, flags; where each value came from
+api_keys.py  keys of clients and operators, as hashes
+"""

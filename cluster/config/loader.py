@@ -1,0 +1,266 @@
+"""Loads the one configuration: defaults, then a YAML file, then flags; remembers where each value came from.
+
+Why: wrong keys and impossible combinations should be reported before anything starts, all at once, each with the line
+to change. Called by `cluster.cli`; everything else receives the finished `RidgelineConfig`.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from rich.table import Table
+
+from cluster.config.models import (
+    Dtype,
+    Mode,
+    ModelConfig,
+    PoolConfig,
+    PoolName,
+    PoolsConfig,
+    RayConfig,
+    RidgelineConfig,
+    RouterConfig,
+    SecurityConfig,
+    ServerConfig,
+    SupervisionConfig,
+    TlsConfig,
+    TransferConfig,
+    conflicts,
+)
+
+__all__ = [
+    "ConfigError",
+    "Dtype",
+    "LoadedConfig",
+    "Mode",
+    "ModelConfig",
+    "PoolConfig",
+    "PoolName",
+    "PoolsConfig",
+    "RayConfig",
+    "RidgelineConfig",
+    "RouterConfig",
+    "SecurityConfig",
+    "ServerConfig",
+    "SupervisionConfig",
+    "TlsConfig",
+    "TransferConfig",
+    "explain",
+    "load_config",
+]
+
+DEFAULT_ORIGIN = "default"
+FLAG_ORIGIN = "flag"
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; `problems` has one sentence for each reason."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked configuration, and for each setting (`server.port`) where its value came from."""
+
+    config: RidgelineConfig
+    origins: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    path: str
+    value: Any
+    origin: str
+
+
+def load_config(
+    path: Path | str | None = None, overrides: Mapping[str, str] | None = None, *, both_modes: bool = False
+) -> LoadedConfig:
+    """Merge defaults, the YAML file at `path` and `overrides` (`{"server.port": "8001"}`, values as in YAML).
+
+    Raises ConfigError with every problem found: unknown keys, wrong values, impossible combinations in its mode, or
+    in either if it is for `both_modes`.
+    """
+    problems: list[str] = []
+    assignments: list[_Assignment] = []
+    if path is not None:
+        assignments += _read_file(Path(path), problems)
+    assignments += _read_overrides(overrides or {}, problems)
+    values: dict[str, Any] = RidgelineConfig().model_dump()
+    origins = dict.fromkeys(_LEAVES, DEFAULT_ORIGIN)
+    for assignment in assignments:
+        leaf = _leaf_of(assignment.path)
+        if leaf is None:
+            problems.append(_not_a_setting(assignment))
+            continue
+        _assign(values, assignment.path, assignment.value)
+        origins[leaf] = assignment.origin
+    config = _validate(values, origins, problems)
+    if config is not None:
+        modes = get_args(Mode) if both_modes else (config.mode,)
+        found = (sentence for mode in modes for sentence in conflicts(config.model_copy(update={"mode": mode})))
+        problems += dict.fromkeys(found)
+    if config is None or problems:
+        raise ConfigError(problems)
+    return LoadedConfig(config=config, origins=origins)
+
+
+def explain(loaded: LoadedConfig) -> Table:
+    """Build a table of every effective value and where it came from."""
+    table = Table(title="effective configuration", title_justify="left")
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("from", overflow="fold")
+    values = loaded.config.model_dump()
+    for path, origin in loaded.origins.items():
+        style = "dim" if origin == DEFAULT_ORIGIN else None
+        table.add_row(path, _shown(path, _look_up(values, path)), origin, style=style)
+    return table
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield each dotted name below a model, with True for a section and False for a setting."""
+    for name, info in model.model_fields.items():
+        section: Any = info.annotation
+        is_section = isinstance(section, type) and issubclass(section, BaseModel)
+        yield prefix + name, is_section
+        if is_section:
+            yield from _fields(section, f"{prefix}{name}.")
+
+
+_SECTIONS = {path for path, is_section in _fields(RidgelineConfig) if is_section}
+_LEAVES = [path for path, is_section in _fields(RidgelineConfig) if not is_section]
+
+
+_TABLES = [path for path in _LEAVES if path.rpartition(".")[2] in ("resources", "engine_args", "server_args")]
+
+
+def _leaf_of(path: str) -> str | None:
+    """Find the setting that a path assigns to: itself, or a table such as `resources` for one of its entries."""
+    if path in _LEAVES:
+        return path
+    return next((table for table in _TABLES if path.startswith(f"{table}.")), None)
+
+
+def _read_file(path: Path, problems: list[str]) -> list[_Assignment]:
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        return [] if root is None else list(_walk(root, "", path, problems))
+    except OSError as error:
+        problems.append(f"{path}: cannot be read ({error.strerror}); name an existing YAML file.")
+    except UnicodeDecodeError:
+        problems.append(f"{path}: is not UTF-8 text; name a YAML file.")
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        problems.append(f"{path}{line}: is not valid YAML: {error.problem}.")
+    return []
+
+
+def _walk(node: yaml.Node, prefix: str, file: Path, problems: list[str]) -> Iterator[_Assignment]:
+    """Turn a YAML tree into assignments, each with the line of its key."""
+    if not isinstance(node, yaml.MappingNode):
+        if _construct(node) is not None:  # an empty section keeps its defaults
+            where = f"{file}:{node.start_mark.line + 1}"
+            problems.append(
+                f"{where}: {prefix.rstrip('.') or 'the file'} is a section: write `key: value` lines in it."
+            )
+        return
+    first_lines: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        path = f"{prefix}{key_node.value}"
+        if path in first_lines:
+            problems.append(f"{file}:{line}: {path} is already set in line {first_lines[path]}: remove one of them.")
+        first_lines.setdefault(path, line)
+        if path in _SECTIONS:
+            yield from _walk(value_node, f"{path}.", file, problems)
+        else:
+            yield _Assignment(path, _construct(value_node), f"{file}:{line}")
+
+
+def _construct(node: yaml.Node) -> Any:
+    return yaml.SafeLoader("").construct_object(node, deep=True)
+
+
+def _read_overrides(overrides: Mapping[str, str], problems: list[str]) -> Iterator[_Assignment]:
+    for path, text in overrides.items():
+        try:
+            yield _Assignment(path, yaml.safe_load(text), FLAG_ORIGIN)
+        except yaml.YAMLError:
+            problems.append(f"{FLAG_ORIGIN}: {path}: {text!r} is not a valid value; quote it as in YAML.")
+
+
+def _not_a_setting(assignment: _Assignment) -> str:
+    path = assignment.path
+    start = f"{assignment.origin}: {path}"
+    if path in _SECTIONS:
+        return f"{start} is a section: set one of {', '.join(_children(path))}."
+    parent, _, name = path.rpartition(".")
+    near = difflib.get_close_matches(name, [_last(child) for child in _children(parent)], n=1)
+    if near:
+        return f"{start} is not a setting: did you mean {parent + '.' if parent else ''}{near[0]}?"
+    elsewhere = difflib.get_close_matches(path, _LEAVES, n=1) or [leaf for leaf in _LEAVES if _last(leaf) == name]
+    if elsewhere:
+        return f"{start} is not a setting: did you mean {' or '.join(elsewhere)}?"
+    known = _children(parent) or _children("")
+    return f"{start} is not a setting: the nearest are {', '.join(known)}."
+
+
+def _children(section: str) -> list[str]:
+    return [path for path, _ in _fields(RidgelineConfig) if path.rpartition(".")[0] == section]
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _assign(values: dict[str, Any], path: str, value: Any) -> None:
+    leaf = _leaf_of(path)
+    assert leaf is not None
+    *sections, name = leaf.split(".")
+    for section in sections:
+        values = values[section]
+    if path == leaf:
+        values[name] = value
+    else:  # one entry of a table; its name may itself contain dots
+        values[name] = {**(values[name] or {}), path.removeprefix(f"{leaf}."): value}
+
+
+def _look_up(values: Mapping[str, Any], path: str) -> Any:
+    found: Any = values
+    for name in path.split("."):
+        found = found[name]
+    return found
+
+
+def _validate(values: dict[str, Any], origins: Mapping[str, str], problems: list[str]) -> RidgelineConfig | None:
+    try:
+        return RidgelineConfig.model_validate(values)
+    except ValidationError as error:
+        for detail in error.errors():
+            path = ".".join(str(part) for part in detail["loc"])
+            origin = origins[_leaf_of_error(detail["loc"])]
+            message = detail["msg"][0].lower() + detail["msg"][1:]
+            problems.append(f"{origin}: {path}: {message}, not {detail['input']!r}.")
+        return None
+
+
+def _leaf_of_error(location: tuple[int | str, ...]) -> str:
+    """Find the setting that holds what is wrong: itself, or an element of its list or table."""
+    parts = [str(part) for part in location]
+    return next(leaf for end in range(len(parts), 0, -1) if (leaf := ".".join(parts[:end])) in _LEAVES)
+
+
+def _shown(path: str, value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if path.endswith("_bytes") and isinstance(value, int):
+        return f"{value} ({value / 1024**2:,.0f} MiB)"
+    return "null" if value is None else str(value)

@@ -1,0 +1,544 @@
+"""The shape of a Ridgeline configuration: every setting, its unit, its default and what it means.
+
+Why: one typed, frozen object travels from the command line to every actor, so no part reads files or environment
+variables of its own. `cluster.config.loader` fills it from YAML and flags; import the classes from there.
+"""
+
+from ipaddress import IPv6Address
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, IPvAnyNetwork, TypeAdapter
+
+from contracts.rpc.tls import TlsFiles
+from engine import passed_args
+from kv_transfer.names import AS_THEY_ARE, LONGEST_FETCH_DEADLINE_S, WireDtype
+
+PoolName = Literal["prefill", "decode", "colocated"]
+Mode = Literal["disaggregated", "colocated"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+GIB = 1024**3
+MIB = 1024**2
+CPU_BLOCK_MULTIPLE_TOKENS = 32
+RAY_SMALLEST_OBJECT_STORE_BYTES = 75 * MIB
+PLACEMENT_TIMEOUT_S = 120.0
+JOINED_PLACEMENT_TIMEOUT_S = 1800.0
+"""Half an hour, since a node that the autoscaler launches takes ten minutes or more to boot and install."""
+WINDOW_STEPS = 2
+"""Engine steps' worth of prompts that a worker has at a time: one runs, and the next must not wait for the router."""
+
+_byte_size: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
+
+
+def _parse_bytes(value: Any) -> Any:
+    return int(_byte_size.validate_python(value)) if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
+"""A number of bytes; text such as `1 GiB` or `500 MB` is accepted too."""
+
+
+def _host(text: str) -> str:
+    if text.startswith("["):
+        raise ValueError("is a host without a port: write an IPv6 address without brackets")
+    return text
+
+
+def _proxy_network(network: IPvAnyNetwork) -> IPvAnyNetwork:
+    if network.prefixlen == 0:
+        raise ValueError("names every address there is, so that any client could call itself as it likes")
+    if isinstance(network.network_address, IPv6Address) and network.network_address.ipv4_mapped:
+        raise ValueError("is IPv4 written as IPv6: write the IPv4 address or network")
+    return network
+
+
+def _origin(text: str) -> str:
+    """Normalise an origin as a browser sends it: scheme, host and perhaps a port, in lower case."""
+    parts = urlsplit(text)
+    written = parts.scheme and parts.netloc and "@" not in parts.netloc
+    if text != "*" and not (written and text == f"{parts.scheme}://{parts.netloc}".lower()):
+        raise ValueError("is not an origin: write it as https://chat.example or http://127.0.0.1:3000")
+    return text
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Section):
+    """Which model every worker loads, and the limits they share."""
+
+    path: str = Field(
+        default="smollm2-135m", min_length=1, description="directory, hub name, or the default model's name"
+    )
+    served_name: str | None = Field(default=None, description="name clients use in requests; null: the same as path")
+    dtype: Dtype = Field(
+        default="auto", description="number format of weights and KV cache; auto: what this hardware does fast"
+    )
+    max_model_len_tokens: int = Field(default=4096, ge=2, description="longest prompt plus output of one request")
+    block_size_tokens: int = Field(default=32, ge=1, description="tokens in one KV block, the unit of transfer")
+    enforce_eager: bool | None = Field(default=None, description="skip compilation; null: yes on CPU, no on GPU")
+
+
+class ServerConfig(_Section):
+    """Where clients connect."""
+
+    host: Annotated[str, AfterValidator(_host)] = Field(
+        default="127.0.0.1", min_length=1, description="address the HTTP server listens on"
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="port the HTTP server listens on; 0 picks a free one")
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, description="after Ctrl-C, how long running requests may still take"
+    )
+    max_request_bytes: Bytes = Field(
+        default=8 * MIB, ge=1024, description="longest request body; a longer one gets HTTP 413"
+    )
+    trusted_proxies: tuple[Annotated[IPvAnyNetwork, AfterValidator(_proxy_network)], ...] = Field(
+        default=(),
+        description="addresses or networks (10.0.0.0/24) of proxies whose X-Forwarded-For says who the client is; of "
+        "any other peer the header is ignored",
+    )
+    write_deadline_s: float = Field(
+        default=30.0, gt=0, description="a client that takes nothing of its answer for so long is disconnected"
+    )
+    max_unread_stream_bytes: Bytes = Field(
+        default=4 * MIB, ge=64 * 1024, description="a stream whose client is so far behind ends with an error"
+    )
+    max_unread_bytes: Bytes = Field(
+        default=256 * MIB,
+        ge=MIB,
+        description="kept in memory of answers that clients have not read; above it the largest end",
+    )
+    cors_allowed_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
+        default=(),
+        description="origins (https://chat.example:8443, or *) of web pages that may use the server from a browser; "
+        "never the paths of operators",
+    )
+
+
+class RayConfig(_Section):
+    """Which Ray cluster places the workers."""
+
+    address: str | None = Field(default=None, description="an existing cluster (auto, host:port); null: start one here")
+    object_store_bytes: Bytes = Field(
+        default=100 * MIB,
+        ge=RAY_SMALLEST_OBJECT_STORE_BYTES,
+        description="Ray's shared memory when started here; small, since no tokens or KV bytes go through it",
+    )
+    placement_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="how long Ray may look for a place for each worker; null: 120, and 1800 on a cluster that is "
+        "joined, whose nodes may only be starting",
+    )
+    share_cores: bool = Field(
+        default=False,
+        description="workers may share cores; for tests of faults on a small machine, timings then mean nothing",
+    )
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which the wait for Ray to place a worker is given up."""
+        default_s = PLACEMENT_TIMEOUT_S if self.address is None else JOINED_PLACEMENT_TIMEOUT_S
+        return default_s if self.placement_timeout_s is None else self.placement_timeout_s
+
+
+class PoolConfig(_Section):
+    """One pool of identical workers, each with one engine."""
+
+    workers: int = Field(ge=1, description="engines in this pool")
+    cores_per_worker: int = Field(default=1, ge=1, description="CPU cores each engine is pinned to")
+    gpus_per_worker: int = Field(default=0, ge=0, description="GPUs of each engine, all in one node")
+    tensor_parallel: int | None = Field(
+        default=None,
+        ge=1,
+        description="ranks each engine is split over; null: one for each of its GPUs, and on CPU not split",
+    )
+    max_num_seqs: int = Field(
+        ge=1,
+        description="sequences one engine runs at a time; one client alone has seven eighths of those that decode",
+    )
+    max_num_batched_tokens: int = Field(ge=1, description="tokens one engine step computes; longer prompts are chunked")
+    kv_cache_bytes: Bytes | None = Field(
+        default=GIB,
+        ge=MIB,
+        description="KV cache of each engine, over all its ranks; null: what is left on the GPU (not on CPU)",
+    )
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="custom Ray resources each worker takes, to bind a pool to a node type"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of vLLM's engine for this pool alone, over those of engine_args"
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Tensor parallel ranks of each engine: one per GPU, or as configured on CPU."""
+        return self.tensor_parallel or max(1, self.gpus_per_worker)
+
+
+class PoolsConfig(_Section):
+    """The pools. `prefill` and `decode` run in mode disaggregated, `colocated` in mode colocated."""
+
+    prefill: PoolConfig = PoolConfig(workers=1, max_num_seqs=32, max_num_batched_tokens=512)
+    decode: PoolConfig = PoolConfig(workers=1, max_num_seqs=80, max_num_batched_tokens=512)
+    colocated: PoolConfig = PoolConfig(workers=2, max_num_seqs=72, max_num_batched_tokens=2048)
+
+
+class TransferConfig(_Section):
+    """How KV blocks get from a prefill worker to a decode worker."""
+
+    lease_s: float = Field(
+        default=30.0,
+        ge=1,
+        le=3600,
+        description="how long unfetched KV blocks stay pinned without a heartbeat; there are six heartbeats in it",
+    )
+    fetch_deadline_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=LONGEST_FETCH_DEADLINE_S,
+        description="how long one fetch may take before the prompt is recomputed; a source refuses longer ones",
+    )
+    transport: Literal["auto", "shm", "collective", "grpc"] = Field(
+        default="auto",
+        description="what carries the bytes: shm (one host), grpc, collective (nccl or gloo); auto: shm, else grpc",
+    )
+    wire_dtype: WireDtype = Field(
+        default="none",
+        description="rounds KV to one byte an element on the wire, with a scale for each head of a block; pairs that "
+        "use shm (with auto: those on one host) copy it as it is",
+    )
+    faults: str | None = Field(
+        default=None, description="for tests: makes fetches fail on purpose, as in seed=7,drop=0.02,corrupt=0.05"
+    )
+    overlap: bool = Field(
+        default=True, description="fetch the KV of a long prompt's first chunks while the later ones are prefilled"
+    )
+    host: Annotated[str, AfterValidator(_host)] | None = Field(
+        default=None, description="address workers offer to each other; null: the Ray node's address"
+    )
+
+
+class RouterConfig(_Section):
+    """What the router accepts and how it splits requests."""
+
+    request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="custom Ray resources the router takes, to bind it to a node type"
+    )
+    max_outstanding_requests: int = Field(
+        default=512, ge=1, description="requests accepted at a time; more get HTTP 429"
+    )
+    max_logprobs_per_request: int = Field(
+        default=250_000,
+        ge=0,
+        description="log-probabilities one answer may have, those of the prompt included, in a stream those only; more "
+        "gets HTTP 400: while a whole answer is written as JSON all streams wait (0.2 s for so many)",
+    )
+    max_client_share: float = Field(
+        default=0.75,
+        gt=0,
+        le=1,
+        description="what one client (API key, else address) may hold of the requests and KV blocks that others leave",
+    )
+    max_prompt_wait_s: float = Field(
+        default=30.0, gt=0, description="a prompt that would wait longer than this to be started gets HTTP 429"
+    )
+    prefill_window_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="prompt tokens a worker has at a time, others wait in the router; null: two steps of its pool "
+        "(max_num_batched_tokens); less is refused, since engines would wait for the router",
+    )
+    recovery_timeout_s: float = Field(
+        default=60.0, ge=0, description="how long accepted requests wait for a pool that has lost all of its workers"
+    )
+    ready_deadline_s: float = Field(
+        default=10.0, gt=0, description="how long the two canary tokens of GET /ready may take"
+    )
+    min_remote_prefill_tokens: int = Field(
+        default=0, ge=0, description="prompts shorter than this are prefilled on the decode worker, and counted"
+    )
+
+
+class SupervisionConfig(_Section):
+    """When a worker counts as lost, and how often it is started again."""
+
+    max_restarts: int = Field(
+        default=5, ge=0, description="starts again of one worker within window_s; after that it stays away"
+    )
+    window_s: float = Field(
+        default=300.0, gt=0, description="the time of service, starts not included, in which max_restarts are counted"
+    )
+    start_timeout_s: float = Field(
+        default=900.0, ge=10, description="how long a worker may load its engine, a model's download included"
+    )
+    stall_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="an engine with work and without a step for so long is replaced; after a third of it "
+        "it gets no more",
+    )
+    unreachable_timeout_s: float = Field(
+        default=30.0,
+        ge=10,
+        description="a worker that runs, but that the router has not reached for so long, is replaced; 10 s or more, "
+        "since a broken connection takes seconds to come back",
+    )
+
+
+class TlsConfig(_Section):
+    """Mutual TLS between router and workers: PEM files, at the same paths on every node. All three, or none."""
+
+    ca_file: str | None = Field(default=None, min_length=1, description="the authority whose certificates are trusted")
+    cert_file: str | None = Field(
+        default=None, min_length=1, description="certificate of this deployment, signed by it, for DNS:ridgeline"
+    )
+    key_file: str | None = Field(default=None, min_length=1, description="the certificate's private key")
+
+    def files(self) -> TlsFiles | None:
+        """Return the three paths, or None if TLS is off. `conflicts` reports if only some of them are set."""
+        if self.ca_file and self.cert_file and self.key_file:
+            return TlsFiles(self.ca_file, self.cert_file, self.key_file)
+        return None
+
+
+class SecurityConfig(_Section):
+    """Who may use the server, and how router and workers authenticate each other."""
+
+    api_keys_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file of API keys, one a line, # begins a comment; read where `ridgeline serve` runs; the "
+        "environment variable RIDGELINE_API_KEYS (comma separated) adds to it; null and no variable: open to all",
+    )
+    admin_keys_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file of keys for `ridgeline drain` and the other paths of operators, which no client's key opens; "
+        "null: from this machine only, and closed if clients have keys or come through proxies",
+    )
+    tls: TlsConfig = TlsConfig()
+
+
+class RidgelineConfig(_Section):
+    """The whole configuration. `load_config` builds it and also checks it across sections."""
+
+    mode: Mode = Field(default="disaggregated", description="two pools, or whole replicas behind the same router")
+    model: ModelConfig = ModelConfig()
+    server: ServerConfig = ServerConfig()
+    ray: RayConfig = RayConfig()
+    pools: PoolsConfig = PoolsConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    security: SecurityConfig = SecurityConfig()
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="vLLM's own arguments for all engines, and for the router as far as they say what the model is: "
+        "gpu_memory_utilization, max_logprobs, revision ...; what would break the split is refused by name",
+    )
+    server_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="vLLM's own arguments for its HTTP front: tool_call_parser, chat_template ...",
+    )
+
+    def active_pools(self) -> dict[PoolName, PoolConfig]:
+        """Return the pools that run in this mode, in the order in which they are placed."""
+        if self.mode == "colocated":
+            return {"colocated": self.pools.colocated}
+        return {"prefill": self.pools.prefill, "decode": self.pools.decode}
+
+    def all_pools(self) -> dict[PoolName, PoolConfig]:
+        """Return every pool, whatever the mode: `compare` runs both modes from one configuration."""
+        return {"prefill": self.pools.prefill, "decode": self.pools.decode, "colocated": self.pools.colocated}
+
+    def args_of(self, pool: PoolName) -> dict[str, Any]:
+        """Return the arguments for vLLM's engine in this pool."""
+        return {**self.engine_args, **self.all_pools()[pool].engine_args}
+
+    def window_tokens(self, pool: PoolName) -> int:
+        """Return how many prompt tokens a worker of this pool has at a time."""
+        return self.router.prefill_window_tokens or WINDOW_STEPS * self.all_pools()[pool].max_num_batched_tokens
+
+    def uses_gpus(self) -> bool:
+        """Return whether the workers of this mode run on GPUs."""
+        return any(pool.gpus_per_worker > 0 for pool in self.active_pools().values())
+
+
+def conflicts(config: RidgelineConfig) -> list[str]:
+    """Find settings that are valid one by one and impossible together; one sentence each, naming the fix.
+
+    Only settings that this mode uses are checked: `compare`, which runs both, asks for both.
+    """
+    return [
+        *(sentence for name, pool in config.active_pools().items() for sentence in _pool_conflicts(name, pool)),
+        *_model_conflicts(config),
+        *_router_conflicts(config),
+        *(_transfer_conflicts(config) if config.mode == "disaggregated" else ()),
+        *_security_conflicts(config),
+        *_passed_conflicts(config),
+    ]
+
+
+def _pool_conflicts(name: str, pool: PoolConfig) -> list[str]:
+    found = []
+    if pool.max_num_batched_tokens < pool.max_num_seqs:
+        found.append(
+            f"pools.{name}.max_num_batched_tokens ({pool.max_num_batched_tokens}) cannot give every one of "
+            f"max_num_seqs ({pool.max_num_seqs}) a token per step: raise it to at least {pool.max_num_seqs}."
+        )
+    if pool.gpus_per_worker == 0 and pool.kv_cache_bytes is None:
+        found.append(
+            f"pools.{name}.kv_cache_bytes must be set on CPU, where null makes each engine claim nearly all memory: "
+            "set it, for instance to 1 GiB."
+        )
+    return [*found, *_rank_conflicts(name, pool)]
+
+
+def _rank_conflicts(name: str, pool: PoolConfig) -> list[str]:
+    if pool.gpus_per_worker:
+        if pool.ranks == pool.gpus_per_worker:
+            return []
+        return [
+            f"pools.{name}.tensor_parallel ({pool.ranks}) must be gpus_per_worker ({pool.gpus_per_worker}), one rank "
+            "for each GPU: leave tensor_parallel out, or set both alike."
+        ]
+    if pool.cores_per_worker % pool.ranks == 0:
+        return []
+    return [
+        f"pools.{name}.cores_per_worker ({pool.cores_per_worker}) cannot be shared evenly by the ranks of "
+        f"pools.{name}.tensor_parallel ({pool.ranks}): set cores_per_worker to "
+        f"{_round_up(pool.cores_per_worker, pool.ranks)}."
+    ]
+
+
+def _model_conflicts(config: RidgelineConfig) -> list[str]:
+    found = []
+    model = config.model
+    on_cpu = any(pool.gpus_per_worker == 0 for pool in config.active_pools().values())
+    if on_cpu and model.block_size_tokens % CPU_BLOCK_MULTIPLE_TOKENS:
+        found.append(
+            f"model.block_size_tokens ({model.block_size_tokens}) must be a multiple of {CPU_BLOCK_MULTIPLE_TOKENS} on "
+            f"CPU: set it to {_round_up(model.block_size_tokens, CPU_BLOCK_MULTIPLE_TOKENS)}."
+        )
+    if 2 * model.block_size_tokens > model.max_model_len_tokens:  # the canary of /ready fills one and begins another
+        found.append(
+            f"model.block_size_tokens ({model.block_size_tokens}) is more than half of model.max_model_len_tokens "
+            f"({model.max_model_len_tokens}), so hardly a prompt would have a block to hand over: lower the block size "
+            "or raise the length."
+        )
+    return found
+
+
+def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
+    found = []
+    prefill, decode = config.pools.prefill, config.pools.decode
+    if (prefill.gpus_per_worker == 0) != (decode.gpus_per_worker == 0):
+        found.append(
+            f"pools.prefill.gpus_per_worker ({prefill.gpus_per_worker}) and pools.decode.gpus_per_worker "
+            f"({decode.gpus_per_worker}) put one pool on GPUs and the other on CPUs, whose KV blocks differ inside: "
+            "set both alike."
+        )
+    if max(prefill.ranks, decode.ranks) % min(prefill.ranks, decode.ranks):
+        found.append(
+            f"pools.prefill.tensor_parallel ({prefill.ranks}) and pools.decode.tensor_parallel ({decode.ranks}) do not "
+            "divide each other, so the KV heads of a rank cannot be split or joined whole: set one to a multiple of "
+            "the other (on GPUs through gpus_per_worker)."
+        )
+    if config.transfer.transport in AS_THEY_ARE and config.transfer.wire_dtype != "none":
+        found.append(
+            f"transfer.wire_dtype ({config.transfer.wire_dtype}) has nothing to encode with transfer.transport "
+            f"{config.transfer.transport}, which copies blocks as they are: set transfer.wire_dtype to none, or "
+            "transfer.transport to grpc."
+        )
+    if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
+        found.append(
+            f"router.min_remote_prefill_tokens ({config.router.min_remote_prefill_tokens}) leaves no prompt to the "
+            f"prefill pool: set it below model.max_model_len_tokens ({config.model.max_model_len_tokens})."
+        )
+    if config.transfer.fetch_deadline_s > config.router.request_deadline_s:
+        found.append(
+            f"transfer.fetch_deadline_s ({config.transfer.fetch_deadline_s:g}) lets one fetch take longer than the "
+            f"request it is for may live: set it to at most router.request_deadline_s "
+            f"({config.router.request_deadline_s:g})."
+        )
+    return found
+
+
+def _router_conflicts(config: RidgelineConfig) -> list[str]:
+    found = []
+    router = config.router
+    if router.max_prompt_wait_s > router.request_deadline_s:
+        found.append(
+            f"router.max_prompt_wait_s ({router.max_prompt_wait_s:g}) accepts prompts that would still wait when their "
+            f"time is up: set it to at most router.request_deadline_s ({router.request_deadline_s:g})."
+        )
+    for name, pool in config.active_pools().items():
+        least_tokens = WINDOW_STEPS * pool.max_num_batched_tokens
+        if config.window_tokens(name) < least_tokens:
+            found.append(
+                f"router.prefill_window_tokens ({router.prefill_window_tokens}) is less than two steps of "
+                f"pools.{name}.max_num_batched_tokens ({pool.max_num_batched_tokens}), so its engines would wait for "
+                f"the router: set it to null, which gives each pool its own, or to {least_tokens} or more."
+            )
+    return found
+
+
+def _security_conflicts(config: RidgelineConfig) -> list[str]:
+    tls = config.security.tls
+    files = tls.model_dump()
+    missing = [f"security.tls.{name}" for name, path in files.items() if path is None]
+    if len(missing) == len(files):
+        return []
+    if missing:
+        return [f"{' and '.join(missing)} must be set as well, or none of security.tls: TLS needs all three files."]
+    if config.transfer.transport == "collective":
+        return [
+            "transfer.transport collective moves KV in plain text (torch.distributed has no TLS) and cannot be had "
+            "with security.tls: set transfer.transport to auto or grpc."
+        ]
+    return []
+
+
+def _passed_conflicts(config: RidgelineConfig) -> list[str]:
+    """Find what is wrong with the arguments for vLLM, alone or together with our own settings."""
+    found = [*passed_args.engine_problems("engine_args", config.engine_args, one_pool=False)]
+    found += passed_args.reasoning_problems("engine_args", config.engine_args)
+    found += passed_args.server_problems("server_args", config.server_args)
+    for name, pool in config.active_pools().items():
+        found += passed_args.engine_problems(f"pools.{name}.engine_args", pool.engine_args, one_pool=True)
+        if pool.kv_cache_bytes is not None and "gpu_memory_utilization" in config.args_of(name):
+            found.append(
+                f"gpu_memory_utilization has no effect on pools.{name}, whose KV cache is sized by kv_cache_bytes "
+                f"({pool.kv_cache_bytes}): leave one of them out, kv_cache_bytes by setting it to null."
+            )
+    kv_dtype = str(config.engine_args.get("kv_cache_dtype", "auto"))
+    if kv_dtype.startswith(("fp8", "int8", "nvfp4", "turboquant")) and config.transfer.wire_dtype != "none":
+        found.append(
+            f"transfer.wire_dtype ({config.transfer.wire_dtype}) cannot round engine_args.kv_cache_dtype ({kv_dtype}) "
+            "once more: set transfer.wire_dtype to none."
+        )
+    return [*found, *_file_conflicts(config)]
+
+
+def _file_conflicts(config: RidgelineConfig) -> list[str]:
+    """Check the files that arguments for vLLM name."""
+    template = config.server_args.get("chat_template")
+    named = {
+        "server_args.chat_template": None if passed_args.is_template(template) else template,
+        "server_args.tool_parser_plugin": config.server_args.get("tool_parser_plugin"),
+        "engine_args.reasoning_parser_plugin": config.engine_args.get("reasoning_parser_plugin"),
+    }
+    return [
+        f"{setting}: there is no file {path}: name one that exists."
+        for setting, path in named.items()
+        if isinstance(path, str) and path and not Path(path).is_file()
+    ]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,8 @@
+"""What `ridgeline doctor` checks, and every start before it.
+
+checks.py         the checks, and their order
+facts.py          this machine and this model as plain values
+software.py       packages, kernel settings, TLS files, keys
+heads.py          whether heads can be split over ranks
+model_support.py  whether the KV of a model can be handed over
+"""

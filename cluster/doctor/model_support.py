@@ -1,0 +1,40 @@
+"""Whether a model can be served as configured, judged by its `config.json`.
+
+Called by `cluster.doctor.checks` and `cluster.runtime.plan`. Why: an engine that finds out has loaded the weights by
+then, and a property that nobody checks gives wrong text. For a model that is still on the hub, `engine.vllm_engine`
+makes the same checks before it loads anything.
+"""
+
+from __future__ import annotations
+
+from cluster.config.models import RidgelineConfig
+from cluster.doctor.facts import ModelFacts
+from cluster.doctor.heads import head_conflicts
+from engine.connector.transferable_models import model_obstacle
+
+
+def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
+    """Return one sentence for each reason why this model cannot be served so; none if nothing is known about it."""
+    return [*_unsupported(config, model), *_unequal_ranks(config, model), *head_conflicts(config, model)]
+
+
+def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
+    obstacle = model_obstacle(
+        model.config,
+        max_model_len_tokens=config.model.max_model_len_tokens,
+        hands_over=config.mode != "colocated",
+    )
+    return [] if obstacle is None else [f"{config.model.path} cannot be served: {obstacle}."]
+
+
+def _unequal_ranks(config: RidgelineConfig, model: ModelFacts) -> list[str]:
+    if config.mode == "colocated" or not model.has_latent_kv:
+        return []
+    prefill, decode = config.pools.prefill.ranks, config.pools.decode.ranks
+    if prefill == decode:
+        return []
+    return [
+        f"{config.model.path} keeps one latent vector a token (MLA), whole on every rank, so that the {prefill} ranks "
+        f"of a prefill engine cannot share it with the {decode} of a decode engine: set pools.prefill.tensor_parallel "
+        "and pools.decode.tensor_parallel alike (on GPUs through gpus_per_worker)."
+    ]

@@ -1,0 +1,13 @@
+"""What runs on Ray, from the plan to the supervisor.
+
+plan.py            engine and router settings, made from the configuration
+deployment.py      starts workers and router, and takes them down
+ray_start.py       starts Ray itself
+actors.py          the Ray actors
+actor_handle.py    one actor by name, whichever process fills it
+supervisor.py      brings back what dies
+restart_budget.py  how often, and how soon
+processes.py       processes of a node and their end
+environment.py     variables of a shell that must not reach a server
+ray_workarounds/   what Ray does otherwise than we need
+"""

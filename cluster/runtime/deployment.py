@@ -1,0 +1,225 @@
+"""Starts the workers and the router on Ray, watches them, and takes them down again.
+
+Called by `cluster.commands.serve` and, once per mode, by `cluster.commands.loadtest`. Everything is tied to this
+process: when it ends, however it ends, Ray ends its actors, and every engine process ends with its actor
+(`engine.vllm_workarounds.orphan_watch`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from cluster.config.models import PoolName, RidgelineConfig
+from cluster.runtime.actor_handle import LOOPBACK, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
+from cluster.runtime.actors import NodePlace, WorkerReady
+from cluster.runtime.environment import server_variables_hidden
+from cluster.runtime.plan import CoreTable, PlacementError, Plan
+from cluster.runtime.ray_start import start_ray
+from cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
+from cluster.runtime.supervisor import Say, Supervisor
+from router.fleet.pairing import KvPair
+from router.settings import PoolHardware
+
+__all__ = ["Deployment", "DeploymentFailed", "Row", "deploy", "ray_runtime"]
+
+DRAIN_ANSWER_S = 5.0
+"""How long, after the drain's own timeout, the router may take to report how it ended."""
+STOP_ROUTER_WITHIN_S = 5.0
+STOP_WORKERS_WITHIN_S = 15.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table of what runs where."""
+
+    name: str
+    pool: str
+    node: str
+    cores: str
+    pid: int
+    engine_pids: tuple[int, ...]
+    address: str
+    kv_blocks: int
+    start_s: float
+
+
+class Deployment:
+    """Running actors; made by `deploy`."""
+
+    def __init__(
+        self, url: str, rows: list[Row], kv_pairs: list[KvPair], router: RouterSlot, supervisor: Supervisor
+    ) -> None:
+        self.url = url
+        self.rows = rows
+        self.kv_pairs = kv_pairs
+        self._router = router
+        self._supervisor = supervisor
+
+    async def watch(self, say: Say) -> None:
+        """Bring back what dies, and report it. Never returns; raises DeploymentFailed when nothing can be served."""
+        await self._supervisor.run(say)
+
+    async def drain(self, timeout_s: float) -> int | None:
+        """Refuse new requests and wait for the running ones; returns how many did not end in time.
+
+        None if no router answers, within `DRAIN_ANSWER_S` more: it hangs or is being started again.
+        """
+        try:
+            return int(await self._router.call("drain", timeout_s, timeout_s=timeout_s + DRAIN_ANSWER_S))
+        except DeploymentFailed:
+            return None
+
+
+@asynccontextmanager
+async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[Path]:
+    """Start Ray for this process, or join it at ray.address; yields the file with Ray's own messages."""
+    with ray_messages_in_a_file() as messages, _ray(config):
+        yield messages
+
+
+@contextmanager
+def _ray(config: RidgelineConfig) -> Iterator[None]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING", "namespace": "ridgeline"}
+    try:
+        if config.ray.address is None:
+            cores = max(
+                len(os.sched_getaffinity(0)), sum(p.workers * p.cores_per_worker for p in config.all_pools().values())
+            )
+            resource_tables = [config.router.resources, *(pool.resources for pool in config.all_pools().values())]
+            resources = {name: 1000.0 for table in resource_tables for name in table}
+            with server_variables_hidden():
+                start_ray(
+                    num_cpus=cores,
+                    _node_ip_address=LOOPBACK,
+                    resources=resources,
+                    object_store_memory=config.ray.object_store_bytes,
+                    include_dashboard=False,
+                    # Ray runs workers at niceness 15, where any other process of the machine delays a token or a frame.
+                    _system_config={"worker_niceness": 0},
+                    **common,
+                )
+        else:
+            ray.init(address=config.ray.address, **common)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = config.ray.address or "on this machine"
+        raise DeploymentFailed(f"Ray did not start or answer ({where}): {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@asynccontextmanager
+async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
+    """Place and start everything; on exit stop it. Raises PlacementError or DeploymentFailed."""
+    cores = CoreTable(share=plan.config.ray.share_cores)
+    workers = [WorkerSlot(plan, planned, cores) for planned in plan.workers]
+    router = RouterSlot(plan)
+    try:
+        yield await _start(plan, workers, router, say)
+    finally:
+        for sentence in await _stop(workers, router):
+            say(sentence)
+
+
+async def _start(plan: Plan, workers: list[WorkerSlot], router: RouterSlot, say: Say) -> Deployment:
+    say(f"placing {len(workers)} workers and the router on Ray")
+    places = await _placed(workers)
+    for worker in workers:
+        worker.take_cores()  # all before the first one starts: too few are told at once
+    hardware = await _hardware(plan, workers, say)
+    started = await _all_or_fail([*(_timed_load(worker, say) for worker in workers), router.prepare()])
+    ready: list[tuple[WorkerReady, float]] = started[:-1]
+    say("connecting the router to the workers")
+    addresses = {slot.name: worker.address for slot, (worker, _) in zip(workers, ready, strict=True)}
+    url = await router.serve(list(addresses.values()), hardware)
+    rows = [
+        Row(
+            name=slot.name,
+            pool=slot.pool,
+            node=place.host,
+            cores=",".join(map(str, worker.cores)) or f"{slot.planned.settings.gpus_per_worker} GPU",
+            pid=worker.pid,
+            engine_pids=worker.engine_pids,
+            address=worker.address,
+            kv_blocks=worker.num_kv_blocks,
+            start_s=start_s,
+        )
+        for slot, place, (worker, start_s) in zip(workers, places, ready, strict=True)
+    ]
+    supervisor = Supervisor(workers, router, addresses, plan.config.supervision)
+    return Deployment(url, rows, await router.call("kv_pairs"), router, supervisor)
+
+
+async def _placed(workers: list[WorkerSlot]) -> list[NodePlace]:
+    try:
+        return list(await _all_or_fail([worker.find_place() for worker in workers]))
+    except NoPlace as error:
+        wanted = ", ".join(
+            f"{w.name}: {w.planned.settings.cores_per_worker} CPU, {w.planned.settings.gpus_per_worker} GPU, "
+            f"{w.planned.settings.resources or 'no custom resources'}"
+            for w in workers
+        )
+        raise PlacementError(
+            f"{error}. Wanted: {wanted}. The cluster has {ray.cluster_resources()}: add nodes or lower pools.*"
+        ) from error
+
+
+async def _hardware(plan: Plan, workers: list[WorkerSlot], say: Say) -> dict[PoolName, PoolHardware]:
+    """Measure the peaks of one worker of each pool, one after the other and before any engine makes the node busy."""
+    say("reading or measuring peak FLOP/s and memory bandwidth")
+    first = {worker.pool: worker for worker in reversed(workers)}
+    return {
+        pool: await worker.call(
+            "hardware", plan.dtype, worker.planned.settings.cores_per_worker, worker.planned.settings.gpus_per_worker
+        )
+        for pool, worker in first.items()
+    }
+
+
+async def _timed_load(worker: WorkerSlot, say: Say) -> tuple[WorkerReady, float]:
+    began_s = time.monotonic()
+    cores = worker.take_cores()
+    say(f"{worker.name}: loading the engine" + (f" on core {','.join(map(str, cores))}" if cores else ""))
+    ready = await worker.load()
+    took_s = time.monotonic() - began_s
+    say(f"{worker.name}: ready after {took_s:.0f} s")
+    return ready, took_s
+
+
+async def _all_or_fail(awaitables: list[Any]) -> list[Any]:
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _stop(workers: list[WorkerSlot], router: RouterSlot) -> list[str]:
+    """Stop gracefully, the router first so that its clients hear why; then end what is left, also if it hangs.
+
+    If one cannot be ended, the others are ended all the same; returns a sentence for each that could not.
+    """
+    for slots, within_s in (([router], STOP_ROUTER_WITHIN_S), (workers, STOP_WORKERS_WITHIN_S)):
+        stopping = [asyncio.ensure_future(slot.stop()) for slot in slots]
+        if stopping:
+            await asyncio.wait(stopping, timeout=within_s)
+    everyone = (router, *workers)
+    ends = await asyncio.gather(*(slot.kill() for slot in everyone), return_exceptions=True)
+    return [
+        f"{slot.name} could not be ended, and may run on: {type(error).__name__}: {error}"
+        for slot, error in zip(everyone, ends, strict=True)
+        if isinstance(error, BaseException)
+    ]

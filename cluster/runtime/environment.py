@@ -1,0 +1,71 @@
+"""Variables of an operator's shell that would change the HTTP server, and so must not reach it.
+
+vLLM's app and uvicorn read them wherever they are imported: some add routes by which anybody can look into an engine or
+steer it, some let other keys in or believe other headers, some log answers. What the server does is for the one
+configuration to say. Those for kernels, caches and limits are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+from cluster.config.api_keys import KEYS_VARIABLE
+
+KEY_VARIABLES: Final = frozenset({KEYS_VARIABLE, "RIDGELINE_API_KEY", "RIDGELINE_ADMIN_KEY_FILE"})
+"""Variables that hold keys; only the commands they were given to may read them."""
+SERVER_VARIABLES: Final = frozenset(
+    {
+        "FORWARDED_ALLOW_IPS",
+        "PROMETHEUS_MULTIPROC_DIR",
+        "WEB_CONCURRENCY",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        "VLLM_API_KEY",
+        "VLLM_DEBUG_LOG_API_SERVER_RESPONSE",
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
+        "VLLM_ENABLE_COHERE_API",
+        "VLLM_ENABLE_RESPONSES_API_STORE",
+        "VLLM_ENFORCE_STRICT_TOOL_CALLING",
+        "VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS",
+        "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
+        "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",
+        "VLLM_MEDIA_CONNECTOR",
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS",
+        "VLLM_RUST_FRONTEND_PATH",
+        "VLLM_SERVER_DEV_MODE",
+        "VLLM_SKIP_MODEL_NAME_VALIDATION",
+        "VLLM_SYSTEM_START_DATE",
+        "VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY",
+        "VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT",
+        "VLLM_USE_RUST_FRONTEND",
+        "prometheus_multiproc_dir",
+    }
+)
+SERVER_PREFIXES: Final = ("CUSTOM_FASTAPI_", "SAGEMAKER_", "UVICORN_")
+
+
+def server_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """List the variables that are set and would change the server."""
+    return sorted(name for name in environment if name in SERVER_VARIABLES or name.startswith(SERVER_PREFIXES))
+
+
+def forget_server_variables() -> None:
+    """Remove these variables from an actor's process before vLLM is imported, for it and its children."""
+    for name in (*server_variables(), *KEY_VARIABLES):
+        os.environ.pop(name, None)
+
+
+@contextmanager
+def server_variables_hidden() -> Iterator[None]:
+    """Hide these variables while Ray's own processes start, whose environment its workers inherit; this process has
+    them again afterwards."""
+    hidden = {name: os.environ[name] for name in (*server_variables(), *KEY_VARIABLES) if name in os.environ}
+    forget_server_variables()
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

@@ -1,0 +1,199 @@
+"""What will run where: turns the configuration into engine and router settings, before Ray is asked for anything."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.config.api_keys import KeyHashes, key_hashes
+from cluster.config.models import PoolConfig, PoolName, RidgelineConfig
+from cluster.doctor.checks import resolve_dtype
+from cluster.doctor.facts import read_model_facts
+from cluster.doctor.model_support import model_conflicts
+from cluster.model_store import ModelError, prepare_model
+from cluster.runtime.actors import NodePlace
+from engine import passed_args
+from engine.config import EngineConfig, HostSettings
+from router.settings import RouterSettings
+
+
+class PlacementError(RuntimeError):
+    """The workers cannot be placed as configured; the message names the fix."""
+
+
+@dataclass(frozen=True)
+class PlannedWorker:
+    """A worker that is to be started."""
+
+    worker_id: str
+    pool: PoolName
+    settings: PoolConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that can be decided before it is known where Ray puts it."""
+
+    config: RidgelineConfig
+    model_path: Path
+    dtype: str
+    served_name: str
+    engine_args: Mapping[str, Any]
+    """Arguments for every engine and the router, with absolute paths of files."""
+    server_args: Mapping[str, Any]
+    workers: tuple[PlannedWorker, ...]
+    keys: KeyHashes = field(default_factory=KeyHashes)
+
+    def router_settings(self) -> RouterSettings:
+        """Return the settings of the router process."""
+        config = self.config
+        return RouterSettings(
+            model_path=str(self.model_path),
+            served_name=self.served_name,
+            dtype=self.dtype,
+            max_model_len_tokens=config.model.max_model_len_tokens,
+            host=config.server.host,
+            port=config.server.port,
+            mode=config.mode,
+            request_deadline_s=config.router.request_deadline_s,
+            max_outstanding_requests=config.router.max_outstanding_requests,
+            overlap=config.transfer.overlap,
+            min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
+            prefill_window_tokens={name: config.window_tokens(name) for name in config.active_pools()},
+            max_prompt_wait_s=config.router.max_prompt_wait_s,
+            max_logprobs_per_request=config.router.max_logprobs_per_request,
+            max_client_share=config.router.max_client_share,
+            recovery_timeout_s=config.router.recovery_timeout_s,
+            ready_deadline_s=config.router.ready_deadline_s,
+            engine_args=passed_args.for_the_router(self.engine_args),
+            server_args=self.server_args,
+            stall_timeout_s=config.supervision.stall_timeout_s,
+            max_request_bytes=config.server.max_request_bytes,
+            write_deadline_s=config.server.write_deadline_s,
+            max_unread_stream_bytes=config.server.max_unread_stream_bytes,
+            max_unread_bytes=config.server.max_unread_bytes,
+            api_key_hashes=self.keys.clients,
+            admin_key_hashes=self.keys.admins,
+            trusted_proxies=config.server.trusted_proxies,
+            cors_allowed_origins=config.server.cors_allowed_origins,
+            tls=config.security.tls.files(),
+        )
+
+    def engine_config(self, worker: PlannedWorker, host: str) -> EngineConfig:
+        """Return the settings of one engine, on the interface of the node it landed on."""
+        model, pool = self.config.model, worker.settings
+        on_cpu = pool.gpus_per_worker == 0
+        return EngineConfig(
+            worker_id=worker.worker_id,
+            incarnation=secrets.token_hex(4),
+            pool=worker.pool,
+            model_path=str(self.model_path),
+            dtype=self.dtype,
+            max_model_len_tokens=model.max_model_len_tokens,
+            block_size_tokens=model.block_size_tokens,
+            max_num_seqs=pool.max_num_seqs,
+            max_num_batched_tokens=pool.max_num_batched_tokens,
+            kv_cache_bytes_per_rank=None if pool.kv_cache_bytes is None else pool.kv_cache_bytes // pool.ranks,
+            tensor_parallel_size=pool.ranks,
+            enforce_eager=on_cpu if model.enforce_eager is None else model.enforce_eager,
+            host=self.config.transfer.host or host,
+            lease_s=self.config.transfer.lease_s,
+            fetch_deadline_s=self.config.transfer.fetch_deadline_s,
+            faults=self.config.transfer.faults,
+            transport=self.config.transfer.transport,
+            wire_dtype=self.config.transfer.wire_dtype,
+            on_cpu=on_cpu,
+            passed={**self.engine_args, **pool.engine_args},
+            tls=self.config.security.tls.files(),
+        )
+
+    def host_settings(self) -> HostSettings:
+        """Return how patient the workers are."""
+        return HostSettings(
+            stall_timeout_s=self.config.supervision.stall_timeout_s,
+            drain_timeout_s=self.config.server.drain_timeout_s,
+        )
+
+
+def make_plan(config: RidgelineConfig) -> Plan:
+    """Resolve model, dtype and hardware.
+
+    May convert the default model and measure this machine (a few seconds each). Raises ModelError, ApiKeyError.
+    """
+    impossible = model_conflicts(config, read_model_facts(config.model.path))
+    if impossible:
+        raise ModelError("\n".join(impossible))
+    dtype = resolve_dtype(config)
+    workers = tuple(
+        PlannedWorker(f"{name}-{index}", name, pool)
+        for name, pool in config.active_pools().items()
+        for index in range(pool.workers)
+    )
+    return Plan(
+        config=config,
+        model_path=prepare_model(config.model.path),
+        dtype=dtype,
+        served_name=config.model.served_name or config.model.path,
+        engine_args=_with_whole_paths(config.engine_args),
+        server_args=_server_args(config),
+        workers=workers,
+        keys=key_hashes(config.security.api_keys_file, config.security.admin_keys_file),
+    )
+
+
+def _server_args(config: RidgelineConfig) -> dict[str, Any]:
+    """Return the HTTP front's arguments with the chat template itself, so that the router's node need not have its
+    file."""
+    args = passed_args.front(_with_whole_paths(config.server_args))
+    template = args.get("chat_template")
+    if template and not passed_args.is_template(template):
+        args["chat_template"] = Path(template).read_text(encoding="utf-8")
+    return args
+
+
+def _with_whole_paths(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Make plugins' paths absolute, so that they mean the same wherever Ray runs a process."""
+    return {
+        name: str(Path(value).absolute()) if name.endswith("_plugin") and value else value
+        for name, value in args.items()
+    }
+
+
+class CoreTable:
+    """Which cores of which node each worker runs on."""
+
+    def __init__(self, *, share: bool = False) -> None:
+        """If `share` is set, hand a core out again when none is free, the least used first."""
+        self._share = share
+        self._taken: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+    def take(self, worker: PlannedWorker, place: NodePlace) -> tuple[int, ...]:
+        """Return cores for a worker: none on GPUs, the same ones if it is back on its node. Raises PlacementError."""
+        if worker.settings.gpus_per_worker:
+            return ()
+        node_id, cores = self._taken.pop(worker.worker_id, ("", ()))
+        if node_id != place.node_id:
+            cores = self._pick(worker, place)
+        self._taken[worker.worker_id] = (place.node_id, cores)
+        return cores
+
+    def give_back(self, worker_id: str) -> None:
+        """Free the cores of a worker that will not come back."""
+        self._taken.pop(worker_id, None)
+
+    def _pick(self, worker: PlannedWorker, place: NodePlace) -> tuple[int, ...]:
+        wanted = worker.settings.cores_per_worker
+        busy = [core for node_id, cores in self._taken.values() if node_id == place.node_id for core in cores]
+        if self._share:
+            usable = sorted(place.cores, key=busy.count)
+        else:
+            usable = [core for core in place.cores if core not in busy]
+        if len(usable) < wanted:
+            raise PlacementError(
+                f"{worker.worker_id} needs {wanted} cores of its own on {place.host} and {len(usable)} are left: lower "
+                f"pools.{worker.pool}.workers or cores_per_worker, or add a machine"
+            )
+        return tuple(usable[:wanted])

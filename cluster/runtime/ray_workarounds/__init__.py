@@ -1,0 +1,5 @@
+"""What Ray does otherwise than we need; `README.md` says what, why, and how to see that it can go.
+
+ray_messages.py  Ray's own messages go to a file
+sigterm.py       an async actor decides what SIGTERM means
+"""

@@ -1,0 +1,147 @@
+"""The nouns of a hand-off: what the two engines must agree on, what is offered, and what came of it.
+
+A prefill engine publishes blocks and describes them in a `KvHandoff`; the router carries that, opaque, to a decode
+engine; the decode engine's fetch ends in one `FetchReceipt`. Used in every process; pure data, no I/O.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""The exceptions that msgspec raises for bytes that are not the expected message."""
+
+WIRE_VERSION = 2
+"""The protocol version, which must be the same in both workers. History, one line each:
+
+1 = checksummed frames of whole blocks, one layer per frame, msgpack control messages.
+2 = hand-offs that grow (frames in segments, a first token at the end), parts of blocks for unequal tensor parallelism,
+    releases counted by reader, pins for shared memory, encoded payloads (a codec number in each frame).
+"""
+
+
+HANDOFF_ID_CHARACTERS: Final = 64
+HandoffId = Annotated[str, msgspec.Meta(max_length=HANDOFF_ID_CHARACTERS)]
+"""A hand-off's id as a peer may send it; longer ones are refused, because closed ids are remembered."""
+
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides what a block's bytes mean. `explain_mismatch` says which two can exchange KV."""
+
+    model: str
+    dtype: str
+    kv_dtype: str
+    block_size_tokens: int
+    num_layers: int
+    num_kv_heads: int
+    """The model's KV heads, over all ranks."""
+    block_bytes: int
+    """Bytes of one block in one layer on one rank."""
+    layout: str
+    isa: str
+    """What determines the order of bytes in a block: the instruction set a CPU packs them for, or a GPU's attention
+    kernels."""
+    engine_version: str
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)]
+    heads_are_runs: bool = True
+    """Whether a rank's KV heads are one run of bytes in a block, so that they can be split and joined by slicing."""
+    wire_version: int = WIRE_VERSION
+
+    def compatibility_hash(self) -> str:
+        """Return a short name for this layout: equal hashes mean equal layouts."""
+        return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()[:32]
+
+
+def explain_mismatch(ours: KvLayout, theirs: KvLayout) -> str | None:
+    """Return a sentence that names each field that differs, with both values; None if blocks of one mean the same to
+    the other.
+
+    Tensor parallelism may differ where one side's ranks hold a whole number of the other's: heads are split or joined.
+    """
+    differing = [
+        f"{name} is {getattr(ours, name)!r} here and {getattr(theirs, name)!r} there"
+        for name in KvLayout.__struct_fields__
+        if name not in ("tensor_parallel_size", "block_bytes") and getattr(ours, name) != getattr(theirs, name)
+    ]
+    tp = (ours.tensor_parallel_size, theirs.tensor_parallel_size)
+    if tp[0] != tp[1] and not (ours.heads_are_runs and theirs.heads_are_runs):
+        differing.append(
+            f"tensor_parallel_size is {tp[0]} here and {tp[1]} there, and in these blocks the KV heads of a rank do "
+            "not lie together"
+        )
+    elif min(tp) < 1 or max(tp) % min(tp):
+        differing.append(f"tensor_parallel_size is {tp[0]} here and {tp[1]} there, and neither divides the other")
+    elif ours.block_bytes * tp[0] != theirs.block_bytes * tp[1]:
+        differing.append(
+            f"block_bytes is {ours.block_bytes} on {tp[0]} ranks here and {theirs.block_bytes} on {tp[1]} there"
+        )
+    if not differing:
+        return None
+    return "the engines cannot exchange KV blocks: " + "; ".join(differing) + "."
+
+
+def new_handoff_id() -> str:
+    """Make an id that cannot be guessed: knowing it entitles a peer to read the blocks."""
+    return secrets.token_urlsafe(18)
+
+
+def shown_id(handoff_id: str) -> str:
+    """Return a hand-off's name for logs and messages: the same in both processes' logs, and useless for fetching."""
+    return hashlib.sha256(handoff_id.encode()).hexdigest()[:12]
+
+
+class KvHandoff(msgspec.Struct, frozen=True, kw_only=True):
+    """An offer: these sources hold the KV of `num_tokens` tokens, kept for `lease_s` after each renewal.
+
+    A fetch names positions from 0 to `num_blocks`, in token order, never a source's own block numbers.
+    """
+
+    handoff_id: str
+    addresses: tuple[str, ...]
+    """host:port of each of the source's tensor parallel ranks, in rank order."""
+    num_blocks: int
+    num_tokens: int
+    compatibility_hash: str
+    lease_s: float
+    num_bytes: int
+    """Bytes of the blocks, over all layers and ranks."""
+    complete: bool = True
+    """False while prefill still computes: a fetch then overlaps with it, and its receipt brings the first token."""
+
+    def to_params(self) -> dict[str, Any]:
+        """Convert to plain msgpack types, for vLLM's `kv_transfer_params`."""
+        params: dict[str, Any] = msgspec.to_builtins(self)
+        return params | {"addresses": list(self.addresses)}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> KvHandoff:
+        """Convert back from `to_params`; raises `msgspec.ValidationError` naming the bad field."""
+        return msgspec.convert(dict(params), cls)
+
+
+Outcome = Literal["ok", "failed", "cancelled"]
+
+
+class FetchReceipt(msgspec.Struct, frozen=True, kw_only=True):
+    """How one fetch ended. `reason` is empty or one of `contracts.errors.REASONS`."""
+
+    outcome: Outcome
+    reason: str = ""
+    message: str = ""
+    num_bytes: int = 0
+    """Bytes written to the local pool; fewer may have travelled, if they were encoded."""
+    wait_s: float = 0.0
+    """Seconds from asking to the first byte; for a growing hand-off, to the first byte of its last segment; if no byte
+    came, all of the time."""
+    wire_s: float = 0.0
+    """Seconds from the first byte to the last; for a growing hand-off, of its last segment, or of that segment's last
+    layer."""
+    transport: str = ""
+    """The transport that carried the bytes; empty if no source was reached."""
+    first_token: int | None = None
+    """The token that prefill sampled, if the fetch overlapped with the prefill."""

@@ -1,0 +1,87 @@
+"""One leg of one request and what comes back for it: msgpack structs, no engine types, no pickle.
+
+The router sends tasks and reads deltas, `worker_runtime/` runs them. Every new field needs a default; fields are never
+renamed, so that a router and a worker one version apart still talk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from contracts.handoff import FetchReceipt, KvHandoff
+from contracts.vocabulary import ErrorKind, FirstToken, Leg
+
+
+class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One leg of one request, sent to one worker.
+
+    `sampling` holds all that the client asked for (`engine.request.sampling.encode`): each worker derives its own leg
+    from it. `emitted_token_ids` are output tokens the client already has; the worker goes on after them and sends none
+    again. `first_token` says how: `continue` computes them as part of the prompt, `resample` has decode produce every
+    token itself, also those once more (`engine.request.forced_tokens`), so that its sampling state is right. `handoff`
+    tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker computes it. One that is not
+    complete is followed while prefill computes it, and brings the first token along. `cache_salt` keeps its blocks out
+    of the prefix caches of requests with another one, on every worker.
+    """
+
+    request_id: str
+    leg: Leg
+    prompt_token_ids: list[int]
+    sampling: bytes
+    emitted_token_ids: list[int] = msgspec.field(default_factory=list)
+    first_token: FirstToken = "continue"
+    handoff: KvHandoff | None = None
+    recompute_reason: str = ""
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the chosen token first, then the top tokens, or those asked for, in order."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    chosen_rank: int
+
+
+class LegTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations of one leg on its worker, in seconds. Never clock readings: clocks differ between hosts."""
+
+    queue_s: float
+    """Seconds from the engine's queue to the leg's first step; on decode this includes the wait for KV."""
+    first_token_s: float
+    """Seconds from the first step to the leg's first token."""
+    compute_s: float
+    """Seconds from the first step to the leg's last token, which on prefill is its only one."""
+    receipt: FetchReceipt | None = None
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one engine step produced for one request. Exactly one delta of a leg has `finished` set."""
+
+    request_id: str
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    finished: bool = False
+    finish_reason: str | None = None
+    """vLLM's reason (stop, length, abort, error); None with `finished` when the request goes on elsewhere."""
+    stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
+    handoff: KvHandoff | None = None
+    """The hand-off of a prefill leg.
+
+    If it is not complete, decode can begin to fetch, and the leg's token is still to come.
+    """
+    timing: LegTiming | None = None
+    error: str | None = None
+    error_kind: ErrorKind = ""
+
+
+class StepBatch(msgspec.Struct, frozen=True):
+    """All deltas of one engine step for one router."""
+
+    deltas: list[TokenDelta]

@@ -1,0 +1,16 @@
+"""The words that settings, messages and metric labels share: pools, legs, and how a worker is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Pool = Literal["prefill", "decode", "colocated"]
+Leg = Literal["prefill", "decode"]
+FirstToken = Literal["continue", "resample"]
+ErrorKind = Literal["", "invalid", "engine", "handoff", "draining"]
+Health = Literal["", "draining", "drained", "actor_died", "engine_died", "stalled", "unreachable", "cut_off"]
+"""A worker's health. Replace it unless this is "" (well), "draining" or "drained". An `unreachable` worker does not
+answer the supervisor; a `cut_off` one does, but the router cannot reach it.
+
+`unreachable` does not answer the supervisor; `cut_off` does, and the router does not reach it.
+"""

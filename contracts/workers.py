@@ -1,0 +1,108 @@
+"""Who a worker is, how it is doing, and the calls that are not tasks.
+
+Fields are only ever added, as in `contracts/tasks.py`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from contracts.handoff import KvLayout
+from contracts.tasks import GenerateTask
+from contracts.vocabulary import Pool
+
+
+class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker is; read once when the router connects."""
+
+    worker_id: str
+    incarnation: str
+    pool: Pool
+    pid: int
+    host: str
+    layout: KvLayout
+    transfer_addresses: list[str]
+    """Addresses at which its KV blocks can be fetched, one for each tensor parallel rank."""
+    num_kv_blocks: int
+    block_size_tokens: int
+    max_model_len_tokens: int
+    max_num_seqs: int
+    """Sequences that its engine runs at a time."""
+    repeats_tokens: bool = True
+    """Whether it can go on after emitted tokens in `resample` mode."""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker is doing: gauges now, counters since its start (names ending in `_total`)."""
+
+    worker_id: str
+    running: int = 0
+    waiting: int = 0
+    tasks: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_total: int = 0
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
+    """Flat names, as the scheduler side and the worker side of the connector count them."""
+    draining: bool = False
+    engine_failed: bool = False
+    lingering_handoffs: list[str] = msgspec.field(default_factory=list)
+    """The lives of the oldest hand-offs that have not been released for long, a sentence each."""
+    stalled_s: float = 0.0
+    """Seconds since the engine's last step, while it has work; 0 without work."""
+    incarnation: str = ""
+
+
+class AttachRequest(msgspec.Struct, frozen=True):
+    """A router opens its one stream of step batches, to this worker and to no other that has taken over its port."""
+
+    router_id: str
+    worker_id: str = ""
+    incarnation: str = ""
+    """The incarnation in `WorkerDescription`; if name and incarnation are empty, whoever answers is meant."""
+
+
+class SubmitRequest(msgspec.Struct, frozen=True):
+    """A router gives a worker one task; its deltas come on the attached stream."""
+
+    router_id: str
+    task: GenerateTask
+    worker_id: str = ""
+    incarnation: str = ""
+    """The incarnation that is meant, as in `AttachRequest`."""
+
+
+class AbortRequest(msgspec.Struct, frozen=True):
+    """A router no longer wants these requests; unknown ids are ignored."""
+
+    router_id: str
+    request_ids: list[str]
+
+
+class PairRequest(msgspec.Struct, frozen=True):
+    """A router tells a decode worker which sources it will fetch from, and perhaps which transport to use."""
+
+    addresses: list[str]
+    transport: str | None = None
+
+
+class PairAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """For each source: the transport and why no better one is possible, or why there can be no hand-off."""
+
+    paired: dict[str, tuple[str, str]]
+    refused: dict[str, str]
+
+
+class DrainRequest(msgspec.Struct, frozen=True):
+    """Tells a worker to leave: it takes no new tasks, gives the running ones `timeout_s`, and waits until nobody needs
+    its KV any more."""
+
+    timeout_s: float
+
+
+class Ack(msgspec.Struct, frozen=True):
+    """The worker has received the message."""
+
+    accepted: bool = True
+    reason: str = ""
+    attached: bool = True
+    """For a task that was not accepted: whether the worker has a stream of this router."""

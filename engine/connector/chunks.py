@@ -1,0 +1,128 @@
+"""Which blocks of prompts that are still being prefilled are final. Used by `engine.connector.scheduler_side`.
+
+A long prompt is computed in chunks, one per engine step. Once a step has its outputs, the KV of its tokens never
+changes again, so whole blocks of it can travel while the next chunk is computed. Steps may overlap (on GPUs vLLM
+schedules the next one before the last one's outputs are there): only what has ended counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.connector.messages import Grow
+
+
+@dataclass
+class _Prompt:
+    handoff_id: str
+    num_tokens: int
+    block_ids: list[int] = field(default_factory=list)
+    final_tokens: int = 0
+    offered_blocks: int = 0
+
+
+class GrowingPrompts:
+    """Prompts whose hand-off may be followed."""
+
+    def __init__(self, block_size_tokens: int) -> None:
+        self._block_size_tokens = block_size_tokens
+        self._prompts: dict[str, _Prompt] = {}
+        self._in_flight: deque[tuple[int, dict[str, int]]] = deque()
+        self._withdrawn: list[str] = []
+        self._ending: dict[str, list[int]] = {}
+
+    def track(self, request_id: str, handoff_id: str, num_tokens: int) -> None:
+        """A prompt of `num_tokens` came in."""
+        self._prompts[request_id] = _Prompt(handoff_id, num_tokens)
+
+    def begin(self, step: int, scheduled: Any) -> None:
+        """Step number `step` was scheduled; `scheduled` is vLLM's SchedulerOutput."""
+        for request_id in scheduled.preempted_req_ids or ():
+            self._restart(request_id)
+        reached: dict[str, int] = {}
+        for new in scheduled.scheduled_new_reqs:
+            prompt = self._prompts.get(new.req_id)
+            if prompt is not None:
+                prompt.block_ids = list(new.block_ids[0])
+                reached[new.req_id] = new.num_computed_tokens + scheduled.num_scheduled_tokens[new.req_id]
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            prompt = self._prompts.get(request_id)
+            if prompt is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                prompt.block_ids = []
+            prompt.block_ids += blocks[0] if blocks else []
+            reached[request_id] = computed + scheduled.num_scheduled_tokens[request_id]
+        if reached:
+            self._in_flight.append((step, reached))
+        self._ending = {
+            prompt.handoff_id: prompt.block_ids[: -(-prompt.num_tokens // self._block_size_tokens)]
+            for request_id, tokens in reached.items()
+            if tokens >= (prompt := self._prompts[request_id]).num_tokens
+        }
+
+    def end(self, step: int) -> list[str]:
+        """This step has its outputs, and with it all before; returns the requests that can be followed from now on."""
+        begun = []
+        while self._in_flight and self._in_flight[0][0] <= step:
+            for request_id, tokens in self._in_flight.popleft()[1].items():
+                prompt = self._prompts.get(request_id)
+                if prompt is None:
+                    continue
+                fresh = self._final_blocks(prompt) == 0
+                prompt.final_tokens = tokens
+                if fresh and self._final_blocks(prompt):
+                    begun.append(request_id)
+        return begun
+
+    def take(self) -> list[Grow]:
+        """What became final since the last call."""
+        grown = []
+        for request_id, prompt in self._prompts.items():
+            count = self._final_blocks(prompt)
+            if count > prompt.offered_blocks:
+                prompt.offered_blocks = count
+                grown.append(Grow(request_id, prompt.handoff_id, prompt.block_ids[:count]))
+        return grown
+
+    def take_ending(self) -> dict[str, list[int]]:
+        """Hand-off > all blocks, of prompts that the step begun last computes to the end."""
+        ending, self._ending = self._ending, {}
+        return ending
+
+    def take_withdrawn(self) -> list[str]:
+        """Hand-offs whose blocks vLLM took back or will reuse, since the last call."""
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return withdrawn
+
+    def describe(self, request_id: str) -> tuple[str, int]:
+        """(hand-off id, prompt tokens) of a tracked prompt."""
+        prompt = self._prompts[request_id]
+        return prompt.handoff_id, prompt.num_tokens
+
+    def complete(self, request_id: str) -> None:
+        """Its hand-off is published whole now."""
+        self._prompts.pop(request_id, None)
+
+    def drop(self, request_id: str) -> None:
+        """It ended without a hand-off."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None and prompt.offered_blocks:
+            self._withdrawn.append(prompt.handoff_id)
+
+    def _restart(self, request_id: str) -> None:
+        """It was preempted and lost its blocks; followers fail, and nobody follows the second attempt."""
+        self.drop(request_id)
+        for _, reached in self._in_flight:
+            reached.pop(request_id, None)
+
+    def _final_blocks(self, prompt: _Prompt) -> int:
+        """None of a prompt that is computed whole: `publish` comes next."""
+        if prompt.final_tokens >= prompt.num_tokens:
+            return prompt.offered_blocks
+        return prompt.final_tokens // self._block_size_tokens

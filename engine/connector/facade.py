@@ -1,0 +1,273 @@
+"""vLLM's KV connector: passes its hooks on to the scheduler side and the worker side, which name theirs alike.
+
+vLLM loads this class by module path in the engine process and builds it twice there, once per role. It is also imported
+in the worker's front end, so importing it must start nothing. Which process calls what, and in which order:
+
+    scheduler role  on_new_request > get_num_new_matched_tokens > update_state_after_alloc > build_connector_meta >
+                    (step) > update_connector_output > get_kv_connector_stats; request_finished at the end
+    worker role     register_kv_caches once; each step handle_preemptions > bind_connector_metadata > (forward) >
+                    start_load_kv > get_transfer_results > build_connector_worker_meta > get_kv_connector_stats
+
+Hooks accept **kwargs because vLLM's two model runners (CPU, CUDA) pass different ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from contracts.handoff import KvLayout
+from contracts.rpc.tls import TlsFiles
+from engine.connector.accounting import StepAccountant
+from engine.connector.messages import CounterStats, StepInstructions
+from engine.connector.scheduler_side import SchedulerSide
+from engine.connector.transferable_cache import by_manager_block, heads_are_runs, require_servable
+from engine.connector.worker_side import WorkerSide
+from engine.vllm_workarounds.cores import helpers_on_all_cores_of
+from engine.vllm_workarounds.orphan_watch import exit_with_parent
+from engine.vllm_workarounds.queue_names import forget_queue_names
+from kv_transfer.memory.shared import KvCacheAllocation
+from kv_transfer.service import TransferOptions
+from kv_transfer.testing.faults import FaultPlan
+from roofline.cost import StepCostModel
+from roofline.errors import ModelConfigError
+from roofline.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+class RidgelineConnector(KVConnectorBase_V1):
+    """Hands paged KV blocks from one engine to another, and counts what each step costs.
+
+    Not a `SupportsHMA`: so vLLM keeps all layers of a model in one group, with one list of blocks for each request.
+    Layers with a sliding window then keep every token's KV like the others, though they read only their window.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        exit_with_parent()
+        self._settings: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._allocation = KvCacheAllocation()
+        self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
+        require_servable(
+            kv_cache_config,
+            block_size_tokens=vllm_config.cache_config.block_size,
+            max_model_len_tokens=vllm_config.model_config.max_model_len,
+            hands_over=bool(self._settings["hands_over"]),
+        )
+        if role is KVConnectorRole.SCHEDULER:
+            if self._has_ranks:
+                forget_queue_names()
+            self._scheduler = SchedulerSide(
+                block_size_tokens=vllm_config.cache_config.block_size,
+                lease_s=float(self._settings["lease_s"]),
+                vocabulary_tokens=vllm_config.model_config.get_vocab_size(),
+                accountant=StepAccountant(step_cost_model(vllm_config)),
+            )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads before tokens, one layer after the other: a block of one layer is one run of bytes."""
+        return "LBHNC"
+
+    @property
+    def scheduler(self) -> SchedulerSide:
+        """The scheduler side; an error in the other role."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker side, there once the KV cache is registered."""
+        assert self._worker is not None
+        return self._worker
+
+    # --- scheduler role
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self.scheduler.set_xfer_handshake_metadata(metadata)
+
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self.scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.scheduler.update_connector_output(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.request_finished(request, block_ids)
+
+    # --- worker role
+
+    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
+        """Around vLLM's allocation of the cache: puts it where decode workers of this host can map it."""
+        if not self._settings["share_kv_cache"]:
+            return None
+        return self._allocation.serving_torch_zeros()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        kv_caches = by_manager_block(kv_caches, self._kv_cache_config.num_blocks)
+        rank = get_tensor_model_parallel_rank()
+        if self._has_ranks:
+            forget_queue_names()
+        with helpers_on_all_cores_of(rank):
+            self._worker = WorkerSide(
+                layers=kv_caches,
+                layout=kv_layout(self._vllm_config, self._kv_cache_config, kv_caches),
+                options=TransferOptions(
+                    host=str(self._settings["host"]),
+                    rank=rank,
+                    transport=self._settings["transport"],
+                    faults=FaultPlan.parse(self._settings["faults"]) if self._settings["faults"] else None,
+                    wire_dtype=self._settings["wire_dtype"],
+                    lease_s=float(self._settings["lease_s"]),
+                    fetch_deadline_s=float(self._settings["fetch_deadline_s"]),
+                    tls=TlsFiles(**self._settings["tls"]) if self._settings["tls"] else None,
+                ),
+                shared=self._allocation.offer(list(kv_caches.values())),
+            )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.endpoint
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata, **kwargs: Any) -> None:
+        # Called before every forward with this step's metadata: bytes then move while the forward computes. The blocks
+        # to fill belong to requests that wait for them, and those to send to finished ones, so no step touches either.
+        assert isinstance(kv_connector_metadata, StepInstructions)
+        self.worker.apply(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        instructions = self._get_connector_metadata()
+        assert isinstance(instructions, StepInstructions)
+        self.worker.apply(instructions)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is scheduled only after its KV is here."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved: blocks are read where they lie. Those of a prompt's last step may be from here on."""
+        self.worker.save_kv_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved during a step."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        instructions = self._get_connector_metadata()
+        assert isinstance(instructions, StepInstructions)
+        return self.worker.get_transfer_results(idle=instructions.idle)
+
+    def build_connector_worker_meta(self) -> Any:
+        instructions = self._get_connector_metadata()
+        assert isinstance(instructions, StepInstructions)
+        return self.worker.build_connector_worker_meta(None if instructions.idle else instructions.step)
+
+    # --- both
+
+    def get_kv_connector_stats(self) -> CounterStats:
+        if self._scheduler is not None:
+            return self._scheduler.get_kv_connector_stats()
+        return self.worker.get_kv_connector_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CounterStats:
+        return CounterStats(data=data or {})
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+
+def step_cost_model(vllm_config: VllmConfig) -> StepCostModel | None:
+    """What a step of this model costs; None, told in the log, for a model whose shape the arithmetic does not know."""
+    try:
+        shape = model_shape(vllm_config)
+    except (ModelConfigError, TypeError, ValueError) as error:
+        logger.warning("steps are counted without FLOPs and bytes, which are not known for this model: %s", error)
+        return None
+    return StepCostModel(shape, tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size)
+
+
+def model_shape(vllm_config: VllmConfig) -> ModelShape:
+    """The model's shape for accounting, with the bytes this engine really uses per weight and per KV element."""
+    weight_bytes = torch.empty(0, dtype=vllm_config.model_config.dtype).element_size()
+    kv_bytes = weight_bytes if vllm_config.cache_config.cache_dtype == "auto" else 1
+    return ModelShape.from_hf_config(
+        vllm_config.model_config.hf_text_config.to_dict(),
+        weight_bytes_per_param=weight_bytes,
+        kv_bytes_per_element=kv_bytes,
+        name=str(vllm_config.model_config.model),
+    )
+
+
+def kv_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> KvLayout:
+    """What two engines must agree on before a block of one means anything to the other."""
+    from vllm.version import __version__ as vllm_version
+
+    first = next(iter(kv_caches.values()))
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    layout = cache.get_resolved_kv_cache_layout().name
+    config_digest = hashlib.sha256(
+        json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str).encode()
+    ).hexdigest()
+    return KvLayout(
+        model=f"{model.hf_config.model_type}-{config_digest[:12]}",
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_dtype=kv_format(first.dtype, cache.cache_dtype),
+        block_size_tokens=cache.block_size,
+        num_layers=len(kv_caches),
+        num_kv_heads=model.get_total_num_kv_heads(),
+        block_bytes=first[0].numel() * first.element_size(),
+        layout=layout if first.dim() == 4 else f"{layout} in {first.shape[1]} parts",
+        isa=_packed_for(vllm_config, first),
+        engine_version=str(vllm_version),
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        heads_are_runs=heads_are_runs(first, kv_cache_config.kv_cache_groups[0].kv_cache_spec, layout),
+    )
+
+
+def kv_format(stored: torch.dtype, cache_dtype: str) -> str:
+    """The number format of keys and values; where it is one that torch has no type for, by the name of the setting."""
+    name = str(stored).removeprefix("torch.")
+    return name if stored.is_floating_point or cache_dtype == "auto" else f"{cache_dtype} in {name}"
+
+
+def _packed_for(vllm_config: VllmConfig, layer: torch.Tensor) -> str:
+    """Whose order the bytes inside a block have: of a CPU's instruction set, of a GPU's attention kernels.
+
+    GPUs of different architectures exchange blocks where the same backend runs on both.
+    """
+    if layer.device.type != "cpu":
+        backends = {backend.get_name() for backend in get_current_attn_backends(vllm_config)}
+        return "+".join([layer.device.type, *sorted(backends)])
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    head_dim = vllm_config.model_config.get_head_size()
+    return str(_get_attn_isa(layer.dtype, vllm_config.cache_config.block_size, head_dim, None))

@@ -1,0 +1,300 @@
+"""The connector's scheduler side: decides what is published, fetched, released. Moves no bytes.
+
+Runs on the engine's step loop, so every method is a few dictionary operations. vLLM's hooks have vLLM's names here,
+and `facade` passes them on as they come. Order of calls in one step:
+`on_new_request`, `get_num_new_matched_tokens`, `update_state_after_alloc`, `build_connector_meta`, (the step),
+`update_connector_output`, `request_finished`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.v1.request import RequestStatus
+
+from contracts import errors
+from contracts.handoff import FetchReceipt, KvHandoff
+from engine.connector.accounting import StepAccountant
+from engine.connector.chunks import GrowingPrompts
+from engine.connector.events import Notice
+from engine.connector.messages import (
+    FIRST_TOKEN_FOLLOWS,
+    NOTICES,
+    PREFIX_CACHE_SKIPPED,
+    CounterStats,
+    Endpoint,
+    Fetch,
+    FetchReceipts,
+    Publish,
+    StepInstructions,
+    join_receipts,
+)
+
+FETCH = "do_remote_prefill"
+PUBLISH = "do_remote_decode"
+
+
+class SchedulerSide:
+    """State of the requests that hand over or take over KV."""
+
+    def __init__(
+        self, block_size_tokens: int, lease_s: float, vocabulary_tokens: int, accountant: StepAccountant
+    ) -> None:
+        """`vocabulary_tokens`: what a peer names as a first token must be below."""
+        self._block_size_tokens = block_size_tokens
+        self._vocabulary_tokens = vocabulary_tokens
+        self._lease_s = lease_s
+        self._accountant = accountant
+        self._endpoints: list[Endpoint] = []
+        self._step = 0
+        self._next = StepInstructions(step=1)
+        self._incoming: dict[str, KvHandoff] = {}
+        """Requests whose KV lies elsewhere, until their fetch has been asked for."""
+        self._covered: set[str] = set()
+        """Those of them whose whole prompt was in the local prefix cache when vLLM last asked."""
+        self._fetching: dict[str, bool] = {}
+        """Fetch asked for, its end not yet reported; False once aborted. vLLM holds the blocks as long either way."""
+        self._growing_source: dict[str, KvHandoff] = {}
+        """What those of them that wait for no first token follow: if such a fetch fails, nobody else releases it."""
+        self._publishing: set[str] = set()
+        """Finished requests whose blocks stay pinned until the worker side says they are sent."""
+        self._receipts: dict[str, FetchReceipt] = {}
+        self._growing = GrowingPrompts(block_size_tokens)
+        self._following: dict[str, Any] = {}
+        """vLLM's requests that came before their prompt's first token: it arrives with the KV."""
+        self._held: set[str] = set()
+        """Those of them that cannot have it. They never run; their handler is told and aborts them."""
+        self._notices: list[Notice] = []
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        """Where the blocks of each rank can be fetched; told once, before the first request."""
+        endpoints = [metadata[rank] for rank in sorted(metadata)]
+        self._endpoints = [endpoint for endpoint in endpoints if isinstance(endpoint, Endpoint)]
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Cumulative counters of this side, plus requests that still wait for KV."""
+        return {**self._accountant.counters, "waiting_for_kv": float(len(self._incoming) + len(self._fetching))}
+
+    def take_notices(self) -> list[Any]:
+        """For handlers, as plain data; each is returned once."""
+        notices, self._notices = self._notices, []
+        return [msgspec.to_builtins(notice) for notice in notices]
+
+    def get_kv_connector_stats(self) -> CounterStats:
+        """The counters, and the notices since the last call."""
+        return CounterStats(data={**self.counters, NOTICES: self.take_notices()})
+
+    # --- admission
+
+    def on_new_request(self, request: Any) -> None:
+        """Start heartbeats at once: the request may wait long before vLLM lets its load begin."""
+        params = request.kv_transfer_params or {}
+        external = 0
+        if params.get(FETCH):
+            handoff = KvHandoff.from_params(params["handoff"])
+            external = handoff.num_tokens
+            self._incoming[request.request_id] = handoff
+            self._next.watch.append(handoff)
+            if params.get(FIRST_TOKEN_FOLLOWS):
+                self._following[request.request_id] = request
+        if params.get(PUBLISH):
+            self._growing.track(request.request_id, params["handoff_id"], request.num_prompt_tokens)
+        self._accountant.expect(request.request_id, request.num_prompt_tokens, external)
+        if params.get("recompute_reason"):
+            self._accountant.count(f"recompute_total.{params['recompute_reason']}")
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the local prefix cache will arrive, and that they arrive asynchronously.
+
+        None as the number keeps the request out of every step.
+        """
+        if request.request_id in self._held:
+            return None, False
+        handoff = self._incoming.get(request.request_id)
+        if handoff is None:
+            return 0, False
+        missing = handoff.num_tokens - num_computed_tokens
+        if missing > 0:
+            self._covered.discard(request.request_id)
+            return missing, True
+        if request.request_id in self._following:
+            self._hold(request.request_id, handoff, "already_cached")
+            return None, False
+        self._covered.add(request.request_id)
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks are there: ask for the fetch. vLLM calls this again with 0 when the load has ended."""
+        handoff = self._incoming.pop(request.request_id, None)
+        if handoff is None:
+            return
+        if num_external_tokens == 0:
+            # The local prefix cache had it all, or vLLM skipped the cache: the source may let go. What vLLM found is
+            # known from its question alone: it sets request.num_computed_tokens after this call.
+            self._next.release.append(handoff)
+            if request.request_id not in self._covered:
+                self._accountant.recompute(request.request_id, PREFIX_CACHE_SKIPPED)
+                self._receipts[request.request_id] = FetchReceipt(outcome="failed", reason=PREFIX_CACHE_SKIPPED)
+            self._covered.discard(request.request_id)
+            return
+        first_block = (handoff.num_tokens - num_external_tokens) // self._block_size_tokens
+        needed = handoff.num_blocks - first_block
+        targets = list(blocks.get_unhashed_block_ids_all_groups()[0])[:needed]
+        self._fetching[request.request_id] = True
+        if not handoff.complete and request.request_id not in self._following:
+            self._growing_source[request.request_id] = handoff
+        self._next.fetch.append(Fetch(request.request_id, handoff, first_block, targets))
+
+    # --- the step
+
+    def build_connector_meta(self, scheduled: Any) -> StepInstructions:
+        """Everything decided since the last step, and the accounting of this one.
+
+        Raises RuntimeError, which ends the engine, rather than have a step compute a placeholder.
+        """
+        self._forbid_placeholders(scheduled)
+        self._accountant.begin(scheduled)
+        self._step += 1
+        self._growing.begin(self._step, scheduled)
+        instructions, self._next = self._next, StepInstructions(step=self._step + 1)
+        instructions.withdraw = self._growing.take_withdrawn()
+        instructions.grow = self._growing.take()
+        instructions.last_step = self._growing.take_ending()
+        instructions.idle = scheduled.total_num_scheduled_tokens == 0
+        return instructions
+
+    def _forbid_placeholders(self, scheduled: Any) -> None:
+        if self._following or self._held:
+            for request_id in scheduled.num_scheduled_tokens:
+                if request_id in self._following or request_id in self._held:
+                    raise RuntimeError(f"vLLM would run {request_id}, whose first token is not known yet")
+
+    def update_connector_output(self, output: Any) -> None:
+        """Read the worker side's report.
+
+        vLLM reads the same object next and dies on an unknown id, hence the guards.
+        """
+        if isinstance(output.kv_connector_worker_meta, FetchReceipts):
+            self._read(output.kv_connector_worker_meta)
+        if output.finished_sending:
+            output.finished_sending &= self._publishing
+            self._publishing -= output.finished_sending
+        if output.finished_recving:
+            output.finished_recving &= self._fetching.keys()
+            for request_id in output.finished_recving:
+                self._end_growing(request_id, self._receipts.get(request_id))
+                if not self._fetching.pop(request_id):
+                    self._receipts.pop(request_id, None)  # nobody will ask for it any more
+                    continue
+                self._fetched(request_id, self._receipts.get(request_id))
+        if output.failed_recving and output.finished_recving:
+            output.failed_recving &= output.finished_recving
+
+    def _read(self, report: FetchReceipts) -> None:
+        for request_id, receipt in report.by_request.items():  # of one request, ranks may report steps apart
+            self._receipts[request_id] = join_receipts(self._receipts.get(request_id), receipt)
+        if report.step is not None:
+            self._accountant.end()
+            for request_id in self._growing.end(report.step):
+                self._announce(request_id)
+
+    def _fetched(self, request_id: str, receipt: FetchReceipt | None) -> None:
+        if request_id in self._following:
+            self._complete(request_id, receipt)
+        elif receipt is not None and receipt.outcome == "failed":
+            self._accountant.recompute(request_id, receipt.reason)
+
+    def _end_growing(self, request_id: str, receipt: FetchReceipt | None) -> None:
+        """The service keeps a hand-off that grew for another leg to fetch, but this one computes the prompt itself."""
+        handoff = self._growing_source.pop(request_id, None)
+        if handoff is not None and receipt is not None and receipt.outcome == "failed":
+            self._next.release.append(handoff)
+
+    # --- the end of a request
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """(keep the blocks?, what the output tells the worker's handler)."""
+        request_id = request.request_id
+        self._accountant.forget(request_id)
+        self._covered.discard(request_id)
+        receipt = self._receipts.pop(request_id, None)
+        self._following.pop(request_id, None)
+        self._held.discard(request_id)
+        waiting = self._incoming.pop(request_id, None)
+        if waiting is not None:
+            self._next.release.append(waiting)
+        if request_id in self._fetching:
+            self._fetching[request_id] = False
+            self._next.cancel.append(request_id)
+            return False, None
+        params = request.kv_transfer_params or {}
+        if params.get(PUBLISH) and request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+            self._growing.complete(request_id)
+            return True, {"handoff": self._publish(request, block_ids).to_params()}
+        self._growing.drop(request_id)
+        if receipt is not None:
+            return False, {"receipt": msgspec.to_builtins(receipt)}
+        return False, None
+
+    def _publish(self, request: Any, block_ids: list[int]) -> KvHandoff:
+        handoff_id = request.kv_transfer_params["handoff_id"]
+        num_tokens = request.num_prompt_tokens
+        used = list(block_ids[: self._num_blocks(num_tokens)])
+        self._publishing.add(request.request_id)
+        first_token = request.output_token_ids[-1] if request.output_token_ids else None
+        self._next.publish.append(Publish(request.request_id, handoff_id, used, num_tokens, first_token))
+        return self._handoff(handoff_id, num_tokens, complete=True)
+
+    # --- hand-offs that are followed while they grow
+
+    def _announce(self, request_id: str) -> None:
+        """Prefill: the first chunk of a long prompt is final."""
+        handoff_id, num_tokens = self._growing.describe(request_id)
+        handoff = self._handoff(handoff_id, num_tokens, complete=False)
+        self._notices.append(Notice(handoff_id=handoff_id, handoff=handoff))
+
+    def _complete(self, request_id: str, receipt: FetchReceipt | None) -> None:
+        """Decode: the KV is here, or will not come. Put the first token where its placeholder stood."""
+        request = self._following.pop(request_id)
+        token = None if receipt is None or receipt.outcome != "ok" else receipt.first_token
+        if token is None or not 0 <= token < self._vocabulary_tokens:
+            failed = receipt.reason if receipt is not None else ""
+            self._held.add(request_id)
+            request.num_computed_tokens = 0  # vLLM asks whether it may run only if nothing of it is computed
+            handoff_id = request.kv_transfer_params["handoff"]["handoff_id"]
+            reason = failed or (errors.INTERNAL if token is None else errors.CORRUPTED)
+            self._notices.append(Notice(handoff_id=handoff_id, failed=reason))
+            return
+        request.prompt_token_ids[-1] = token
+        request._all_token_ids[-1] = token
+        if request.num_tokens % self._block_size_tokens == 0 and request.block_hashes:
+            request.block_hashes.pop()  # it covered the placeholder
+            request.update_block_hashes()
+
+    def _hold(self, request_id: str, handoff: KvHandoff, reason: str) -> None:
+        del self._following[request_id]
+        del self._incoming[request_id]
+        self._next.unwatch.append(handoff)  # the leg that fetches or releases it is another one, if it comes at all
+        self._held.add(request_id)
+        self._notices.append(Notice(handoff_id=handoff.handoff_id, failed=reason))
+
+    def _handoff(self, handoff_id: str, num_tokens: int, *, complete: bool) -> KvHandoff:
+        assert self._endpoints
+        num_blocks = self._num_blocks(num_tokens)
+        return KvHandoff(
+            handoff_id=handoff_id,
+            addresses=tuple(endpoint.address for endpoint in self._endpoints),
+            num_blocks=num_blocks,
+            num_tokens=num_tokens,
+            compatibility_hash=self._endpoints[0].layout_hash,
+            lease_s=self._lease_s,
+            num_bytes=num_blocks * sum(endpoint.block_bytes_all_layers for endpoint in self._endpoints),
+            complete=complete,
+        )
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size_tokens)

@@ -1,0 +1,175 @@
+"""The connector's worker side: owns the transfer service and turns its reports into vLLM's.
+
+Runs in the process that holds the KV cache. The service has a thread of its own; nothing here waits for the network.
+Methods that answer one of vLLM's hooks have its name; `apply` answers two, of which the first comes with every step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from contracts.handoff import KvHandoff, KvLayout, new_handoff_id
+from engine.connector.messages import BYTES, LINGERING, CounterStats, Endpoint, FetchReceipts, StepInstructions
+from kv_transfer.memory.shared import SharedOffer
+from kv_transfer.service import PairedTransport, TransferOptions, TransferService
+
+IDLE_WAIT_S = 0.02
+"""How long a step without work waits for a transfer to end.
+
+vLLM would spin at 1 kHz instead and send statistics to the front end every time: on a small machine that is the CPU
+time the copy needs. The end of a transfer wakes it at once; a new request may wait this long.
+"""
+
+
+WARM_UP_BLOCKS = 17
+WARM_UP_ROUNDS = 4
+WARM_UP_LEASE_S = 5.0
+
+
+class WorkerSide:
+    """One rank's end of the hand-over."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, torch.Tensor],
+        layout: KvLayout,
+        options: TransferOptions,
+        shared: SharedOffer | None,
+    ) -> None:
+        self.layout = layout
+        first = next(iter(layers.values()))
+        self._num_blocks = int(first.shape[0])
+        self._layers = {name: number for number, name in enumerate(layers, start=1)}
+        self._writes_at_once = first.device.type == "cpu"
+        """Whether a layer is in the cache when its call returns; on a GPU it is only queued then."""
+        self._service = TransferService(layers, layout, options, shared)
+        self._service.start()
+        if options.faults is None:  # else it would be about the faults, and leave hand-offs to their leases
+            self._warm_up()
+        self._after_warm_up = self._service.stats()
+        """Counted by nobody: no request's KV was moved."""
+        self._receipts = FetchReceipts()
+        self._pairing: tuple[str, Future[dict[str, PairedTransport | str]]] | None = None
+
+    def _warm_up(self) -> None:
+        """Hand blocks over to ourselves, so that buffers and connections are there before the first client's KV.
+
+        The cache is empty yet, and each block is copied onto itself: zeros, which every codec leaves as they are. A
+        failure is not one of ours to judge: the first real transfer will report it.
+        """
+        blocks = list(range(1, min(self._num_blocks, WARM_UP_BLOCKS)))
+        for number in range(WARM_UP_ROUNDS):
+            name = f"warm-up-{number}"
+            handoff = KvHandoff(
+                handoff_id=new_handoff_id(),
+                # As many times as there are ranks: of a hand-off of its own size, a rank reads what has its number.
+                addresses=(self._service.address,) * self.layout.tensor_parallel_size,
+                num_blocks=len(blocks),
+                num_tokens=len(blocks) * self.layout.block_size_tokens,
+                compatibility_hash=self.layout.compatibility_hash(),
+                lease_s=WARM_UP_LEASE_S,
+                num_bytes=len(blocks) * self.endpoint.block_bytes_all_layers,
+            )
+            self._service.publish(name, handoff.handoff_id, blocks, handoff.num_tokens)
+            self._service.start_fetch(name, handoff, 0, blocks)
+            open_ends = {"sent", "received"}
+            give_up_s = time.monotonic() + WARM_UP_LEASE_S
+            while open_ends and time.monotonic() < give_up_s:
+                self._service.wait(IDLE_WAIT_S)
+                done = self._service.poll()
+                open_ends -= ({"sent"} if done.sent else set()) | ({"received"} if done.received else set())
+
+    def pair(
+        self, ticket: str, addresses: Sequence[str], transport: str | None
+    ) -> dict[str, PairedTransport | str] | None:
+        """As `TransferService.pair`, without stopping the step loop: None while it goes on; ask again."""
+        if self._pairing is None or self._pairing[0] != ticket:
+            self._pairing = (ticket, self._service.pair(addresses, transport))
+        asked = self._pairing[1]
+        return asked.result() if asked.done() else None
+
+    def release_own(self, handoff_ids: Sequence[str]) -> None:
+        """Hand-offs of this engine that no router will release."""
+        for handoff_id in handoff_ids:
+            self._service.release_own(handoff_id)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Told to the scheduler side once."""
+        return Endpoint(
+            address=self._service.address,
+            layout_hash=self.layout.compatibility_hash(),
+            num_blocks=self._num_blocks,
+            block_bytes_all_layers=self.layout.block_bytes * self.layout.num_layers,
+        )
+
+    def apply(self, instructions: StepInstructions) -> None:
+        """Start what the scheduler side decided. Called before the forward, so that bytes move while it computes."""
+        if instructions.applied:
+            return
+        instructions.applied = True
+        for handoff_id in instructions.withdraw:
+            self._service.withdraw(handoff_id)
+        for grow in instructions.grow:
+            self._service.grow(grow.request_id, grow.handoff_id, grow.block_ids)
+        self._service.begin_last_step(instructions.last_step if self._writes_at_once else {})
+        for publish in instructions.publish:
+            self._service.publish(
+                publish.request_id, publish.handoff_id, publish.block_ids, publish.num_tokens, publish.first_token
+            )
+        for handoff in instructions.watch:
+            self._service.watch(handoff)
+        for handoff in instructions.unwatch:
+            self._service.unwatch(handoff)
+        for fetch in instructions.fetch:
+            self._service.start_fetch(fetch.request_id, fetch.handoff, fetch.first_block, fetch.target_block_ids)
+        for request_id in instructions.cancel:
+            self._service.cancel(request_id)
+        for handoff in instructions.release:
+            self._service.release(handoff)
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """The running step has written this layer, if it writes at once."""
+        self._service.end_layer(self._layers[layer_name])
+
+    def get_transfer_results(self, *, idle: bool) -> KVConnectorTransferResults:
+        """What ended since the last call, each id exactly once."""
+        if idle:
+            self._service.wait(IDLE_WAIT_S)
+        done = self._service.poll()
+        self._receipts = FetchReceipts(dict(done.receipts))
+        return KVConnectorTransferResults(
+            finished_sending=set(done.sent), finished_recving=set(done.received), failed_recving=set(done.failed)
+        )
+
+    def build_connector_worker_meta(self, step: int | None) -> FetchReceipts | None:
+        """The receipts belonging to the last `get_transfer_results`, of this step; None if there is nothing to say."""
+        receipts, self._receipts = self._receipts, FetchReceipts()
+        receipts.step = step
+        return None if step is None and not receipts.by_request else receipts
+
+    def get_kv_connector_stats(self) -> CounterStats:
+        """Gauges and counters of the transfer service."""
+        stats = self._service.stats().since(self._after_warm_up)
+        data: dict[str, Any] = {
+            LINGERING: self._service.lingering(),
+            "open_leases": stats.open_leases,
+            "pinned_blocks": stats.pinned_blocks,
+            "expired_leases_total": stats.expired_leases_total,
+            "active_fetches": stats.active_fetches,
+            "watched_handoffs": stats.watched_handoffs,
+            f"{BYTES}sent": stats.bytes_sent_total,
+            f"{BYTES}received": stats.bytes_received_total,
+        }
+        data.update({f"fetches_total.{name}": count for name, count in stats.fetches_total.items()})
+        return CounterStats(data=data)
+
+    def shutdown(self) -> None:
+        """Stop the service's thread; open leases end with it."""
+        self._service.close()

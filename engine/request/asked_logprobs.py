@@ -1,0 +1,50 @@
+"""Log-probabilities of the likeliest tokens for one request beside those of chosen ids for another, in one step.
+
+vLLM's first model runner makes one table of them a step. With a request in it that names ids (`logprob_token_ids`) the
+table holds named ids only, and whoever asked for the likeliest tokens is told token 0 at minus infinity. Here every
+request gets its own kind of row.
+
+Installed by `engine.vllm_workarounds.worker_extension` in each rank, before the first request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from vllm.v1.outputs import LogprobsTensors
+
+
+def keep_rows_apart(runner: Any) -> None:
+    """Change this model runner's sampler, if it is one that mixes them up; `runner` is vLLM's GPUModelRunner."""
+    sampler: Any = getattr(runner, "sampler", None)
+    gather_asked = getattr(sampler, "gather_specific_token_logprobs", None)
+    if gather_asked is None:
+        return
+
+    def gather(logprobs: torch.Tensor, asked: dict[int, list[int]], sampled: torch.Tensor) -> LogprobsTensors | None:
+        named: LogprobsTensors | None = gather_asked(logprobs, asked, sampled)
+        likeliest = runner.input_batch.max_num_logprobs
+        if named is None or likeliest is None:
+            return named
+        return _by_row(named, sampler.gather_logprobs(logprobs, likeliest, token_ids=sampled), asked)
+
+    sampler.gather_specific_token_logprobs = gather
+
+
+def _by_row(named: LogprobsTensors, likeliest: LogprobsTensors, asked: dict[int, list[int]]) -> LogprobsTensors:
+    """The rows in `asked` of the one table, all others of the other; ranks are those of the sampled token in both."""
+    width = max(named.logprobs.shape[1], likeliest.logprobs.shape[1])
+    is_named = torch.zeros(len(named.logprobs), 1, dtype=torch.bool, device=named.logprobs.device)
+    is_named[list(asked)] = True
+
+    def rows(ours: torch.Tensor, theirs: torch.Tensor, filler: float) -> torch.Tensor:
+        ours, theirs = (pad(table, (0, width - table.shape[1]), value=filler) for table in (ours, theirs))
+        return torch.where(is_named, ours, theirs)
+
+    return LogprobsTensors(
+        logprob_token_ids=rows(named.logprob_token_ids, likeliest.logprob_token_ids, 0),
+        logprobs=rows(named.logprobs, likeliest.logprobs, -torch.inf),
+        selected_token_ranks=named.selected_token_ranks,
+    )

@@ -1,0 +1,154 @@
+"""SamplingParams of a request's two legs, derived from the one the client asked for.
+
+Called by `router.front.sampling` (which mode?), and by `prefill_worker.handler` and `decode_worker.handler` (my leg's
+parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import cast
+
+import msgspec
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from contracts.errors import InvalidTask
+from contracts.handoff import UNREADABLE
+
+FORCED = "forced_token_ids"
+"""Key in `extra_args` of what `engine.request.forced_tokens` reads; clients cannot set it."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(SamplingParams)
+
+
+def encode(params: SamplingParams) -> bytes:
+    """Bytes for `GenerateTask.sampling`. Raises InvalidTask for values that no message can carry."""
+    return packed(params, "sampling parameters")
+
+
+def packed(value: object, name: str) -> bytes:
+    """As a message carries it. Raises InvalidTask where it cannot: JSON knows larger numbers, and half characters."""
+    try:
+        return _encoder.encode(value)
+    except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
+        raise InvalidTask(f"{name} cannot be sent to a worker: {error}") from error
+
+
+def decode(data: bytes) -> SamplingParams:
+    """Inverse of `encode`; raises InvalidTask on anything else."""
+    try:
+        return cast(SamplingParams, _decoder.decode(data))
+    except (*UNREADABLE, VLLMClientError) as error:
+        raise InvalidTask(f"unreadable sampling parameters: {error}") from error
+
+
+def resample_reason(params: SamplingParams) -> str | None:
+    """Why decode must sample the first token itself, or None when it can go on from the one prefill sampled.
+
+    Decode sees prefill's token as part of its prompt. That is wrong where sampling depends on the tokens produced so
+    far: penalties on output tokens, grammars, banned sequences, repetition detection, custom processors, and a seeded
+    generator, whose position in its stream would differ from a single engine's.
+    """
+    reasons = {
+        "structured_output": params.structured_outputs is not None,
+        "presence_penalty": params.presence_penalty != 0.0,
+        "frequency_penalty": params.frequency_penalty != 0.0,
+        "bad_words": bool(params.bad_words),
+        "seed": params.seed is not None and params.temperature > 0.0,
+        "thinking_budget": getattr(params, "thinking_token_budget", None) is not None,
+        "repetition_detection": getattr(params, "repetition_detection", None) is not None,
+        "watermarking": bool(getattr(params, "watermarking", None)),
+    }
+    return next((name for name, present in reasons.items() if present), None)
+
+
+def without_client_transfer_keys(params: SamplingParams) -> SamplingParams:
+    """Drop what a client put into `kv_transfer_params` or `vllm_xargs`.
+
+    Those name hosts, ports and other people's KV.
+    """
+    if params.extra_args is None:
+        return params
+    cleaned = copy(params)
+    cleaned.extra_args = None
+    return cleaned
+
+
+def _for_engine(params: SamplingParams) -> SamplingParams:
+    """Tokens in, tokens out: text, stop strings and aggregation over steps are the router's."""
+    leg = copy(params)
+    leg.detokenize = False
+    leg.stop = []
+    leg.n = 1
+    leg.output_kind = RequestOutputKind.DELTA
+    leg.stream_interval = None  # a stop string must be seen at once, and a lost worker must not take tokens along
+    leg.skip_clone = True
+    leg.extra_args = None
+    return leg
+
+
+def _without_prompt_logprobs(leg: SamplingParams) -> None:
+    """The client has them, or gets them from the other leg.
+
+    Where they are asked for vLLM sets a second field, which keeps it from reading any KV that is there already: copied
+    along, it would have the transferred KV thrown away.
+    """
+    leg.prompt_logprobs = None
+    leg.prompt_logprob_token_ids = None
+    leg.skip_reading_prefix_cache = False
+
+
+def prefill_leg(params: SamplingParams, *, emitted_token_ids: Sequence[int], resample: bool) -> SamplingParams:
+    """One token. In resample mode that token is thrown away, so nothing may end the request before the hand-off.
+
+    `emitted_token_ids`: what the client has, whether or not this leg computes it.
+    """
+    leg = _for_engine(params)
+    leg.max_tokens = 1
+    leg.min_tokens = min(max(0, params.min_tokens - len(emitted_token_ids)), 1)
+    if emitted_token_ids:
+        _without_prompt_logprobs(leg)  # they came with the first token
+    if resample:
+        leg.structured_outputs = None
+        leg.bad_words = None
+        leg.min_tokens = 0
+        leg.ignore_eos = True
+        leg.stop_token_ids = []
+        leg._eos_token_id = None
+        leg._all_stop_token_ids = set()
+        leg.logprobs = None
+    return leg
+
+
+def decode_leg(
+    params: SamplingParams, *, emitted_token_ids: Sequence[int], has_handoff: bool, repeats: bool = False
+) -> SamplingParams:
+    """What is left after `emitted_token_ids`, which the engine gets as part of its prompt, or makes once more.
+
+    With a hand-off the prompt's own log-probabilities come from prefill.
+    """
+    leg = _for_engine(params)
+    if has_handoff or emitted_token_ids:
+        _without_prompt_logprobs(leg)
+    emitted = 0 if repeats else len(emitted_token_ids)
+    if params.max_tokens is not None:
+        leg.max_tokens = params.max_tokens - emitted
+    leg.min_tokens = max(0, params.min_tokens - emitted)
+    if emitted and params.seed is not None:
+        leg.seed = params.seed + emitted
+    return leg
+
+
+def with_transfer(leg: SamplingParams, transfer: dict[str, object]) -> SamplingParams:
+    """Attach the connector's instructions; `leg` must be one of the copies made above."""
+    leg.extra_args = {**(leg.extra_args or {}), "kv_transfer_params": transfer}
+    return leg
+
+
+def with_forced_tokens(leg: SamplingParams, token_ids: list[int]) -> SamplingParams:
+    """Have the engine produce these tokens first; `leg` must be one of the copies made above."""
+    leg.extra_args = {**(leg.extra_args or {}), FORCED: token_ids}
+    return leg

@@ -1,0 +1,42 @@
+"""Methods added to vLLM's worker, which the front end calls at start: to prepare it and to ask its connector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from engine.connector.facade import RidgelineConnector
+from engine.request.asked_logprobs import keep_rows_apart
+from engine.vllm_workarounds.seeded_chunks import put_generators_back
+
+
+class RidgelineWorkerExtension:
+    """vLLM mixes this into its worker class (`worker_extension_cls`)."""
+
+    model_runner: Any
+
+    def ridgeline_prepare(self) -> None:
+        """Make vLLM's model runner fit to serve; once, before the first request."""
+        put_generators_back(self.model_runner)
+        keep_rows_apart(self.model_runner)
+
+    def ridgeline_describe(self) -> tuple[dict[str, Any], str]:
+        """The KV layout as plain data, and the address of this rank's blocks."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, RidgelineConnector)
+        return msgspec.to_builtins(connector.worker.layout), connector.worker.endpoint.address
+
+    def ridgeline_release(self, handoff_ids: list[str]) -> None:
+        """Free, on this rank, the blocks of hand-offs that no router will release, published or not yet."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, RidgelineConnector)
+        connector.worker.release_own(handoff_ids)
+
+    def ridgeline_pair(self, ticket: str, addresses: list[str], transport: str | None) -> dict[str, Any] | None:
+        """What will carry KV from each of these sources to this rank, or a sentence why nothing can; None: not yet."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, RidgelineConnector)
+        paired: dict[str, Any] | None = msgspec.to_builtins(connector.worker.pair(ticket, addresses, transport))
+        return paired

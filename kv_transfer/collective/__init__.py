@@ -1,0 +1,9 @@
+"""The `collective` transport, experimental: whole tensors through torch.distributed, one group for each pair of ranks.
+
+Gloo has run, in the tests and in `docs/measurements.md`; NCCL has not. `auto` never picks it.
+
+group.py   a pair of ranks
+wire.py    what both ends say over gRPC
+source.py  the sending end
+puller.py  the receiving end
+"""

@@ -1,0 +1,312 @@
+"""A pair group: two ranks, the source (0) and the fetcher (1), of torch.distributed, for bytes from one to the other.
+
+Built directly from a store, not by `init_process_group`: the engine has already initialised this process's default
+group, and there may be one pair group for each peer. The backend follows the memory: `nccl` for a CUDA pool, `gloo` for
+host memory; what differs between them is in `_Gloo` and `_Nccl` and nowhere else.
+
+What ran: gloo, between threads and between processes of one host. What did not: NCCL. `_Nccl` was written against its
+documentation and never executed; neither were CUDA tensors on this path.
+
+A group that failed or was given up in mid-transfer is broken for good, because nothing in it says which bytes come
+next. A broken group is dropped and another one formed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import distributed
+
+from contracts import errors
+from contracts.rpc.address import join_host_port
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
+
+SOURCE_RANK: Final = 0
+FETCHER_RANK: Final = 1
+FORM_S: Final = 5.0
+"""How long the two ends look for each other when a group is formed."""
+
+_WATCHDOG_S: Final = 3600.0
+"""Longer than any fetch: NCCL's own timeout ends the whole process, ours ends one fetch."""
+_DATA_TAG: Final = 0
+_NEVER_SENT_TAG: Final = 1
+_POLL_S: Final = 50e-6
+_BACKLOG: Final = 64
+_ASYNC_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_construct: Final = threading.Lock()
+_c10d: Final[Any] = distributed  # what it exports depends on the build, which its type hints do not say
+
+
+def backend_for(device: torch.device) -> str | None:
+    """The backend that moves tensors of this device, None if this build of torch has none."""
+    if not distributed.is_available():
+        return None
+    if device.type == "cuda":
+        return "nccl" if distributed.is_nccl_available() else None
+    return "gloo" if distributed.is_gloo_available() else None
+
+
+def host_store(host: str) -> TCPStore:
+    """The store where the two ends of every group of one source find each other, on a free port of this interface only.
+
+    Raises OSError if `host` is not an address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen(_BACKLOG)
+        port = listener.getsockname()[1]
+        return _store(host, port, is_master=True, master_listen_fd=listener.detach())
+
+
+def join_store(host: str, port: int) -> TCPStore:
+    """The same from the other side; raises TransferFailed."""
+    try:
+        return _store(host, port, is_master=False)
+    except RuntimeError as error:
+        raise errors.TransferFailed(
+            errors.UNREACHABLE, f"the store at {join_host_port(host, port)}: {_first_line(error)}"
+        ) from error
+
+
+def _store(host: str, port: int, **options: Any) -> TCPStore:
+    store: TCPStore = _c10d.TCPStore(host, port, timeout=timedelta(seconds=FORM_S), wait_for_workers=False, **options)
+    return store
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """One send that was posted; the tensor must not change or go before it has finished."""
+
+    work: Any
+    tensor: torch.Tensor
+
+
+class PairGroup:
+    """One end of a pair. Transfers use it one at a time; `break_off` may come from any other thread."""
+
+    def __init__(self, end: _End, peer: str) -> None:
+        self._peer = peer
+        self._lock = threading.Lock()
+        self._end: _End | None = end
+
+    @classmethod
+    def form(cls, rank: int, key: str, store: Store, host: str, device: torch.device, peer: str) -> PairGroup:
+        """Meet the other end under `key`; blocks up to a few times FORM_S. `peer` is for messages.
+
+        `host` is the address of this machine to use. Raises TransferFailed if the other end did not come.
+        """
+        store = _c10d.PrefixStore(key, store)
+        try:
+            end: _End = _Nccl(store, rank, device) if device.type == "cuda" else _Gloo(store, rank, host)
+        except RuntimeError as error:
+            sentence = f"no pair group with {peer}: {_first_line(error)}"
+            raise errors.TransferFailed(errors.UNREACHABLE, sentence) from error
+        group = cls(end, peer)
+        try:
+            byte = torch.zeros(1, dtype=torch.uint8, device=device)
+            byte.tolist()  # on a GPU this waits until its memory is free of earlier work: the group's stream does not
+            group._greet(rank, byte, time.monotonic() + FORM_S)
+        except errors.TransferFailed:
+            group.break_off()
+            raise
+        return group
+
+    @property
+    def broken(self) -> bool:
+        """Whether this end is closed: by a failure or by `break_off`."""
+        return self._end is None
+
+    def send(self, tensor: torch.Tensor) -> Sending:
+        """Begin to send a contiguous tensor; raises TransferFailed if the group is broken."""
+        with self._failures(None):
+            return Sending(self._whole().post_send(tensor), tensor)
+
+    def finish(self, sending: Sending, deadline_s: float) -> None:
+        """Wait until it has left, which takes until the other end receives.
+
+        Raises TransferFailed, and the group is broken then. `deadline_s` is on time.monotonic's scale.
+        """
+        with self._failures(deadline_s):
+            self._whole().wait(sending.work, deadline_s)
+
+    def receive(self, tensor: torch.Tensor, deadline_s: float) -> None:
+        """Fill a contiguous tensor with the next one sent; raises as `finish` does."""
+        with self._failures(deadline_s):
+            end = self._whole()
+            end.wait(end.post_receive(tensor), deadline_s)
+
+    def break_off(self) -> None:
+        """Close this end, from any thread: who waits in it, here or at the peer, gets TransferFailed. Idempotent."""
+        with self._lock:
+            end, self._end = self._end, None
+        if end is not None:
+            end.close()
+
+    def _whole(self) -> _End:
+        end = self._end
+        if end is None:
+            raise errors.TransferFailed(errors.UNREACHABLE, f"the pair group with {self._peer} was broken off")
+        return end
+
+    def _greet(self, rank: int, byte: torch.Tensor, deadline_s: float) -> None:
+        """One byte each way: both ends are there, and a backend that connects on first use has connected."""
+        if rank == SOURCE_RANK:
+            self.finish(self.send(byte), deadline_s)
+            self.receive(byte, deadline_s)
+        else:
+            self.receive(byte, deadline_s)
+            self.finish(self.send(byte), deadline_s)
+
+    @contextmanager
+    def _failures(self, deadline_s: float | None) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # all that torch raises here; its subclasses tell nothing more
+            late = deadline_s is not None and time.monotonic() >= deadline_s
+            self.break_off()
+            reason = errors.TIMEOUT if late else errors.UNREACHABLE
+            raise errors.TransferFailed(reason, f"{self._peer}: {_first_line(error)}") from error
+
+
+class SendWindow:
+    """What was sent and has not arrived: at most `limit` tensors, which is all that a transfer holds in memory."""
+
+    def __init__(self, group: PairGroup, limit: int, deadline_s: float) -> None:
+        self._group = group
+        self._limit = limit
+        self._deadline_s = deadline_s
+        self._under_way: deque[Sending] = deque()
+
+    def make_room(self) -> None:
+        """Wait until one more may be sent; raises as `PairGroup.finish` does."""
+        while len(self._under_way) >= self._limit:
+            self._group.finish(self._under_way.popleft(), self._deadline_s)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """After `make_room`; raises as `PairGroup.send` does."""
+        self._under_way.append(self._group.send(tensor))
+
+    def finish(self) -> None:
+        """Wait until all has arrived; raises as `PairGroup.finish` does."""
+        while self._under_way:
+            self._group.finish(self._under_way.popleft(), self._deadline_s)
+
+
+class _End(ABC):
+    """What differs between backends. Any RuntimeError from here means that the group is of no more use."""
+
+    @abstractmethod
+    def post_send(self, tensor: torch.Tensor) -> Any: ...
+
+    @abstractmethod
+    def post_receive(self, tensor: torch.Tensor) -> Any: ...
+
+    @abstractmethod
+    def wait(self, work: Any, deadline_s: float) -> None:
+        """Block this thread, not the engine, until the bytes have left or are there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release whoever waits, on any thread, at both ends."""
+
+
+class _Gloo(_End):
+    """Sockets between host memories. A send ends only when the other side receives: that is the back-pressure."""
+
+    def __init__(self, store: Store, rank: int, host: str) -> None:
+        backend = _c10d.ProcessGroupGloo
+        options = backend._Options()
+        options._devices = [backend.create_device(hostname=host)]
+        options._threads = 1
+        options._timeout = timedelta(seconds=FORM_S)
+        self._group = backend(store, rank, 2, options)
+        self._peer = 1 - rank
+
+    def post_send(self, tensor: torch.Tensor) -> Any:
+        return self._group.send([tensor], self._peer, _DATA_TAG)
+
+    def post_receive(self, tensor: torch.Tensor) -> Any:
+        return self._group.recv([tensor], self._peer, _DATA_TAG)
+
+    def wait(self, work: Any, deadline_s: float) -> None:
+        # Torch cuts what it is given to whole milliseconds: a wait must not end before its time is up.
+        left_ms = math.ceil(1e3 * (deadline_s - time.monotonic()))
+        work.wait(timedelta(milliseconds=max(1, left_ms)))
+
+    def close(self) -> None:
+        """Gloo's own `abort` leaves waiters waiting; a wait that times out closes the connection, which does not."""
+        nothing = torch.empty(1, dtype=torch.uint8)
+        with suppress(RuntimeError):
+            self._group.recv([nothing], self._peer, _NEVER_SENT_TAG).wait(timedelta(milliseconds=1))
+
+
+class _Nccl(_End):
+    """Between GPUs, on a stream of its own: the engine's stream never waits for a peer. Never executed: see above."""
+
+    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+        backend = _c10d.ProcessGroupNCCL
+        options = backend.Options()
+        options._timeout = timedelta(seconds=_WATCHDOG_S)
+        with _errors_are_ours():
+            self._group = backend(store, rank, 2, options)
+        self._peer = 1 - rank
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def post_send(self, tensor: torch.Tensor) -> Any:
+        with torch.cuda.stream(self._stream):
+            return self._group.send([tensor], self._peer, _DATA_TAG)
+
+    def post_receive(self, tensor: torch.Tensor) -> Any:
+        with torch.cuda.stream(self._stream):
+            return self._group.recv([tensor], self._peer, _DATA_TAG)
+
+    def wait(self, work: Any, deadline_s: float) -> None:
+        """Asks, rather than synchronises, so that a peer that never comes ends in a timeout."""
+        with torch.cuda.stream(self._stream):
+            work.wait()  # makes the stream wait, not this thread
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        while not done.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() >= deadline_s:
+                raise RuntimeError("the other end did not take part in time")
+            time.sleep(_POLL_S)
+        if work.exception() is not None:  # an aborted kernel ends too, and has moved nothing
+            raise RuntimeError("the transfer was aborted")
+
+    def close(self) -> None:
+        with suppress(RuntimeError):
+            self._group.abort()
+
+
+@contextmanager
+def _errors_are_ours() -> Iterator[None]:
+    """NCCL groups read, when they are made, what to do when a peer dies; the default is to end this process."""
+    with _construct:
+        before = os.environ.get(_ASYNC_ERRORS)
+        os.environ[_ASYNC_ERRORS] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_ASYNC_ERRORS]
+            else:
+                os.environ[_ASYNC_ERRORS] = before
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,349 @@
+"""The `collective` transport's receiving end: whole tensors through a pair group, descriptions of them over gRPC.
+
+One group for each source, formed when it is first used, and one transfer at a time in it, since its messages carry no
+names. A transfer that is cancelled, or fails on this side, tells the source to stop and receives what was sent until
+then without writing it, so the group stays in step; if that is not over soon the group is given up, and the next fetch
+forms another. See `collective_group` for what was run of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import grpc
+import msgspec
+import torch
+
+from contracts import errors
+from contracts.rpc.address import split_host_port
+from kv_transfer.collective.group import FETCHER_RANK, FORM_S, PairGroup, backend_for, join_store
+from kv_transfer.collective.wire import COLLECT, FORMED, JOIN, STOP, Chunk, End, Invitation, Stop, Transfer
+from kv_transfer.fetch.control import CONTROL_DEADLINE_S, GrpcControl
+from kv_transfer.fetch.stream import SourceStream, read_last_events
+from kv_transfer.interfaces import Pull, Puller, SourceDescription, run_in_thread
+from kv_transfer.memory.glibc import keep_freed_memory
+from kv_transfer.wire import grpc_methods
+from kv_transfer.wire.frames import TARGET_FRAME_BYTES
+
+MAX_CONCURRENT_FETCHES: Final = 8
+FORMING_THREADS: Final = 4
+DRAIN_S: Final = 2.0
+"""How long a stopped transfer may take to receive what was sent, before its group is given up."""
+
+_decode_invitation: Final = msgspec.msgpack.Decoder(Invitation).decode
+_decode_told: Final = msgspec.msgpack.Decoder(Chunk | End).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class CollectivePuller(Puller):
+    """Keeps one pair group for each source process."""
+
+    name: ClassVar[str] = "collective"
+
+    def __init__(self, control: GrpcControl, device: torch.device, host: str) -> None:
+        """`device`: the pool's. `host`: the address of this machine to use."""
+        keep_freed_memory()
+        self._control = control
+        self._device = device
+        self._backend = backend_for(device)
+        self._host = host
+        self._pairs: dict[str, _Pair] = {}
+        self._threads = ThreadPoolExecutor(MAX_CONCURRENT_FETCHES, thread_name_prefix="kv-collect")
+        self._forming = ThreadPoolExecutor(FORMING_THREADS, thread_name_prefix="kv-pair")
+
+    def obstacle(self, source: SourceDescription) -> str | None:
+        if self._backend is None:
+            return f"this build of torch.distributed has no backend for {self._device.type}"
+        theirs = source.offers.get(self.name, {}).get("backend")
+        if theirs != self._backend:
+            return f"its backend is {theirs or 'none'}, {self._backend} here"
+        return None
+
+    async def pull(self, pull: Pull) -> None:
+        pair = self._pair(pull)
+        async with pair.turn(pull):
+            membership = await self._membership(pair, pull)
+            transfer = _Transfer(pull, membership)
+            try:
+                await run_in_thread(self._threads, transfer.run, transfer.stop)
+            finally:
+                if not transfer.settled or self._pairs.get(pull.address) is not pair:
+                    self._leave(pair)
+
+    def forget(self, source: SourceDescription) -> None:
+        for address, pair in list(self._pairs.items()):
+            if pair.incarnation == source.incarnation:
+                del self._pairs[address]
+                if not pair.lock.locked():  # else whoever has its turn leaves the group when that is over
+                    self._leave(pair)
+
+    async def close(self) -> None:
+        for pair in self._pairs.values():
+            self._leave(pair)
+        self._pairs.clear()
+        self._forming.shutdown(wait=False)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _pair(self, pull: Pull) -> _Pair:
+        """The one with this source; what is left of an earlier process at its address goes."""
+        pair = self._pairs.get(pull.address)
+        if pair is None or pair.incarnation != pull.source.incarnation:
+            if pair is not None:
+                self._leave(pair)
+            pair = self._pairs[pull.address] = _Pair(pull.source.incarnation)
+        return pair
+
+    async def _membership(self, pair: _Pair, pull: Pull) -> _Membership:
+        """Form the group unless it is there. Forming it goes on if we are cancelled: the next fetch will want it."""
+        if pair.membership is not None and _has_broken(pair.membership):
+            self._leave(pair)
+        if pair.membership is None:
+            channel = self._control.channel(pull.address)
+            pair.membership = self._forming.submit(
+                lambda: _Membership.join(channel, pull.address, pair.incarnation, self._host, self._device)
+            )
+        forming = asyncio.wrap_future(pair.membership)
+        await asyncio.wait((forming,), timeout=pull.give_up_at_s - time.monotonic())
+        if not forming.done():
+            raise errors.TransferFailed(errors.TIMEOUT, f"no pair group with {pull.address} in time")
+        try:
+            return forming.result()
+        except errors.HandoffError:
+            pair.membership = None
+            raise
+
+    def _leave(self, pair: _Pair) -> None:
+        """On another thread: closing a group can wait for one."""
+        membership, pair.membership = pair.membership, None
+        if membership is not None:
+            self._forming.submit(_leave_when_formed, membership)
+
+
+@dataclass(slots=True)
+class _Pair:
+    """What is kept for one source process; only on the event loop."""
+
+    incarnation: str
+    membership: Future[_Membership] | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @asynccontextmanager
+    async def turn(self, pull: Pull) -> AsyncIterator[None]:
+        """One transfer at a time; raises TransferFailed(`timeout`) if the others take too long."""
+        try:
+            async with asyncio.timeout(pull.give_up_at_s - time.monotonic()):
+                await self.lock.acquire()
+        except TimeoutError as error:
+            sentence = f"other transfers from {pull.address} took all the time"
+            raise errors.TransferFailed(errors.TIMEOUT, sentence) from error
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+
+def _has_broken(membership: Future[_Membership]) -> bool:
+    return membership.done() and membership.exception() is None and membership.result().group.broken
+
+
+def _leave_when_formed(membership: Future[_Membership]) -> None:
+    if membership.exception() is None:
+        membership.result().leave()
+
+
+class _Membership:
+    """This process's place in a group; the source holds its own as long as the Join stream is open."""
+
+    def __init__(self, channel: grpc.Channel, call: Any, name: str, group: PairGroup) -> None:
+        self.channel = channel
+        self.name = name
+        self.group = group
+        self.numbers = itertools.count()
+        self._call = call
+
+    @classmethod
+    def join(
+        cls, channel: grpc.Channel, address: str, incarnation: str, host: str, device: torch.device
+    ) -> _Membership:
+        """Meet the source; blocks up to a few times FORM_S. Raises TransferFailed."""
+        call = channel.unary_stream(f"/{grpc_methods.SERVICE}/{JOIN}")(b"")
+        patience = threading.Timer(3 * FORM_S, call.cancel)
+        patience.daemon = True
+        patience.start()
+        group: PairGroup | None = None
+        try:
+            invitation = grpc_methods.read_answer(_decode_invitation, _next(call), address)
+            if invitation.incarnation != incarnation:
+                raise errors.TransferFailed(errors.STALE_PAIRING, f"{address} is another process now")
+            store = join_store(split_host_port(address)[0], invitation.store_port)
+            group = PairGroup.form(FETCHER_RANK, invitation.group, store, host, device, address)
+            if _next(call) != FORMED:
+                raise errors.TransferFailed(errors.UNREACHABLE, f"{address} formed no group")
+        except (grpc.RpcError, errors.HandoffError) as failure:
+            call.cancel()
+            read_last_events(call)
+            if group is not None:
+                group.break_off()
+            if isinstance(failure, errors.HandoffError):
+                raise
+            raise grpc_methods.error_of(failure, address) from failure
+        finally:
+            patience.cancel()
+        return cls(channel, call, invitation.group, group)
+
+    def leave(self) -> None:
+        """Release whoever waits in the group, at both ends. Idempotent."""
+        self.group.break_off()
+        self._call.cancel()
+        read_last_events(self._call)
+
+
+class _Transfer:
+    """One pull. `run` on a thread of its own, `stop` from the event loop."""
+
+    def __init__(self, pull: Pull, membership: _Membership) -> None:
+        self.settled = True
+        """Whether everything that was sent has been received, so that the group can be used again."""
+        self._pull = pull
+        self._membership = membership
+        self._number = next(membership.numbers)
+        message = _encode(Transfer(group=membership.name, number=self._number, request=pull.request))
+        self._stream = SourceStream(membership.channel, COLLECT, pull, message)
+        most = max(1, TARGET_FRAME_BYTES // pull.pool.block_bytes)
+        self._place = _Place(pull.pool.num_layers, len(pull.target_block_ids), most)
+        self._failure: errors.HandoffError | None = None
+        self._lock = threading.Lock()
+        self._patience: threading.Timer | None = None
+        self._ended = False
+        self._stop_call: Any = None
+        """Kept because gRPC cancels a call that nobody holds."""
+
+    def run(self) -> None:
+        """Receive one whole answer, or raise a HandoffError."""
+        try:
+            self._stream.run(self._consume)
+        finally:
+            with self._lock:
+                self._ended = True
+                if self._patience is not None:
+                    self._patience.cancel()
+
+    def stop(self) -> None:
+        """Make `run` raise soon; what is on its way is received first. Idempotent, from any thread."""
+        with self._lock:
+            if self._ended or self._patience is not None:
+                return
+            self._patience = threading.Timer(DRAIN_S, self._lose_patience)
+            self._patience.daemon = True
+            self._patience.start()
+        self._stream.cancelled.set()
+        stop = self._membership.channel.unary_unary(f"/{grpc_methods.SERVICE}/{STOP}")
+        message = _encode(Stop(group=self._membership.name, number=self._number))
+        self._stop_call = stop.future(message, timeout=CONTROL_DEADLINE_S)
+
+    def _lose_patience(self) -> None:
+        self._stream.cancel()
+        self._membership.group.break_off()
+
+    def _consume(self, call: Any) -> None:
+        self.settled = False
+        end = None
+        try:
+            for message in call:
+                end = grpc_methods.read_answer(_decode_told, message, self._pull.address)
+                if isinstance(end, Chunk):
+                    self._receive(end)
+        except grpc.RpcError as failure:
+            told = grpc_methods.reason_of(failure)
+            self.settled = told is not None and told not in (errors.STALE_PAIRING, errors.UNREACHABLE, errors.TIMEOUT)
+            if self._failure is not None:
+                raise self._failure from failure
+            raise
+        if not isinstance(end, End):
+            raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address} ended the transfer in the middle")
+        self.settled = True
+        self._finish(end)
+
+    def _receive(self, chunk: Chunk) -> None:
+        """One tensor, whether it is still wanted or not."""
+        self._pull.progress.first_byte()
+        self._place.expect(chunk)
+        pool = self._pull.pool
+        blocks = pool.staging(chunk.count)
+        self._membership.group.receive(blocks, self._pull.give_up_at_s)
+        if self._stream.cancelled.is_set():
+            return
+        if pool.checksum(blocks) != chunk.checksum:
+            sentence = f"the checksum of layer {chunk.layer} block {chunk.first} is wrong"
+            self._failure = errors.TransferFailed(errors.CORRUPTED, sentence)
+            self.stop()
+            return
+        pool.scatter(chunk.layer, self._pull.target_block_ids[chunk.first : chunk.first + chunk.count], blocks)
+        self._pull.progress.landed(blocks.nbytes)
+        if self._place.segment_ended:
+            self._pull.progress.segment_ends()
+
+    def _finish(self, end: End) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._stream.raise_if_cancelled()
+        if not end.complete:
+            raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address} stopped the transfer")
+        self._place.check_whole()
+        self._pull.progress.first_token = end.first_token
+
+
+class _Place:
+    """Which chunk is due: segment by segment, in each layer by layer, positions ascending."""
+
+    def __init__(self, num_layers: int, num_blocks: int, most_in_chunk: int) -> None:
+        self._num_layers = num_layers
+        self._num_blocks = num_blocks
+        self._most_in_chunk = most_in_chunk
+        self._start = 0
+        self._end = 0
+        self._layer = 0
+        self._next = 0
+
+    @property
+    def segment_ended(self) -> bool:
+        """Whether the last chunk was its segment's last one."""
+        return self._layer == 0 and self._next == self._start == self._end
+
+    def expect(self, chunk: Chunk) -> None:
+        """Raises TransferFailed(`corrupted`) unless this is the chunk that is due."""
+        begins = self._layer == 0 and self._next == self._start
+        if (chunk.layer, chunk.first) != (self._layer, self._next) or not (begins or chunk.end == self._end):
+            raise self._corrupted(f"layer {chunk.layer} block {chunk.first} of a segment that ends at {chunk.end}")
+        if chunk.end > self._num_blocks or not 1 <= chunk.count <= min(chunk.end - chunk.first, self._most_in_chunk):
+            raise self._corrupted(f"{chunk.count} blocks from {chunk.first} of {chunk.end}")
+        self._end = chunk.end
+        self._next += chunk.count
+        if self._next == self._end:
+            self._layer, self._next = self._layer + 1, self._start
+            if self._layer == self._num_layers:
+                self._layer, self._start, self._next = 0, self._end, self._end
+
+    def check_whole(self) -> None:
+        """Raises TransferFailed(`corrupted`) unless everything came."""
+        if self._layer or self._next != self._num_blocks:
+            raise self._corrupted("the end")
+
+    def _corrupted(self, what: str) -> errors.TransferFailed:
+        due = f"layer {self._layer} block {self._next} of {self._num_blocks} was due"
+        return errors.TransferFailed(errors.CORRUPTED, f"{what} came where {due}")
+
+
+def _next(call: Any) -> bytes:
+    """The stream's next message; TransferFailed if it ended instead."""
+    for message in call:
+        return bytes(message)
+    raise errors.TransferFailed(errors.UNREACHABLE, "the source ended the pair group")

@@ -1,0 +1,240 @@
+"""The `collective` transport's sending end: gRPC methods that a `GrpcKvSource` serves beside its own.
+
+Each group is held open by its fetcher's Join stream, so a fetcher that closes or dies takes its groups with it. What is
+sent is a copy: a tensor gathered from the blocks, `WINDOW_CHUNKS` of them at most, each told to the fetcher with its
+checksum. A transfer that ends in any way but an orderly one breaks its group, because nobody knows what was received.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import grpc
+import msgspec
+
+from contracts import errors
+from contracts.handoff import new_handoff_id
+from kv_transfer.collective.group import SOURCE_RANK, PairGroup, SendWindow, backend_for, host_store
+from kv_transfer.collective.wire import (
+    COLLECT,
+    FORMED,
+    JOIN,
+    STOP,
+    WINDOW_CHUNKS,
+    Chunk,
+    End,
+    Invitation,
+    Stop,
+    Transfer,
+)
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.source.block_server import BlockRead, BlockServer, Segment, Wanted
+from kv_transfer.source.grpc_source import Slot, SourceExtension, parse
+from kv_transfer.wire import grpc_methods
+from kv_transfer.wire.frames import blocks_per_frame
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+MAX_GROUPS: Final = 16
+"""Fetching ranks that one source can serve; each holds a thread."""
+TURN_WAIT_S: Final = 1.0
+"""A fetcher may begin its next transfer a moment before the last one's call has ended here."""
+
+_decode_transfer: Final = msgspec.msgpack.Decoder(Transfer).decode
+_decode_stop: Final = msgspec.msgpack.Decoder(Stop).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class CollectiveSource(SourceExtension):
+    """The groups of one source."""
+
+    name: ClassVar[str] = "collective"
+    max_streams = MAX_GROUPS
+
+    def __init__(self, pool: BlockPool, host: str) -> None:
+        """`host`: the address of this machine that fetchers reach, the gRPC server's."""
+        self._device = pool.device
+        self._host = host
+        self._lock = threading.Lock()
+        self._store: TCPStore | None = None
+        self._groups: dict[str, _ServedGroup] = {}
+        self._places = threading.BoundedSemaphore(MAX_GROUPS)
+        self._closed = False
+
+    def offer(self) -> dict[str, Any] | None:
+        backend = backend_for(self._device)
+        return None if backend is None else {"backend": backend}
+
+    def handlers(self, server: BlockServer, slot: Slot) -> Mapping[str, grpc.RpcMethodHandler]:
+        def join(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            return self._join(server, context)
+
+        def collect(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            return self._collect(server, slot, message, context)
+
+        return {
+            JOIN: grpc.unary_stream_rpc_method_handler(join),
+            COLLECT: grpc.unary_stream_rpc_method_handler(collect),
+            STOP: grpc.unary_unary_rpc_method_handler(self._stop),
+        }
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            groups = list(self._groups.values())
+            self._store = None
+        for served in groups:
+            served.group.break_off()
+
+    def _join(self, server: BlockServer, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """One thread for the life of the group."""
+        if not self._places.acquire(blocking=False):
+            sentence = f"this source is in {MAX_GROUPS} pair groups already"
+            grpc_methods.abort(context, errors.TransferFailed(errors.BUSY, sentence))
+        left = threading.Event()
+        try:
+            if not context.add_callback(left.set):
+                return
+            store, name = self._meeting_point(), new_handoff_id()
+            yield _encode(Invitation(incarnation=server.incarnation, group=name, store_port=store.port))
+            with self._serving(name, PairGroup.form(SOURCE_RANK, name, store, self._host, self._device, "the fetcher")):
+                yield FORMED
+                left.wait()
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
+        finally:
+            self._places.release()
+
+    def _meeting_point(self) -> TCPStore:
+        with self._lock:
+            self._refuse_if_closed()
+            if self._store is None:
+                try:
+                    self._store = host_store(self._host)
+                except OSError as error:
+                    sentence = f"no store can be hosted on {self._host}: {error}"
+                    raise errors.TransferFailed(errors.UNREACHABLE, sentence) from error
+            return self._store
+
+    @contextmanager
+    def _serving(self, name: str, group: PairGroup) -> Iterator[None]:
+        try:
+            with self._lock:
+                self._refuse_if_closed()
+                self._groups[name] = _ServedGroup(group)
+            yield
+        finally:
+            with self._lock:
+                self._groups.pop(name, None)
+            group.break_off()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise errors.TransferFailed(errors.UNREACHABLE, "this source is closing")
+
+    def _collect(
+        self, server: BlockServer, slot: Slot, message: bytes, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        with slot(context):
+            transfer = parse(_decode_transfer, message)
+            served = self._groups.get(transfer.group)
+            if served is None or served.group.broken:
+                raise errors.TransferFailed(errors.STALE_PAIRING, "this pair group has ended")
+            with served.turn():
+                yield from served.answer(server, transfer, context)
+
+    def _stop(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            stop = parse(_decode_stop, message)
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
+        served = self._groups.get(stop.group)
+        if served is not None:
+            served.stop(stop.number)
+        return b""
+
+
+class _ServedGroup:
+    """A group as its source sees it: one transfer at a time, on that call's thread."""
+
+    def __init__(self, group: PairGroup) -> None:
+        self.group = group
+        self._turn = threading.Lock()
+        self._stopped = -1
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Raises TransferFailed(`busy`) if another transfer holds the group."""
+        if not self._turn.acquire(timeout=TURN_WAIT_S):
+            raise errors.TransferFailed(errors.BUSY, "another transfer of this pair group has not ended")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def stop(self, number: int) -> None:
+        """Numbers grow, and one transfer runs at a time: the latest is enough to remember."""
+        self._stopped = number
+
+    def answer(self, server: BlockServer, transfer: Transfer, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Send what is asked for; the messages say what was sent."""
+        left_s = context.time_remaining()
+        assert left_s is not None  # the slot requires a deadline
+        window = SendWindow(self.group, WINDOW_CHUNKS, time.monotonic() + left_s)
+
+        def wanted() -> bool:
+            return bool(context.is_active()) and self._stopped != transfer.number
+
+        settled = False
+        try:
+            try:
+                with server.read(transfer.request, wanted) as read:
+                    end = yield from _send_all(server, read, window, wanted)
+            except errors.HandoffError:
+                window.finish()  # the fetcher receives all that it was told of, and the error after that
+                settled = True
+                raise
+            window.finish()
+            settled = True
+        finally:
+            if not settled:  # the call is over, or this is an error of ours: who received what is unknown
+                self.group.break_off()
+        yield _encode(end)
+
+
+def _send_all(server: BlockServer, read: BlockRead, window: SendWindow, wanted: Wanted) -> Generator[bytes, None, End]:
+    """Yields the encoded chunks, returns the End."""
+    for segment in read.segments(wanted):
+        for layer, start, block_ids in _chunks(read.pool, segment):
+            window.make_room()
+            if not wanted():
+                return End(complete=False)
+            tensor = read.pool.gather(layer, block_ids)
+            chunk = Chunk(
+                layer=layer,
+                first=segment.first + start,
+                count=len(block_ids),
+                end=segment.first + len(segment.block_ids),
+                checksum=read.pool.checksum(tensor),
+            )
+            window.send(tensor)
+            server.count_sent(tensor.nbytes)
+            yield _encode(chunk)
+        if segment.last:
+            return End(complete=True, first_token=segment.first_token)
+    return End(complete=False)
+
+
+def _chunks(pool: BlockPool, segment: Segment) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """(layer, position in the segment, blocks), layer by layer."""
+    if not segment.block_ids:
+        return
+    step = blocks_per_frame(pool.block_bytes, len(segment.block_ids))
+    for layer in range(pool.num_layers):
+        for start in range(0, len(segment.block_ids), step):
+            yield layer, start, segment.block_ids[start : start + step]

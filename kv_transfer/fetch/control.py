@@ -1,0 +1,80 @@
+"""Asks sources, over gRPC: who are you, keep my blocks, I am done with them.
+
+Used by `kv_transfer.fetch`, `kv_transfer.collective` and `router.dispatch.releaser`. Its methods run on one event loop
+and take no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Set
+from typing import Any, Final
+
+import grpc
+import msgspec
+
+from contracts.rpc.channel import open_channel
+from contracts.rpc.tls import TlsFiles
+from kv_transfer.interfaces import SourceControl, SourceDescription
+from kv_transfer.wire import grpc_methods
+
+CONTROL_DEADLINE_S: Final = 3.0
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode_description: Final = msgspec.msgpack.Decoder(SourceDescription).decode
+
+
+class GrpcControl(SourceControl):
+    """One channel for each source, kept until `close`; pullers borrow it."""
+
+    def __init__(
+        self, largest_message_bytes: int = grpc_methods.CONTROL_MESSAGE_BYTES, tls: TlsFiles | None = None
+    ) -> None:
+        self._tls = tls
+        self._options = grpc_methods.channel_options(largest_message_bytes)
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def channel(self, address: str) -> grpc.Channel:
+        """Opened when first asked for; only on the event loop's thread."""
+        if address not in self._channels:
+            self._channels[address] = open_channel(address, self._options, self._tls)
+        return self._channels[address]
+
+    async def describe(self, address: str) -> SourceDescription:
+        answer = await self._call(address, grpc_methods.DESCRIBE, None)
+        return grpc_methods.read_answer(_decode_description, answer, address)
+
+    async def renew(self, address: str, handoff_id: str) -> None:
+        await self._call(address, grpc_methods.RENEW, handoff_id)
+
+    async def release(self, address: str, handoff_id: str, reader: int = 0, readers: int = 1) -> None:
+        await self._call(address, grpc_methods.RELEASE, grpc_methods.Release(handoff_id, reader, readers))
+
+    def forget(self, address: str) -> None:
+        self._channels.pop(address, None)  # not closed, which would end its calls: it goes with the last of them
+
+    def known(self) -> Set[str]:
+        return self._channels.keys()
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+    async def _call(self, address: str, method: str, argument: Any) -> bytes:
+        loop = asyncio.get_running_loop()
+        answered = asyncio.Event()
+        channel = self.channel(address)  # held until the answer is there: see `forget`
+        call = channel.unary_unary(f"/{grpc_methods.SERVICE}/{method}").future(
+            _encode(argument), timeout=CONTROL_DEADLINE_S
+        )
+        call.add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
+        try:
+            await answered.wait()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if call.code() is not grpc.StatusCode.OK:
+            raise grpc_methods.error_of(call, address)
+        answer: bytes = call.result()
+        return answer

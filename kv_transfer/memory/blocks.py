@@ -1,0 +1,176 @@
+"""One engine's paged KV cache as bytes: layers, each of numbered blocks, each block one contiguous run of bytes.
+
+The transports' only view of the engine's memory, on a CPU (`block_memory`) or a GPU (`device_memory`). It copies
+nothing until asked and never looks inside a block: on CPUs the bytes inside are packed for the instruction set, so only
+whole blocks mean anything. Reads and writes may come from any thread; that nobody uses a block at the same time is what
+leases (source) and reserved blocks (target) ensure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from kv_transfer.memory.device import DeviceMemory
+from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, runs
+
+COPY_STEP_BYTES: Final = 8 << 20
+
+
+class BlockPool:
+    """The blocks of one engine, checked access to them, and how many there are."""
+
+    def __init__(self, layers: BlockMemory | Sequence[ByteMatrix]) -> None:
+        """Byte matrices are views into host memory: uint8 [num_blocks, block_bytes] for each layer."""
+        self._memory = layers if isinstance(layers, BlockMemory) else HostMemory(layers)
+        shapes = self._memory.shapes
+        if not shapes:
+            raise ValueError("a block pool needs at least one layer")
+        if len(set(shapes)) != 1:
+            raise ValueError(f"all layers must have the same shape, not {sorted(set(shapes))}")
+        self.num_layers = len(shapes)
+        self.num_blocks, self.block_bytes = shapes[0]
+
+    @classmethod
+    def from_layer_tensors(cls, layers: Sequence[torch.Tensor]) -> BlockPool:
+        """View each layer's tensor [num_blocks, ...] as bytes where it lies, without copying.
+
+        A layer may be a strided view into storage shared by all layers, as long as each of its blocks is one run of
+        bytes; which of the inner dimensions comes first in memory does not matter. ValueError if it is not, or if a
+        layer is neither in host memory nor on a CUDA device.
+        """
+        rows = [byte_rows(index, tensor) for index, tensor in enumerate(layers)]
+        kinds = {tensor.device.type for tensor in rows}
+        if kinds <= {"cpu"}:
+            return cls([tensor.numpy() for tensor in rows])
+        if kinds == {"cuda"}:
+            return cls(DeviceMemory(rows))
+        raise ValueError(f"layers are on {sorted(kinds)}: blocks must all be in host memory or all on a CUDA device")
+
+    def part(self, start: int, num_bytes: int) -> BlockPool:
+        """The same blocks, narrowed to `num_bytes` of each from `start` on: the heads of one rank. No copy.
+
+        ValueError if a block has no such bytes.
+        """
+        if (start, num_bytes) == (0, self.block_bytes):
+            return self
+        if start < 0 or num_bytes <= 0 or start + num_bytes > self.block_bytes:
+            raise ValueError(f"bytes {start} to {start + num_bytes} are not inside a block of {self.block_bytes}")
+        return BlockPool(self._memory.part(start, num_bytes))
+
+    def check_block_ids(self, block_ids: Sequence[int]) -> None:
+        """Raise ValueError unless every id names a block; negative ids do not count from the end."""
+        if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
+            bad = [block_id for block_id in block_ids if not 0 <= block_id < self.num_blocks]
+            raise ValueError(f"block ids {bad[:5]} are outside the pool's {self.num_blocks} blocks")
+
+    def commit(self) -> None:
+        """Make every page of the cache real, so that no transfer pays for that. What it holds does not change.
+
+        Only while nobody else writes to it.
+        """
+        self._memory.commit()
+
+    def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """The blocks' bytes in the order asked for: valid while the blocks are pinned, until this thread's next call.
+
+        In host memory they are views of the blocks, from a GPU a copy in a buffer that each thread reuses.
+        """
+        self.check_block_ids(block_ids)
+        return self._memory.read(layer, block_ids)
+
+    def write(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
+        """Copy `payload`, the bytes of these distinct blocks in order, into the pool; touches nothing else.
+
+        Returns when the bytes are there, on a GPU too.
+        """
+        self.check_block_ids(block_ids)
+        if payload.nbytes != len(block_ids) * self.block_bytes:
+            raise ValueError(f"{payload.nbytes} bytes do not fill {len(block_ids)} blocks of {self.block_bytes}")
+        source = np.frombuffer(payload, dtype=np.uint8).reshape(len(block_ids), self.block_bytes)
+        self._memory.write(layer, block_ids, source)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks lie."""
+        return self._memory.device
+
+    def staging(self, num_blocks: int) -> torch.Tensor:
+        """Room for this many blocks on the pool's device, contiguous and not initialised."""
+        return self._memory.staging(num_blocks)
+
+    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        """A copy of the blocks, uint8 [len(block_ids), block_bytes], contiguous, on the pool's device, complete."""
+        self.check_block_ids(block_ids)
+        return self._memory.gather(layer, block_ids)
+
+    def scatter(self, layer: int, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
+        """Copy rows on the pool's device, as `gather` makes them, into distinct blocks; touches nothing else.
+
+        Returns when the bytes are there. ValueError if shape or ids do not fit.
+        """
+        self.check_block_ids(block_ids)
+        if tuple(blocks.shape) != (len(block_ids), self.block_bytes):
+            raise ValueError(f"{tuple(blocks.shape)} does not fill {len(block_ids)} blocks of {self.block_bytes} bytes")
+        self._memory.scatter(layer, block_ids, blocks)
+
+    def checksum(self, blocks: torch.Tensor) -> int:
+        """Of a contiguous tensor on the pool's device, computed there. Equal bytes in equal kinds of memory agree.
+
+        Detects any changed byte and any two 32-bit words that changed places.
+        """
+        return self._memory.checksum(blocks)
+
+    def copies_from(self, source: BlockPool, source_ids: Sequence[int], block_ids: Sequence[int]) -> Iterator[int]:
+        """Copy blocks of another pool that this process maps, each byte once; both pools lie in host memory.
+
+        Works while it is iterated over, and yields the bytes of each step, a few milliseconds each.
+        """
+        source.check_block_ids(source_ids)
+        self.check_block_ids(block_ids)
+        if (source.num_layers, source.block_bytes) != (self.num_layers, self.block_bytes):
+            raise ValueError("the pools do not match")
+        if len(source_ids) != len(block_ids):
+            raise ValueError(f"{len(source_ids)} blocks for {len(block_ids)} places")
+        assert isinstance(self._memory, HostMemory)
+        assert isinstance(source._memory, HostMemory)
+        most = max(1, COPY_STEP_BYTES // (self.num_layers * self.block_bytes))
+        for source_first, first, count in runs(source_ids, block_ids, most):
+            self._memory.copy_from(source._memory, source_first, first, count)
+            yield count * self.num_layers * self.block_bytes
+
+
+def byte_rows(index: int, tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [num_blocks, block_bytes] on the memory of layer `index`."""
+    if tensor.dim() < 2:
+        raise ValueError(f"layer {index} has shape {tuple(tensor.shape)}: expected [num_blocks, ...]")
+    _require_contiguous_blocks(index, tensor)
+    item_bytes = tensor.element_size()
+    num_blocks = tensor.shape[0]
+    block_bytes = tensor[0].numel() * item_bytes
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * item_bytes,
+        (num_blocks, block_bytes),
+        (tensor.stride(0) * item_bytes, 1),
+    )
+
+
+def _require_contiguous_blocks(index: int, tensor: torch.Tensor) -> None:
+    """The inner dimensions, ordered by stride, must tile a block without holes or overlap."""
+    inner = sorted(
+        (stride, size) for stride, size in zip(tensor.stride()[1:], tensor.shape[1:], strict=True) if size > 1
+    )
+    expected_stride = 1
+    for stride, size in inner:
+        if stride != expected_stride:
+            raise ValueError(
+                f"layer {index}: the bytes of one block are not contiguous "
+                f"(shape {tuple(tensor.shape)}, strides {tensor.stride()})"
+            )
+        expected_stride *= size
+    if tensor.shape[0] > 1 and tensor.stride(0) < expected_stride:
+        raise ValueError(f"layer {index}: blocks overlap (strides {tensor.stride()})")

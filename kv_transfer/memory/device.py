@@ -1,0 +1,149 @@
+"""Blocks in a GPU's memory: gathered or scattered there by index, and moved to and from the host in one copy.
+
+Every thread that transfers has a lane of its own: a CUDA stream and buffers that are reused, page-locked on the host.
+So threads share nothing, and no copy waits in a queue for the engine's kernels. Only the lane's stream is synchronised:
+
+- A read needs no wait for the engine. Blocks are offered after their request has finished, which the engine learns from
+  a sampled token that is already on the host; the kernels that wrote the blocks ran before it on the same stream.
+- A write has reached the GPU's memory when `write` returns; the step that uses the blocks is launched later.
+
+On tensors in host memory the same code runs without streams: that is for tests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from kv_transfer.memory.host import BlockMemory, ByteMatrix
+
+
+class DeviceMemory(BlockMemory):
+    """`layers[i]` is uint8 [num_blocks, block_bytes] on one device, a view into the cache; blocks may be strided."""
+
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+        devices = {layer.device for layer in layers}
+        if len(devices) > 1:
+            raise ValueError(f"all layers must be on one device, not on {sorted(map(str, devices))}")
+        self._layers = tuple(layers)
+        self.shapes = tuple(tuple(layer.shape) for layer in layers)
+        self.device = layers[0].device if layers else torch.device("cpu")
+        self._lanes = threading.local()
+
+    def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+        rows = self._layers[layer]
+        lane = self._lane()
+        with lane.running():
+            on_device, on_host = lane.buffers(len(block_ids), rows.shape[1])
+            torch.index_select(rows, 0, lane.indices(block_ids), out=on_device)
+            on_host.copy_(on_device, non_blocking=True)
+        blocks: ByteMatrix = on_host.numpy()
+        return [memoryview(block) for block in blocks]
+
+    def write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
+        rows = self._layers[layer]
+        lane = self._lane()
+        with lane.running():
+            on_device, on_host = lane.buffers(len(block_ids), rows.shape[1])
+            np.copyto(on_host.numpy(), source)
+            on_device.copy_(on_host, non_blocking=True)
+            rows.index_copy_(0, lane.indices(block_ids), on_device)
+
+    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        lane = self._lane()
+        with lane.running():
+            blocks = lane.tensor(len(block_ids), self._layers[layer].shape[1])
+            return torch.index_select(self._layers[layer], 0, lane.indices(block_ids), out=blocks)
+
+    def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
+        lane = self._lane()
+        with lane.running():
+            self._layers[layer].index_copy_(0, lane.indices(block_ids), source)
+
+    def staging(self, num_blocks: int) -> torch.Tensor:
+        lane = self._lane()
+        with lane.running():
+            return lane.tensor(num_blocks, self._layers[0].shape[1])
+
+    def checksum(self, blocks: torch.Tensor) -> int:
+        with self._lane().running():
+            return weighted_sum(blocks)
+
+    def part(self, start: int, num_bytes: int) -> DeviceMemory:
+        narrowed = DeviceMemory([layer[:, start : start + num_bytes] for layer in self._layers])
+        narrowed._lanes = self._lanes  # a thread's stream and page-locked buffers serve every part
+        return narrowed
+
+    def commit(self) -> None:
+        """Nothing: a GPU's memory is there once it is allocated."""
+
+    def _lane(self) -> _Lane:
+        lane: _Lane | None = getattr(self._lanes, "lane", None)
+        if lane is None:
+            lane = self._lanes.lane = _Lane(self._layers[0].device)
+        return lane
+
+
+def weighted_sum(tensor: torch.Tensor) -> int:
+    """A checksum of a contiguous uint8 tensor, computed where it lies; only the sum comes to the host.
+
+    Words of 32 bits, each times an odd weight of its own. No change within one word and no exchange of two goes
+    unnoticed in a tensor of up to 2^29 words: either changes the sum by a product that is not 0 and below 2^63.
+    """
+    flat = tensor.reshape(-1)
+    whole = flat.numel() // 4 * 4
+    values = torch.cat((flat[:whole].view(torch.int32).to(torch.int64), flat[whole:].to(torch.int64)))
+    weights = torch.arange(values.numel(), device=tensor.device) * 2 + 1
+    return int((values * weights).sum().item())
+
+
+class _Lane:
+    """One thread's stream and buffers. The buffers grow to the largest frame and stay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
+        self._on_host = torch.empty(0, dtype=torch.uint8)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the body on this lane's stream; leave, by an error too, when all it started has ended.
+
+        In inference mode, because a cache that was allocated in it may be changed nowhere else.
+        """
+        with torch.inference_mode():
+            if self._stream is None:
+                yield
+                return
+            with torch.cuda.stream(self._stream):  # which also selects the device: a new thread is on the first one
+                try:
+                    yield
+                finally:
+                    self._stream.synchronize()
+
+    def buffers(self, num_blocks: int, block_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8 [num_blocks, block_bytes] on the device and on the host. Only while `running`."""
+        num_bytes = num_blocks * block_bytes
+        if self._on_host.numel() < num_bytes:
+            self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self._on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+        shape = (num_blocks, block_bytes)
+        return self._on_device[:num_bytes].view(shape), self._on_host[:num_bytes].view(shape)
+
+    def tensor(self, num_blocks: int, block_bytes: int) -> torch.Tensor:
+        """uint8 [num_blocks, block_bytes] on the device, to be kept. Only while `running`.
+
+        Its memory comes from this stream's share: no kernel of the engine can still be using it. It is an ordinary
+        tensor, not one of inference mode, so that it may be written outside of it.
+        """
+        with torch.inference_mode(False):
+            return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, device=self._device)
+
+    def indices(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """The ids on the device. Only while `running`."""
+        return torch.tensor(block_ids, dtype=torch.int64, device=self._device)

@@ -1,0 +1,180 @@
+"""A KV cache in memory that other processes of this host can map: anonymous, named through /proc, gone with its owner.
+
+The prefill engine allocates its cache in here (`serving_torch_zeros`), offers it (`offer`), and a decode engine maps it
+read-only (`MappedPool`). It is a memfd: unlike a file in /dev/shm it leaves nothing behind however the process ends,
+and does not count against the size of /dev/shm, which is 64 MiB in a container by default. A peer opens it by process
+id and descriptor, which the kernel allows to the same user in the same process namespace only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from kv_transfer.memory.blocks import BlockPool, byte_rows
+from kv_transfer.memory.host import HostMemory
+
+SMALLEST_BYTES: Final = 1 << 20
+"""`serving_torch_zeros` leaves smaller tensors alone: they are not the cache."""
+
+
+class SharedOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a pool lies, in words that a process elsewhere can check before it believes them."""
+
+    host: str
+    """Boot id and process namespace: equal only for processes that can name each other."""
+    pid: int
+    descriptor: int
+    inode: int
+    num_bytes: int
+    num_blocks: int
+    block_bytes: int
+    block_stride_bytes: int
+    layer_offsets_bytes: tuple[int, ...]
+
+
+class SharedMemory:
+    """One region of memory; this process owns it, others may map it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.descriptor = os.memfd_create("ridgeline-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, num_bytes)
+        # A peer that shrank the file would make us fault: forbid it, to ourselves too.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._map = mmap.mmap(self.descriptor, num_bytes)
+        with suppress(OSError):  # a kernel without huge pages for shared memory
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.int8)
+        """int8 [num_bytes], all zero; keeps the mapping alive."""
+
+
+class KvCacheAllocation:
+    """Remembers the shared memory that one KV cache was put in."""
+
+    def __init__(self) -> None:
+        self.memory: SharedMemory | None = None
+
+    @contextmanager
+    def serving_torch_zeros(self) -> Iterator[None]:
+        """While this is active, the first large `torch.zeros(int8, cpu)` is served from shared memory.
+
+        That is how vLLM allocates the one buffer behind all layers. If it allocates otherwise nothing is shared, and
+        `offer` says so.
+        """
+        with _SharedZeros(self):
+            yield
+
+    def offer(self, layers: Sequence[torch.Tensor]) -> SharedOffer | None:
+        """How to map these layers; None if they do not all lie in the shared memory."""
+        if self.memory is None:
+            return None
+        base = self.memory.tensor.data_ptr()
+        rows = [byte_rows(index, layer) for index, layer in enumerate(layers)]
+        offsets = tuple(row.data_ptr() - base for row in rows)
+        strides, shapes = {row.stride(0) for row in rows}, {tuple(row.shape) for row in rows}
+        if len(strides) != 1 or len(shapes) != 1:
+            return None
+        (stride,), ((num_blocks, block_bytes),) = strides, shapes
+        span = stride * (num_blocks - 1) + block_bytes
+        if not all(0 <= offset <= self.memory.num_bytes - span for offset in offsets):
+            return None
+        return SharedOffer(
+            host=host_identity(),
+            pid=os.getpid(),
+            descriptor=self.memory.descriptor,
+            inode=os.fstat(self.memory.descriptor).st_ino,
+            num_bytes=self.memory.num_bytes,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
+            block_stride_bytes=stride,
+            layer_offsets_bytes=offsets,
+        )
+
+
+class _SharedZeros(TorchFunctionMode):
+    def __init__(self, allocation: KvCacheAllocation) -> None:
+        super().__init__()
+        self._allocation = allocation
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and self._allocation.memory is None and _is_cache(args, kwargs):
+            self._allocation.memory = SharedMemory(int(args[0]))
+            return self._allocation.memory.tensor
+        return func(*args, **kwargs)
+
+
+def _is_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return (
+        len(args) == 1
+        and isinstance(args[0], int)
+        and args[0] >= SMALLEST_BYTES
+        and kwargs.get("dtype") is torch.int8
+        and torch.device(kwargs.get("device") or "cpu").type == "cpu"
+    )
+
+
+def host_identity() -> str:
+    """The same for two processes exactly if a process id means the same to both."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class CannotMap(Exception):
+    """The message says what stands in the way."""
+
+
+class MappedPool:
+    """Another process's KV cache, read-only in this one."""
+
+    def __init__(self, offer: SharedOffer) -> None:
+        """Raises CannotMap. All pages are entered into our page table now, so that no transfer pays for that."""
+        if offer.host != host_identity():
+            raise CannotMap("it is on another host, or in another container")
+        _check_geometry(offer)
+        name = f"/proc/{offer.pid}/fd/{offer.descriptor}"
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CannotMap(f"{name} cannot be opened ({error.strerror}): it runs as another user?") from error
+        try:
+            found = os.fstat(descriptor)
+            if (found.st_ino, found.st_size) != (offer.inode, offer.num_bytes):
+                raise CannotMap(f"{name} is not the memory that was offered")
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._map = mmap.mmap(descriptor, offer.num_bytes, flags=flags, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        self.pool = BlockPool(HostMemory([self._rows(offer, offset) for offset in offer.layer_offsets_bytes]))
+
+    def _rows(self, offer: SharedOffer, offset: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return np.ndarray(
+            (offer.num_blocks, offer.block_bytes),
+            dtype=np.uint8,
+            buffer=self._map,
+            offset=offset,
+            strides=(offer.block_stride_bytes, 1),
+        )
+
+
+def _check_geometry(offer: SharedOffer) -> None:
+    """Believe no number that could make us read outside the mapping."""
+    span = offer.block_stride_bytes * (offer.num_blocks - 1) + offer.block_bytes
+    positive = min(offer.num_blocks, offer.block_bytes, len(offer.layer_offsets_bytes)) > 0
+    if not positive or offer.block_stride_bytes < offer.block_bytes:
+        raise CannotMap("its description is not of a KV cache")
+    if min(offer.layer_offsets_bytes) < 0 or max(offer.layer_offsets_bytes) + span > offer.num_bytes:
+        raise CannotMap("its description goes beyond its memory")

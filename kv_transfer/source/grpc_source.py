@@ -1,0 +1,202 @@
+"""Serves this engine's published blocks over gRPC.
+
+Lives in the engine's process; `kv_transfer.service` starts and closes it. Calls run on the server's own threads, beside
+the engine's step loop. Back-pressure is gRPC's: the next frame is made only when the last one has left for the socket,
+so a slow reader costs one frame plus the flow-control window.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Final, TypeVar
+
+import grpc
+import msgspec
+
+from contracts import errors
+from contracts.handoff import UNREADABLE, HandoffId, KvLayout
+from contracts.rpc.address import join_host_port
+from contracts.rpc.channel import add_port
+from contracts.rpc.tls import TlsFiles
+from kv_transfer.interfaces import FetchRequest, KvSource
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.memory.glibc import keep_freed_memory
+from kv_transfer.names import LONGEST_FETCH_S
+from kv_transfer.source.block_server import BlockServer, Segment
+from kv_transfer.source.lease import LeaseTable
+from kv_transfer.wire import grpc_methods
+from kv_transfer.wire.frames import largest_frame_bytes
+
+MAX_CONCURRENT_FETCHES: Final = 24
+CONTROL_THREADS: Final = 4
+"""Threads that fetches never take, so that renewals and releases get through."""
+
+Parsed = TypeVar("Parsed")
+Slot = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
+"""Room for one stream while the block runs; a HandoffError inside becomes the call's status."""
+
+_decode_request: Final = msgspec.msgpack.Decoder(FetchRequest).decode
+_decode_id: Final = msgspec.msgpack.Decoder(HandoffId).decode
+_decode_release: Final = msgspec.msgpack.Decoder(grpc_methods.Release).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class SourceExtension(ABC):
+    """Another way to have the blocks, whose control side is gRPC methods of its own beside the source's."""
+
+    name: ClassVar[str]
+    """The transport's."""
+    max_streams: ClassVar[int]
+    """Streams it holds open outside of slots; the server has a thread for each."""
+
+    @abstractmethod
+    def offer(self) -> dict[str, Any] | None:
+        """What its pullers need to know; None if it is not to be had here."""
+
+    @abstractmethod
+    def handlers(self, server: BlockServer, slot: Slot) -> Mapping[str, grpc.RpcMethodHandler]:
+        """Its methods, by name."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what blocks its handlers. Called before the server stops; idempotent."""
+
+
+class GrpcKvSource(KvSource):
+    """A gRPC server for one lease table."""
+
+    def __init__(  # noqa: PLR0913 - what it serves, to whom, and where
+        self,
+        pool: BlockPool,
+        leases: LeaseTable,
+        layout: KvLayout,
+        host: str,
+        port: int = 0,
+        offers: Mapping[str, dict[str, Any]] | None = None,
+        max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES,
+        extensions: Sequence[SourceExtension] = (),
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """Port 0 takes a free one. `offers`: how else than by streams the blocks can be had."""
+        self._tls = tls
+        keep_freed_memory()
+        self._extensions = tuple(extensions)
+        extra = {extension.name: extension.offer() for extension in extensions}
+        offered = {name: offer for name, offer in extra.items() if offer is not None}
+        self.server = BlockServer(pool, leases, layout, {**(offers or {}), **offered})
+        self._host = host
+        self._port = port
+        self._fetch_slots = threading.BoundedSemaphore(max_concurrent_fetches)
+        threads = max_concurrent_fetches + CONTROL_THREADS + sum(each.max_streams for each in extensions)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kv-serve")
+        self._grpc = grpc.server(self._threads, options=grpc_methods.server_options(largest_frame_bytes(layout)))
+        self._grpc.add_generic_rpc_handlers((self._handlers(),))
+
+    @property
+    def address(self) -> str:
+        return join_host_port(self._host, self._port)
+
+    @property
+    def bytes_sent_total(self) -> int:
+        return self.server.bytes_sent_total
+
+    def start(self) -> None:
+        try:
+            self._port = add_port(self._grpc, self.address, self._tls)
+        except RuntimeError as error:
+            raise OSError(f"cannot serve KV blocks on {self.address}: is the port taken?") from error
+        self._grpc.start()
+
+    def close(self) -> None:
+        for extension in self._extensions:
+            extension.close()
+        self._grpc.stop(grace=None).wait()
+        self._threads.shutdown(wait=False)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        handlers = {
+            grpc_methods.FETCH: grpc.unary_stream_rpc_method_handler(self._fetch),
+            grpc_methods.PIN: grpc.unary_stream_rpc_method_handler(self._pin),
+            grpc_methods.RENEW: grpc.unary_unary_rpc_method_handler(self._renew),
+            grpc_methods.RELEASE: grpc.unary_unary_rpc_method_handler(self._release),
+            grpc_methods.DESCRIBE: grpc.unary_unary_rpc_method_handler(self._describe),
+        }
+        for extension in self._extensions:
+            handlers.update(extension.handlers(self.server, self._slot))
+        return grpc.method_handlers_generic_handler(grpc_methods.SERVICE, handlers)
+
+    def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """One thread for the length of the stream. gRPC drops this generator, and so ends the read, on any ending."""
+        with self._slot(context):
+            request = parse(_decode_request, message)
+            first_token = yield from self.server.frames(request, context.is_active)
+            grpc_methods.end_with_first_token(context, first_token)
+
+    def _pin(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Say where the blocks lie and keep them there until the reader closes the stream, or dies."""
+        closed = threading.Event()
+        with self._slot(context):
+            if not context.add_callback(closed.set):
+                return  # the call is over already, and nobody would end the wait below
+            request = parse(_decode_request, message)
+            with self.server.read(request, context.is_active) as read:
+                for segment in read.segments(context.is_active):
+                    self.server.count_sent(len(segment.block_ids) * read.pool.block_bytes * read.pool.num_layers)
+                    yield self._pinned(segment)
+                closed.wait(LONGEST_FETCH_S)
+
+    def _pinned(self, segment: Segment) -> bytes:
+        return _encode(
+            grpc_methods.PinnedBlocks(
+                incarnation=self.server.incarnation,
+                block_ids=list(segment.block_ids),
+                complete=segment.last,
+                first_token=segment.first_token,
+            )
+        )
+
+    @contextmanager
+    def _slot(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Room for one stream; a HandoffError inside becomes the call's status."""
+        if (context.time_remaining() or math.inf) > LONGEST_FETCH_S:
+            sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S:g} s"
+            grpc_methods.abort(context, errors.TransferFailed(errors.BAD_REQUEST, sentence))
+        if not self._fetch_slots.acquire(blocking=False):
+            grpc_methods.abort(context, errors.TransferFailed(errors.BUSY, "all fetch slots of this source are taken"))
+        try:
+            yield
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
+        finally:
+            self._fetch_slots.release()
+
+    def _renew(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            self.server.renew(parse(_decode_id, message))
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
+        return b""
+
+    def _release(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            release = parse(_decode_release, message)
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
+        self.server.release(release.handoff_id, release.reader, release.readers, context.peer())
+        return b""
+
+    def _describe(self, _message: bytes, _context: grpc.ServicerContext) -> bytes:
+        return _encode(self.server.describe())
+
+
+def parse(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:
+    """Raises TransferFailed(`bad_request`) for what cannot be read."""
+    try:
+        return decode(message)
+    except UNREADABLE as error:
+        raise errors.TransferFailed(errors.BAD_REQUEST, f"unreadable request: {error}") from error

@@ -1,0 +1,187 @@
+"""For tests: a wire that fails on purpose, and fails the same way again for the same seed.
+
+`FaultyPuller` wraps any transport's puller. What happens to the n-th pull depends on the plan's seed and on n alone,
+not on time or on other pulls, so a failure that a test found can be had again. `TransportSettings.faults` wraps every
+puller that `make_transport` builds; nothing in production sets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from dataclasses import dataclass, fields
+from typing import Final, Literal
+
+from contracts import errors
+from kv_transfer.interfaces import Pull, Puller, SourceDescription
+
+FaultKind = Literal["none", "delay", "drop", "corrupt", "cut"]
+_PROBABILITIES: Final[tuple[FaultKind, ...]] = ("delay", "drop", "corrupt", "cut")
+_LOOK_S: Final = 0.001
+"""How often a pull that will be cut is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one pull."""
+
+    kind: FaultKind
+    amount: float
+    """In [0, 1): of the longest delay, or of the bytes that come before the cut, or which block is spoiled."""
+    noise_seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """How often which fault happens. Probabilities; at most one fault for each pull."""
+
+    seed: int = 0
+    delay: float = 0.0
+    """The pull begins late."""
+    drop: float = 0.0
+    """Nobody ever answers: `timeout`."""
+    corrupt: float = 0.0
+    """The bytes arrive, one block of them wrong, and a checksum says so: `corrupted`."""
+    cut: float = 0.0
+    """The connection breaks on the way, after some of the bytes, none or all: `unreachable`."""
+    longest_delay_s: float = 0.05
+    longest_drop_s: float = 1.0
+    """A dropped pull fails at its own deadline, but no later than this."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the bad value."""
+        for name in _PROBABILITIES:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a probability: it must be from 0 to 1, not {getattr(self, name)}")
+        total = math.fsum(getattr(self, name) for name in _PROBABILITIES)
+        if total > 1 + 1e-9:
+            raise ValueError(f"{', '.join(_PROBABILITIES)} add up to {total:g}: lower them to 1 or less in all")
+        for limit in ("longest_delay_s", "longest_drop_s"):
+            if not 0 <= getattr(self, limit) < math.inf:
+                raise ValueError(f"{limit} must be 0 or more seconds, not {getattr(self, limit)}")
+
+    @classmethod
+    def parse(cls, text: str) -> FaultPlan:
+        """From a setting such as `seed=7,drop=0.05,delay=0.2`; what is not named keeps its default.
+
+        Raises ValueError with a sentence that names the bad part.
+        """
+        known = {field.name: int if field.name == "seed" else float for field in fields(cls)}
+        values: dict[str, int | float] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = (word.strip() for word in part.partition("="))
+            if not equals:
+                raise ValueError(f"fault plan: {part!r} has no value: write it as name=value, for instance drop=0.05")
+            if name not in known:
+                raise ValueError(f"fault plan: there is no {name!r}: use some of {', '.join(known)}")
+            if name in values:
+                raise ValueError(f"fault plan: {name} is given twice: leave one out")
+            try:
+                values[name] = known[name](value)
+            except ValueError as error:
+                raise ValueError(f"fault plan: {name} is {value!r}: give a number, for instance {name}=1") from error
+        try:
+            return cls(**values)  # type: ignore[arg-type]  # names and types were checked above
+        except ValueError as error:
+            raise ValueError(f"fault plan: {error}") from error
+
+    def fault(self, index: int) -> Fault:
+        """What happens to pull number `index`, from 0."""
+        dice = random.Random(f"{self.seed}/{index}")
+        rolled, amount, noise_seed = dice.random(), dice.random(), dice.getrandbits(32)
+        for kind in _PROBABILITIES:
+            rolled -= getattr(self, kind)
+            if rolled < 0:
+                return Fault(kind, amount, noise_seed)
+        return Fault("none", amount, noise_seed)
+
+
+class FaultyPuller(Puller):
+    """Answers as the puller inside it does, but for the faults; after the end of a pull it too writes nothing."""
+
+    def __init__(self, wrapped: Puller, plan: FaultPlan) -> None:
+        self._wrapped = wrapped
+        self._plan = plan
+        self._pulls = 0
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # a class's own name elsewhere, the wrapped one's here
+        """Of the transport inside."""
+        return self._wrapped.name
+
+    def obstacle(self, source: SourceDescription) -> str | None:
+        return self._wrapped.obstacle(source)
+
+    async def pull(self, pull: Pull) -> None:
+        fault = self._plan.fault(self._pulls)
+        self._pulls += 1
+        if fault.kind == "drop":
+            await self._drop(pull)
+        elif fault.kind == "cut":
+            await self._cut(pull, fault)
+        else:
+            if fault.kind == "delay":
+                await asyncio.sleep(fault.amount * self._plan.longest_delay_s)
+            await self._wrapped.pull(pull)
+            if fault.kind == "corrupt":
+                _corrupt(pull, fault)
+
+    def forget(self, source: SourceDescription) -> None:
+        self._wrapped.forget(source)
+
+    async def close(self) -> None:
+        await self._wrapped.close()
+
+    async def _drop(self, pull: Pull) -> None:
+        left_s = max(0.0, pull.give_up_at_s - time.monotonic())
+        await asyncio.sleep(min(left_s, self._plan.longest_drop_s))
+        raise errors.TransferFailed(errors.TIMEOUT, f"{pull.address} did not answer (a fault made for a test)")
+
+    async def _cut(self, pull: Pull, fault: Fault) -> None:
+        """Small transfers may be over before they can be cut: then it is as if the source's last word had got lost."""
+        progress = pull.progress
+        total_bytes = len(pull.target_block_ids) * pull.pool.num_layers * pull.pool.block_bytes
+        enough_bytes = progress.num_bytes + fault.amount * total_bytes
+        real = asyncio.ensure_future(self._wrapped.pull(pull))
+        try:
+            while not real.done() and progress.num_bytes <= enough_bytes:
+                await asyncio.wait((real,), timeout=_LOOK_S)
+        finally:
+            await _end(real)
+        if not real.cancelled():
+            real.result()  # what went wrong by itself counts as what it was
+        progress.first_token = None  # it comes with the end, which never came
+        raise errors.TransferFailed(errors.UNREACHABLE, f"{pull.address} went away (a fault made for a test)")
+
+
+def _corrupt(pull: Pull, fault: Fault) -> None:
+    """Overwrite one target block with another layer's bytes, and say what a checksum would.
+
+    Not with noise: that may hold NaN, no transport writes what it has not checked, and attention kernels multiply the
+    unused slots of a block by zero, so a NaN left there would reach whoever gets the block next.
+    """
+    pool, dice = pull.pool, random.Random(fault.noise_seed)
+    if pull.target_block_ids and pool.num_layers > 1:
+        block_id = pull.target_block_ids[int(fault.amount * len(pull.target_block_ids))]
+        layer = dice.randrange(pool.num_layers)
+        other = bytes(pool.read((layer + 1) % pool.num_layers, [block_id])[0])
+        pool.write(layer, [block_id], memoryview(other))
+    pull.progress.first_token = None
+    raise errors.TransferFailed(errors.CORRUPTED, f"a checksum from {pull.address} is wrong (a fault made for a test)")
+
+
+async def _end(task: asyncio.Future[None]) -> None:
+    """Cancel, and come back only when it has ended, also when we are cancelled meanwhile."""
+    task.cancel()
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    if not task.cancelled():
+        task.exception()  # looked at, so that nothing complains that nobody did
+    if cancelled:
+        raise asyncio.CancelledError

@@ -1,0 +1,164 @@
+"""The unit that streaming transports send: some whole blocks of one layer behind a fixed header with a checksum.
+
+`write_frames` and the target's `FrameReader` are the only two who know the format. Blocks come in segments, as prefill
+makes them final: each covers the positions after the last one's, layer by layer, positions ascending. So a frame that
+is lost, doubled or out of place is an error at once, and everything a header claims is checked against what is expected
+before a byte is written. How blocks look inside a frame is the codec's matter (`codec`); both ends must use the same.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Generator, Sequence
+from typing import Final
+
+import xxhash
+
+from contracts import errors
+from contracts.handoff import WIRE_VERSION, KvLayout
+from kv_transfer.interfaces import FetchProgress
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.wire.codec import Codec, Raw
+
+MAGIC: Final = 0x524B5631
+_PREFIX: Final = struct.Struct("<IHHIIIIQ")
+"""magic, wire version, codec, layer, first position, block count, position after the segment, payload bytes."""
+_CHECKSUM: Final = struct.Struct("<Q")
+"""xxh3_64 of prefix and payload, the latter as it travels."""
+HEADER_BYTES: Final = _PREFIX.size + _CHECKSUM.size
+TARGET_FRAME_BYTES: Final = 2 << 20
+"""Large enough that per-frame work disappears (measured), small enough to hold many streams in memory."""
+
+
+def blocks_per_frame(block_bytes: int, num_blocks: int, target_bytes: int = TARGET_FRAME_BYTES) -> int:
+    """The largest equal share of `num_blocks` that fits the target size; one block is sent whole whatever its size."""
+    most = max(1, target_bytes // block_bytes)
+    frames = -(-num_blocks // most)
+    return -(-num_blocks // frames)
+
+
+def largest_frame_bytes(layout: KvLayout) -> int:
+    """What a receiver must be ready to accept, whatever the codec: none makes blocks larger."""
+    return HEADER_BYTES + max(TARGET_FRAME_BYTES, layout.block_bytes)
+
+
+def write_frames(
+    pool: BlockPool,
+    block_ids: Sequence[int],
+    position: int = 0,
+    target_bytes: int = TARGET_FRAME_BYTES,
+    codec: Codec | None = None,
+    wait_layer: Callable[[int], None] = lambda _: None,
+) -> Generator[bytes]:
+    """One segment: all layers of these blocks, the first of which has this position in the hand-off.
+
+    Each byte is copied once, when its frame is asked for, or encoded then. `target_bytes` are the blocks' own, before
+    the codec (none: as they are) makes them fewer, so that both ends' buffers are bounded by it too.
+    `wait_layer` is called before a layer is read, and returns when it may be.
+    """
+    if not block_ids:
+        return
+    codec = codec or Raw(pool.block_bytes)
+    step = blocks_per_frame(pool.block_bytes, len(block_ids), target_bytes)
+    end = position + len(block_ids)
+    for layer in range(pool.num_layers):
+        wait_layer(layer)
+        for first in range(0, len(block_ids), step):
+            yield _frame(codec, layer, position + first, end, pool.read(layer, block_ids[first : first + step]))
+
+
+def payload_bytes(frame: bytes) -> int:
+    """How much of a frame is KV, as it travels: encoded, with the scales."""
+    return len(frame) - HEADER_BYTES
+
+
+def _frame(codec: Codec, layer: int, first: int, end: int, blocks: Sequence[memoryview]) -> bytes:
+    buffers = codec.encode(blocks)
+    num_bytes = sum(buffer.nbytes for buffer in buffers)
+    prefix = _PREFIX.pack(MAGIC, WIRE_VERSION, codec.number, layer, first, len(blocks), end, num_bytes)
+    checksum = xxhash.xxh3_64(prefix)
+    for buffer in buffers:
+        checksum.update(buffer)
+    return b"".join((prefix, _CHECKSUM.pack(checksum.intdigest()), *buffers))
+
+
+class FrameReader:
+    """Writes the frames of one fetch into the target blocks; any surprise raises TransferFailed(`corrupted`)."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        target_block_ids: Sequence[int],
+        progress: FetchProgress,
+        codec: Codec | None = None,
+    ) -> None:
+        """`codec`: the one that was asked for, for blocks of this pool; none: blocks come as they are."""
+        self._pool = pool
+        self._codec = codec or Raw(pool.block_bytes)
+        self._targets = target_block_ids
+        self._progress = progress
+        self._segment_start = 0
+        self._segment_end = 0
+        self._layer = 0
+        self._next = 0
+
+    def accept(self, frame: bytes) -> None:
+        """Check one frame and write it."""
+        self._progress.first_byte()
+        count, payload = self._check(memoryview(frame))
+        blocks = self._decoded(payload, count)
+        self._pool.write(self._layer, self._targets[self._next : self._next + count], blocks)
+        self._progress.landed(blocks.nbytes)
+        self._next += count
+        if self._next == self._segment_end:
+            self._layer += 1
+            self._next = self._segment_start
+            if self._segment_start or self._layer == self._pool.num_layers:
+                self._progress.segment_ends()  # of what follows a prefill, each layer may come as it is computed
+            if self._layer == self._pool.num_layers:
+                self._layer, self._next = 0, self._segment_end
+                self._segment_start = self._segment_end
+
+    def finish(self) -> None:
+        """The stream has ended: everything must have come."""
+        if self._layer or self._next != len(self._targets):
+            raise _corrupted(f"the stream ended at block {self._next} of {len(self._targets)}, layer {self._layer}")
+
+    def _decoded(self, payload: memoryview, count: int) -> memoryview:
+        try:
+            return self._codec.decode(payload, count)
+        except ValueError as error:
+            raise _corrupted(f"layer {self._layer} block {self._next}: {error}") from error
+
+    def _check(self, frame: memoryview) -> tuple[int, memoryview]:
+        """(blocks in it, its payload). Until the checksum is seen to fit, nothing is kept of what the header says."""
+        if frame.nbytes < HEADER_BYTES:
+            raise _corrupted(f"a frame of {frame.nbytes} bytes is shorter than its header")
+        magic, version, codec, layer, first, count, end, num_bytes = _PREFIX.unpack_from(frame)
+        if (magic, version) != (MAGIC, WIRE_VERSION):
+            raise _corrupted(f"not a frame of wire version {WIRE_VERSION}: magic {magic:#x}, version {version}")
+        if codec != self._codec.number:
+            raise _corrupted(
+                f"a frame of codec {codec} came where {self._codec.number} was asked for, wire_dtype {self._codec.name}"
+            )
+        if (layer, first) != (self._layer, self._next):
+            raise _corrupted(f"layer {layer} block {first} came where layer {self._layer} block {self._next} was due")
+        begins = layer == 0 and first == self._segment_start
+        if not first < end <= len(self._targets) or not (begins or end == self._segment_end):
+            raise _corrupted(f"a segment ends at {end} of {len(self._targets)} blocks, {self._segment_end} was due")
+        if not 1 <= count <= end - first:
+            raise _corrupted(f"{count} blocks came where at most {end - first} were due")
+        payload = frame[HEADER_BYTES:]
+        if not num_bytes == payload.nbytes == self._codec.encoded_bytes(count):
+            raise _corrupted(f"{payload.nbytes} bytes came for {count} blocks, the header says {num_bytes}")
+        (checksum,) = _CHECKSUM.unpack_from(frame, _PREFIX.size)
+        seen = xxhash.xxh3_64(frame[: _PREFIX.size])
+        seen.update(payload)
+        if seen.intdigest() != checksum:
+            raise _corrupted(f"the checksum of layer {layer} block {first} is wrong")
+        self._segment_end = end
+        return count, payload
+
+
+def _corrupted(message: str) -> errors.TransferFailed:
+    return errors.TransferFailed(errors.CORRUPTED, message)

@@ -1,0 +1,48 @@
+"""Writes and prints what one replay found. Called by `cluster.commands.loadtest` after the replay."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
+from loadtest.report.summary import FORMULAS, summarise
+from loadtest.report.tables import print_replay
+from loadtest.run.machine import describe_machine
+from loadtest.run.plan import ReplayPlan
+from loadtest.run.replay import ReplayResult
+
+
+def replay_summary(result: ReplayResult, plan: ReplayPlan) -> dict[str, Any]:
+    """vLLM bench's names at the top; pools and stages only from a server that publishes them."""
+    summary = summarise(result.records, result.duration_s, plan.slo, plan.seed)
+    if result.metrics is not None:
+        summary |= {
+            "disaggregated_fraction": disaggregated_fraction(result.metrics),
+            "pools": describe_pools(result.metrics),
+            "stage_seconds": stage_seconds(result.metrics),
+            "recomputes": recomputes(result.metrics),
+        }
+    return summary | {
+        "offered_rate": result.trace.mean_rate,
+        "warnings": result.warnings,
+        "trace": {"name": result.trace.name, "requests": len(result.trace.rows), "changes": result.trace.notes},
+        "slo": plan.slo.model_dump(),
+        "plan": plan.model_dump(),
+        "machine": describe_machine(),
+        "formulas": FORMULAS | POOL_FORMULAS,
+    }
+
+
+def report_replay(result: ReplayResult, plan: ReplayPlan, out: Path | None, console: Console) -> dict[str, Any]:
+    """Print the table; with `out`, write summary.json and records.jsonl there. Returns the summary."""
+    summary = replay_summary(result, plan)
+    print_replay(summary, summary["formulas"], console)
+    for change in result.trace.notes:
+        console.print(f"trace: {change}", style="dim", highlight=False, markup=False)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        (out / "records.jsonl").write_bytes(b"".join(record.as_line() for record in result.records))
+    return summary

@@ -1,0 +1,105 @@
+"""What to run, checked before anything starts.
+
+Built by `cluster.commands.loadtest`; read by `loadtest.run.replay` and `loadtest.compare`.
+
+Each field is an option of the commands, and its description their help (`cluster.commands.plan_options`).
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Mode = Literal["colocated", "disaggregated"]
+COLOCATED: Mode = "colocated"
+DISAGGREGATED: Mode = "disaggregated"
+MIN_ROUNDS = 2
+
+
+class Slo(BaseModel):
+    """The two limits a request must meet to count as goodput."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ttft_ms: float = 2000.0
+    tpot_ms: float = 100.0
+
+    def __str__(self) -> str:
+        return f"TTFT <= {self.ttft_ms:g} ms and TPOT <= {self.tpot_ms:g} ms"
+
+
+class ReplayPlan(BaseModel):
+    """One replay of one trace against one server."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trace: str = Field(
+        "demo", description="demo, an Azure CSV, a Mooncake JSONL, or poisson:rate=2,input=512,output=64,n=100"
+    )
+    time_scale: float = Field(1.0, description="multiply the gaps between arrivals")
+    rate: float | None = Field(None, description="rescale time to this mean rate, requests per second")
+    limit: int | None = Field(None, description="first N requests only")
+    duration_s: float | None = Field(None, description="only the requests of the trace's first so many seconds")
+    length_scale: float = Field(1.0, description="multiply the lengths of prompts and outputs")
+    max_input_tokens: int | None = Field(None, description="longest prompt; what is longer goes by --too-long")
+    max_output_tokens: int | None = Field(None, description="longest output; what is longer goes by --too-long")
+    too_long: Literal["clip", "drop"] = Field(
+        "clip", description="what becomes of a request that is too long: cut to fit, or left out; either is counted"
+    )
+    jitter_s: float = Field(0.0, description="delay each arrival by up to so many seconds, drawn by the seed")
+    seed: int = Field(0, description="seed of prompts and jitter")
+    warmup_requests: int = Field(2, description="sent before, one at a time, and in no figure")
+    deadline_s: float = Field(120.0, description="a request that takes longer has failed")
+    settle_s: float = Field(1.0, description="between two readings of /metrics, which are repeated until two agree")
+    slo_ttft_ms: float = Field(2000.0, description="goodput: TTFT at most this many ms")
+    slo_tpot_ms: float = Field(100.0, description="goodput: TPOT at most this many ms")
+    served_name: str | None = Field(None, description="of the models that the server has; without it the first")
+    tokenizer: str | None = Field(
+        None, description="directory or hub name of the model's tokenizer; without it what the server says"
+    )
+
+    @property
+    def slo(self) -> Slo:
+        """The limits as one value."""
+        return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms)
+
+    @field_validator("time_scale", "rate", "duration_s", "length_scale", "deadline_s", "slo_ttft_ms", "slo_tpot_ms")
+    @classmethod
+    def _above_zero(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"must be a number above 0, not {value:g}")
+        return value
+
+    @field_validator("limit", "max_input_tokens", "max_output_tokens")
+    @classmethod
+    def _at_least_one(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise ValueError(f"must be 1 or more, not {value}")
+        return value
+
+    @field_validator("jitter_s", "warmup_requests", "settle_s")
+    @classmethod
+    def _not_negative(cls, value: float) -> float:
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"must be a number, 0 or more, not {value:g}")
+        return value
+
+    @model_validator(mode="after")
+    def _one_time_control(self) -> "ReplayPlan":
+        if self.rate is not None and self.time_scale != 1:
+            raise ValueError("rate and time_scale both rescale time: give one of them")
+        return self
+
+
+class ComparePlan(ReplayPlan):
+    """The same trace replayed against both modes, in counterbalanced rounds."""
+
+    rounds: int = Field(MIN_ROUNDS, description=f"rounds of each mode, at least {MIN_ROUNDS}")
+
+    @field_validator("rounds")
+    @classmethod
+    def _enough_rounds(cls, value: int) -> int:
+        if value < MIN_ROUNDS:
+            raise ValueError(
+                f"must be {MIN_ROUNDS} or more, not {value}: after one, the machine's drift looks like a difference"
+            )
+        return value

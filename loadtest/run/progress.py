@@ -1,0 +1,84 @@
+"""Shows how a replay is going: a bar on a terminal, a plain line every five seconds elsewhere.
+
+Used by `loadtest.run.replay`.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from loadtest.run.records import RequestRecord
+
+LINE_EVERY_S = 5.0
+
+
+class ReplayProgress:
+    """Counts that a replay updates and a display reads."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label = label
+        self.total = total
+        self.sent = 0
+        self.finished = 0
+        self.failed = 0
+
+    def add(self, record: RequestRecord) -> None:
+        """Count one ended request."""
+        self.finished += 1
+        self.failed += not record.ok
+
+    @property
+    def text(self) -> str:
+        """What is going on besides the number done."""
+        failures = f", {self.failed} failed" if self.failed else ""
+        return f"{self.sent - self.finished} in flight{failures}"
+
+
+@asynccontextmanager
+async def shown(console: Console, progress: ReplayProgress) -> AsyncIterator[None]:
+    """Show `progress` while the block runs."""
+    show = _show_bar if console.is_terminal else _show_lines
+    display = asyncio.create_task(show(console, progress))
+    try:
+        yield
+    finally:
+        display.cancel()
+        await asyncio.wait([display])
+
+
+async def _show_bar(console: Console, progress: ReplayProgress) -> None:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4) as bar:
+        task = bar.add_task(progress.label, total=progress.total, text=progress.text)
+        try:
+            while True:
+                bar.update(task, completed=progress.finished, text=progress.text)
+                await asyncio.sleep(0.25)
+        finally:
+            bar.update(task, completed=progress.finished, text=progress.text)
+
+
+async def _show_lines(console: Console, progress: ReplayProgress) -> None:
+    start = time.perf_counter()
+    try:
+        while True:
+            await asyncio.sleep(LINE_EVERY_S)
+            _print_line(console, progress, start)
+    finally:
+        _print_line(console, progress, start)
+
+
+def _print_line(console: Console, progress: ReplayProgress, start: float) -> None:
+    elapsed_s = time.perf_counter() - start
+    done = f"{progress.finished}/{progress.total} done, {progress.text}"
+    console.print(f"{progress.label}: {done}, {elapsed_s:.0f} s", highlight=False, markup=False)

@@ -1,0 +1,138 @@
+"""Open-loop replay of a trace: requests leave at their time whatever the server does.
+
+Called by `cluster.commands.loadtest` and `loadtest.compare`.
+
+Open-loop, because a load that waits for the server hides the queue it is meant to measure.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import httpx
+import numpy as np
+from rich.console import Console
+
+from loadtest.errors import LoadTestError, ServerError
+from loadtest.run.client import Completion, ModelCard, complete, encode_body, first_model, open_client
+from loadtest.run.plan import ReplayPlan
+from loadtest.run.progress import ReplayProgress, shown
+from loadtest.run.records import RequestRecord
+from loadtest.run.server_metrics import MetricsDelta, difference, scrape_settled
+from loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens
+from loadtest.trace.readers import load_trace
+from loadtest.trace.shape import fit_context, shape_trace
+from loadtest.trace.trace import Trace
+
+MAX_SEND_LAG_S = 0.5
+WARMUP_OUTPUT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """One replay: the records in the trace's order, how long it took, and what the server counted meanwhile."""
+
+    trace: Trace
+    records: tuple[RequestRecord, ...]
+    duration_s: float
+    metrics: MetricsDelta | None
+    warnings: tuple[str, ...]
+
+    @property
+    def p99_send_lag_s(self) -> float:
+        """How late the slowest hundredth of the requests left."""
+        return float(np.percentile([record.send_lag_s for record in self.records], 99))
+
+
+async def run_replay(
+    base_url: str, plan: ReplayPlan, console: Console, *, label: str = "replay", round_index: int = 0
+) -> ReplayResult:
+    """Warm up, scrape, replay, scrape. Raises LoadTestError; failed requests are records, not errors."""
+    trace = shape_trace(load_trace(plan.trace), plan)
+    async with open_client(base_url) as client:
+        card = await first_model(client, plan.served_name)
+        trace = fit_context(trace, card.max_model_len)
+        maker = await asyncio.to_thread(_prompt_maker, trace, plan, card)
+        await _warm_up(client, plan, card.id, maker, trace, round_index)
+        before = await scrape_settled(client, plan.settle_s)
+        progress = ReplayProgress(label, len(trace.rows))
+        start = time.perf_counter()
+        async with shown(console, progress):
+            records = await _send_all(client, plan, card.id, maker, trace, round_index, progress)
+        duration_s = time.perf_counter() - start
+        after = await scrape_settled(client, plan.settle_s)
+    metrics = difference(before, after, duration_s) if before and after else None
+    warnings = _warnings(records)
+    for warning in warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    return ReplayResult(trace, records, duration_s, metrics, warnings)
+
+
+def _prompt_maker(trace: Trace, plan: ReplayPlan, card: ModelCard) -> PromptMaker:
+    tokenizer = plan.tokenizer or card.root
+    if tokenizer is None:
+        raise LoadTestError("the server does not say where its model's tokenizer is: pass --tokenizer PATH")
+    return PromptMaker(TextWindows(load_text_tokens(tokenizer), plan.seed), trace, plan.warmup_requests)
+
+
+async def _warm_up(
+    client: httpx.AsyncClient, plan: ReplayPlan, model: str, maker: PromptMaker, trace: Trace, round_index: int
+) -> None:
+    """A few requests of the trace's sizes, smallest to largest, one at a time; excluded from every figure."""
+    sizes = sorted(row.input_tokens for row in trace.rows)
+    count = plan.warmup_requests
+    for number in range(count):
+        input_tokens = sizes[round(number * (len(sizes) - 1) / max(1, count - 1))]
+        prompt = maker.warmup_prompt(number, round_index, input_tokens)
+        body = encode_body(model, prompt, WARMUP_OUTPUT_TOKENS)
+        request = Completion(number, 0.0, input_tokens, WARMUP_OUTPUT_TOKENS, body)
+        record = await complete(client, request, time.perf_counter(), plan.deadline_s)
+        if not record.ok:
+            raise ServerError(f"warm-up request {number + 1} of {count} failed: {record.error}")
+
+
+async def _send_all(
+    client: httpx.AsyncClient,
+    plan: ReplayPlan,
+    model: str,
+    maker: PromptMaker,
+    trace: Trace,
+    round_index: int,
+    progress: ReplayProgress,
+) -> tuple[RequestRecord, ...]:
+    tasks: list[asyncio.Task[RequestRecord]] = []
+    start = time.perf_counter()
+
+    def ended(task: asyncio.Task[RequestRecord]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            progress.add(task.result())
+
+    async with asyncio.TaskGroup() as group:
+        for index, row in enumerate(trace.rows):
+            # The body is made before the wait, so that making it never delays the sending.
+            body = encode_body(model, maker.prompt(index, round_index), row.output_tokens)
+            request = Completion(index, row.arrival_s, row.input_tokens, row.output_tokens, body)
+            await asyncio.sleep(max(0.0, row.arrival_s - (time.perf_counter() - start)))
+            task = group.create_task(complete(client, request, start, plan.deadline_s))
+            task.add_done_callback(ended)
+            tasks.append(task)
+            progress.sent += 1
+    return tuple(task.result() for task in tasks)
+
+
+def _warnings(records: Sequence[RequestRecord]) -> tuple[str, ...]:
+    warnings = []
+    lag_s = float(np.percentile([record.send_lag_s for record in records], 99))
+    if lag_s > MAX_SEND_LAG_S:
+        warnings.append(
+            f"requests left late (p99 send lag {lag_s * 1e3:.0f} ms > {MAX_SEND_LAG_S * 1e3:.0f} ms): this client was "
+            "too slow for the trace, so the offered load was not the trace's; lower the rate or use another machine"
+        )
+    wrong = sum(record.ok and record.output_tokens != record.requested_output_tokens for record in records)
+    if wrong:
+        warnings.append(f"{wrong} finished requests have another number of output tokens than was asked for")
+    failed = [record for record in records if not record.ok]
+    if failed:
+        warnings.append(f"{len(failed)} of {len(records)} requests failed; the first: {failed[0].error}")
+    return tuple(warnings)

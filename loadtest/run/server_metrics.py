@@ -1,0 +1,118 @@
+"""Differences of the server's own counters over a run.
+
+Called by `loadtest.run.replay`, which scrapes; read by `loadtest.report.pools`.
+
+Values are kept as they were scraped, keyed by sample name and labels, so that rounds can be added up before any ratio
+is formed.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest.errors import ServerError
+
+PREFIX = "ridgeline_"
+SETTLE_TRIES = 10
+SampleKey = tuple[str, frozenset[tuple[str, str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """One reading of /metrics: what only grows, and what is a level."""
+
+    counters: Mapping[SampleKey, float]
+    gauges: Mapping[SampleKey, float]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsDelta:
+    """What the counters gained during a run of `wall_s` seconds, and the levels at its end."""
+
+    counters: Mapping[SampleKey, float]
+    gauges: Mapping[SampleKey, float]
+    wall_s: float
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of a counter over every label not given."""
+        return _total(self.counters, name, labels)
+
+    def level(self, name: str, **labels: str) -> float | None:
+        """Mean of a gauge over the samples that match; absent when there is none."""
+        wanted = set(labels.items())
+        values = [value for (sample, found), value in self.gauges.items() if sample == name and wanted <= found]
+        return sum(values) / len(values) if values else None
+
+    def label_values(self, name: str, label: str) -> list[str]:
+        """Values that `label` takes in samples called `name`, sorted."""
+        return sorted(
+            {value for sample, found in self.counters for key, value in found if sample == name and key == label}
+        )
+
+
+def parse_metrics(text: str) -> Scrape:
+    """Read the Prometheus text format; samples that are not Ridgeline's are left out."""
+    counters: dict[SampleKey, float] = {}
+    gauges: dict[SampleKey, float] = {}
+    for family in text_string_to_metric_families(text):
+        if not family.name.startswith(PREFIX):
+            continue
+        target = gauges if family.type == "gauge" else counters
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                target[sample.name, frozenset(sample.labels.items())] = sample.value
+    return Scrape(counters, gauges)
+
+
+async def scrape(client: httpx.AsyncClient) -> Scrape | None:
+    """Read /metrics; absent for a server that has no such page or no metric of Ridgeline's."""
+    try:
+        response = await client.get("/metrics", timeout=30.0, follow_redirects=True)
+    except httpx.HTTPError as error:
+        raise ServerError(f"the server at {client.base_url} no longer answers on /metrics: {error!r}") from error
+    if response.status_code != httpx.codes.OK:
+        return None
+    read = parse_metrics(response.text)
+    return read if read.counters or read.gauges else None
+
+
+async def scrape_settled(client: httpx.AsyncClient, settle_s: float) -> Scrape | None:
+    """Scrape until two readings agree: workers report late, and the last request's counts must be in."""
+    last = await scrape(client)
+    for _ in range(SETTLE_TRIES if last else 0):
+        await asyncio.sleep(settle_s)
+        previous, last = last, await scrape(client)
+        if last is None or (previous is not None and previous.counters == last.counters):
+            break
+    return last
+
+
+def difference(before: Scrape, after: Scrape, wall_s: float) -> MetricsDelta:
+    """What was gained between two scrapes; a counter that fell means that a worker restarted."""
+    gained: dict[SampleKey, float] = {}
+    for key, value in after.counters.items():
+        gained[key] = value - before.counters.get(key, 0.0)
+        if gained[key] < 0:
+            raise ServerError(f"the counter {key[0]} fell during the run, so the server restarted: repeat the run")
+    return MetricsDelta(gained, after.gauges, wall_s)
+
+
+def add_up(deltas: Iterable[MetricsDelta]) -> MetricsDelta:
+    """One delta for several rounds: counters and wall time add, levels are the last ones seen."""
+    counters: dict[SampleKey, float] = {}
+    gauges: dict[SampleKey, float] = {}
+    wall_s = 0.0
+    for delta in deltas:
+        for key, value in delta.counters.items():
+            counters[key] = counters.get(key, 0.0) + value
+        gauges.update(delta.gauges)
+        wall_s += delta.wall_s
+    return MetricsDelta(counters, gauges, wall_s)
+
+
+def _total(counters: Mapping[SampleKey, float], name: str, labels: Mapping[str, str]) -> float:
+    wanted = set(labels.items())
+    return sum(value for (sample, found), value in counters.items() if sample == name and wanted <= found)

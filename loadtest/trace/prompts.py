@@ -1,0 +1,81 @@
+"""Token-exact prompts of real English. Called by `loadtest.run.replay`, once per request.
+
+Prompts are windows of one shipped text, tokenised with the served model's tokenizer, and are sent as token ids. Each
+window has an ordinal, and no two ordinals begin alike, so a prefix cache hits only where the trace says it should.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loadtest.errors import LoadTestError
+from loadtest.trace.trace import Trace, TraceRow
+
+TEXT_FILE = Path(__file__).parents[1] / "data" / "opticks.txt"
+
+
+@functools.lru_cache(maxsize=4)
+def load_text_tokens(tokenizer: str) -> tuple[int, ...]:
+    """Tokenise the shipped text with the tokenizer at this path or hub name; about a second, once per process."""
+    from transformers import AutoTokenizer
+
+    try:
+        model_tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise LoadTestError(
+            f"the tokenizer '{tokenizer}' cannot be loaded ({reason}): pass tokenizer=PATH, the served model's folder"
+        ) from error
+    text = TEXT_FILE.read_text(encoding="utf-8")
+    return tuple(model_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+class TextWindows:
+    """Endless distinct windows of a token sequence: `window(ordinal, tokens)` is a pure function of its arguments."""
+
+    def __init__(self, tokens: tuple[int, ...], seed: int) -> None:
+        self._tokens = np.asarray(tokens, dtype=np.int64)
+        self._starts = np.random.default_rng(seed).permutation(len(tokens))
+
+    def window(self, ordinal: int, tokens: int) -> list[int]:
+        """Exactly `tokens` ids. Each start serves once a lap; lap k puts the text's first token 2k times in front."""
+        lap, turn = divmod(ordinal, len(self._starts))
+        lead = [int(self._tokens[0])] * min(2 * lap, tokens)
+        positions = np.arange(self._starts[turn], self._starts[turn] + tokens - len(lead))
+        body: list[int] = self._tokens.take(positions, mode="wrap").tolist()
+        return lead + body
+
+
+class PromptMaker:
+    """Prompts of one trace. Rounds use disjoint windows, so a server that stays up meets each with a cold cache."""
+
+    def __init__(self, windows: TextWindows, trace: Trace, warmup_requests: int) -> None:
+        most_id = max((max(row.prefix_ids, default=0) for row in trace.rows), default=0)
+        self._windows = windows
+        self._trace = trace
+        self._shared_ids = most_id + 1 if any(row.prefix_ids for row in trace.rows) else 0
+        self._round_ordinals = self._shared_ids + len(trace.rows) + warmup_requests
+
+    def prompt(self, index: int, round_index: int) -> list[int]:
+        """The prompt of the trace's row `index`: shared blocks where the row names them, its own window otherwise."""
+        base = round_index * self._round_ordinals
+        row = self._trace.rows[index]
+        prompt = self._shared_blocks(row, base)
+        own_tokens = row.input_tokens - len(prompt)
+        return prompt + self._windows.window(base + self._shared_ids + index, own_tokens)
+
+    def warmup_prompt(self, number: int, round_index: int, tokens: int) -> list[int]:
+        """A prompt that no request of any round begins with."""
+        ordinal = round_index * self._round_ordinals + self._shared_ids + len(self._trace.rows) + number
+        return self._windows.window(ordinal, tokens)
+
+    def _shared_blocks(self, row: TraceRow, base: int) -> list[int]:
+        blocks: list[int] = []
+        for prefix_id in row.prefix_ids:
+            missing = row.input_tokens - len(blocks)
+            if missing <= 0:
+                break
+            blocks += self._windows.window(base + prefix_id, min(self._trace.prefix_block_tokens, missing))
+        return blocks

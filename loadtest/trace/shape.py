@@ -1,0 +1,131 @@
+"""Changes to a trace before it is replayed: time, lengths, number.
+
+Called by `loadtest.run.replay`; every change leaves a note.
+
+Nothing is dropped or cut silently: the notes travel with the trace into the summary and the report.
+"""
+
+import random
+from dataclasses import replace
+
+from loadtest.errors import TraceError
+from loadtest.run.plan import ReplayPlan
+from loadtest.trace.trace import Trace, TraceRow
+
+MIN_BLOCK_TOKENS = 16
+
+
+def shape_trace(trace: Trace, plan: ReplayPlan) -> Trace:
+    """Apply the plan's controls: jitter, limit, lengths, then time, so that `rate` is the rate actually offered."""
+    shaped = _jitter(trace, plan.jitter_s, plan.seed)
+    shaped = _scale_lengths(shaped, plan.length_scale)
+    shaped = _drop_long(shaped, plan)
+    shaped = _keep(shaped, shaped.rows[: plan.limit], f"limit {plan.limit}")
+    shaped = _clip_long(shaped, plan)
+    shaped = _scale_time(shaped, plan)
+    if plan.duration_s is not None:
+        kept = tuple(row for row in shaped.rows if row.arrival_s <= plan.duration_s)
+        shaped = _keep(shaped, kept, f"duration {plan.duration_s:g} s")
+    if not shaped.rows:
+        raise TraceError(f"nothing of the trace '{trace.name}' is left after these cuts: {'; '.join(shaped.notes)}")
+    return shaped
+
+
+def fit_context(trace: Trace, max_model_tokens: int | None) -> Trace:
+    """Drop what the model cannot hold; the server would refuse it anyway."""
+    if max_model_tokens is None:
+        return trace
+    kept = tuple(row for row in trace.rows if row.input_tokens + row.output_tokens <= max_model_tokens)
+    reason = f"longer than the model's {max_model_tokens} tokens; scale lengths or clip inputs to keep them"
+    fitted = _keep(trace, kept, reason)
+    if not fitted.rows:
+        raise TraceError(f"no request of '{trace.name}' fits: all are {reason}")
+    return fitted
+
+
+def _noted(trace: Trace, rows: tuple[TraceRow, ...], note: str) -> Trace:
+    return replace(trace, rows=rows, notes=(*trace.notes, note))
+
+
+def _keep(trace: Trace, kept: tuple[TraceRow, ...], reason: str) -> Trace:
+    dropped = len(trace.rows) - len(kept)
+    return _noted(trace, kept, f"{dropped} of {len(trace.rows)} requests dropped: {reason}") if dropped else trace
+
+
+def _jitter(trace: Trace, jitter_s: float, seed: int) -> Trace:
+    if not jitter_s:
+        return trace
+    source = random.Random(seed)
+    moved = [replace(row, arrival_s=row.arrival_s + source.uniform(0, jitter_s)) for row in trace.rows]
+    moved.sort(key=lambda row: row.arrival_s)
+    rows = _from_zero(moved)
+    return _noted(trace, rows, f"arrivals jittered by up to {jitter_s:g} s (seed {seed})")
+
+
+def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
+    return tuple(replace(row, arrival_s=row.arrival_s - rows[0].arrival_s) for row in rows)
+
+
+def _scale_lengths(trace: Trace, scale: float) -> Trace:
+    if scale == 1:
+        return trace
+    block_tokens = max(MIN_BLOCK_TOKENS, round(trace.prefix_block_tokens * scale))
+    rows = tuple(
+        replace(
+            row,
+            input_tokens=max(1, round(row.input_tokens * scale)),
+            output_tokens=max(1, round(row.output_tokens * scale)),
+        )
+        for row in trace.rows
+    )
+    scaled = _noted(trace, rows, f"input and output lengths scaled by {scale:g}")
+    return replace(scaled, prefix_block_tokens=block_tokens)
+
+
+def _bounds(plan: ReplayPlan) -> tuple[float, float]:
+    return plan.max_input_tokens or float("inf"), plan.max_output_tokens or float("inf")
+
+
+def _is_long(row: TraceRow, bounds: tuple[float, float]) -> bool:
+    return row.input_tokens > bounds[0] or row.output_tokens > bounds[1]
+
+
+def _bounds_text(plan: ReplayPlan) -> str:
+    limits = {"input": plan.max_input_tokens, "output": plan.max_output_tokens}
+    return "over " + " or ".join(f"{most} {side} tokens" for side, most in limits.items() if most)
+
+
+def _drop_long(trace: Trace, plan: ReplayPlan) -> Trace:
+    if plan.too_long != "drop":
+        return trace
+    return _keep(trace, tuple(row for row in trace.rows if not _is_long(row, _bounds(plan))), _bounds_text(plan))
+
+
+def _clip_long(trace: Trace, plan: ReplayPlan) -> Trace:
+    most_input, most_output = bounds = _bounds(plan)
+    long_count = sum(_is_long(row, bounds) for row in trace.rows)
+    if not long_count:
+        return trace
+    rows = tuple(
+        replace(
+            row,
+            input_tokens=int(min(row.input_tokens, most_input)),
+            output_tokens=int(min(row.output_tokens, most_output)),
+        )
+        for row in trace.rows
+    )
+    return _noted(trace, rows, f"{long_count} of {len(rows)} requests clipped: {_bounds_text(plan)}")
+
+
+def _scale_time(trace: Trace, plan: ReplayPlan) -> Trace:
+    factor = plan.time_scale
+    if plan.rate is not None:
+        if trace.mean_rate is None:
+            raise TraceError(
+                f"the trace '{trace.name}' has no spread of arrivals to rescale to {plan.rate:g} requests/s"
+            )
+        factor = trace.mean_rate / plan.rate
+    if factor == 1:
+        return trace
+    rows = tuple(replace(row, arrival_s=row.arrival_s * factor) for row in trace.rows)
+    return _noted(trace, rows, f"arrival gaps multiplied by {factor:.4g}")

@@ -1,0 +1,64 @@
+"""Tells prefill workers, in the background, that a hand-off will not be fetched.
+
+Made by `router.server`, which gives it to the orchestrator.
+
+Without it the blocks would stay pinned until their lease ends: harmless for a crash, too slow for a client that leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from contracts.errors import HandoffError
+from contracts.handoff import KvHandoff
+from contracts.rpc.tls import TlsFileError, TlsFiles
+from kv_transfer.fetch.control import GrpcControl
+from kv_transfer.fetch.heartbeat import release_with_retries
+
+logger = logging.getLogger(__name__)
+
+
+class HandoffReleaser:
+    """A queue and the task that empties it."""
+
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        self._control = GrpcControl(tls=tls)
+        self._queue: asyncio.Queue[tuple[KvHandoff, float]] = asyncio.Queue()
+
+    def release(self, handoff: KvHandoff, after_s: float = 0.0) -> None:
+        """Queue one; never blocks. Releasing what was fetched already does nothing."""
+        self._queue.put_nowait((handoff, after_s))
+
+    def forget(self, addresses: Iterable[str]) -> None:
+        """Nobody is there any more: close what was open to them, once nothing runs there."""
+        for address in addresses:
+            self._control.forget(address)
+
+    async def run(self) -> None:
+        """Release what is queued, several at a time, until cancelled."""
+        control = self._control
+
+        async def release(handoff: KvHandoff) -> None:
+            for address in handoff.addresses:
+                try:
+                    await control.release(address, handoff.handoff_id)
+                except HandoffError:
+                    control.forget(address)  # it may be gone, and nobody would say so again
+                    raise
+
+        async def release_later(handoff: KvHandoff, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            try:
+                await release_with_retries(release, handoff)
+            except TlsFileError as error:  # one release must not end the router
+                logger.warning("a hand-off is left to its lease: %s", error)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    handoff, after_s = await self._queue.get()
+                    group.create_task(release_later(handoff, after_s))
+        finally:
+            await control.close()

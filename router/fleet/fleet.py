@@ -1,0 +1,225 @@
+"""The workers this router is connected to: clients, load, pairing.
+
+Made by `router.server`, read by `router.dispatch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from contracts.errors import WorkerLost
+from contracts.rpc.tls import TlsFiles
+from contracts.vocabulary import Pool
+from contracts.workers import WorkerDescription
+from router.fleet.pairing import KvPair, PairingRefused, check_layouts, pair_all, pair_while_serving
+from router.fleet.policy import Demand, NoWorker, Scorer, pick
+from router.fleet.worker import STALL_TIMEOUT_S, Worker
+from worker_runtime.client import OnUnclaimed, WorkerClient
+
+__all__ = ["Fleet", "Worker"]
+
+CONNECT_TIMEOUT_S = 30.0
+PAIR_WITHIN_S = 10.0
+"""How long a newcomer waits for those that do not answer."""
+OnGone = Callable[[Sequence[str]], None]
+"""Called with the addresses at which the KV of a worker that is gone could be fetched."""
+
+
+class Fleet:
+    """All workers by pool; they come and go."""
+
+    def __init__(
+        self,
+        router_id: str,
+        on_unclaimed: OnUnclaimed = lambda _: None,
+        tls: TlsFiles | None = None,
+        *,
+        on_gone: OnGone = lambda _: None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
+        self._router_id = router_id
+        self._tls = tls
+        self._on_unclaimed = on_unclaimed
+        self._on_gone = on_gone
+        self._stall_timeout_s = stall_timeout_s
+        self._workers: dict[str, Worker] = {}
+        self._clients: dict[WorkerClient, asyncio.Task[None]] = {}
+        self._pollers: dict[Worker, asyncio.Task[None]] = {}
+        self._usable: dict[Pool, asyncio.Event] = {}
+        """Who waits for a worker of a pool; a new event each time one is, or may be, usable."""
+        self._group: asyncio.TaskGroup | None = None
+        self.kv_pairs: list[KvPair] = []
+        self.restarts: Counter[tuple[str, str]] = Counter()
+        """By worker id and reason."""
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Every connected worker."""
+        return list(self._workers.values())
+
+    async def connect(self, addresses: list[str], group: asyncio.TaskGroup) -> None:
+        """Connect to all workers, check that they can work together, and keep their status fresh in `group`.
+
+        Raises WorkerLost or PairingRefused.
+        """
+        self._group = group
+        opening = [asyncio.create_task(self._first_time(address)) for address in addresses]
+        try:
+            for worker in await asyncio.gather(*opening):
+                self._enter(worker)
+        finally:
+            for task in opening:
+                task.cancel()
+        self.kv_pairs = await pair_all(self.pool("prefill"), self.pool("decode"))
+        await self.refresh()
+
+    async def _first_time(self, address: str) -> Worker:
+        client = self._client(address)
+        return await self._attach(client, await client.identify(CONNECT_TIMEOUT_S))
+
+    async def replace(self, address: str, reason: str) -> None:
+        """Take in a worker that was started again, in place of its older incarnation, and count why.
+
+        Raises WorkerLost or PairingRefused; then all is as before. Told again of an incarnation that it has, it does
+        nothing; addresses tell nothing, since another worker may have had this one. Any number may come at a time: each
+        is entered before it looks for those to pair with, so that they find each other.
+        """
+        client = self._client(address)
+        try:
+            description = await client.identify(CONNECT_TIMEOUT_S)
+            known = self._workers.get(description.worker_id)
+            if known is not None and known.description.incarnation == description.incarnation:
+                await self._close_client(client)
+                return
+            worker = await self._attach(client, description)
+            self._check_layout(worker)
+        except (WorkerLost, PairingRefused):
+            await self._close_client(client)
+            raise
+        former = self._workers.get(worker.worker_id)
+        worker.held_back = True
+        self.kv_pairs = self._pairs_without(worker.worker_id)
+        self.restarts[worker.worker_id, reason] += 1
+        self._enter(worker)
+        if former is not None:
+            await self._close(former)
+        try:
+            await self._pair([worker] if worker.pool == "decode" else self.pool("decode"))
+        finally:
+            worker.held_back = False
+        await worker.refresh()
+
+    async def remove(self, worker_id: str) -> None:
+        """Forget a worker that has left; an unknown one is forgotten already."""
+        worker = self._workers.pop(worker_id, None)
+        self.kv_pairs = self._pairs_without(worker_id)
+        if worker is None:
+            return
+        await self._close(worker)
+        if worker.pool == "prefill":  # decode workers keep its KV cache mapped until they pair without it
+            await self._pair(self.pool("decode"))
+
+    def unreached(self, for_s: float) -> list[str]:
+        """Addresses of the workers that this router has not reached for so long."""
+        return [worker.client.address for worker in self.workers if worker.unreached_s >= for_s]
+
+    def pool(self, name: Pool) -> list[Worker]:
+        """The workers of one pool."""
+        return [worker for worker in self._workers.values() if worker.pool == name]
+
+    def get(self, worker_id: str) -> Worker:
+        """By id."""
+        return self._workers[worker_id]
+
+    def usable(self, name: Pool) -> list[Worker]:
+        """The workers of one pool that may be given new work."""
+        return [worker for worker in self.pool(name) if worker.load().usable]
+
+    async def available(self, pool: Pool, demand: Demand, scorer: Scorer, within_s: float) -> Worker:
+        """The best usable worker of a pool; waits for one to come (back) if there is none. Raises NoWorker."""
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        return self.get(pick(demand, [worker.load() for worker in self.pool(pool)], scorer))
+                    except NoWorker:
+                        await self._usable.setdefault(pool, asyncio.Event()).wait()
+        except TimeoutError as error:
+            raise NoWorker(f"no {pool} worker has been usable for {within_s:g} s") from error
+
+    def _tell_usable(self, pool: Pool) -> None:
+        """Each waits until it finds one; nobody looks in between."""
+        if pool in self._usable:
+            self._usable.pop(pool).set()
+
+    async def refresh(self) -> None:
+        """Know every worker's status as it is now; one that is away has none.
+
+        Waits for the slowest answer. What each worker says is known as soon as it has said it.
+        """
+        await asyncio.gather(*(worker.refresh() for worker in self.workers))
+
+    def _enter(self, worker: Worker) -> None:
+        assert self._group is not None
+        self._workers[worker.worker_id] = worker
+        self._pollers[worker] = self._group.create_task(worker.keep_fresh(), name=f"poll-{worker.worker_id}")
+
+    def _client(self, address: str) -> WorkerClient:
+        if self._group is None:
+            raise WorkerLost("the router has not connected to its first workers yet")
+        return WorkerClient(address, self._router_id, self._on_unclaimed, self._tls)
+
+    async def _attach(self, client: WorkerClient, description: WorkerDescription) -> Worker:
+        assert self._group is not None
+        self._clients[client] = self._group.create_task(client.run(), name=f"client-{client.address}")
+        await client.wait_connected(CONNECT_TIMEOUT_S)
+        return Worker(client, description, self._tell_usable, self._stall_timeout_s)
+
+    async def _close(self, worker: Worker) -> None:
+        poller = self._pollers.pop(worker, None)
+        if poller is not None:
+            poller.cancel()
+        await self._close_client(worker.client)
+        self._on_gone(worker.description.transfer_addresses)
+
+    async def _close_client(self, client: WorkerClient) -> None:
+        running = self._clients.pop(client, None)
+        if running is not None:
+            running.cancel()
+            await asyncio.wait((running,))
+        await client.close()
+
+    def _check_layout(self, newcomer: Worker) -> None:
+        others = [one for one in self._connected() if one.worker_id != newcomer.worker_id]
+        prefills, decodes = ([one for one in (*others, newcomer) if one.pool == pool] for pool in ("prefill", "decode"))
+        check_layouts(prefills, decodes)
+
+    async def _pair(self, decodes: Sequence[Worker]) -> None:
+        """All at a time. One that is away or hangs is no obstacle: it pairs as soon as it answers, or comes back."""
+        assert self._group is not None
+        asked = [
+            self._group.create_task(self._pair_one(decode), name=f"pair-{decode.worker_id}")
+            for decode in decodes
+            if decode.client.connected
+        ]
+        if asked:
+            await asyncio.wait(asked, timeout=PAIR_WITHIN_S)
+
+    async def _pair_one(self, decode: Worker) -> None:
+        async with decode.pairing:
+            prefills = [one for one in self._connected() if one.pool == "prefill"]  # all: who is not named is forgotten
+            pairs = await pair_while_serving(prefills, decode)
+        still = {*self.workers}
+        if decode not in still:
+            return
+        there = {one.worker_id for one in prefills if one in still}
+        new = [pair for pair in pairs if pair.prefill in there]
+        self.kv_pairs = list({(pair.prefill, pair.decode): pair for pair in (*self.kv_pairs, *new)}.values())
+
+    def _connected(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.client.connected]
+
+    def _pairs_without(self, worker_id: str) -> list[KvPair]:
+        return [pair for pair in self.kv_pairs if worker_id not in (pair.prefill, pair.decode)]

@@ -1,0 +1,185 @@
+"""One connected worker: its status, kept fresh, and what this router has outstanding there.
+
+Made by `router.fleet.fleet`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from contracts.errors import WorkerLost
+from contracts.vocabulary import Pool
+from contracts.workers import WorkerDescription, WorkerStatus
+from router.fleet.policy import WorkerLoad
+from worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
+
+STATUS_INTERVAL_S = 0.5
+UNANSWERED_S = 4.0
+"""Two questions in a row, of 2 s each (`worker_runtime.client`)."""
+LATE_S = 0.25
+"""A question whose end is heard so long after its deadline tells of a router that stood still, not of the worker."""
+STALL_TIMEOUT_S = 60.0
+STALLED_PART = 1 / 3
+"""A worker whose engine has work and made no step for this part of `supervision.stall_timeout_s` gets no more."""
+OnUsable = Callable[[Pool], None]
+
+
+class Worker:
+    """One connected worker and what this router has outstanding there. `on_usable` hears whenever it may have work."""
+
+    def __init__(
+        self,
+        client: WorkerClient,
+        description: WorkerDescription,
+        on_usable: OnUsable = lambda _: None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
+        self.client = client
+        self.description = description
+        self.status: WorkerStatus | None = None
+        self.answers = True
+        """Whether it tells its status when asked; one that hangs gets no new work."""
+        self.leaves = False
+        """It has said that it drains; as this incarnation it never comes back."""
+        self.held_back = False
+        """It gets no work yet: those it will exchange KV with are being asked."""
+        self.pairing = asyncio.Lock()
+        """Held while it is asked to pair, so that what it is told last is the newest."""
+        self._on_usable = on_usable
+        self._stalled_s = STALLED_PART * stall_timeout_s
+        self._question: asyncio.Task[None] | None = None
+        self._known_s = float("-inf")
+        """When the question was sent whose answer `status` is."""
+        self._silent_since_s = time.monotonic()
+        """Its last answer, or when this router last found that it had not listened itself."""
+        self._unreached_since_s: float | None = None
+        self._outstanding_prompt_tokens = 0
+        self._promised_blocks = 0
+        self._held_blocks = 0
+        self._running = 0
+
+    @property
+    def worker_id(self) -> str:
+        """Its name in logs, metrics and tables."""
+        return self.description.worker_id
+
+    @property
+    def pool(self) -> Pool:
+        """The pool it belongs to."""
+        return self.description.pool
+
+    def load(self) -> WorkerLoad:
+        """A snapshot for the policy."""
+        status = self.status
+        return WorkerLoad(
+            worker_id=self.worker_id,
+            connected=self.client.connected,
+            draining=status.draining if status else False,
+            healthy=self._is_healthy(),
+            in_doubt=self.client.failed_s > self._known_s,
+            outstanding_prompt_tokens=self._outstanding_prompt_tokens,
+            running=self._running,
+            max_running=self.description.max_num_seqs,
+            block_size_tokens=self.description.block_size_tokens,
+            kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
+            kv_blocks_total=self.description.num_kv_blocks,
+            kv_blocks_promised=self._promised_blocks,
+            kv_blocks_held=self._held_blocks,
+        )
+
+    def _is_healthy(self) -> bool:
+        if self.held_back or not self.answers:
+            return False
+        return not (self.status and (self.status.engine_failed or self.status.stalled_s > self._stalled_s))
+
+    @property
+    def unreached_s(self) -> float:
+        """For how long this router has had no stream from it, or no answer."""
+        return 0.0 if self._unreached_since_s is None else time.monotonic() - self._unreached_since_s
+
+    async def keep_fresh(self) -> None:
+        """Ask for its status twice a second, and at once when its connection or a request there has broken."""
+        while True:
+            self.client.news.clear()
+            await self.refresh()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STATUS_INTERVAL_S):
+                    await self.client.news.wait()
+
+    async def refresh(self) -> None:
+        """Know its status as it is now. However many ask, it gets one question at a time, whose answer is for all."""
+        if self._question is not None:  # begun before we asked: its answer may be too old
+            await asyncio.shield(self._question)
+        if self._question is None:
+            self._question = asyncio.create_task(self._ask(), name=f"status-{self.worker_id}")
+        await asyncio.shield(self._question)
+
+    async def _ask(self) -> None:
+        """One question that is not answered in time may be this router's own fault, and is none."""
+        sent_s, reached = time.monotonic(), False
+        try:
+            status = self.status = self._own(await self.client.status())
+        except WorkerLost:
+            now_s = time.monotonic()
+            if now_s - sent_s >= STATUS_DEADLINE_S + LATE_S:
+                self._silent_since_s = now_s
+            heard_s = max(self._silent_since_s, self.client.last_token_s or 0.0)  # one that sends tokens is there
+            if not self.client.connected or now_s - heard_s >= UNANSWERED_S:
+                self.status, self.answers = None, False
+        else:
+            self.answers, self._silent_since_s, self._known_s = True, time.monotonic(), sent_s
+            self.leaves = self.leaves or status.draining
+            reached = self.client.connected
+        finally:
+            self._question = None
+        if reached:
+            self._unreached_since_s = None
+        elif self._unreached_since_s is None:
+            self._unreached_since_s = time.monotonic()
+        if self.load().takes_work:
+            self._on_usable(self.pool)
+
+    def _own(self, status: WorkerStatus) -> WorkerStatus:
+        """Raises WorkerLost if another worker, or incarnation, has got the address meanwhile."""
+        if status.incarnation not in ("", self.description.incarnation):
+            raise WorkerLost(f"{self.client.address} is {status.worker_id} now, incarnation {status.incarnation}")
+        return status
+
+    @contextmanager
+    def reserve(
+        self, prompt_tokens: int = 0, promised_blocks: int = 0, held_blocks: int = 0
+    ) -> Iterator[PromptReservation]:
+        """Count a sequence against this worker while the block runs: its prompt, and the blocks it will need, until
+        `prompt_done`; those of its prompt to the end."""
+        reservation = PromptReservation(self, prompt_tokens, promised_blocks)
+        self._running += 1
+        self._held_blocks += held_blocks
+        try:
+            yield reservation
+        finally:
+            self._running -= 1
+            self._held_blocks -= held_blocks
+            reservation.prompt_done()
+
+    def add_outstanding(self, prompt_tokens: int, promised_blocks: int) -> None:
+        """Called by `PromptReservation`."""
+        self._outstanding_prompt_tokens += prompt_tokens
+        self._promised_blocks += promised_blocks
+
+
+class PromptReservation:
+    """Prompt tokens that a worker still has to compute for us, and blocks it will still need for them."""
+
+    def __init__(self, worker: Worker, prompt_tokens: int, promised_blocks: int = 0) -> None:
+        self._worker = worker
+        self._prompt_tokens = prompt_tokens
+        self._promised_blocks = promised_blocks
+        worker.add_outstanding(prompt_tokens, promised_blocks)
+
+    def prompt_done(self) -> None:
+        """The first token is here; safe to call twice."""
+        self._worker.add_outstanding(-self._prompt_tokens, -self._promised_blocks)
+        self._prompt_tokens = self._promised_blocks = 0

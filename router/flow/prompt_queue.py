@@ -1,0 +1,272 @@
+"""Prompts wait here, in the router, until a worker of their pool may have them: fair among clients, and bounded.
+
+An engine runs prompts in the order they come, so what is sent there cannot be reordered. A worker therefore gets a
+prompt only while the prompt tokens it still has to compute are below a window; the others wait in a `FairQueue`. There
+a prompt also waits while its client may not have one sequence more decoded (`DecodeSlots`).
+
+**Bound.** Of a pool of one worker, with window W, quantum Q and longest prompt L: a short prompt (up to Q tokens) of a
+client with nothing else waiting starts after at most W + L tokens that the worker has already, and Q + L tokens of each
+other client that has prompts waiting. More workers only make it sooner.
+
+Called by `router.dispatch.legs`; `router.flow.admission` reads how long a prompt would wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from contracts.vocabulary import Pool
+from router.fleet.fleet import Fleet, Worker
+from router.fleet.policy import (
+    PROMPT_SCORERS,
+    Demand,
+    NoWorker,
+    WorkerLoad,
+    pick,
+    pools_of,
+    prompt_blocks,
+)
+from router.flow.decode_slots import DecodeSlots, Slot
+from router.flow.fair_queue import FairQueue
+from router.flow.rates import ServiceRate
+from router.settings import RouterSettings
+
+PREFILL_PATIENCE_S = 2.0
+"""Prompts of a prefill pool that is gone are computed on decode instead; those of the others have nowhere to go."""
+RECHECK_S = 0.25
+"""While a pool has no usable worker, and prompts wait for one."""
+
+
+class Turn:
+    """A prompt's place on a worker: it counts there as a sequence, and as prompt tokens until `prompt_done`; and the
+    place of its sequence where it is decoded."""
+
+    def __init__(self, queue: PromptQueue, worker: Worker, demand: Demand, slot: Slot) -> None:
+        self.worker = worker
+        self.prompt_tokens = demand.prompt_tokens
+        self._queue = queue
+        self._counted = ExitStack()
+        block_size_tokens = worker.description.block_size_tokens
+        blocks = 0 if queue.pool == "prefill" else prompt_blocks(demand, block_size_tokens)
+        self._reservation = self._counted.enter_context(worker.reserve(demand.prompt_tokens, blocks, blocks))
+        self._slot: Slot | None = slot
+        if queue.pool != "prefill":
+            slot.on(worker)
+        self._open = True
+
+    def prompt_done(self) -> None:
+        """The first token is here: another prompt may go to this worker. Safe to call twice."""
+        self._end(computed=True)
+
+    def close(self) -> None:
+        """The sequence has left the worker. Safe to call twice."""
+        self._counted.close()
+        self._end(computed=False)
+        if self._slot is not None:
+            self.take_slot().release()
+
+    def take_slot(self) -> Slot:
+        """Where it is decoded is another worker's: whoever calls this, once, releases the place there."""
+        assert self._slot is not None
+        slot, self._slot = self._slot, None
+        return slot
+
+    def _end(self, computed: bool) -> None:
+        if self._open:
+            self._open = False
+            self._reservation.prompt_done()
+            self._queue.ended(self, computed)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    demand: Demand
+    granted: asyncio.Future[Turn]
+
+
+class PromptQueue:
+    """The prompts of one pool."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        workers: Callable[[], Sequence[Worker]],
+        window_tokens: int,
+        recovery_timeout_s: float,
+        slots: DecodeSlots,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool: Pool = pool
+        self._workers = workers
+        self._slots = slots
+        slots.tell(self.dispatch)
+        self._window_tokens = window_tokens
+        self._recovery_timeout_s = recovery_timeout_s
+        self._clock = clock
+        self._queue: FairQueue[_Waiting] = FairQueue()
+        self._rate = ServiceRate(clock, window_tokens)
+        self._unusable_since_s: float | None = None
+        self._recheck: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def turn(self, demand: Demand, *, urgent: bool = False) -> AsyncIterator[Turn]:
+        """Wait for a worker, and count this sequence there while the block runs.
+
+        `urgent` goes before everything that waits. Raises NoWorker once the pool has had no usable worker for
+        `recovery_timeout_s` while prompts waited.
+        """
+        granted: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        entry = self._queue.push(demand.client, demand.prompt_tokens, _Waiting(demand, granted), urgent=urgent)
+        self.dispatch()
+        try:
+            turn = await granted
+        except BaseException:
+            self._queue.remove(entry)
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                granted.result().close()  # cancelled on the way here: the place goes to the next one
+            raise
+        try:
+            yield turn
+        finally:
+            turn.close()
+
+    def dispatch(self) -> None:
+        """Send on what can go: whose prompt is next, which worker is best for it. To be called when the fleet has
+        changed; the queue itself does when a place is free."""
+        while len(self._queue) and (roomy := self._with_room()):
+            may_start = self._slots.as_of_now()
+            entry = self._queue.peek(may_start)
+            if entry is None:  # those who wait are all over their share of what is decoded
+                break
+            worker = self._best(entry.item.demand, roomy)
+            self._queue.pop(may_start)
+            if not entry.item.granted.done():
+                self._grant(entry.item, worker)
+        self._watch_outage()
+
+    def ended(self, turn: Turn, computed: bool) -> None:
+        """Called by `Turn`: its prompt tokens are no longer outstanding."""
+        worker_id = turn.worker.worker_id
+        if not computed:
+            self._rate.dropped(worker_id)
+            self.dispatch()
+            return
+        self._rate.finished(worker_id, turn.prompt_tokens)
+        self.dispatch()
+        if turn.worker.load().outstanding_prompt_tokens:
+            self._rate.begin(worker_id, self._full(turn.worker))
+
+    # --- what admission and metrics read
+
+    @property
+    def usable_workers(self) -> int:
+        """Workers that would take a prompt, now or later."""
+        return sum(worker.load().usable for worker in self._workers())
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait here."""
+        return len(self._queue)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Their tokens."""
+        return self._queue.tokens
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Prompt tokens the whole pool computes per second; None before it was measured."""
+        rate = self._rate.tokens_per_s
+        return None if rate is None else rate * max(1, self.usable_workers)
+
+    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
+        """About how long the last of so many prompts of this client would wait to be started, each of so many tokens;
+        None before the rate was measured.
+
+        What a worker would take at once does not wait, however slow the pool was when it was last measured: else a low
+        rate would keep away the prompts by which it is measured again.
+        """
+        rate = self.tokens_per_s
+        if rate is None:
+            return None
+        siblings_tokens = (prompts - 1) * prompt_tokens
+        if not len(self._queue) and self._with_room():
+            return siblings_tokens / rate
+        on_workers = sum(worker.load().outstanding_prompt_tokens for worker in self._workers())
+        ahead = self._queue.tokens_ahead(client, prompts * prompt_tokens)
+        return (on_workers + ahead + siblings_tokens) / rate
+
+    # ---
+
+    def _with_room(self) -> list[tuple[Worker, WorkerLoad]]:
+        """List the workers whose window is not full, with their loads."""
+        loads = [(worker, worker.load()) for worker in self._workers()]
+        return [
+            (worker, load)
+            for worker, load in loads
+            if load.takes_work and load.outstanding_prompt_tokens < self._window_tokens
+        ]
+
+    def _full(self, worker: Worker) -> bool:
+        return worker.load().outstanding_prompt_tokens >= self._window_tokens
+
+    def _best(self, demand: Demand, roomy: list[tuple[Worker, WorkerLoad]]) -> Worker:
+        chosen = pick(demand, (load for _, load in roomy), PROMPT_SCORERS[self.pool])
+        return next(worker for worker, load in roomy if load.worker_id == chosen)
+
+    def _grant(self, waiting: _Waiting, worker: Worker) -> None:
+        idle = not worker.load().outstanding_prompt_tokens
+        waiting.granted.set_result(Turn(self, worker, waiting.demand, self._slots.take(waiting.demand.client)))
+        if idle:
+            self._rate.begin(worker.worker_id, self._full(worker))
+
+    def _watch_outage(self) -> None:
+        """Fail what waits once there was nobody to wait for long enough; a worker that is back need not say so."""
+        if self._recheck is not None:
+            self._recheck.cancel()
+            self._recheck = None
+        if not len(self._queue):
+            self._unusable_since_s = None
+            return
+        if self.usable_workers:
+            self._unusable_since_s = None
+            self._recheck = asyncio.get_running_loop().call_later(RECHECK_S, self.dispatch)
+            return
+        now_s = self._clock()
+        if self._unusable_since_s is None:
+            self._unusable_since_s = now_s
+        if now_s - self._unusable_since_s < self._recovery_timeout_s:
+            self._recheck = asyncio.get_running_loop().call_later(RECHECK_S, self.dispatch)
+            return
+        self._unusable_since_s = None
+        while len(self._queue):
+            granted = self._queue.pop().item.granted
+            if not granted.done():
+                granted.set_exception(
+                    NoWorker(
+                        f"no {self.pool} worker was connected and accepting work for {self._recovery_timeout_s:.0f} s "
+                        "(router.recovery_timeout_s): start one, or see why they went"
+                    )
+                )
+
+
+def prompt_queues(fleet: Fleet, settings: RouterSettings) -> dict[Pool, PromptQueue]:
+    """A queue for each pool that may compute prompts in this mode."""
+    pools = pools_of(settings.mode)
+    slots = DecodeSlots(partial(fleet.pool, pools[-1]))
+    patience_s = {"prefill": min(PREFILL_PATIENCE_S, settings.recovery_timeout_s)}
+    return {
+        pool: PromptQueue(
+            pool,
+            partial(fleet.pool, pool),
+            settings.prefill_window_tokens[pool],
+            patience_s.get(pool, settings.recovery_timeout_s),
+            slots,
+        )
+        for pool in pools
+    }

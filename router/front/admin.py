@@ -1,0 +1,129 @@
+"""What an operator asks of the router: which workers there are, and that one of them leaves. Built into the HTTP app.
+
+Who may is decided by `router.front.middleware.admin_access`; without its word nobody may. `ridgeline drain`
+is the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, Depends, HTTPException
+from pydantic import BaseModel, ConfigDict, Field
+
+from contracts.errors import WorkerLost
+from router.fleet.fleet import Fleet, Worker
+from router.front.context import current
+from router.front.middleware.admin_access import ADMIN_PATH
+from router.front.shared_answer import Shared
+
+logger = logging.getLogger(__name__)
+DRAIN_TIMEOUT_S = 30.0
+REFRESH_EVERY_S = 0.5
+"""So often are workers asked for their figures when many want the list."""
+
+
+class DrainWish(BaseModel):
+    """Body of POST /ridgeline/drain."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    worker: str
+    timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0)
+    """How long running requests may still take there; then they are cut off."""
+    force: bool = False
+    """Also the last worker of its pool. Needs an admin key: without decode workers the deployment ends."""
+
+
+def admin_routes(fleet: Fleet) -> APIRouter:
+    """GET /ridgeline/workers and POST /ridgeline/drain."""
+    routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
+
+    refreshed = Shared(fleet.refresh, REFRESH_EVERY_S)
+
+    @routes.get("/workers")
+    async def workers() -> dict[str, Any]:
+        await refreshed()
+        return {"workers": [_row(worker) for worker in fleet.workers]}
+
+    one_at_a_time = asyncio.Lock()
+
+    @routes.post("/drain", status_code=HTTPStatus.ACCEPTED)
+    async def drain(wish: DrainWish) -> dict[str, Any]:
+        async with one_at_a_time:  # else two at once would each see the other's worker staying
+            return await _drain(fleet, wish)
+
+    return routes
+
+
+async def _drain(fleet: Fleet, wish: DrainWish) -> dict[str, Any]:
+    worker = _find(fleet, wish.worker)
+    if _state(worker) != "draining" and _is_last(fleet, worker):  # one that leaves already may be told to hurry
+        _refuse_last(worker, force=wish.force)
+    logger.warning("an operator drains %s (force: %s)", wish.worker, wish.force)
+    try:
+        await worker.client.drain(wish.timeout_s)
+    except WorkerLost as error:
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{wish.worker} does not answer: {error}") from error
+    await fleet.refresh()  # from now on nothing new is sent there
+    return _row(worker)
+
+
+def _refuse_last(worker: Worker, *, force: bool) -> None:
+    without = "every prompt is computed on the decode workers" if worker.pool == "prefill" else "nothing can be served"
+    if not force:
+        raise HTTPException(
+            HTTPStatus.CONFLICT,
+            f"{worker.worker_id} is the last {worker.pool} worker, and without it {without}: start another one, or say "
+            "--force",
+        )
+    if current().admin != "key":
+        raise HTTPException(
+            HTTPStatus.FORBIDDEN,
+            f"{worker.worker_id} is the last {worker.pool} worker, and without it {without}: to force that takes an "
+            "admin key (security.admin_keys_file); to end the server, end `ridgeline serve`",
+        )
+
+
+def _find(fleet: Fleet, worker_id: str) -> Worker:
+    for worker in fleet.workers:
+        if worker.worker_id == worker_id:
+            return worker
+    names = ", ".join(sorted(worker.worker_id for worker in fleet.workers)) or "none"
+    raise HTTPException(HTTPStatus.NOT_FOUND, f"there is no worker {worker_id}; there are: {names}")
+
+
+def _is_last(fleet: Fleet, leaving: Worker) -> bool:
+    staying = (worker for worker in fleet.pool(leaving.pool) if worker is not leaving)
+    return not any(_state(worker) == "ready" for worker in staying)
+
+
+def _state(worker: Worker) -> str:
+    if not worker.client.connected or worker.status is None:
+        return "lost"
+    return "draining" if worker.status.draining else "ready"
+
+
+def _row(worker: Worker) -> dict[str, Any]:
+    status, description = worker.status, worker.description
+    return {
+        "worker": worker.worker_id,
+        "pool": worker.pool,
+        "state": _state(worker),
+        "incarnation": description.incarnation,
+        "host": description.host,
+        "pid": description.pid,
+        "running": status.running if status else None,
+        "tasks": status.tasks if status else None,
+        "leases": status.counters.get("open_leases", 0.0) if status else None,
+        "stalled_s": round(status.stalled_s, 1) if status else None,
+    }
+
+
+async def _only_operators() -> None:
+    """However the path was written and whatever stands before the app: who was not let in as an operator is none."""
+    if not current().admin:
+        raise HTTPException(HTTPStatus.FORBIDDEN, "this path is for operators")

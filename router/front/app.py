@@ -1,0 +1,155 @@
+"""vLLM's API server app on our engine client, and what stands before it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers import app as vllm_app
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from engine.passed_args import words
+from engine.vllm_arguments import refusing
+from router.client_identity import AddressClients
+from router.fleet.fleet import Fleet
+from router.flow.held_bodies import HeldBodies
+from router.flow.intake import AT_A_TIME, Intake
+from router.front import request_fields
+from router.front.admin import admin_routes
+from router.front.context import WithContext
+from router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
+from router.front.health import Readiness, ready_endpoint
+from router.front.metrics_page import metrics_endpoint
+from router.front.middleware.admin_access import AdminAccess
+from router.front.middleware.auth import Access, KeyGuard
+from router.front.middleware.body_limit import BodyLimit
+from router.front.middleware.cors import Cors
+from router.front.middleware.deadline import Deadline
+from router.front.middleware.fair_order import BoundedBodies, EarlyRefusal, FairOrder
+from router.front.middleware.json_cost import BoundedJson, WholeBodies
+from router.front.middleware.retry_after import RetryAfter
+from router.front.middleware.types import Asgi
+from router.front.routes import keep_known_routes
+from router.front.vllm_workarounds import app_gaps
+from router.settings import RouterSettings
+
+Layer = Callable[[Asgi], Asgi]
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What requests wait for, or are refused by, before vLLM's app."""
+
+    check_share: Callable[[str, int], None]
+    """Raises Refused if a client holds its whole share, counting so many requests that are not taken in yet."""
+    most_sequences: int
+    """What one client may have served at a time."""
+    on_refused: Callable[[str], None]
+    """Counts a refusal, by its reason."""
+    bodies: HeldBodies
+    intake: Intake = field(default_factory=Intake)
+
+
+def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
+    """Everything that a request passes before vLLM's app, outermost first."""
+    return (
+        WithContext,
+        partial(Cors, allowed_origins=settings.cors_allowed_origins),
+        partial(KeyGuard, access=_access(settings)),
+        partial(BodyLimit, max_bytes=settings.max_request_bytes),
+        request_fields.RefusedHeaders,
+        partial(EarlyRefusal, intake=gates.intake, check_share=gates.check_share),
+        partial(BoundedBodies, bodies=gates.bodies, on_refused=gates.on_refused),
+        WholeBodies,
+        partial(FairOrder, intake=gates.intake),
+        Deadline,
+        BoundedJson,
+        RetryAfter,
+        app_gaps.EndedStreams,
+    )
+
+
+def behind(app: Asgi, outermost_first: tuple[Layer, ...]) -> Asgi:
+    """The app with these layers before it."""
+    for layer in reversed(outermost_first):
+        app = layer(app)
+    return app
+
+
+async def build_app(
+    args: Namespace,
+    settings: RouterSettings,
+    client: RouterEngineClient,
+    fleet: Fleet,
+    readiness: Readiness,
+    gates: Gates,
+    registry: CollectorRegistry,
+) -> Asgi:
+    """Build the whole HTTP application: vLLM's app with our paths, behind the layers."""
+    with app_gaps.root_logger_kept():
+        app = vllm_app.build_app(args, SUPPORTED_TASKS, client.model_config)
+    app_gaps.install(app)
+    await init_app_state(client, app.state, args, SUPPORTED_TASKS)
+    request_fields.install(app.state, gates.most_sequences)
+    app_gaps.name_settings(app.state)
+    app.include_router(admin_routes(fleet))
+    app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
+    app.add_route("/ready", ready_endpoint(readiness, lambda: client.draining), methods=["GET"])
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/metrics"]
+    app.add_route("/metrics", metrics_endpoint(fleet.refresh, registry), methods=["GET"])
+    keep_known_routes(app)
+    return behind(app, layers(settings, gates))
+
+
+def _access(settings: RouterSettings) -> Access:
+    return Access(
+        key_hashes=settings.api_key_hashes,
+        admin=AdminAccess(
+            key_hashes=settings.admin_key_hashes,
+            clients_are_remote=bool(settings.api_key_hashes or settings.trusted_proxies),
+        ),
+        addresses=AddressClients(settings.trusted_proxies),
+    )
+
+
+def server_args(settings: RouterSettings) -> Namespace:
+    """Make vLLM's own server arguments with its own parser, so that every default is vLLM's."""
+    parser = refusing(make_arg_parser(FlexibleArgumentParser()))
+    args: Namespace = parser.parse_args(
+        [
+            *("--renderer-num-workers", str(AT_A_TIME)),  # else one long text keeps everybody's from being tokenised
+            *words(settings.engine_args),
+            *("--model", settings.model_path),
+            *("--served-model-name", settings.served_name),
+            *("--dtype", settings.dtype),
+            *("--max-model-len", str(settings.max_model_len_tokens)),
+            "--disable-log-stats",
+        ]
+    )
+    vars(args).update(settings.server_args)
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    return args
+
+
+def frontend_config(args: Namespace) -> VllmConfig:
+    """Make a configuration for rendering and sampling parameters only, as vLLM's own GPU-less render server does."""
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    model_config = engine_args.create_model_config()
+    model_config.quantization = None
+    return VllmConfig(
+        model_config=model_config,
+        structured_outputs_config=engine_args.create_structured_outputs_config(),
+    )

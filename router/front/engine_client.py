@@ -1,0 +1,362 @@
+"""vLLM's EngineClient without an engine: renders nothing itself, generates through the orchestrator.
+
+vLLM's API server app calls `generate`; its own InputProcessor and OutputProcessor make tokens and text, so templates,
+tool parsers, stop strings, log-probabilities and usage counts are vLLM's. What this class adds is the way in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from http import HTTPStatus
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.renderers.inputs.preprocess import extract_prompt_components
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from contracts.errors import EngineError, InvalidTask
+from engine.request import sampling
+from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
+from router.dispatch.request import Sampling, SequenceRequest
+from router.fleet.policy import NoWorker
+from router.flow.admission import Admission, Ask, Permit, Refused
+from router.front.context import current
+from router.front.sampling import sampling_of
+from router.front.text_stream import TextSink
+from router.front.vllm_workarounds.text_length import bound_texts
+from router.front.vllm_workarounds.unread import BoundedCollector, Why
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_TASKS = ("generate",)
+_UNREAD = (
+    "the client has not read what was sent, and too much of it has come together (server.max_unread_stream_bytes, "
+    "server.max_unread_bytes): read as it comes"
+)
+MAX_REQUEST_ID_CHARACTERS = 256
+"""Of the client's own id, which is in every chunk of a stream."""
+
+
+class RouterEngineClient(EngineClient):
+    """One per router process."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        admission: Admission,
+        max_unread_stream_bytes: int,
+        on_unread: Callable[[Why], None],
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        bound_texts(self.renderer, self.model_config.max_model_len)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False)
+        self._admission = admission
+        self._orchestrator: Orchestrator | None = None
+        self._conversions = asyncio.Lock()
+        self._groups: dict[str, list[asyncio.Task[None]]] = {}
+        self._collectors: set[BoundedCollector] = set()
+        self._unread: set[BoundedCollector] = set()
+        """Of requests whose sequences have ended, and whose clients have not read all of it."""
+        self._max_unread_stream_bytes = max_unread_stream_bytes
+        self._on_unread = on_unread
+
+    def close_admission(self) -> None:
+        """From now on every new request gets 503."""
+        self._admission.state = "draining"
+
+    @property
+    def draining(self) -> bool:
+        """Whether admission has been closed."""
+        return self._admission.state == "draining"
+
+    @property
+    def accepted(self) -> int:
+        """Sequences that have not ended, and requests whose clients do not have everything yet."""
+        return self._admission.sequences + len(self._unread)
+
+    @property
+    def streams(self) -> list[BoundedCollector]:
+        """Of the requests that are being answered."""
+        return list(self._collectors)
+
+    def end_all(self, reason: str) -> None:
+        """End every running request with an error: 503, or an error event in a stream."""
+        for collector in self._collectors:
+            collector.put(GracefulHTTPError(reason, HTTPStatus.SERVICE_UNAVAILABLE))
+
+    def bind(self, orchestrator: Orchestrator) -> None:
+        """Give it the workers; until then every request gets 503."""
+        self._orchestrator = orchestrator
+        self._admission.state = "open"
+
+    # --- what serving calls for every request
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Refuse before the prompt is even tokenised, and before a streaming response has begun.
+
+        Raises GracefulHTTPError (429, 503) or VLLMValidationError (400).
+        """
+        with _as_http():
+            self._admission.check(current().client, n)
+
+    def generate(  # noqa: PLR0913 - vLLM's signature
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Take the request in and return its outputs; closing or cancelling them aborts it on every worker.
+
+        Raises at once, not at the first output, so that a refusal has its HTTP status in a streaming response too:
+        GracefulHTTPError (429, 503) or VLLMValidationError (400).
+        """
+        _check_request_id(request_id)
+        request = self.input_processor.process_inputs(
+            request_id,
+            prompt,
+            sampling.without_client_transfer_keys(sampling_params),
+            supported_tasks=SUPPORTED_TASKS,
+            tokenization_kwargs=tokenization_kwargs,
+            data_parallel_rank=data_parallel_rank,
+        )
+        if lora_request is not None or request.mm_features:
+            raise VLLMValidationError("LoRA adapters and multimodal inputs are not supported by this server")
+        request.reasoning_ended = reasoning_ended
+        request.reasoning_parser_kwargs = reasoning_parser_kwargs
+        with _as_http():  # now, while a streaming response can still have a status
+            wanted = sampling_of(request.params)
+            sampling.packed(reasoning_parser_kwargs, "chat_template_kwargs")
+        self.input_processor.assign_request_id(request)  # keeps the client's id for the answer
+        request.request_id = f"r-{secrets.token_hex(8)}"  # on every token between router and workers
+        if prompt_text is None:
+            prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
+        client = current().client
+        with _as_http():
+            permit = self._admission.admit(client, _ask(request, self.model_config.get_vocab_size()))
+        current().taken_in()
+        return self._serve(request, wanted, request_id, prompt_text, client, permit)
+
+    async def _serve(
+        self,
+        request: EngineCoreRequest,
+        wanted: Sampling,
+        request_id: str,
+        prompt_text: str | None,
+        client: str,
+        permit: Permit,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a request that was taken in. Never started if its client has left already."""
+        tasks: list[asyncio.Task[None]] = []
+        finished = False
+
+        def end(why: Why) -> None:
+            if why == "stream_bytes":  # who ends it for another reason counts that
+                self._on_unread(why)
+            for task in tasks:
+                task.cancel()
+            collector.put(GracefulHTTPError(_UNREAD, HTTPStatus.SERVICE_UNAVAILABLE))
+
+        def sequence_ended(task: asyncio.Task[None]) -> None:
+            _tell_of_a_failure(collector, task)
+            permit.sequence_ended(left=task.cancelled() and not finished)
+            if collector in self._collectors and all(one.done() for one in tasks):
+                self._unread.add(collector)
+
+        collector = BoundedCollector(request.params.output_kind, request.request_id, self._max_unread_stream_bytes, end)
+        for child in self._register(request, prompt_text, collector):
+            its_own = wanted if child is request else sampling_of(child.params)
+            task = asyncio.create_task(self._run(child, its_own, collector, client), name=child.request_id)
+            task.add_done_callback(sequence_ended)
+            tasks.append(task)
+        self._groups.setdefault(request_id, []).extend(tasks)
+        self._collectors.add(collector)
+        try:
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                yield output
+        finally:
+            self._groups.pop(request_id, None)
+            self._collectors.discard(collector)
+            self._unread.discard(collector)
+            for task in tasks:
+                task.cancel()
+            # By the parent's id: aborting the n children one by one would leave the parent in vLLM's table for ever.
+            self._outputs.abort_requests([request.request_id], internal=True)
+
+    def _register(
+        self, request: EngineCoreRequest, prompt_text: str | None, collector: RequestOutputCollector
+    ) -> list[EngineCoreRequest]:
+        """Tell the output processor what comes: the request, or its n children."""
+        if request.params.n == 1:
+            self._outputs.add_request(request, prompt_text, None, 0, collector)
+            return [request]
+        parent = ParentRequest(request)
+        children = []
+        for index in range(request.params.n):
+            child = copy(request)
+            child.request_id, child.sampling_params = parent.get_child_info(index)
+            self._outputs.add_request(child, prompt_text, parent, index, collector)
+            children.append(child)
+        return children
+
+    async def _run(
+        self, request: EngineCoreRequest, wanted: Sampling, collector: RequestOutputCollector, client: str
+    ) -> None:
+        """One sequence. Errors go to the collector, which raises them in `generate`."""
+        assert self._orchestrator is not None
+        sequence = SequenceRequest(
+            request_id=request.request_id,
+            prompt_token_ids=list(request.prompt_token_ids or []),
+            sampling=wanted,
+            reasoning_ended=request.reasoning_ended,
+            reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+            cache_salt=request.cache_salt,
+            timeout_s=current().timeout_s,
+            head_read_s=current().head_read_s,
+            client=client,
+        )
+        text = TextSink(self._outputs, sequence, request.params, self._conversions)
+        try:
+            await self._orchestrator.run(sequence, text.emit)
+            await text.flushed()
+        except InvalidTask as error:
+            collector.put(VLLMValidationError(str(error)))
+        except DeadlineExceeded as error:
+            collector.put(GracefulHTTPError(str(error), HTTPStatus.GATEWAY_TIMEOUT))
+        except (EngineError, NoWorker) as error:
+            collector.put(GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE))
+        finally:
+            text.close()
+
+    async def abort(self, request_id: str | list[str], internal: bool = False) -> None:
+        """Cancel a request by the id `generate` was given."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            for task in self._groups.pop(one, []):
+                task.cancel()
+            self._outputs.abort_requests([one], internal=internal)
+
+    # --- the rest of vLLM's contract: this router has no engine of its own
+
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
+    @property
+    def errored(self) -> bool:
+        return False
+
+    @property
+    def dead_error(self) -> BaseException:
+        return RuntimeError("the router is shutting down")
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return SUPPORTED_TASKS
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def check_health(self) -> None: ...
+
+    async def do_log_stats(self) -> None: ...
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None: ...
+
+    async def reset_mm_cache(self) -> None: ...
+
+    async def reset_encoder_cache(self) -> None: ...
+
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        if args or kwargs:
+            raise VLLMValidationError("pooling is not supported by this server")
+        yield  # makes it the generator that vLLM's contract asks for
+
+    async def _not_offered(self, *args: Any, **kwargs: Any) -> Any:
+        raise VLLMValidationError("this operation belongs to one engine; the router serves several")
+
+    start_profile = stop_profile = reset_prefix_cache = sleep = wake_up = _not_offered
+    release_kv_cache_memory = add_lora = pause_generation = resume_generation = _not_offered
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def is_paused(self) -> bool:
+        return False
+
+
+def _check_request_id(request_id: str) -> None:
+    """Raises VLLMValidationError."""
+    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise VLLMValidationError(
+            f"the request id (X-Request-Id or request_id) has {len(request_id)} characters with what stands before and "
+            f"after it, the limit is {MAX_REQUEST_ID_CHARACTERS}: send a shorter one"
+        )
+
+
+def _ask(request: EngineCoreRequest, vocabulary_size: int) -> Ask:
+    params = request.sampling_params
+    assert params is not None
+    prompt_tokens, output_tokens = len(request.prompt_token_ids or []), params.max_tokens or 0
+
+    def entries(wanted: int | None) -> int:
+        """At each position: the token's own and those asked for."""
+        return 0 if wanted is None else vocabulary_size if wanted < 0 else wanted + 1
+
+    each = prompt_tokens * entries(params.prompt_logprobs)
+    if params.output_kind is RequestOutputKind.FINAL_ONLY:  # a stream's come token by token, and not in one piece
+        each += output_tokens * entries(params.num_logprobs)
+    return Ask(params.n, prompt_tokens, output_tokens, logprobs=params.n * each)
+
+
+def _tell_of_a_failure(collector: RequestOutputCollector, task: asyncio.Task[None]) -> None:
+    """What nobody has foreseen ends the request too: its client must not wait for ever."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("request %s failed", task.get_name(), exc_info=error)
+        collector.put(GracefulHTTPError("the router failed to serve this request", HTTPStatus.INTERNAL_SERVER_ERROR))
+
+
+@contextmanager
+def _as_http() -> Iterator[None]:
+    """A refusal as vLLM's server understands it."""
+    try:
+        yield
+    except InvalidTask as error:
+        raise VLLMValidationError(str(error)) from None
+    except Refused as refused:
+        if refused.status is HTTPStatus.BAD_REQUEST:
+            raise VLLMValidationError(str(refused)) from None
+        current().retry_after_s = refused.retry_after_s
+        raise GracefulHTTPError(str(refused), refused.status) from None

@@ -1,0 +1,214 @@
+"""GET /ready: can each pool make a token now? Shown by tokens of real requests, else by a canary of two tokens.
+
+The canary is a request as any other, through every worker, queue and hand-over, but it goes before all that waits, is
+not asked for admission, and does not count among the requests. Its prompt is new each time, so that no cache answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from vllm.sampling_params import SamplingParams
+
+from contracts.errors import EngineError
+from contracts.tasks import TokenDelta
+from contracts.vocabulary import Pool
+from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
+from router.dispatch.request import SequenceRequest
+from router.fleet.fleet import Worker
+from router.fleet.policy import NoWorker
+from router.front.sampling import sampling_of
+from router.observe.metrics import RequestMetrics
+
+RECENT_S = 2.0
+"""A token this young shows that its pool makes progress."""
+REUSE_S = 1.0
+"""A verdict is told again for so long."""
+CANARY_CLIENT = "canary"
+DECODE_SERVES = "all of its workers were drained or stay away; decode computes the prompts"
+
+
+@dataclass(frozen=True)
+class PoolVerdict:
+    """One pool: ready, or why not; `why` of one that is ready is a note."""
+
+    ready: bool
+    last_token_s_ago: float | None
+    why: str = ""
+
+
+Verdict = Mapping[Pool, PoolVerdict]
+
+
+class Readiness:
+    """Answers whether each pool makes progress; asked any number of times, it looks at most once at a time."""
+
+    def __init__(
+        self,
+        pools: Callable[[], Mapping[Pool, Sequence[Worker]]],
+        canary: Callable[[], Awaitable[None]],
+        refresh: Callable[[], Awaitable[None]],
+        deadline_s: float,
+        metrics: RequestMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pools = pools
+        self._canary = canary
+        self._refresh = refresh
+        self._deadline_s = deadline_s
+        self._metrics = metrics
+        self._clock = clock
+        self._look: asyncio.Task[Verdict] | None = None
+        self._looked_at_s = 0.0
+
+    async def check(self) -> Verdict:
+        """The verdict by pool, within the deadline and a moment. A caller that leaves does not end the look."""
+        look = self._look
+        if look is None or (look.done() and self._clock() - self._looked_at_s >= REUSE_S):
+            look = self._look = asyncio.create_task(self._timed_look(), name="readiness")
+        return await asyncio.shield(look)
+
+    def close(self) -> None:
+        """End a look in progress."""
+        if self._look is not None:
+            self._look.cancel()
+
+    async def _timed_look(self) -> Verdict:
+        try:
+            return await self._look_now()
+        finally:
+            self._looked_at_s = self._clock()
+
+    async def _look_now(self) -> Verdict:
+        verdict = {pool: self._recent(pool, workers) for pool, workers in self._pools().items()}
+        empty = any(
+            not _gone_for_good(pool, workers) and not any(worker.load().usable for worker in workers)
+            for pool, workers in self._pools().items()
+        )
+        if empty or all(pool.ready for pool in verdict.values()):
+            return verdict
+        began_s, computed = self._clock(), self._computed()
+        problem = await self._try_canary()
+        await self._refresh()
+        return {
+            pool: self._recent(pool, workers)
+            if _gone_for_good(pool, workers)
+            else self._judge(workers, problem, began_s, self._computed()[pool] > computed.get(pool, 0.0))
+            for pool, workers in self._pools().items()
+        }
+
+    def _recent(self, pool: Pool, workers: Sequence[Worker]) -> PoolVerdict:
+        if _gone_for_good(pool, workers):
+            return PoolVerdict(True, self._token_age_s(workers), DECODE_SERVES)
+        if not any(worker.load().usable for worker in workers):
+            return PoolVerdict(False, self._token_age_s(workers), "no worker is connected and accepting work")
+        age_s = self._token_age_s(workers)
+        return PoolVerdict(age_s is not None and age_s <= RECENT_S, age_s)
+
+    def _judge(self, workers: Sequence[Worker], problem: str | None, began_s: float, computed: bool) -> PoolVerdict:
+        """After the canary. A pool that computed meanwhile is busy with a long prompt, not stuck."""
+        age_s = self._token_age_s(workers)
+        progressed = computed or (age_s is not None and self._clock() - age_s >= began_s)
+        if problem is None or progressed:
+            return PoolVerdict(True, age_s)
+        since = "since the start" if age_s is None else f"for {age_s:.0f} s"
+        return PoolVerdict(False, age_s, f"no token {since}: {problem}")
+
+    async def _try_canary(self) -> str | None:
+        """What went wrong with it, or None."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._canary()
+        except TimeoutError:
+            self._metrics.canaries.labels("late").inc()
+            return f"the canary did not end within router.ready_deadline_s ({self._deadline_s:g} s)"
+        except (EngineError, NoWorker, DeadlineExceeded) as error:
+            self._metrics.canaries.labels("failed").inc()
+            return f"the canary failed: {error}"
+        self._metrics.canaries.labels("ok").inc()
+        return None
+
+    def _token_age_s(self, workers: Sequence[Worker]) -> float | None:
+        last_s = [worker.client.last_token_s for worker in workers if worker.client.last_token_s is not None]
+        return self._clock() - max(last_s) if last_s else None
+
+    def _computed(self) -> dict[Pool, float]:
+        """Tokens the engines of each pool have computed, as they last said."""
+        return {
+            pool: sum(
+                value
+                for worker in workers
+                if worker.status is not None
+                for name, value in worker.status.counters.items()
+                if name.startswith("tokens_total.")
+            )
+            for pool, workers in self._pools().items()
+        }
+
+
+def _gone_for_good(pool: Pool, workers: Sequence[Worker]) -> bool:
+    """The prefill pool may be drained on purpose, and everything is still served. One that is lost comes back."""
+    return pool == "prefill" and all(worker.leaves for worker in workers)
+
+
+@dataclass(frozen=True)
+class Canary:
+    """Sends one canary through the workers."""
+
+    orchestrator: Orchestrator
+    vocabulary_size: int
+    prompt_tokens: int
+
+    async def __call__(self) -> None:
+        """Raises what a request would."""
+        prompt = [random.randrange(self.vocabulary_size) for _ in range(self.prompt_tokens)]
+        wish = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        request = SequenceRequest(
+            f"canary-{secrets.token_hex(8)}",
+            prompt,
+            sampling_of(wish),
+            reasoning_ended=True,
+            client=CANARY_CLIENT,
+            canary=True,
+        )
+        await self.orchestrator.run(request, _discard)
+
+
+def _discard(delta: TokenDelta) -> bool:
+    return False
+
+
+def canary_prompt_tokens(block_size_tokens: int) -> int:
+    """A bit more than a KV block, so that one is handed over; no more, since it goes before all prompts."""
+    return block_size_tokens + block_size_tokens // 4
+
+
+def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callable[[Request], Awaitable[JSONResponse]]:
+    """The HTTP side: 200, or 503 that names the pool and how long it has been without a token, or the shutting down."""
+
+    async def ready(request: Request) -> JSONResponse:
+        if draining():
+            why = "the server is shutting down and accepts nothing new"
+            return JSONResponse({"ready": False, "why": why}, HTTPStatus.SERVICE_UNAVAILABLE)
+        verdict = await readiness.check()
+        all_ready = all(pool.ready for pool in verdict.values())
+        status = HTTPStatus.OK if all_ready else HTTPStatus.SERVICE_UNAVAILABLE
+        return JSONResponse(
+            {"ready": all_ready, "pools": {name: _json(pool) for name, pool in verdict.items()}}, status
+        )
+
+    return ready
+
+
+def _json(pool: PoolVerdict) -> dict[str, Any]:
+    age = {} if pool.last_token_s_ago is None else {"last_token_s_ago": round(pool.last_token_s_ago, 1)}
+    return {"ready": pool.ready, **age, **({"why": pool.why} if pool.why else {})}

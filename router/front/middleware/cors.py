@@ -1,0 +1,42 @@
+"""Which web pages may use the server from a browser: none, but for `server.cors_allowed_origins`.
+
+Outside the keys' guard, because a browser asks first and without a key (preflight), and because a page can read a
+refusal only with these headers. The operators' paths are for no page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from router.front.middleware.admin_access import is_admin_path
+from router.front.middleware.types import Asgi, Receive, Scope, Send
+
+PREFLIGHT_AGE_S: Final = 600
+_READABLE: Final = ("retry-after", "www-authenticate", "x-request-id")
+
+
+class Cors:
+    """Answers pages of these origins; without any, leaves the app as it is, so that a browser refuses them all."""
+
+    def __init__(self, app: Asgi, allowed_origins: Sequence[str]) -> None:
+        self._app = app
+        self._for_pages = app
+        if allowed_origins:
+            pages = CORSMiddleware(
+                cast(ASGIApp, app),  # Starlette's types are any mappings, ours are dictionaries
+                allow_origins=allowed_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=_READABLE,
+                max_age=PREFLIGHT_AGE_S,
+            )
+            self._for_pages = cast(Asgi, pages)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request as ASGI asks for it."""
+        for_pages = scope["type"] == "http" and not is_admin_path(scope["path"])
+        await (self._for_pages if for_pages else self._app)(scope, receive, send)

@@ -1,0 +1,169 @@
+"""uvicorn's fast HTTP parser, with the limits it lacks: on connections, on heads and their time, on unread answers.
+
+httptools collects headers until they end, so a client that never ends them would fill our memory before anything of
+ours is asked. uvicorn's other parser, h11, stops at 64 KiB, and so does this; it costs the router more for each token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import time
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router.front.context import note_head_read
+from router.front.errors import error_body
+
+MAX_HEAD_BYTES: Final = 64 << 10
+"""A head may exceed it by what one read of a socket brings, 256 KiB at most."""
+LINGER_S: Final = 1.0
+"""How long what is still on its way is taken in and dropped: to close at once would reset the connection, and with it
+the answer that the client has not read."""
+HEAD_WITHIN_S: Final = 30.0
+"""How long a client may take from its connection, or from the first byte of a later request, to the end of the head."""
+MOST_CONNECTIONS: Final = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16_384)
+"""The other files are for workers and the rest. One that only waits takes some 20 KB."""
+
+
+def _last_words(status: HTTPStatus, sentence: str) -> bytes:
+    """Write a whole answer, after which the connection is closed."""
+    body = json.dumps(error_body(status, sentence))
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+_TOO_LARGE: Final = _last_words(
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    "The request line and headers are longer than 64 KiB: send less in them.",
+)
+_TOO_LATE: Final = _last_words(
+    HTTPStatus.REQUEST_TIMEOUT, f"No whole request head came within {HEAD_WITHIN_S:g} s: send it at once."
+)
+_TOO_MANY: Final = _last_words(
+    HTTPStatus.SERVICE_UNAVAILABLE, "The server has as many connections as it may have: try again later."
+)
+
+
+class _Counted:
+    """A transport that knows how much was written to it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.written_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Count, and write."""
+        self.written_bytes += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class BoundedHeads(HttpToolsProtocol):
+    """One connection."""
+
+    _part_ended = False
+    _head_bytes = 0
+    _refused = False
+    _taken_bytes = 0
+    _taken_s = 0.0
+    _counted: _Counted | None = None
+    _awaits_head = True
+    _head_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count what is written from now on, and begin to wait for a head."""
+        self._counted = _Counted(transport)
+        self._taken_s = time.monotonic()
+        super().connection_made(cast(asyncio.Transport, self._counted))
+        if len(self.connections) > MOST_CONNECTIONS:
+            self._end_with(_TOO_MANY)
+        else:
+            self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing any more."""
+        self._head_came()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        self._head_due = self.loop.call_later(HEAD_WITHIN_S, self._head_is_late)
+
+    def _head_came(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
+    def _head_is_late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._wait_for_head()  # the head of the next request; the answer to this one goes on
+        else:
+            self._end_with(_TOO_LATE)
+
+    def _end_with(self, last_words: bytes) -> None:
+        self._refused = True
+        self.transport.write(last_words)
+        self.transport.close()
+
+    @property
+    def unread_bytes(self) -> int:
+        """Written, and not taken by the client's socket."""
+        return 0 if self._counted is None else int(self._counted.get_write_buffer_size())
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long the client has taken nothing of what there is for it, as far as has been asked."""
+        if self._counted is None:
+            return 0.0
+        unread_bytes = self.unread_bytes
+        taken_bytes = self._counted.written_bytes - unread_bytes
+        if not unread_bytes or taken_bytes > self._taken_bytes:
+            self._taken_bytes, self._taken_s = taken_bytes, now_s
+        return now_s - self._taken_s
+
+    def give_up(self, why: str) -> None:
+        """Close at once and forget what the client has not read; what makes its answer is cancelled."""
+        del why
+        if self._counted is not None:
+            self._counted.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, then count what may belong to a head, or to the trailer of a body in chunks, that has not ended; not
+        what a read has besides the end of one."""
+        if self._refused:
+            return
+        self._part_ended = False
+        super().data_received(data)
+        if self._part_ended:
+            self._head_bytes = 0
+        else:
+            self._head_bytes += len(data)
+            if self._awaits_head and self._head_due is None and not self.transport.is_closing():
+                self._wait_for_head()  # once anything of it has come, uvicorn waits without end
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refused = True
+            self.transport.write(_TOO_LARGE)
+            self.loop.call_later(LINGER_S, self.transport.close)
+
+    def on_headers_complete(self) -> None:
+        """A body follows, or the next request's head."""
+        self._part_ended = True
+        self._awaits_head = False
+        self._head_came()
+        note_head_read(self.scope.setdefault("state", {}))
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A body ends the head; how long it may be is `router.front.middleware.body_limit`'s to say."""
+        self._part_ended = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """What comes now is a head."""
+        self._part_ended = True
+        self._awaits_head = True
+        super().on_message_complete()

@@ -1,0 +1,342 @@
+"""What becomes of each field that a client can send: honoured, refused with 400, or without effect here, and why.
+
+The names are vLLM's. `tests/unit/router/front/test_request_fields.py` walks the routes of the app and the schemas of
+their bodies, and fails on a field that is not here, so that the next vLLM cannot add one that is silently dropped; it
+also sends every field to a router and holds it against what is said here. `docs/request_fields.md` is made from this
+table, and the refusals are taken from it (`install`). A field that has its default value, or is null, was not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from vllm.exceptions import VLLMValidationError
+
+from router.front.errors import send_error
+from router.front.middleware.types import Asgi, Receive, Scope, Send
+
+FIELD_TESTS = "tests/unit/router/front/test_request_fields.py"
+SHOWN = f"{FIELD_TESTS}::test_what_is_honoured_changes_what_engines_are_asked_or_the_client_gets"
+SALTS = "tests/engines/test_api.py::test_prefixes_are_cached_for_one_cache_salt_only_on_prefill_and_on_decode"
+CHUNKS = "tests/unit/router/front/test_http.py::test_text_comes_in_the_clients_chunks_while_workers_send_every_token"
+
+
+@dataclass(frozen=True)
+class Honoured:
+    """The answer is vLLM's to this field. `test` shows it."""
+
+    test: str = SHOWN
+
+
+@dataclass(frozen=True)
+class Refused:
+    """400 with this sentence, before any work. vLLM's own refusals are told by a part of theirs."""
+
+    sentence: str
+    by: Literal["the router", "vLLM"] = "the router"
+    but_for: tuple[Any, ...] = ()
+    """Values besides the default that ask for nothing."""
+    status: int = 400
+
+
+@dataclass(frozen=True)
+class WithoutEffect:
+    """Accepted, and the answer is the same without it."""
+
+    why: str
+
+
+Verdict = Honoured | Refused | WithoutEffect
+
+_NO_BEAMS = Refused("this server does no beam search")
+_OTHER_KV = Refused("only the router may name hosts, ports and other requests' KV")
+_RENDERED_ONLY = WithoutEffect(
+    "vLLM reads it only where requests are rendered and not run, which this server does not offer"
+)
+_NO_MEDIA = Refused("are disabled by default", by="vLLM")
+_NO_BEST_OF = Refused("this server returns every sequence that it generates: use n", but_for=(1,))
+_NO_BACKEND = Refused("vLLM no longer offers a choice of backend per request")
+_NO_GUIDED = Refused("vLLM no longer has this field: use structured_outputs or response_format")
+_TEXT_ONLY = Refused("this server answers with text only", but_for=(["text"],))
+
+FIELDS: dict[str, Verdict] = {
+    # what is asked
+    "messages": Honoured(),
+    "prompt": Honoured(),
+    "input": Honoured(),
+    "query": Honoured(),
+    "items": Honoured(),
+    "tokens": Honoured(),
+    "label_token_ids": Honoured(),
+    "model": Honoured(),
+    "system": Honoured(),
+    "instructions": Honoured(),
+    "suffix": Refused("suffix is only supported for models with FIM completion", by="vLLM"),
+    "prompt_embeds": Refused("enable-prompt-embeds", by="vLLM"),
+    # how the prompt is made
+    "tools": Honoured(),
+    "tool_choice": Honoured(),
+    "parallel_tool_calls": WithoutEffect("without a tool parser no answer has tool calls; with one vLLM honours it"),
+    "documents": Honoured(),
+    "reasoning_effort": Honoured(),
+    "reasoning": Honoured(),
+    "chat_template": Refused("Chat template is passed with request", by="vLLM"),
+    "chat_template_kwargs": Honoured(),
+    "add_generation_prompt": Honoured(),
+    "continue_final_message": Honoured(),
+    "add_special_tokens": Honoured(),
+    "item_first": Honoured(),
+    "truncate_prompt_tokens": Honoured(),
+    "truncation_side": Honoured(),
+    "truncation": Honoured(),
+    "media_io_kwargs": _NO_MEDIA,
+    "mm_processor_kwargs": _NO_MEDIA,
+    "mm_payload": _RENDERED_ONLY,
+    "return_mm_kwargs": _RENDERED_ONLY,
+    "previous_input_messages": Refused("vLLM reads it for some models only: put earlier messages into input"),
+    "previous_response_id": Refused("not found", by="vLLM", status=404),
+    # how tokens are chosen
+    "temperature": Honoured(),
+    "top_p": Honoured(),
+    "top_k": Honoured(),
+    "min_p": Honoured(),
+    "seed": Honoured(),
+    "n": Honoured(),
+    "frequency_penalty": Honoured(),
+    "presence_penalty": Honoured(),
+    "repetition_penalty": Honoured(),
+    "logit_bias": Honoured(),
+    "allowed_token_ids": Honoured(),
+    "bad_words": Honoured(),
+    "structured_outputs": Honoured(),
+    "response_format": Honoured(),
+    "text": Honoured(),
+    "output_config": Honoured(),
+    "repetition_detection": Honoured(),
+    "thinking_token_budget": Refused("reasoning_config is not configured", by="vLLM"),
+    "thinking": Honoured(),
+    "watermarking": Refused("this server has no watermark configured", but_for=(False,)),
+    "use_beam_search": _NO_BEAMS,
+    "length_penalty": Refused("it belongs to beam search, which this server does not do"),
+    "early_stopping": Refused("it belongs to beam search, which this server does not do"),
+    "best_of": _NO_BEST_OF,
+    "guided_decoding_backend": _NO_BACKEND,
+    # where the answer ends
+    "max_tokens": Honoured(),
+    "max_completion_tokens": Honoured(),
+    "max_output_tokens": Honoured(),
+    "min_tokens": Honoured(),
+    "stop": Honoured(),
+    "stop_sequences": Honoured(),
+    "stop_token_ids": Honoured(),
+    "include_stop_str_in_output": Honoured(),
+    "ignore_eos": Honoured(),
+    "max_tool_calls": WithoutEffect("it limits calls of tools that the server runs, and this server runs none"),
+    # what the answer shows
+    "stream": Honoured(),
+    "stream_options": Honoured(),
+    "stream_interval": Honoured(CHUNKS),
+    "logprobs": Honoured(),
+    "top_logprobs": Honoured(),
+    "prompt_logprobs": Honoured(),
+    "logprob_token_ids": Honoured(),
+    "echo": Honoured(),
+    "include": Honoured(),
+    "include_reasoning": Honoured(),
+    "apply_softmax": Honoured(),
+    "skip_special_tokens": Honoured(),
+    "spaces_between_special_tokens": Honoured(),
+    "return_tokens_as_token_ids": Honoured(),
+    "return_token_ids": Honoured(),
+    "return_token_strs": Honoured(),
+    "return_prompt_text": Honoured(),
+    "return_token_offsets": Refused("this server returns no offsets; /tokenize returns token_strs", but_for=(False,)),
+    "routed_experts_prompt_start": Refused("this server does not report which experts were chosen"),
+    "enable_response_messages": Honoured(),
+    # names, and what belongs to a server
+    "request_id": Honoured(),
+    "user": WithoutEffect("clients are told apart by API key or address"),
+    "session_id": WithoutEffect("vLLM passes it to caches outside the engine, and there are none"),
+    "metadata": Honoured(),
+    "cache_salt": Honoured(SALTS),
+    "prompt_cache_key": WithoutEffect("vLLM ignores it; `cache_salt` keeps caches apart"),
+    "service_tier": WithoutEffect("there is one tier"),
+    "store": WithoutEffect("nothing is stored"),
+    "background": Refused("does not support `store=True`", by="vLLM"),
+    "priority": Refused("requests are taken in order of arrival, fairly among clients"),
+    "kv_transfer_params": _OTHER_KV,
+    "ec_transfer_params": _OTHER_KV,
+    "vllm_xargs": Refused("it is for extensions of vLLM's engine, and this server offers clients none"),
+}
+"""What becomes of each field, in all bodies but those below."""
+
+SPECIAL: dict[tuple[str, str], Verdict] = {
+    ("ResponsesRequest", "prompt"): Refused("prompt template is not supported", by="vLLM"),
+    ("BatchChatCompletionRequest", "n"): Refused("do not support `n > 1`", by="vLLM"),
+    ("BatchChatCompletionRequest", "use_beam_search"): Refused("do not support beam search", by="vLLM"),
+    ("BatchChatCompletionRequest", "tool_choice"): WithoutEffect("a batch takes no tools"),
+    ("AnthropicMessagesRequest", "metadata"): WithoutEffect("clients are told apart by API key or address"),
+    ("ResponsesRequest", "include_reasoning"): WithoutEffect(
+        "without a reasoning parser no answer separates reasoning; with one vLLM honours it"
+    ),
+}
+
+FOREIGN: dict[str, Refused] = {
+    "guided_json": _NO_GUIDED,
+    "guided_regex": _NO_GUIDED,
+    "guided_choice": _NO_GUIDED,
+    "guided_grammar": _NO_GUIDED,
+    "guided_whitespace_pattern": _NO_GUIDED,
+    "guided_decoding_backend": _NO_BACKEND,
+    "best_of": _NO_BEST_OF,
+    "functions": Refused("use tools"),
+    "function_call": Refused("use tool_choice", but_for=("none",)),
+    "logits_processors": Refused("clients cannot send code to this server"),
+    "modalities": _TEXT_ONLY,
+    "audio": _TEXT_ONLY,
+    "web_search_options": Refused("this server runs no tools"),
+    "lora_request": Refused("this server has no LoRA adapters"),
+}
+"""Fields of other servers and of older vLLMs: nothing reads them, so the answer would not be what was asked for."""
+
+HEADERS: dict[str, Verdict] = {
+    "authorization": Honoured("tests/unit/router/front/middleware/test_auth.py"),
+    "x-api-key": Honoured("tests/unit/router/front/middleware/test_auth.py"),
+    "x-request-id": Honoured(f"{FIELD_TESTS}::test_a_request_id_comes_back_in_the_answer"),
+    "x-ridgeline-timeout-s": Honoured(f"{FIELD_TESTS}::test_a_client_is_told_when_its_time_is_over"),
+    "x-vllm-priority": Refused(
+        "X-Vllm-Priority must be 0 or absent: requests are taken in order of arrival, fairly among clients"
+    ),
+    "x-data-parallel-rank": Refused("X-data-parallel-rank must be 0 or absent: the router chooses the worker"),
+    "x-session-id": WithoutEffect("vLLM passes it to caches outside the engine, and there are none"),
+    "traceparent": WithoutEffect("the router exports no traces"),
+    "endpoint-load-metrics-format": WithoutEffect("it asks for the load of one engine, and the router has none"),
+}
+
+
+_OURS = WithoutEffect("clients cannot set it: each leg has a value of its own")
+_NOT_OVER_HTTP = WithoutEffect("no field of a body sets it")
+SAMPLING: dict[str, Verdict] = {
+    "detokenize": _OURS,
+    "output_kind": _OURS,
+    "skip_clone": _OURS,
+    "extra_args": _OURS,
+    "skip_reading_prefix_cache": _OURS,
+    "output_text_buffer_length": WithoutEffect(
+        "vLLM derives it from `stop`, and the router's output processor reads it"
+    ),
+    "_eos_token_id": WithoutEffect("vLLM derives it from the model and `ignore_eos`"),
+    "_all_stop_token_ids": WithoutEffect("vLLM derives it from the model and `stop_token_ids`"),
+    "_bad_words_token_ids": WithoutEffect("vLLM derives it from `bad_words`"),
+    "_watermarking_skipped": WithoutEffect("vLLM derives it from `watermarking`"),
+    "prompt_logprob_token_ids": _NOT_OVER_HTTP,
+    "prompt_logprob_start": _NOT_OVER_HTTP,
+    "flat_logprobs": _NOT_OVER_HTTP,
+    "trace_decode_token_ids": _NOT_OVER_HTTP,
+}
+"""Of vLLM's SamplingParams, those that no body has under the same name."""
+
+
+def verdict(model: str, field: str) -> Verdict | None:
+    """What becomes of a field of a body of vLLM's, by the names of both; None if nobody has said."""
+    return SPECIAL.get((model, field)) or FIELDS.get(field)
+
+
+def refusal(request: BaseModel) -> VLLMValidationError | None:
+    """Why this body is refused, if it is."""
+    fields = type(request).model_fields
+    for name in request.model_fields_set:
+        said = verdict(type(request).__name__, name) if name in fields else FOREIGN.get(name)
+        if not isinstance(said, Refused) or said.by == "vLLM":
+            continue
+        default = fields[name].get_default(call_default_factory=True) if name in fields else None
+        if getattr(request, name) not in (None, [], {}, default, *said.but_for):
+            return VLLMValidationError(f"{name} is not supported by this server: {said.sentence}", parameter=name)
+    return None
+
+
+def beyond_share(request: BaseModel, most_sequences: int) -> VLLMValidationError | None:
+    """Why a list of prompts can never be answered in one request: each is admitted by itself, the last one never."""
+    prompt, n = getattr(request, "prompt", None), getattr(request, "n", None) or 1
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+    if prompts == 1 or prompts * n <= most_sequences:
+        return None
+    return VLLMValidationError(
+        f"{prompts} prompts with n = {n} are {prompts * n} sequences, and {most_sequences} of one client can be served "
+        "at a time (router.max_outstanding_requests, router.max_client_share): send fewer prompts in a request",
+        parameter="prompt",
+    )
+
+
+def install(state: Any, most_sequences: int) -> None:
+    """Have each handler in the state of vLLM's app ask here before it does anything.
+
+    `most_sequences` is what one client may have served at a time.
+    """
+    for serving in vars(state)["_state"].values():
+        for name in ("_check_model", "create_messages", "count_tokens"):  # Anthropic's convert their body, then ask
+            asked = getattr(serving, name, None)
+            if asked is not None:
+                vars(serving)[name] = _refusing(serving, asked, most_sequences)
+
+
+def _refusing(
+    serving: Any, handler: Callable[..., Awaitable[Any]], most_sequences: int
+) -> Callable[..., Awaitable[Any]]:
+    async def ask(request: Any, *rest: Any) -> Any:
+        error = refusal(request) or beyond_share(request, most_sequences)
+        return await handler(request, *rest) if error is None else serving.create_error_response(error)
+
+    return ask
+
+
+class RefusedHeaders:
+    """Refuses headers that ask for what this server does not do."""
+
+    def __init__(self, app: Asgi) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request as ASGI asks for it."""
+        for raw_name, value in scope.get("headers", ()) if scope["type"] == "http" else ():
+            said = HEADERS.get(raw_name.decode("latin-1"))
+            if isinstance(said, Refused) and value.strip() not in (b"", b"0"):
+                await send_error(send, HTTPStatus.BAD_REQUEST, said.sentence, param=raw_name.decode())
+                return
+        await self._app(scope, receive, send)
+
+
+def as_markdown() -> str:
+    """The tables of `docs/request_fields.md`."""
+    rows = [
+        (f"`{name}`", "" if not (models := _special(name)) else f"all but {models}", FIELDS[name]) for name in FIELDS
+    ]
+    rows += [(f"`{name}`", f"`{model}`", said) for (model, name), said in SPECIAL.items()]
+    rows += [(f"`{name}`", "unknown to vLLM", said) for name, said in FOREIGN.items()]
+    tables = [
+        ("Fields of bodies", "field", sorted(rows)),
+        ("Headers", "header", [(f"`{name}`", "", said) for name, said in sorted(HEADERS.items())]),
+        ("What only vLLM's `SamplingParams` have", "field", [(f"`{n}`", "", said) for n, said in SAMPLING.items()]),
+    ]
+    return "\n".join(
+        f"## {title}\n\n| {first} | of | here |\n|---|---|---|\n"
+        + "".join(f"| {name} | {where} | {_in_words(said)} |\n" for name, where, said in table)
+        for title, first, table in tables
+    )
+
+
+def _special(name: str) -> str:
+    return ", ".join(f"`{model}`" for model, field in SPECIAL if field == name)
+
+
+def _in_words(said: Verdict) -> str:
+    if isinstance(said, Honoured):
+        return f"honoured: `{said.test.partition('::')[0]}`"
+    if isinstance(said, WithoutEffect):
+        return f"without effect: {said.why}"
+    unless = f", unless it is {' or '.join(repr(value) for value in said.but_for)}" if said.but_for else ""
+    return f"refused with {said.status} by {said.by}{unless}: {said.sentence}"

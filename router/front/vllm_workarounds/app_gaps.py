@@ -1,0 +1,133 @@
+"""What vLLM's API server app leaves open between a malformed request and its answer. Installed by `router.front.app`.
+
+The app is written for a server with one engine, and some of its checks of a body fail instead of refusing it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+import msgspec
+from starlette.responses import JSONResponse
+from vllm.entrypoints.openai.chat_completion import api_router as chat_routes
+from vllm.entrypoints.openai.completion import api_router as completion_routes
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+from engine.passed_args import SERVER_ARGS
+from router.front.middleware.types import Asgi, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+NOT_OFFERED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone")
+"""Resizing the server's own engine, of which the router has none, and an interface that this model type lacks."""
+_FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
+_READING_BODIES = ("loads", "validate_python", "validate_json", "model_validate", "model_validate_json")
+_READING = {
+    "json": _READING_BODIES,
+    "pydantic": _READING_BODIES,
+    "vllm": ("construct_chat_messages_with_tool_call",),  # expects that an earlier answer has a text
+}
+"""Functions, by package, in which a body is read."""
+_ROUTES_OF_LONG_ANSWERS = (chat_routes, completion_routes)
+_RAISED_BY_READING = (AttributeError, LookupError, AssertionError, RecursionError, ArithmeticError)
+"""By nesting without end, and by checks that take a value's type for granted; pydantic refuses only ValueErrors."""
+
+
+class QuickJson(JSONResponse):
+    """An answer with log-probabilities is written in a tenth of the time, in which every stream stands still."""
+
+    def render(self, content: Any) -> bytes:
+        """The same JSON."""
+        try:
+            return msgspec.json.encode(content)
+        except (TypeError, ValueError, RecursionError):
+            return super().render(content)
+
+
+@contextmanager
+def root_logger_kept() -> Iterator[None]:
+    """A library that vLLM's app imports, for SageMaker, raises the root logger and its handlers to ERROR: from then on
+    none of our warnings would be heard."""
+    root, levels = logging.root.level, [(handler, handler.level) for handler in logging.root.handlers]
+    try:
+        yield
+    finally:
+        logging.root.setLevel(root)
+        for handler, level in levels:
+            handler.setLevel(level)
+
+
+def install(app: Any) -> None:
+    """On vLLM's FastAPI app: take away paths that can only fail; refuse bodies on which validation itself fails."""
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in NOT_OFFERED]
+    for module in _ROUTES_OF_LONG_ANSWERS:
+        vars(module)["JSONResponse"] = QuickJson
+    for kind in _RAISED_BY_READING:
+        app.add_exception_handler(kind, _refuse_unreadable)
+    app.middleware_stack = None  # vLLM has built it by now, without these; the first request builds it anew
+
+
+def name_settings(state: Any) -> None:
+    """On the state of vLLM's app: what a client is told to set is named as it is in this server's configuration."""
+    renderer = state.online_renderer
+    answer = renderer.create_error_response
+
+    def with_our_names(message: Any, *args: Any, **kwargs: Any) -> Any:
+        told = _FLAG.sub(_our_name, message) if isinstance(message, str) else message
+        return answer(told, *args, **kwargs)
+
+    vars(renderer)["create_error_response"] = with_our_names
+
+
+def _our_name(flag: re.Match[str]) -> str:
+    name = flag[1].replace("-", "_")
+    return f"server_args.{name}" if name in SERVER_ARGS else flag[0]
+
+
+async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:
+    """400 if the error was raised while a body was read; else it goes on to be a 500, as it was."""
+    if not any(_reads(frame) for frame, _ in walk_tb(error.__traceback__)):
+        raise error
+    answer = create_error_response(f"the request cannot be understood: {error}")
+    return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+
+
+def _reads(frame: FrameType) -> bool:
+    package = frame.f_globals.get("__name__", "").split(".")[0]
+    return frame.f_code.co_name in _READING.get(package, ())
+
+
+class EndedStreams:
+    """Ends a stream whose generator fails after the status has been sent with an error event, not in the middle."""
+
+    def __init__(self, app: Asgi) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request as ASGI asks for it."""
+        streams = False
+
+        async def sending(message: Message) -> None:
+            nonlocal streams
+            if message["type"] == "http.response.start":
+                streams = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            if not streams:
+                raise
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            answer = create_error_response(cause)
+            if answer.error.code >= 500:
+                logger.exception("an answer failed after its status had been sent")
+            event = f"event: error\ndata: {json.dumps(answer.model_dump())}\n\n"
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": False})

@@ -1,0 +1,132 @@
+"""What is kept for clients that have not read it yet, and when that ends: by time, and by bytes of one and of all.
+
+A client that does not read takes memory and nothing else: its place in admission is given back when its sequences have
+ended on the workers. A stream that falls too far behind is ended there and then (`router/front/engine_client.py`); a
+connection that takes nothing for `write_deadline_s`, and the largest while all are too much together, end here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
+
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+logger = logging.getLogger(__name__)
+LOOK_EVERY_S = 1.0
+TOKEN_BYTES = 40
+LOGPROB_BYTES = 250
+"""About what one entry takes in memory."""
+
+Why = Literal["stream_bytes", "total_bytes", "deadline"]
+
+
+class Holder(Protocol):
+    """A stream or a connection."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """What its client has not read."""
+        ...
+
+    def give_up(self, why: Why) -> None:
+        """Forget that, and end it."""
+        ...
+
+
+class Connection(Holder, Protocol):
+    """One that has a socket."""
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long its client has taken nothing of what there is for it."""
+        ...
+
+
+class BoundedCollector(RequestOutputCollector):  # type: ignore[misc]
+    """One request's outputs, merged while its client does not read them, up to `max_bytes` of a stream."""
+
+    def __init__(
+        self, output_kind: RequestOutputKind, request_id: str, max_bytes: int, end: Callable[[Why], None]
+    ) -> None:
+        super().__init__(output_kind, request_id)
+        self._max_bytes = max_bytes
+        self._end = end
+        self.unread_bytes = 0
+
+    def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
+        """As vLLM does, and count. A whole answer in one piece is as long as admission has let it become."""
+        unread = self.output
+        super().put(output)
+        if isinstance(unread, RequestOutput) and isinstance(output, RequestOutput):
+            # vLLM's merging drops those of a sequence that comes first now, and `echo` would find none for it.
+            unread.prompt_logprobs = unread.prompt_logprobs or output.prompt_logprobs
+        if not isinstance(output, RequestOutput):
+            self.unread_bytes = 0  # an error takes the place of all before
+            return
+        self.unread_bytes += _bytes(output)
+        if self.aggregate and self.unread_bytes > self._max_bytes:
+            self.give_up("stream_bytes")
+
+    async def get(self) -> RequestOutput | PoolingRequestOutput:
+        """What has come since the last call; waits for some."""
+        output = await super().get()
+        self.unread_bytes = 0
+        return output
+
+    def get_nowait(self) -> RequestOutput | PoolingRequestOutput | None:
+        """The same, or None."""
+        output = super().get_nowait()
+        self.unread_bytes = 0
+        return output
+
+    def give_up(self, why: Why) -> None:
+        """End the request everywhere; the client, should it read on, finds an error."""
+        self._end(why)
+
+
+def _bytes(output: RequestOutput) -> int:
+    entries = sum(len(position) for one in output.outputs for position in one.logprobs or () if position)
+    tokens = sum(len(one.token_ids) for one in output.outputs)
+    return TOKEN_BYTES * (tokens + 1) + LOGPROB_BYTES * entries
+
+
+async def watch(
+    connections: Callable[[], Iterable[Connection]],
+    streams: Callable[[], Iterable[Holder]],
+    write_deadline_s: float,
+    max_unread_bytes: int,
+    on_end: Callable[[Why], None],
+) -> None:
+    """Look every second, until cancelled."""
+    while True:
+        await asyncio.sleep(min(LOOK_EVERY_S, write_deadline_s / 4))
+        look(list(connections()), list(streams()), write_deadline_s, max_unread_bytes, on_end)
+
+
+def look(
+    connections: list[Connection],
+    streams: list[Holder],
+    write_deadline_s: float,
+    max_unread_bytes: int,
+    on_end: Callable[[Why], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """End what has been silent for too long, then the largest until the rest is no more than it may be."""
+    now_s = clock()
+    silent = [connection for connection in connections if connection.silent_s(now_s) > write_deadline_s]
+    for connection in silent:
+        connection.give_up("deadline")
+        on_end("deadline")
+    holders: list[Holder] = [*(one for one in connections if one not in silent), *streams]
+    total = sum(holder.unread_bytes for holder in holders)
+    for holder in sorted(holders, key=lambda holder: -holder.unread_bytes):
+        if total <= max_unread_bytes:
+            break
+        total -= holder.unread_bytes
+        holder.give_up("total_bytes")
+        on_end("total_bytes")

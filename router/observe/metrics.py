@@ -1,0 +1,406 @@
+"""The Prometheus series of Ridgeline but for the loop's lag; the names are a contract with dashboards.
+
+Request series are observed here: a token's latencies as it goes to the client, the rest when its sequence ends. Worker
+series are read from the workers' last status at scrape time: their counters are cumulative since the worker's start. No
+data is an absent series, never a zero.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from contracts.vocabulary import Pool
+from contracts.workers import WorkerStatus
+from router.fleet.policy import WorkerLoad
+from router.observe.timeline import Latency, Outcome, RequestTimeline
+from router.settings import PoolHardware
+
+LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
+STAGE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+
+class RequestMetrics:
+    """Series about requests."""
+
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        """Register them; without a registry they are counted and nobody reads them."""
+        pool = ("pool",)
+        self.ttft = Histogram(
+            "ridgeline_ttft_seconds",
+            "Time to first token (TTFT): from the head of the HTTP request being read to the first token being handed "
+            "to the HTTP side; once per sequence",
+            pool,
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.tpot = Histogram(
+            "ridgeline_tpot_seconds",
+            "Time per output token (TPOT) of a finished sequence: (latency - TTFT) / (output tokens - 1)",
+            pool,
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.itl = Histogram(
+            "ridgeline_itl_seconds",
+            "Inter-token latency (ITL): gap between two successive deltas sent to a client; a delta can hold several "
+            "tokens",
+            pool,
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.second_token = Histogram(
+            "ridgeline_second_token_seconds",
+            "Gap between a sequence's first delta and its second; with first-token mode continue it includes the "
+            "hand-off of KV",
+            pool,
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.stage = Histogram(
+            "ridgeline_stage_seconds",
+            "Time that a finished sequence spent in each stage: preprocess (reading and tokenising the request, "
+            "admission), queue (router, then engine), prefill, handoff_wait (from the decode worker asking for the KV "
+            "to the first byte), wire (moving the KV), decode_queue, decode",
+            ("stage",),
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.requests = Counter(
+            "ridgeline_requests",
+            "Sequences that ended, by outcome and path: disaggregated (prefilled on one worker, decoded on another), "
+            "fallback (whole on a decode worker because prefill or the KV transfer failed or was not available), "
+            "decode_only (whole on a decode worker because the prompt is short), colocated (whole on a replica, as "
+            "intended in this mode); a request with n > 1 counts as n",
+            ("path", "outcome"),
+            registry=registry,
+        )
+        self.first_token = Counter(
+            "ridgeline_first_token",
+            "KV hand-offs by who sampled the first token: continue (prefill) or resample (decode, for the given "
+            "reason)",
+            ("mode", "reason"),
+            registry=registry,
+        )
+        self.overlapped = Counter(
+            "ridgeline_followed_handoffs",
+            "Prompts of several chunks: ok if their KV was transferred while prefill went on, otherwise why it was not",
+            ("result",),
+            registry=registry,
+        )
+        self.retries = Counter(
+            "ridgeline_retries",
+            "Requests moved to another worker, by the state they were in and the cause",
+            ("state", "cause"),
+            registry=registry,
+        )
+        self.pause = Histogram(
+            "ridgeline_continuation_pause_seconds",
+            "Pause that a client saw when its worker was lost: from the last token before the loss, or from arrival, "
+            "to the next token; by the state the request was in",
+            ("state",),
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.rejected = Counter(
+            "ridgeline_rejected",
+            "Requests refused by admission: draining, not_ready, no_worker, too_large (can never fit), overload (too "
+            "many requests), prompt_wait (too long a queue), kv_blocks (too little KV cache), client_share (this "
+            "client holds its share)",
+            ("reason",),
+            registry=registry,
+        )
+        self.unread = Counter(
+            "ridgeline_unread_answers_ended",
+            "Answers cut off because their client did not read them: deadline (took nothing for too long), "
+            "stream_bytes (this one too far behind), total_bytes (all unread answers together too large)",
+            ("why",),
+            registry=registry,
+        )
+
+        self.canaries = Counter(
+            "ridgeline_canaries", "Canary requests sent by GET /ready, by result", ("result",), registry=registry
+        )
+
+        self._latencies: dict[tuple[Latency, Pool], Histogram] = {}
+        """The children, kept: this is for each token, and `labels` would cost more than `observe`."""
+
+    def observe(self, latency: Latency, pool: Pool, seconds: float) -> None:
+        """Record that a token, which a worker of `pool` made, has gone to its client."""
+        child = self._latencies.get((latency, pool))
+        if child is None:
+            series = {"ttft": self.ttft, "second_token": self.second_token, "itl": self.itl}[latency]
+            child = self._latencies[latency, pool] = series.labels(pool)
+        child.observe(seconds)
+
+    def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
+        """Observe a sequence that has ended."""
+        self.requests.labels(timeline.path, outcome).inc()
+        for state, pause_s in timeline.pauses_s:
+            self.pause.labels(state).observe(pause_s)
+        if outcome != "finished":
+            return
+        if timeline.tpot_s is not None:
+            self.tpot.labels(timeline.last_pool).observe(timeline.tpot_s)
+        for stage, seconds in timeline.stages_s().items():
+            self.stage.labels(stage).observe(seconds)
+
+
+class WorkerView(Protocol):
+    """What the collector reads of a connected worker."""
+
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def status(self) -> WorkerStatus | None: ...
+    def load(self) -> WorkerLoad: ...
+
+
+class KvPairView(Protocol):
+    """What the collector reads of a pairing."""
+
+    @property
+    def prefill(self) -> str: ...
+    @property
+    def decode(self) -> str: ...
+    @property
+    def transport(self) -> str: ...
+
+
+# counter name's first part -> (series, help, names of the labels its other parts give)
+_WORKER_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "flops_total": (
+        "ridgeline_flops",
+        "Floating-point operations that the model's arithmetic needs, by kind of step",
+        ("step",),
+    ),
+    "bytes_total": (
+        "ridgeline_bytes",
+        "Bytes that the model must read and write, by kind of step and kind of data",
+        ("step", "kind"),
+    ),
+    "busy_seconds_total": (
+        "ridgeline_busy_seconds",
+        "Wall-clock time spent in engine steps, by kind of step",
+        ("step",),
+    ),
+    "steps_total": ("ridgeline_steps", "Engine steps, by kind: prefill, decode, mixed", ("step",)),
+    "tokens_total": (
+        "ridgeline_tokens",
+        "Tokens computed, by the phase their request was in: prefill or decode",
+        ("phase",),
+    ),
+    "recompute_total": (
+        "ridgeline_recompute",
+        "Prompts computed on the decode worker instead of transferred to it, by reason",
+        ("reason",),
+    ),
+    "kv_bytes_total": (
+        "ridgeline_kv_transfer_bytes",
+        "KV bytes sent to other workers (as encoded for the wire) or received (as written to the cache)",
+        ("direction",),
+    ),
+    "fetches_total": ("ridgeline_fetches", "KV fetches of a decode worker, by result", ("result",)),
+    "expired_leases_total": ("ridgeline_expired_leases", "Hand-offs whose lease ran out before they were fetched", ()),
+}
+_WORKER_GAUGES = {
+    "open_leases": ("ridgeline_leases", "Hand-offs that a worker offers and that have not been released"),
+    "pinned_blocks": ("ridgeline_pinned_blocks", "KV blocks that hand-offs keep from being freed"),
+    "active_fetches": ("ridgeline_active_fetches", "KV fetches that a decode worker has in progress"),
+    "watched_handoffs": (
+        "ridgeline_watched_handoffs",
+        "Hand-offs that a decode worker keeps alive with heartbeats until it has fetched them",
+    ),
+}
+
+
+class WorkerCollector(Collector):
+    """Turns the workers' last status into series; registered once."""
+
+    def __init__(
+        self,
+        workers: Callable[[], Iterable[WorkerView]],
+        hardware: Callable[[], dict[Pool, PoolHardware]],
+        in_flight: Callable[[], int],
+        kv_pairs: Callable[[], Iterable[KvPairView]],
+        restarts: Callable[[], Mapping[tuple[str, str], int]],
+    ) -> None:
+        self._workers = workers
+        self._hardware = hardware
+        self._in_flight = in_flight
+        self._kv_pairs = kv_pairs
+        self._restarts = restarts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every series; called by prometheus-client at each scrape."""
+        workers = list(self._workers())
+        yield GaugeMetricFamily(
+            "ridgeline_requests_in_flight", "Sequences that the router is serving", self._in_flight()
+        )
+        yield self._pairs()
+        yield self._restarted()
+        yield from self._counters(workers)
+        yield from self._gauges(workers)
+        yield from self._pools(workers)
+
+    def _pairs(self) -> Metric:
+        family = GaugeMetricFamily(
+            "ridgeline_kv_pair",
+            "1 for each pair of workers that can exchange KV, labelled with the transport that carries it",
+            labels=["prefill", "decode", "transport"],
+        )
+        for pair in self._kv_pairs():
+            family.add_metric([pair.prefill, pair.decode, pair.transport], 1)
+        return family
+
+    def _restarted(self) -> Metric:
+        family = CounterMetricFamily(
+            "ridgeline_worker_restarts",
+            "Restarts of a worker, by reason: actor_died, engine_died, stalled (work but no step), unreachable (no "
+            "answer to the supervisor), cut_off (no answer to the router)",
+            labels=["worker", "reason"],
+        )
+        for (worker, reason), count in self._restarts().items():
+            family.add_metric([worker, reason], count)
+        return family
+
+    def _counters(self, workers: list[WorkerView]) -> Iterator[Metric]:
+        for prefix, (series, text, labels) in _WORKER_COUNTERS.items():
+            family = CounterMetricFamily(series, text, labels=["pool", "worker", *labels])
+            for worker in workers:
+                for name, value in worker.status.counters.items() if worker.status else ():
+                    first, *rest = name.split(".")
+                    if first == prefix and len(rest) == len(labels):
+                        family.add_metric([worker.pool, worker.worker_id, *rest], value)
+            if family.samples:
+                yield family
+
+    def _gauges(self, workers: list[WorkerView]) -> Iterator[Metric]:
+        statuses = [(worker, worker.status) for worker in workers if worker.status is not None]
+        for name, (series, text) in _WORKER_GAUGES.items():
+            family = GaugeMetricFamily(series, text, labels=["pool", "worker"])
+            for worker, status in statuses:
+                if name in status.counters:
+                    family.add_metric([worker.pool, worker.worker_id], status.counters[name])
+            if family.samples:
+                yield family
+        for attribute, text in (
+            ("running", "Sequences in the batch of a worker's engine"),
+            ("waiting", "Sequences waiting in the queue of a worker's engine"),
+            ("tasks", "Tasks that a worker has accepted and not finished"),
+            ("kv_blocks_free", "Free blocks in a worker's KV cache"),
+            ("kv_blocks_total", "Blocks in a worker's KV cache"),
+        ):
+            family = GaugeMetricFamily(f"ridgeline_{attribute.removesuffix('_total')}", text, labels=["pool", "worker"])
+            for worker, status in statuses:
+                family.add_metric([worker.pool, worker.worker_id], getattr(status, attribute))
+            yield family
+
+    def _pools(self, workers: list[WorkerView]) -> Iterator[Metric]:
+        usable = GaugeMetricFamily(
+            "ridgeline_workers", "Workers of the pool that are connected and can be given work", labels=["pool"]
+        )
+        unusable = GaugeMetricFamily(
+            "ridgeline_unusable_workers",
+            "Workers of the pool that cannot be given work: detached (no connection), draining, failed (its engine "
+            "died, stalls, or its status is too old)",
+            labels=["pool", "state"],
+        )
+        peak_flops = GaugeMetricFamily(
+            "ridgeline_peak_flops",
+            "Peak FLOP/s of one worker of the pool, measured or from a data sheet",
+            labels=["pool"],
+        )
+        peak_bytes = GaugeMetricFamily(
+            "ridgeline_peak_bytes_per_second",
+            "Peak memory bandwidth of one worker of the pool, measured or from a data sheet",
+            labels=["pool"],
+        )
+        intensity = GaugeMetricFamily(
+            "ridgeline_arithmetic_intensity",
+            "Arithmetic intensity of the pool since its workers started: FLOPs per byte moved",
+            labels=["pool"],
+        )
+        for pool in sorted({worker.pool for worker in workers} | self._hardware().keys()):
+            members = [worker for worker in workers if worker.pool == pool]
+            states = Counts(_state(worker.load()) for worker in members)
+            usable.add_metric([pool], states.pop("usable", 0))
+            for state, number in sorted(states.items()):
+                unusable.add_metric([pool, state], number)
+            hardware = self._hardware().get(pool)
+            if hardware is not None:
+                peak_flops.add_metric([pool], hardware.peak_flops)
+                peak_bytes.add_metric([pool], hardware.peak_bytes_per_s)
+            flops, moved = _total(members, "flops_total."), _total(members, "bytes_total.")
+            if moved:
+                intensity.add_metric([pool], flops / moved)
+        yield from (usable, unusable, peak_flops, peak_bytes, intensity)
+
+
+class QueueView(Protocol):
+    """What the collector reads of a pool's prompt queue."""
+
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def waiting_tokens(self) -> int: ...
+    @property
+    def tokens_per_s(self) -> float | None: ...
+
+
+class QueueCollector(Collector):
+    """Series about prompts that wait in the router; registered once."""
+
+    def __init__(self, queues: Iterable[QueueView]) -> None:
+        self._queues = list(queues)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every series; called by prometheus-client at each scrape."""
+        prompts = GaugeMetricFamily(
+            "ridgeline_waiting_prompts", "Prompts that wait in the router for a worker of the pool", labels=["pool"]
+        )
+        tokens = GaugeMetricFamily(
+            "ridgeline_waiting_prompt_tokens",
+            "Tokens of the prompts that wait in the router for a worker of the pool",
+            labels=["pool"],
+        )
+        rate = GaugeMetricFamily(
+            "ridgeline_prompt_tokens_per_second",
+            "Prompt tokens per second that the pool computes when it is fully loaded, as last measured",
+            labels=["pool"],
+        )
+        for queue in self._queues:
+            prompts.add_metric([queue.pool], queue.waiting)
+            tokens.add_metric([queue.pool], queue.waiting_tokens)
+            if queue.tokens_per_s is not None:
+                rate.add_metric([queue.pool], queue.tokens_per_s)
+        yield from (prompts, tokens, rate)
+
+
+def _state(load: WorkerLoad) -> str:
+    """The first reason why it is not usable."""
+    if not load.connected:
+        return "detached"
+    if not load.healthy:
+        return "failed"
+    return "draining" if load.draining else "usable"
+
+
+def _total(workers: list[WorkerView], prefix: str) -> float:
+    return sum(
+        value
+        for worker in workers
+        if worker.status is not None
+        for name, value in worker.status.counters.items()
+        if name.startswith(prefix)
+    )

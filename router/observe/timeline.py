@@ -1,0 +1,135 @@
+"""One record per request that joins both legs: it hears what happens, `metrics.py` reads it when it closes.
+
+Nothing is decided on it; where a request is, and what follows from that, is `router/dispatch/request.py`.
+
+All times are durations, taken on one clock each: the router's for what a client sees, the worker's for its stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from contracts.tasks import LegTiming
+from contracts.vocabulary import Pool
+from router.fleet.policy import Path
+
+Outcome = Literal["finished", "failed", "cancelled"]
+State = Literal["queued", "prefilling", "handoff", "decoding"]
+"""Where a request is. `handoff`: its first token is out, decode has not produced one yet."""
+Latency = Literal["ttft", "second_token", "itl"]
+"""From arrival to the first delta with tokens; from that to the second one; from each to the next."""
+Observe = Callable[[Latency, Pool, float], None]
+"""A latency, the pool that made the token which ended it, and its seconds."""
+
+
+def _nobody(_latency: Latency, _pool: Pool, _seconds: float) -> None: ...
+
+
+@dataclass
+class RequestTimeline:
+    """What happened to one sequence, as it happens."""
+
+    clock: Callable[[], float]
+    request_id: str
+    num_prompt_tokens: int
+    path: Path
+    head_read_s: float | None = None
+    """When the head of its HTTP request had been read; None: it arrives now."""
+    observe: Observe = _nobody
+    """Told of each latency in the moment it is known."""
+    router_queue_s: float = 0.0
+    """The prompt waited so long in the router for a worker."""
+    num_output_tokens: int = 0
+    prefill_timing: LegTiming | None = None
+    decode_timing: LegTiming | None = None
+    overlapped: bool = False
+    """The KV was fetched while prefill went on: waiting for it cost nothing but the last segment."""
+    pauses_s: list[tuple[State, float]] = field(default_factory=list)
+    """What each loss of a worker cost the client, and where the request was: from the token before the loss, or the
+    arrival, to the token after it."""
+    last_pool: Pool | None = None
+    """Made the last token so far."""
+    arrived_s: float = field(init=False)
+    preprocess_s: float | None = field(init=False)
+    """From the head to the orchestrator: body, template, tokenising, admission."""
+    _first_token_s: float = 0.0
+    _last_token_s: float = 0.0
+    _num_deltas: int = 0
+    _interrupted: State | None = None
+
+    def __post_init__(self) -> None:
+        now_s = self.clock()
+        self.arrived_s = now_s if self.head_read_s is None else self.head_read_s
+        self.preprocess_s = None if self.head_read_s is None else now_s - self.head_read_s
+
+    def tokens(self, count: int, pool: Pool) -> None:
+        """Record that `count` tokens, which a worker of `pool` made, go to the client now."""
+        if not count:
+            return
+        now_s = self.clock()
+        before_s = self._last_token_s if self._num_deltas else self.arrived_s
+        if self._interrupted is not None:
+            self.pauses_s.append((self._interrupted, now_s - before_s))
+            self._interrupted = None
+        self.num_output_tokens += count
+        self._num_deltas += 1
+        self._last_token_s, self.last_pool = now_s, pool
+        if self._num_deltas == 1:
+            self._first_token_s = now_s
+            self.observe("ttft", pool, now_s - before_s)
+            return
+        if self._num_deltas == 2:
+            self.observe("second_token", pool, now_s - before_s)
+        self.observe("itl", pool, now_s - before_s)
+
+    def decode_reported(self, timing: LegTiming | None) -> None:
+        """Hear how the leg that decodes went. Where it had to compute the prompt after all, the request was not split,
+        whatever was planned."""
+        self.decode_timing = timing
+        receipt = None if timing is None else timing.receipt
+        if self.path == "disaggregated" and receipt is not None and receipt.outcome != "ok":
+            self.path = "fallback"
+
+    def interrupted(self, state: State) -> None:
+        """Hear that it was taken from its worker in this state, and begins again where it was."""
+        self._interrupted = state
+        self.overlapped = False
+        self.prefill_timing = self.decode_timing = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(latency - TTFT) / (output tokens - 1), vLLM's definition."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self._last_token_s - self._first_token_s) / (self.num_output_tokens - 1)
+
+    def stages_s(self) -> dict[str, float]:
+        """Seconds in each stage; a stage that did not happen is absent, not zero."""
+        stages = self._split_stages_s() if self.path == "disaggregated" else self._whole_stages_s()
+        return {"preprocess": self.preprocess_s} | stages if self.preprocess_s is not None else stages
+
+    def _split_stages_s(self) -> dict[str, float]:
+        stages: dict[str, float] = {}
+        if self.prefill_timing is not None:
+            stages["queue"] = self.router_queue_s + self.prefill_timing.queue_s
+            stages["prefill"] = self.prefill_timing.compute_s
+        if self.decode_timing is not None:
+            receipt = self.decode_timing.receipt
+            wait_s, wire_s = (receipt.wait_s, receipt.wire_s) if receipt else (0.0, 0.0)
+            stages["handoff_wait"] = 0.0 if self.overlapped else wait_s
+            stages["wire"] = wire_s
+            stages["decode_queue"] = max(0.0, self.decode_timing.queue_s - wait_s - wire_s)
+            stages["decode"] = self.decode_timing.compute_s
+        return stages
+
+    def _whole_stages_s(self) -> dict[str, float]:
+        timing = self.decode_timing
+        if timing is None:
+            return {}
+        return {
+            "queue": self.router_queue_s + timing.queue_s,
+            "prefill": timing.first_token_s,
+            "decode": timing.compute_s - timing.first_token_s,
+        }

@@ -1,0 +1,275 @@
+"""The router's one object: puts its parts together, runs them, and ends them.
+
+Two steps, so that the slow one (importing vLLM, loading the tokenizer) runs while the engines load: `Router(settings)`,
+then `serve(worker addresses)`. Owned by `cluster.runtime.actors`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+from prometheus_client import REGISTRY
+
+from contracts.errors import EngineError
+from contracts.rpc.address import http_url, join_host_port
+from contracts.vocabulary import Pool
+from contracts.workers import WorkerDescription
+from router.dispatch.orchestrator import Orchestrator
+from router.dispatch.releaser import HandoffReleaser
+from router.fleet.fleet import Fleet
+from router.fleet.pairing import KvPair, PairingRefused
+from router.fleet.policy import pools_of
+from router.flow.admission import Admission
+from router.flow.held_bodies import HeldBodies
+from router.flow.prompt_queue import prompt_queues
+from router.front.app import Gates, build_app, frontend_config, server_args
+from router.front.engine_client import RouterEngineClient
+from router.front.health import Canary, Readiness, canary_prompt_tokens
+from router.front.middleware.http_protocol import BoundedHeads
+from router.front.middleware.types import Asgi
+from router.front.vllm_workarounds import unread
+from router.observe.loop_lag import LoopLag
+from router.observe.metrics import QueueCollector, RequestMetrics, WorkerCollector
+from router.settings import PoolHardware, RouterSettings
+
+DRAIN_POLL_S = 0.05
+LAST_WORDS_S = 2
+TCP_NOTSENT_LOWAT = 25
+"""Linux's number; `socket` has no name for it yet."""
+KERNEL_UNSENT_BYTES = 128 << 10
+"""Of one connection, so that what a client does not read is counted here and not hidden in megabytes of the kernel."""
+KEEP_ALIVE_S = 75
+"""Longer than clients and proxies keep an idle connection (5 to 60 s): who closes first must not be the one that is
+asked next, or a request is lost between the two."""
+
+
+class _Stopped(Exception):
+    """Raised inside the router's task group to end all of it."""
+
+
+class Router:
+    """The router process's one object; make it inside a running event loop."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._args = server_args(settings)
+        self._metrics = RequestMetrics(REGISTRY)
+        self._releaser = HandoffReleaser(settings.tls)
+        self._fleet = Fleet(
+            secrets.token_hex(8),
+            self._releaser.release,
+            settings.tls,
+            on_gone=self._releaser.forget,
+            stall_timeout_s=settings.stall_timeout_s,
+        )
+        self._queues = prompt_queues(self._fleet, settings)
+        self._admission = Admission(settings, self._queues, self._fleet.pool, self._metrics)
+        self._gates = Gates(
+            check_share=self._admission.check_share,
+            most_sequences=self._admission.most_of_one_client,
+            on_refused=lambda reason: self._metrics.rejected.labels(reason).inc(),
+            bodies=HeldBodies(settings.max_request_bytes),
+        )
+        self._client = RouterEngineClient(
+            frontend_config(self._args),
+            self._admission,
+            settings.max_unread_stream_bytes,
+            self._count_unread,
+        )
+        self._orchestrator = Orchestrator(self._fleet, self._queues, settings, self._metrics, self._releaser.release)
+        self._hardware: dict[Pool, PoolHardware] = {}
+        REGISTRY.register(
+            WorkerCollector(
+                workers=lambda: self._fleet.workers,
+                hardware=lambda: self._hardware,
+                in_flight=lambda: self._orchestrator.in_flight,
+                kv_pairs=lambda: self._fleet.kv_pairs,
+                restarts=lambda: self._fleet.restarts,
+            )
+        )
+        REGISTRY.register(QueueCollector(self._queues.values()))
+        self._lag = LoopLag()
+        REGISTRY.register(self._lag)
+        self._stop = asyncio.Event()
+        self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def workers(self) -> list[WorkerDescription]:
+        """The workers it is connected to."""
+        return [worker.description for worker in self._fleet.workers]
+
+    @property
+    def kv_pairs(self) -> list[KvPair]:
+        """What carries KV between which workers."""
+        return self._fleet.kv_pairs
+
+    async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
+        """Connect to the workers, open the port, return the URL. Raises PairingRefused, WorkerLost, OSError.
+
+        `hardware` has the peaks of one worker of each pool, for the metrics.
+        """
+        self._hardware = hardware
+        self._running = asyncio.create_task(self._run(worker_addresses), name="router")
+        waiting: list[asyncio.Future[Any]] = [self._running, self._url]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            await self._running  # raises what went wrong
+        return await self._url
+
+    async def replace_worker(self, address: str, reason: str) -> None:
+        """Take in a worker that was started again because of `reason`, in place of its older incarnation.
+
+        Raises WorkerLost or PairingRefused.
+        """
+        await self._fleet.replace(address, reason)
+        self._dispatch()
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker that has left for good."""
+        await self._fleet.remove(worker_id)
+        self._dispatch()
+
+    def unreached(self, for_s: float) -> list[str]:
+        """Addresses of the workers that it has not reached for so long."""
+        return self._fleet.unreached(for_s)
+
+    def _dispatch(self) -> None:
+        """The fleet has changed: who waits for a worker may find one."""
+        for queue in self._queues.values():
+            queue.dispatch()
+
+    @property
+    def loop_silent_s(self) -> float:
+        """For how long the event loop has done nothing but one thing; may be asked from another thread."""
+        return self._lag.silent_s
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has served and does not any more, asked to or not."""
+        return self._running is not None and self._running.done()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests and wait for the accepted ones; returns how many did not end in time."""
+        self._client.close_admission()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._client.accepted:  # noqa: ASYNC110 - a shutdown may poll
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            return self._client.accepted
+        return 0
+
+    async def stop(self) -> None:
+        """Refuse new requests, end the running ones with an error that says why, close the port and every connection.
+
+        Clients get `LAST_WORDS_S` to read it.
+        """
+        self._client.close_admission()
+        self._client.end_all("the router is shutting down")
+        self._stop.set()
+        if self._running is not None:
+            await self._running
+
+    async def _run(self, worker_addresses: list[str]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._serve_until_stopped(worker_addresses, group)
+                raise _Stopped
+        except* _Stopped:
+            pass
+        except* (EngineError, PairingRefused, OSError) as errors:
+            raise errors.exceptions[0] from None  # one cause: the caller shows its sentence
+
+    async def _serve_until_stopped(self, worker_addresses: list[str], group: asyncio.TaskGroup) -> None:
+        with _bound_socket(self._settings.host, self._settings.port) as sock:
+            await self._fleet.connect(worker_addresses, group)
+            group.create_task(self._releaser.run(), name="handoff-releaser")
+            group.create_task(self._lag.watch(), name="loop-lag")
+            self._client.bind(self._orchestrator)
+            self._readiness = self._make_readiness()
+            app = await build_app(
+                self._args,
+                self._settings,
+                self._client,
+                self._fleet,
+                self._readiness,
+                self._gates,
+                REGISTRY,
+            )
+            server = uvicorn.Server(self._uvicorn_config(app))
+            serving = group.create_task(server.serve(sockets=[sock]), name="http")
+            group.create_task(self._watch_unread(server), name="unread")
+            while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
+                await asyncio.sleep(0.01)
+            host, port = sock.getsockname()[:2]
+            self._url.set_result(http_url(host, port))
+            await self._stop.wait()
+            self._readiness.close()
+            server.should_exit = True
+            await serving
+
+    def _count_unread(self, why: unread.Why) -> None:
+        self._metrics.unread.labels(why).inc()
+
+    async def _watch_unread(self, server: uvicorn.Server) -> None:
+        await unread.watch(
+            connections=lambda: (one for one in server.server_state.connections if isinstance(one, BoundedHeads)),
+            streams=lambda: self._client.streams,
+            write_deadline_s=self._settings.write_deadline_s,
+            max_unread_bytes=self._settings.max_unread_bytes,
+            on_end=self._count_unread,
+        )
+
+    def _make_readiness(self) -> Readiness:
+        """Once connected: the canary is made to the workers' measure."""
+        settings = self._settings
+        canary = Canary(
+            self._orchestrator,
+            vocabulary_size=self._client.model_config.get_vocab_size(),
+            prompt_tokens=canary_prompt_tokens(self._fleet.workers[0].description.block_size_tokens),
+        )
+        return Readiness(
+            pools=lambda: {name: self._fleet.pool(name) for name in pools_of(settings.mode)},
+            canary=canary,
+            refresh=self._fleet.refresh,
+            deadline_s=settings.ready_deadline_s,
+            metrics=self._metrics,
+        )
+
+    def _uvicorn_config(self, app: Asgi) -> uvicorn.Config:
+        return uvicorn.Config(
+            app,
+            http=BoundedHeads,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,  # the guard reads them, from trusted proxies only, and leaves the real peer as it is
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=LAST_WORDS_S,
+        )
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):  # its connections inherit it; Linux and macOS have it
+            sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
+        try:
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        where = join_host_port(host, port)
+        raise OSError(
+            error.errno, f"cannot listen on {where}: {error.strerror}; set server.host or server.port"
+        ) from error
+    return sock

@@ -1,0 +1,228 @@
+"""A deterministic engine without a model, with VllmEngine's methods; the engine's own tests and the router's use it.
+
+Importing this module also imports vLLM, once, with its import-time deprecation warnings silenced: pytest turns warnings
+into errors, and these are not ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.patience import eventually as eventually  # most tests take it from here
+from tests.support.samples import kv_layout
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import router.front.sampling  # noqa: F401
+    import worker_runtime.host  # noqa: F401
+
+from vllm.sampling_params import SamplingParams
+
+from contracts.handoff import KvHandoff, KvLayout
+from contracts.tasks import GenerateTask, LegTiming, TokenDelta
+from contracts.vocabulary import Pool
+from engine.config import EngineConfig
+from engine.connector.events import NoticeBoard
+from engine.request import sampling
+from engine.stall import StallWatch
+from kv_transfer.service import PairedTransport
+
+LAYOUT = kv_layout(model="fake")
+TIMING = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
+
+
+class FakeClock:
+    """Stands still until told."""
+
+    def __init__(self, now_s: float = 100.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> EngineConfig:
+    return EngineConfig(
+        worker_id=worker_id or f"{pool}-0",
+        incarnation="i1",
+        pool=pool,
+        model_path="none",
+        dtype="bfloat16",
+        max_model_len_tokens=4096,
+        block_size_tokens=LAYOUT.block_size_tokens,
+        max_num_seqs=256,
+        max_num_batched_tokens=512,
+        kv_cache_bytes_per_rank=None,
+        tensor_parallel_size=1,
+        enforce_eager=True,
+        host="127.0.0.1",
+        lease_s=30.0,
+        fetch_deadline_s=30.0,
+        faults=None,
+        transport="auto",
+        on_cpu=True,
+    )
+
+
+def make_handoff(handoff_id: str = "h1", num_tokens: int = 70) -> KvHandoff:
+    blocks = -(-num_tokens // LAYOUT.block_size_tokens)
+    return KvHandoff(
+        handoff_id=handoff_id,
+        addresses=("127.0.0.1:7001",),
+        num_blocks=blocks,
+        num_tokens=num_tokens,
+        compatibility_hash=LAYOUT.compatibility_hash(),
+        lease_s=30.0,
+        num_bytes=blocks * 2048,
+    )
+
+
+def make_task(request_id: str = "r", leg: str = "decode", max_tokens: int = 3, **fields: Any) -> GenerateTask:
+    """A task; `params` replaces the sampling parameters that `max_tokens` would make."""
+    params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return GenerateTask(
+        request_id=request_id,
+        leg=leg,  # type: ignore[arg-type]
+        prompt_token_ids=fields.pop("prompt_token_ids", [5, 6, 7]),
+        sampling=sampling.encode(params),
+        **fields,
+    )
+
+
+def next_token(context: list[int]) -> int:
+    """What this engine "samples": a function of the whole context, so that a lost token shows in all that follow."""
+    return (sum(context) * 31 + len(context) * 7) % 1000
+
+
+@dataclass
+class Call:
+    """One call of `generate`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    reasoning_ended: bool | None
+    reasoning_parser_kwargs: dict[str, Any] | None
+    cache_salt: str | None
+
+    @property
+    def transfer(self) -> dict[str, Any] | None:
+        """What the connector would see."""
+        return (self.params.extra_args or {}).get("kv_transfer_params")
+
+
+@dataclass
+class FakeStats:
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    counters: dict[str, float] = field(default_factory=dict)
+    lingering: list[str] = field(default_factory=list)
+    stall: StallWatch = field(default_factory=StallWatch)
+
+
+class FakeEngine:
+    """Makes one token per `step()` for every request in it; with `stepping="auto"` each request runs by itself."""
+
+    num_kv_blocks = 100
+
+    def __init__(self, pool: Pool = "decode", *, stepping: str = "auto") -> None:
+        self.config = engine_config(pool)
+        self.stats = FakeStats()
+        self.failed = False
+        self.closed = False
+        self.calls: list[Call] = []
+        self.aborted: list[str] = []
+        self.kept: set[str] = set()
+        """Hand-offs whose blocks it keeps: those of requests that have finished, told or not."""
+        self.released: list[str] = []
+        self.error: Exception | None = None
+        """Raised by the next steps instead of a token."""
+        self.notices = NoticeBoard()
+        self.timing = TIMING
+        self._stepping = stepping
+        self.output_delay: asyncio.Event | None = None
+        """What an output waits for between the engine's step and the worker, if anything."""
+        self._waiting: dict[str, asyncio.Semaphore] = {}
+
+    @property
+    def running(self) -> set[str]:
+        """Requests that wait for a step."""
+        return set(self._waiting)
+
+    def step(self, *only: str) -> None:
+        """One engine step: wakes every request in this turn of the loop, as vLLM's output handler does; or some."""
+        for request_id, steps in self._waiting.items():
+            if not only or request_id in only:
+                steps.release()
+
+    async def describe(self) -> tuple[KvLayout, list[str]]:
+        return LAYOUT, ["127.0.0.1:7001"]
+
+    async def pair(self, addresses: list[str], transport: str | None = None) -> dict[str, PairedTransport | str]:
+        return {
+            address: "the engines cannot exchange KV blocks." if "refuse" in address else PairedTransport("shm", "")
+            for address in addresses
+        }
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        self.calls.append(
+            Call(request_id, prompt_token_ids, params, reasoning_ended, reasoning_parser_kwargs, cache_salt)
+        )
+        call, context, steps = self.calls[-1], list(prompt_token_ids), asyncio.Semaphore(0)
+        self._waiting[request_id] = steps
+        ended = False
+        try:
+            while not ended:
+                if self._stepping == "auto":
+                    await asyncio.sleep(0)
+                else:
+                    await steps.acquire()
+                if self.error is not None:
+                    ended = True
+                    raise self.error
+                made = len(context) - len(prompt_token_ids)
+                forced = (params.extra_args or {}).get(sampling.FORCED, [])
+                context.append(forced[made] if made < len(forced) else next_token(context))
+                stopped = not params.ignore_eos and context[-1] in (params.stop_token_ids or [])
+                ended = stopped or len(context) - len(prompt_token_ids) >= (params.max_tokens or 16)
+                publish = ended and not stopped and (call.transfer or {}).get("do_remote_decode")
+                if publish:
+                    self.kept.add(call.transfer["handoff_id"])
+                if self.output_delay is not None:
+                    await self.output_delay.wait()
+                yield TokenDelta(
+                    request_id=request_id,
+                    token_ids=context[-1:],
+                    finished=ended,
+                    finish_reason=("stop" if stopped else "length") if ended else None,
+                    handoff=make_handoff(call.transfer["handoff_id"], len(prompt_token_ids)) if publish else None,
+                    timing=self.timing if ended else None,
+                )
+        finally:
+            del self._waiting[request_id]
+            if not ended:
+                self.aborted.append(request_id)
+
+    def release_own(self, handoff_id: str) -> None:
+        self.released.append(handoff_id)
+        self.kept.discard(handoff_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        return not self._waiting
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,182 @@
+"""Two engines without a model that hand over for real: real transfer services, leases and gRPC, random delays.
+
+What the connector and vLLM do, in the order in which they do it: an engine acts a moment after it was told, goes on a
+moment after it was told to stop, and finishes a prompt, blocks kept, before anybody in the worker has heard of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable
+from itertools import count
+from typing import Any
+
+import msgspec
+import torch
+from vllm.sampling_params import SamplingParams
+
+from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
+from contracts.tasks import TokenDelta
+from contracts.vocabulary import Pool
+from engine.connector.events import Notice, NoticeBoard
+from engine.connector.scheduler_side import FETCH, FIRST_TOKEN_FOLLOWS, PUBLISH
+from kv_transfer.service import TransferOptions, TransferService
+from tests.support.fake_engine import FakeStats, engine_config
+from tests.support.samples import kv_layout
+
+NUM_BLOCKS = 64
+LAYOUT = kv_layout(kv_dtype="auto", block_size_tokens=32, num_layers=1, block_bytes=64)
+STEP_TOKENS = 64
+"""Longer prompts are computed in two steps, and can be followed."""
+LEASE_S = 30.0
+
+
+class LeaseEngine:
+    """What both have: a transfer service, polled as an engine's step loop does, and delays."""
+
+    num_kv_blocks = NUM_BLOCKS
+
+    def __init__(self, pool: Pool, rng: random.Random, longest_delay_s: float) -> None:
+        self.config = engine_config(pool)
+        self.stats = FakeStats()
+        self.notices = NoticeBoard()
+        self.failed = False
+        self._rng = rng
+        self._longest_delay_s = longest_delay_s
+        layer = torch.zeros(NUM_BLOCKS * 64, dtype=torch.uint8).view(NUM_BLOCKS, 2, 4, 8)
+        options = TransferOptions(host="127.0.0.1", transport="grpc", lease_s=LEASE_S)
+        self.service = TransferService({"layer": layer}, LAYOUT, options)
+        self.service.start()
+        self._numbers = count()
+        self._fetches: dict[str, asyncio.Future[FetchReceipt]] = {}
+        self.unsent: set[str] = set()
+        """Prompts whose blocks are kept."""
+        self.given_up = 0
+        """How many hand-offs its worker released itself."""
+
+    async def describe(self) -> tuple[KvLayout, list[str]]:
+        return LAYOUT, [self.service.address]
+
+    async def pair(self, addresses: list[str], transport: str | None = None) -> dict[str, Any]:
+        return await asyncio.wrap_future(self.service.pair(addresses, transport))
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+    async def step_for_ever(self) -> None:
+        """Collect what the service has to tell."""
+        while True:
+            await asyncio.sleep(0.002)
+            done = self.service.poll()
+            self.unsent -= done.sent
+            for request_id, receipt in done.receipts.items():
+                self._fetches.pop(request_id).set_result(receipt)
+
+    def close(self) -> None:
+        self.service.close()
+
+    def release_own(self, handoff_id: str) -> None:
+        self.given_up += 1
+        self._soon(self.service.release_own, handoff_id)
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, **_: Any
+    ) -> AsyncGenerator[TokenDelta, None]:
+        transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
+        name = f"{request_id}-{next(self._numbers)}"
+        if transfer.get(PUBLISH):
+            yield await self._prefill(request_id, name, prompt_token_ids, transfer["handoff_id"])
+            return
+        if transfer.get(FETCH):
+            handoff = KvHandoff.from_params(transfer["handoff"])
+            await self._load(name, handoff, follows=bool(transfer.get(FIRST_TOKEN_FOLLOWS)))
+        wanted = params.max_tokens or 1
+        for made in range(1, wanted + 1):
+            await self._delay()
+            ended = made == wanted
+            yield TokenDelta(
+                request_id=request_id, token_ids=[made], finished=ended, finish_reason="length" if ended else None
+            )
+
+    # --- prefill
+
+    async def _prefill(self, request_id: str, name: str, prompt: list[int], handoff_id: str) -> TokenDelta:
+        blocks = list(range(-(-len(prompt) // 32)))
+        if len(prompt) > STEP_TOKENS:
+            await self._delay()  # aborted in its first step: nothing was offered
+            self.service.grow(name, handoff_id, blocks[:2])
+            self.notices.deliver([_notice(handoff_id, handoff=self._handoff(handoff_id, prompt, complete=False))])
+        try:
+            await self._delay()
+        except asyncio.CancelledError:
+            self._soon(self.service.withdraw, handoff_id)
+            raise
+        # Here the engine finishes: from now on no abort has an effect on these blocks.
+        self.unsent.add(name)
+        self._soon(self.service.publish, name, handoff_id, blocks, len(prompt), 7)
+        await self._delay()
+        return TokenDelta(
+            request_id=request_id,
+            token_ids=[7],
+            finished=True,
+            finish_reason="length",
+            handoff=self._handoff(handoff_id, prompt, complete=True),
+        )
+
+    def _handoff(self, handoff_id: str, prompt: list[int], *, complete: bool) -> KvHandoff:
+        return KvHandoff(
+            handoff_id=handoff_id,
+            addresses=(self.service.address,),
+            num_blocks=-(-len(prompt) // 32),
+            num_tokens=len(prompt),
+            compatibility_hash=LAYOUT.compatibility_hash(),
+            lease_s=LEASE_S,
+            num_bytes=64,
+            complete=complete,
+        )
+
+    # --- decode
+
+    async def _load(self, name: str, handoff: KvHandoff, *, follows: bool) -> None:
+        self.service.watch(handoff)
+        try:
+            await self._delay()
+        except asyncio.CancelledError:
+            self._soon(self.service.release, handoff)
+            raise
+        if self._rng.random() < 0.1:  # the local prefix cache has it all
+            if follows:
+                self.service.unwatch(handoff)
+                await self._never("already_cached", handoff)
+            self.service.release(handoff)
+            return
+        fetched = self._fetches[name] = asyncio.get_running_loop().create_future()
+        self.service.start_fetch(name, handoff, 0, list(range(handoff.num_blocks)))
+        try:
+            receipt = await asyncio.shield(fetched)
+        except asyncio.CancelledError:
+            self._soon(self.service.cancel, name)
+            raise
+        if receipt.outcome != "ok":
+            if follows:
+                await self._never(receipt.reason, handoff)
+            if not handoff.complete:
+                self.service.release(handoff)
+
+    async def _never(self, reason: str, handoff: KvHandoff) -> None:
+        """It waits to be aborted: its handler is told."""
+        self.notices.deliver([_notice(handoff.handoff_id, failed=reason)])
+        await asyncio.Event().wait()
+
+    # ---
+
+    async def _delay(self) -> None:
+        await asyncio.sleep(self._rng.random() * self._longest_delay_s)
+
+    def _soon(self, action: Callable[..., object], *arguments: object) -> None:
+        asyncio.get_running_loop().call_later(self._rng.random() * self._longest_delay_s, action, *arguments)
+
+
+def _notice(handoff_id: str, **fields: Any) -> object:
+    return msgspec.to_builtins(Notice(handoff_id=handoff_id, **fields))

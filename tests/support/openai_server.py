@@ -1,0 +1,165 @@
+"""A server with known timing for the load generator's tests: completions over SSE, /v1/models, /metrics.
+
+Runs in a thread with its own event loop, so that the client's lag is the client's own.
+"""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tests.support.http_server import listening
+from tests.support.patience import PATIENCE_S, eventually
+
+
+@dataclass
+class Behaviour:
+    """What the fake does; `faults` maps the number of a completion request (warm-up included) to what befalls it."""
+
+    ttft_s: float = 0.05
+    tpot_s: float = 0.01
+    mode: str = "disaggregated"
+    fallback_every: int = 0
+    has_metrics: bool = True
+    max_model_len: int = 8192
+    tokenizer: str | None = None
+    answers_after_requests: int = 0
+    """No answer begins before so many requests have come."""
+    faults: dict[int, str] = field(default_factory=dict)
+    prompts: list[list[int]] = field(default_factory=list)
+    bodies: list[dict] = field(default_factory=list)
+
+    def wait_for_requests(self, count: int) -> None:
+        """Block until `count` completion requests have arrived."""
+        while len(self.bodies) < count:
+            time.sleep(0.01)
+
+
+class FakeMetrics:
+    """Ridgeline's metric names, counted as a server of 10 GFLOP/s and 1 GB/s a worker would."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("ridgeline_requests", "-", ["path", "outcome"], registry=registry)
+        self.recomputes = Counter("ridgeline_recompute", "-", ["pool", "reason"], registry=registry)
+        self.flops = Counter("ridgeline_flops", "-", ["pool", "worker"], registry=registry)
+        self.bytes = Counter("ridgeline_bytes", "-", ["pool", "worker", "kind"], registry=registry)
+        self.busy = Counter("ridgeline_busy_seconds", "-", ["pool", "worker"], registry=registry)
+        self.steps = Counter("ridgeline_steps", "-", ["pool", "worker"], registry=registry)
+        self.stages = Histogram("ridgeline_stage_seconds", "-", ["stage"], registry=registry)
+        pools = {"colocated": 2} if mode == "colocated" else {"prefill": 1, "decode": 1}
+        for name, value in (("ridgeline_peak_flops", 1e10), ("ridgeline_peak_bytes_per_second", 1e9)):
+            gauge = Gauge(name, "-", ["pool"], registry=registry)
+            for pool in pools:
+                gauge.labels(pool).set(value)
+        workers = Gauge("ridgeline_workers", "-", ["pool"], registry=registry)
+        for pool, count in pools.items():
+            workers.labels(pool).set(count)
+
+    def finished(self, behaviour: Behaviour, fallback: bool, output_tokens: int) -> None:
+        """Count one request: its prefill at 50 FLOP/byte, its decode at 2."""
+        prefill, decode = ("prefill", "decode") if self.mode == "disaggregated" else ("colocated", "colocated")
+        way = "colocated" if self.mode == "colocated" else "fallback" if fallback else "disaggregated"
+        self.requests.labels(way, "finished").inc()
+        for pool, flops, seconds, intensity in (
+            (prefill, 1e8, behaviour.ttft_s / 2, 50),
+            (decode, 2e6 * output_tokens, behaviour.tpot_s * output_tokens / 4, 2),
+        ):
+            self.flops.labels(pool, "0").inc(flops)
+            self.bytes.labels(pool, "0", "weights").inc(flops / intensity)
+            self.busy.labels(pool, "0").inc(seconds)
+            self.steps.labels(pool, "0").inc(output_tokens)
+        for stage, share in (("queue", 0.2), ("prefill", 0.7), ("wire", 0.1)):
+            if stage != "wire" or self.mode == "disaggregated":
+                self.stages.labels(stage).observe(behaviour.ttft_s * share)
+        self.stages.labels("decode").observe(behaviour.tpot_s * (output_tokens - 1))
+
+
+def make_app(behaviour: Behaviour) -> Starlette:
+    """The application; `behaviour` may be changed while it runs."""
+    metrics = FakeMetrics(behaviour.mode)
+
+    async def models(_: Request) -> Response:
+        card = {"id": "fake", "root": behaviour.tokenizer, "max_model_len": behaviour.max_model_len}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def metrics_page(_: Request) -> Response:
+        if not behaviour.has_metrics:
+            return Response(status_code=404)
+        return Response(generate_latest(metrics.registry), media_type="text/plain")
+
+    async def completions(request: Request) -> Response:
+        body = await request.json()
+        number = len(behaviour.bodies)
+        behaviour.bodies.append(body)
+        behaviour.prompts.append(body["prompt"])
+        if behaviour.faults.get(number) == "refuse":
+            return JSONResponse({"error": {"message": "too busy"}}, status_code=503)
+        return StreamingResponse(answer(behaviour, metrics, body, number), media_type="text/event-stream")
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/metrics", metrics_page),
+            Route("/v1/completions", completions, methods=["POST"]),
+        ]
+    )
+
+
+async def answer(behaviour: Behaviour, metrics: FakeMetrics, body: dict, number: int) -> AsyncIterator[bytes]:
+    """One streamed completion, each token a pause after the last, or the fault planned for this request."""
+    total, fault = body["max_tokens"], behaviour.faults.get(number, "")
+    await eventually(lambda: len(behaviour.bodies) >= behaviour.answers_after_requests)
+    for token in range(total):
+        await asyncio.sleep(behaviour.tpot_s if token else behaviour.ttft_s)
+        if fault and token == 2:
+            if fault == "hang":
+                await asyncio.sleep(2 * PATIENCE_S)
+            if fault == "disconnect":
+                raise ConnectionError("the fake drops the connection")
+            if fault == "error":
+                yield event({"error": {"message": "engine died"}})
+                yield b"data: [DONE]\n\n"
+            return
+        reason = "length" if token == total - 1 else None
+        yield event({"choices": [{"index": 0, "text": "word ", "finish_reason": reason}]})
+    metrics.finished(behaviour, bool(behaviour.fallback_every and number % behaviour.fallback_every == 0), total)
+    yield event({"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": total}})
+    yield b"data: [DONE]\n\n"
+
+
+def event(payload: dict) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(payload).encode() + b"\n\n"
+
+
+@contextlib.contextmanager
+def running(behaviour: Behaviour) -> Iterator[str]:
+    """Serve on a free port of this machine; yields the base URL."""
+
+    async def serve() -> None:
+        async with listening(make_app(behaviour), log_level="critical") as url:
+            end = asyncio.Event()
+            started.set_result((url, asyncio.get_running_loop(), end))
+            await end.wait()
+
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    url, loop, end = started.result(PATIENCE_S)
+    try:
+        yield url
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join(PATIENCE_S)

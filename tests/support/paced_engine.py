@@ -1,0 +1,71 @@
+"""A fake engine that makes its steps by itself, each as long as a real one's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from vllm.sampling_params import SamplingParams
+
+from contracts.tasks import PositionLogprobs, TokenDelta
+from contracts.vocabulary import Pool
+from tests.support.fake_engine import FakeEngine
+
+STEP_TOKENS = 2048
+
+
+class PacedEngine(FakeEngine):
+    """Run `pace` beside it."""
+
+    num_kv_blocks = 4000
+
+    def __init__(self, pool: Pool, *, step_s: float, max_num_seqs: int, prompt_tokens_per_s: float = 0.0) -> None:
+        super().__init__(pool, stepping="manual")
+        self.config = replace(self.config, max_num_seqs=max_num_seqs)
+        self._step_s = step_s
+        self._max_num_seqs = max_num_seqs
+        self._prompt_tokens_per_s = prompt_tokens_per_s
+        self._prompt_tokens: dict[str, int] = {}
+
+    async def pace(self) -> None:
+        """Steps without end: one token for each of the oldest sequences; their prompts take time, if that is given."""
+        while True:
+            batch = self._batch()
+            tokens = sum(self._prompt_tokens[request_id] for request_id in batch)
+            prompts_s = tokens / self._prompt_tokens_per_s if self._prompt_tokens_per_s else 0.0
+            await asyncio.sleep(self._step_s + prompts_s if batch else 0.002)
+            if batch:
+                self.stats.stall.moved()
+                self.step(*batch)
+
+    def _batch(self) -> list[str]:
+        """The oldest, up to a number of prompt tokens where those take time; at least one."""
+        batch: list[str] = []
+        tokens = 0
+        for request_id in list(self._waiting)[: self._max_num_seqs]:
+            tokens += self._prompt_tokens[request_id] if self._prompt_tokens_per_s else 0
+            if batch and tokens > STEP_TOKENS:
+                break
+            batch.append(request_id)
+        return batch
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, **more: Any
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """As the fake does, and the log-probabilities of a prompt."""
+        self._prompt_tokens[request_id] = len(prompt_token_ids)
+        async for delta in super().generate(request_id, prompt_token_ids, params, **more):
+            if params.prompt_logprobs is not None:
+                delta = msgspec.structs.replace(
+                    delta, prompt_logprobs=_logprobs(len(prompt_token_ids), params.prompt_logprobs)
+                )
+            yield delta
+
+
+def _logprobs(tokens: int, number: int) -> list[PositionLogprobs | None]:
+    columns = list(range(1, number + 2))
+    one = PositionLogprobs(columns, [-0.5 * column for column in columns], 1)
+    return [None, *(one for _ in range(tokens - 1))]

@@ -1,0 +1,74 @@
+"""The table of series in docs/architecture.md: as it stands there, and as the router's collectors would have it.
+
+`python -m tests.support.series_table` writes it anew.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from contracts.workers import WorkerStatus
+from router.fleet.pairing import KvPair
+from router.fleet.policy import WorkerLoad
+from router.observe.loop_lag import LoopLag
+from router.observe.metrics import _WORKER_COUNTERS, _WORKER_GAUGES, QueueCollector, RequestMetrics, WorkerCollector
+from router.settings import PoolHardware
+
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
+METRICS_TABLE = re.compile(r"(?<=<!-- metrics -->\n).*(?=<!-- /metrics -->)", re.DOTALL)
+ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
+PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
+
+
+def documented() -> dict[str, tuple[str, str, set[str]]]:
+    """name -> (type, meaning, labels), as the document says."""
+    table = METRICS_TABLE.search(ARCHITECTURE.read_text())
+    assert table is not None
+    return {
+        name: (kind, text, set(filter(None, labels.split(", ")))) for name, kind, labels, text in ROW.findall(table[0])
+    }
+
+
+def metric_rows() -> list[tuple[str, str, str, str]]:
+    """(name as scraped, type, labels, meaning) of every series of the router's collectors, each with some data.
+
+    `tests/unit/router/front/test_http.py` holds them against what a router publishes.
+    """
+    rows = []
+    for series in vars(RequestMetrics(CollectorRegistry())).values():
+        if isinstance(series, Counter | Histogram):
+            suffix = "_total" if isinstance(series, Counter) else ""
+            labels = ", ".join(series._labelnames)
+            rows.append((series._name + suffix, series._type, labels, series._documentation))
+    status = WorkerStatus(worker_id="prefill-0", counters=worker_counters())
+    workers = [
+        SimpleNamespace(pool="prefill", worker_id="prefill-0", status=status, load=lambda one=load: one)
+        for load in (WorkerLoad("w", True, False, 0, 0, 1, 1, 1, 32), WorkerLoad("w", True, True, 0, 0, 1, 1, 1, 32))
+    ]
+    hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}
+    queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
+    restarts = {("decode-0", "stalled"): 1}
+    collector = WorkerCollector(lambda: workers, lambda: hardware, lambda: 0, lambda: PAIRS, lambda: restarts)
+    for family in (*collector.collect(), *QueueCollector([queue]).collect(), *LoopLag().collect()):
+        sample = family.samples[0]
+        rows.append((sample.name, family.type, ", ".join(sample.labels), family.documentation))
+    return rows
+
+
+def worker_counters() -> dict[str, float]:
+    """One of each figure that a worker may report."""
+    counters = {".".join([prefix, *labels]): 1.0 for prefix, (_, _, labels) in _WORKER_COUNTERS.items()}
+    return counters | dict.fromkeys(_WORKER_GAUGES, 1.0)
+
+
+def metrics_table() -> str:
+    lines = [f"| `{name}` | {kind} | {labels} | {text} |\n" for name, kind, labels, text in metric_rows()]
+    return "".join(["| series | type | labels | meaning |\n", "|---|---|---|---|\n", *lines])
+
+
+if __name__ == "__main__":
+    ARCHITECTURE.write_text(METRICS_TABLE.sub(lambda _: metrics_table(), ARCHITECTURE.read_text()))

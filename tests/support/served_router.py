@@ -1,0 +1,71 @@
+"""The real router, vLLM's real app in it, over a real socket and real gRPC, before two fake engines."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from decode_worker.handler import DecodeHandler
+from prefill_worker.handler import PrefillHandler
+from tests.support.fake_engine import FakeEngine
+from tests.support.patience import PATIENCE_S
+from tests.support.samples import router_settings
+from worker_runtime.host import WorkerHost
+
+WORDS = 200
+
+
+def make_model(directory: Path) -> None:
+    """Configuration and tokenizer of a model without weights: one word, one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, WORDS)}}, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(directory)
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=WORDS,
+        max_position_embeddings=4096,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    ).save_pretrained(directory)
+
+
+@asynccontextmanager
+async def serving(
+    model: Path,
+    engines: tuple[FakeEngine, FakeEngine] | None = None,
+    *,
+    workers_host: str = "127.0.0.1",
+    **settings: Any,
+) -> AsyncIterator[tuple[httpx.AsyncClient, Any, FakeEngine, FakeEngine]]:
+    """(HTTP client, router, prefill engine, decode engine). Without other engines prefill steps when it is told to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from router.server import Router
+    engines = engines or (FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="auto"))
+    for engine in engines:
+        engine.config = replace(engine.config, host=workers_host)
+    hosts = [WorkerHost(engines[0], PrefillHandler()), WorkerHost(engines[1], DecodeHandler())]
+    for host in hosts:
+        await host.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            router = Router(router_settings(model_path=str(model), **settings))
+            url = await router.serve([host.address for host in hosts], {})
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+            yield http, router, engines[0], engines[1]
+        if not router.ended:
+            await router.stop()
+    finally:
+        for host in hosts:
+            await host.stop()

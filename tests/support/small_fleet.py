@@ -1,0 +1,53 @@
+"""Worker hosts with fake engines on loopback, and a router's fleet connected to them: real gRPC in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from dataclasses import replace
+
+from decode_worker.handler import DecodeHandler
+from prefill_worker.handler import PrefillHandler
+from router.fleet.fleet import Fleet
+from tests.support.fake_engine import FakeEngine, engine_config
+from worker_runtime.host import WorkerHost
+
+
+@contextlib.asynccontextmanager
+async def hosts(**layouts):
+    """Hosts on loopback: pool -> layout; the second worker of a pool is called decode_1."""
+    started = []
+    for name, layout in layouts.items():
+        pool, _, number = name.partition("_")
+        engine = FakeEngine(pool)
+        engine.config = replace(engine_config(pool, f"{pool}-{number or 0}"), incarnation=secrets.token_hex(4))
+
+        async def describe(layout=layout):
+            return layout, ["127.0.0.1:7001"]
+
+        engine.describe = describe
+        host = WorkerHost(engine, PrefillHandler() if pool == "prefill" else DecodeHandler())
+        await host.start()
+        started.append(host)
+    try:
+        yield started
+    finally:
+        await asyncio.gather(*(host.stop() for host in started))
+
+
+class Done(Exception):
+    """Ends the task group that a fleet lives in."""
+
+
+@contextlib.asynccontextmanager
+async def a_fleet(addresses):
+    """A connected fleet, for as long as the block runs."""
+    fleet = Fleet("router")
+    try:
+        async with asyncio.TaskGroup() as group:
+            await fleet.connect(addresses, group)
+            yield fleet
+            raise Done
+    except* Done:
+        pass

@@ -1,0 +1,82 @@
+"""How `ridgeline serve` ends: the drain has an end of its own, whatever the router does, and the operator's word."""
+
+import asyncio
+import io
+
+import pytest
+from rich.console import Console
+
+from cluster.commands.serve import StopSignals, _drain
+from cluster.runtime.actor_handle import ActorGone, DeploymentFailed
+from cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment
+from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+
+
+class Router:
+    """Answers one call as told."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.calls = []
+
+    async def call(self, method, *args, timeout_s):
+        self.calls.append((method, args, timeout_s))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return await self.answer if asyncio.isfuture(self.answer) else self.answer
+
+
+def a_deployment(answer):
+    router = Router(answer)
+    return Deployment("url", [], [], router, None), router
+
+
+@pytest.mark.parametrize(
+    ("answer", "left"),
+    [
+        (3, 3),
+        (ActorGone("router ended while it ran drain"), None),
+        (DeploymentFailed("router did not finish drain within 35 s"), None),
+    ],
+)
+async def test_a_drain_ends_a_few_seconds_after_its_timeout_and_without_a_router_at_once(answer, left):
+    deployment, router = a_deployment(answer)
+    assert await deployment.drain(30.0) == left
+    assert router.calls == [("drain", (30.0,), 30.0 + DRAIN_ANSWER_S)]
+
+
+async def drained(answer, signals):
+    """What is printed."""
+    console = Console(file=io.StringIO(), width=200)
+    deployment, _ = a_deployment(answer)
+    await _drain(deployment, 30.0, console, signals.hurry)
+    return console.file.getvalue().splitlines()
+
+
+async def test_the_second_signal_ends_a_drain_that_the_first_one_began():
+    signals, hangs = StopSignals(), asyncio.get_running_loop().create_future()
+    signals.received()
+    assert (signals.stop.is_set(), signals.hurry.is_set()) == (True, False)
+    draining = asyncio.create_task(drained(hangs, signals))
+    await asyncio.sleep(0.01)
+    assert not draining.done()
+    signals.received()
+    first, second = await draining
+    assert first.endswith("up to 30 s for the running ones; Ctrl-C again cuts them off now")
+    assert second == "not waiting any longer: running requests are cut off"
+    assert hangs.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (0, []),
+        (2, ["2 requests did not end in time and are cut off"]),
+        (
+            DeploymentFailed("router did not finish drain within 35 s"),
+            ["the router does not answer: what it was serving, if anything, is cut off"],
+        ),
+    ],
+)
+async def test_what_a_drain_left_is_told(left, words):
+    assert (await drained(left, StopSignals()))[1:] == words

@@ -1,0 +1,293 @@
+"""The configuration: precedence, origins, and errors that say what to change."""
+
+import io
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from cluster.config.loader import ConfigError, explain, load_config
+from cluster.config.models import RidgelineConfig
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "some.yaml"
+    path.write_text(text)
+    return path
+
+
+def problems_of(path: Path | None = None, **overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {key.replace("__", "."): value for key, value in overrides.items()})
+    return caught.value.problems
+
+
+def only_problem_of(path: Path | None = None, **overrides: str) -> str:
+    problems = problems_of(path, **overrides)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_without_file_and_flags_every_value_is_a_default():
+    loaded = load_config()
+    assert loaded.config == RidgelineConfig()
+    assert set(loaded.origins.values()) == {"default"}
+
+
+def test_a_flag_beats_the_file_which_beats_the_default(tmp_path):
+    path = write(tmp_path, "server:\n  port: 1\n  host: 0.0.0.0\n")
+    loaded = load_config(path, {"server.port": "2"})
+    assert (loaded.config.server.port, loaded.origins["server.port"]) == (2, "flag")
+    assert (loaded.config.server.host, loaded.origins["server.host"]) == ("0.0.0.0", f"{path}:3")
+    assert (loaded.config.server.drain_timeout_s, loaded.origins["server.drain_timeout_s"]) == (30.0, "default")
+
+
+def test_a_partly_given_pool_keeps_the_other_defaults_of_its_role(tmp_path):
+    path = write(tmp_path, "pools:\n  decode:\n    workers: 3\n")
+    decode = load_config(path).config.pools.decode
+    assert (decode.workers, decode.max_num_seqs) == (3, RidgelineConfig().pools.decode.max_num_seqs)
+
+
+def test_an_empty_file_and_an_empty_section_keep_the_defaults(tmp_path):
+    assert load_config(write(tmp_path, "")).config == RidgelineConfig()
+    assert load_config(write(tmp_path, "ray:\n")).config == RidgelineConfig()
+
+
+def test_an_unknown_key_names_file_line_and_nearest_key(tmp_path):
+    problem = only_problem_of(write(tmp_path, "mode: colocated\npools:\n  prefill:\n    worker: 2\n"))
+    assert problem.endswith("some.yaml:4: pools.prefill.worker is not a setting: did you mean pools.prefill.workers?")
+
+
+def test_a_key_in_the_wrong_section_is_told_its_right_place():
+    assert only_problem_of(port="80") == "flag: port is not a setting: did you mean server.port?"
+
+
+def test_a_key_like_no_other_is_answered_with_what_exists():
+    assert "the nearest are mode, model, server" in only_problem_of(zzz="1")
+
+
+def test_all_problems_are_reported_at_once(tmp_path):
+    path = write(tmp_path, "server: {port: high, hots: x}\nmode: both\n")
+    problems = problems_of(path, router__request_deadline_s="-1")
+    assert len(problems) == 4
+    assert any("some.yaml:1: server.port: input should be a valid integer" in problem for problem in problems)
+    assert any("did you mean server.host?" in problem for problem in problems)
+    assert any("some.yaml:2: mode: input should be 'disaggregated' or 'colocated'" in problem for problem in problems)
+    assert any(problem.startswith("flag: router.request_deadline_s") for problem in problems)
+
+
+def test_conflicts_are_reported_beside_unknown_keys():
+    assert len(problems_of(zzz="1", pools__decode__max_num_batched_tokens="8")) == 2
+
+
+def test_a_section_given_a_plain_value_is_an_error(tmp_path):
+    assert "some.yaml:1: ray is a section" in only_problem_of(write(tmp_path, "ray: auto\n"))
+    assert "server is a section: set one of server.host" in only_problem_of(server="8000")
+
+
+def test_a_key_given_twice_is_an_error(tmp_path):
+    assert "server.port is already set in line 2" in only_problem_of(write(tmp_path, "server:\n  port: 1\n  port: 2\n"))
+
+
+@pytest.mark.parametrize("text", ["a: [", "- mode", "mode: !!python/name:os.system\n", "just text", "a: b: c"])
+def test_a_file_that_is_no_configuration_is_an_error_not_a_traceback(tmp_path, text):
+    assert "some.yaml" in problems_of(write(tmp_path, text))[0]
+
+
+def test_a_missing_file_is_an_error_that_says_so(tmp_path):
+    assert "cannot be read (No such file or directory)" in only_problem_of(tmp_path / "none.yaml")
+
+
+def test_bytes_are_read_as_text_with_a_unit_or_as_a_number():
+    overrides = {"pools.decode.kv_cache_bytes": "2 GiB", "ray.object_store_bytes": "100000000"}
+    config = load_config(None, overrides).config
+    assert type(config.pools.decode.kv_cache_bytes) is int
+    assert (config.pools.decode.kv_cache_bytes, config.ray.object_store_bytes) == (2 * 1024**3, 100_000_000)
+
+
+def test_resources_are_set_as_a_table_or_one_by_one(tmp_path):
+    path = write(tmp_path, "pools:\n  decode:\n    resources: {slot: 1}\n")
+    loaded = load_config(path, {"pools.decode.resources.ridgeline.decode": "0.5"})
+    assert loaded.config.pools.decode.resources == {"slot": 1.0, "ridgeline.decode": 0.5}
+    assert loaded.origins["pools.decode.resources"] == "flag"
+    assert "pools.decode.resources.slot: input should be greater than 0" in only_problem_of(
+        pools__decode__resources__slot="0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fix"),
+    [
+        ("pools.decode.max_num_batched_tokens", "8", "raise it to at least 80"),
+        ("pools.prefill.kv_cache_bytes", "null", "set it, for instance to 1 GiB"),
+        ("model.block_size_tokens", "48", "set it to 64"),
+        ("model.max_model_len_tokens", "16", "lower the block size or raise the length"),
+        ("pools.prefill.gpus_per_worker", "1", "set both alike"),
+        ("pools.decode.tensor_parallel", "2", "set cores_per_worker to 2"),
+        ("router.min_remote_prefill_tokens", "4096", "set it below model.max_model_len_tokens"),
+        ("router.prefill_window_tokens", "600", "set it to null, which gives each pool its own, or to 1024"),
+        ("router.max_prompt_wait_s", "601", "set it to at most router.request_deadline_s (600)"),
+    ],
+)
+def test_an_impossible_combination_is_one_sentence_that_names_the_fix(path, value, fix):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {path: value})
+    assert any(fix in problem and path in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_a_fetch_cannot_be_given_more_time_than_a_source_accepts():
+    assert "less than or equal to 590" in only_problem_of(transfer__fetch_deadline_s="601")
+
+
+def test_a_fetch_cannot_be_given_more_time_than_its_request():
+    problem = only_problem_of(
+        transfer__fetch_deadline_s="90", router__request_deadline_s="60", router__max_prompt_wait_s="30"
+    )
+    assert "transfer.fetch_deadline_s (90)" in problem
+    assert "set it to at most router.request_deadline_s (60)" in problem
+
+
+def test_a_lease_of_milliseconds_or_of_days_is_refused():
+    assert "greater than or equal to 1" in only_problem_of(transfer__lease_s="0.05")
+    assert "less than or equal to 3600" in only_problem_of(transfer__lease_s="100000")
+
+
+def test_what_this_mode_does_not_use_is_not_judged_unless_both_modes_will_run():
+    overrides = {"pools.colocated.max_num_batched_tokens": "8", "router.prefill_window_tokens": "1024"}
+    assert load_config(None, overrides).config.mode == "disaggregated"
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides, both_modes=True)
+    assert ["pools.colocated.max_num_batched_tokens" in problem for problem in caught.value.problems] == [True]
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+@pytest.mark.parametrize("file", [None, "deploy/local.yaml", "deploy/cluster-serve.yaml"])
+def test_shipped_settings_keep_two_steps_of_prompts_at_every_worker_in_both_modes(file, mode):
+    loaded = load_config(file and REPOSITORY / file, {"mode": mode}, both_modes=True)
+    for name, pool in loaded.config.active_pools().items():
+        assert loaded.config.window_tokens(name) == 2 * pool.max_num_batched_tokens
+
+
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
+def test_encoded_blocks_and_a_transport_without_frames_exclude_each_other_in_one_sentence(transport, wire_dtype):
+    problem = only_problem_of(transfer__transport=transport, transfer__wire_dtype=wire_dtype)
+    assert f"transfer.wire_dtype ({wire_dtype}) has nothing to encode with transfer.transport {transport}" in problem
+    assert "set transfer.wire_dtype to none, or transfer.transport to grpc" in problem
+
+
+@pytest.mark.parametrize(("transport", "wire_dtype"), [("auto", "int8"), ("grpc", "fp8"), ("shm", "none")])
+def test_other_transports_may_encode_and_shared_memory_may_not(transport, wire_dtype):
+    overrides = {"transfer.transport": transport, "transfer.wire_dtype": wire_dtype}
+    assert load_config(None, overrides).config.transfer.wire_dtype == wire_dtype
+
+
+def test_a_wire_dtype_that_does_not_exist_is_answered_with_those_that_do():
+    problem = only_problem_of(transfer__wire_dtype="int4")
+    assert "transfer.wire_dtype: input should be 'none', 'int8' or 'fp8'" in problem
+
+
+def ranks_of(prefill: int, decode: int, *, gpus: bool = False) -> dict[str, str]:
+    flags = {"pools.colocated.gpus_per_worker": "1"} if gpus else {}
+    for pool, ranks in (("prefill", prefill), ("decode", decode)):
+        settings = ("gpus_per_worker",) if gpus else ("tensor_parallel", "cores_per_worker")
+        flags |= {f"pools.{pool}.{setting}": str(ranks) for setting in settings}
+    return flags
+
+
+@pytest.mark.parametrize("gpus", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 2), (4, 2), (2, 8), (3, 1)])
+def test_pools_may_have_different_ranks_if_one_number_divides_the_other(prefill, decode, gpus):
+    pools = load_config(None, ranks_of(prefill, decode, gpus=gpus)).config.pools
+    assert (pools.prefill.ranks, pools.decode.ranks) == (prefill, decode)
+
+
+@pytest.mark.parametrize("gpus", [False, True], ids=["cpu", "gpu"])
+def test_ranks_that_do_not_divide_each_other_are_refused_with_the_fix(gpus):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ranks_of(2, 3, gpus=gpus))
+    (problem,) = caught.value.problems
+    assert "pools.prefill.tensor_parallel (2) and pools.decode.tensor_parallel (3)" in problem
+    assert "set one to a multiple of the other (on GPUs" in problem
+
+
+def test_an_engine_is_not_split_on_a_cpu_and_has_a_rank_for_each_gpu_unless_told_otherwise():
+    assert RidgelineConfig().pools.prefill.ranks == 1
+    assert load_config(None, ranks_of(4, 4, gpus=True)).config.pools.decode.ranks == 4
+
+
+def test_ranks_that_are_not_the_gpus_are_refused():
+    problems = problems_of(**{**ranks_of(2, 2, gpus=True), "pools.decode.tensor_parallel": "1"})
+    assert any("pools.decode.tensor_parallel (1) must be gpus_per_worker (2)" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "path", ["pools.prefill.workers", "pools.decode.cores_per_worker", "transfer.lease_s", "model.path"]
+)
+def test_counts_and_times_cannot_be_zero_and_names_not_empty(path):
+    with pytest.raises(ConfigError, match=path):
+        load_config(None, {path: '""' if path == "model.path" else "0"})
+
+
+def test_an_object_store_below_rays_minimum_is_refused():
+    assert "greater than or equal to 78643200" in only_problem_of(ray__object_store_bytes="1 MiB")
+
+
+def test_a_configuration_cannot_be_changed_after_loading():
+    with pytest.raises(ValidationError, match="frozen"):
+        load_config().config.mode = "colocated"
+
+
+def test_only_the_pools_of_the_mode_are_active():
+    assert list(load_config().config.active_pools()) == ["prefill", "decode"]
+    assert list(load_config(None, {"mode": "colocated"}).config.active_pools()) == ["colocated"]
+
+
+def test_explain_shows_every_setting_with_its_value_and_origin(tmp_path):
+    loaded = load_config(write(tmp_path, "mode: colocated\n"), {"server.port": "81"})
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(explain(loaded))
+    lines = console.export_text().splitlines()
+    assert any("mode" in line and "colocated" in line and "some.yaml:1" in line for line in lines)
+    assert any("server.port" in line and "81" in line and "flag" in line for line in lines)
+    assert any("kv_cache_bytes" in line and "1073741824 (1,024 MiB)" in line and "default" in line for line in lines)
+    assert sum("│" in line for line in lines) >= len(loaded.origins)
+
+
+def test_every_setting_is_described():
+    def undescribed(model, prefix=""):
+        for name, info in model.model_fields.items():
+            if hasattr(info.annotation, "model_fields"):
+                yield from undescribed(info.annotation, f"{prefix}{name}.")
+            elif not info.description:
+                yield prefix + name
+
+    assert list(undescribed(RidgelineConfig)) == []
+
+
+def test_the_shipped_local_configuration_loads_and_gives_both_modes_the_same_cores():
+    pools = load_config(REPOSITORY / "deploy/local.yaml").config.pools
+    split = sum(pool.workers * pool.cores_per_worker for pool in (pools.prefill, pools.decode))
+    assert split == pools.colocated.workers * pools.colocated.cores_per_worker == 2
+
+
+def test_trusted_proxies_are_addresses_and_networks_and_nothing_that_trusts_everybody():
+    proxies = load_config(None, {"server.trusted_proxies": "[127.0.0.1, 10.0.0.0/24, '2001:db8::/64']"})
+    assert [str(network) for network in proxies.config.server.trusted_proxies] == [
+        "127.0.0.1/32",
+        "10.0.0.0/24",
+        "2001:db8::/64",
+    ]
+    for written, why in {
+        "['*']": "not a valid IPv4 or IPv6 network",
+        "[proxy.example]": "not a valid IPv4 or IPv6 network",
+        "[10.0.0.1/24]": "not a valid IPv4 or IPv6 network",
+        "[0.0.0.0/0]": "names every address there is",
+        "['::/0']": "names every address there is",
+        "['::ffff:10.0.0.1']": "write the IPv4 address",
+        "10.0.0.1": "valid tuple",
+    }.items():
+        assert why in only_problem_of(server__trusted_proxies=written)

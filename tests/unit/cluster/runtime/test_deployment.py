@@ -1,0 +1,50 @@
+"""How a deployment ends: every process, whatever goes wrong with some."""
+
+import asyncio
+import re
+
+import pytest
+
+from cluster.config.models import RidgelineConfig
+from cluster.runtime.actor_handle import ActorSlot
+from cluster.runtime.deployment import _stop
+
+
+class Slot:
+    def __init__(self, name, error=None):
+        self.name, self.error, self.ended = name, error, False
+
+    async def stop(self):
+        if self.error:
+            raise self.error
+
+    async def kill(self):
+        await asyncio.sleep(0)
+        if self.error:
+            raise self.error
+        await asyncio.sleep(0)
+        self.ended = True
+
+
+async def test_one_that_cannot_be_ended_does_not_spare_the_others_and_is_named():
+    router, workers = Slot("router", RuntimeError("no such actor")), [Slot("prefill-0"), Slot("decode-0")]
+    told = await _stop(workers, router)
+    assert all(worker.ended for worker in workers)
+    assert told == ["router could not be ended, and may run on: RuntimeError: no such actor"]
+    assert await _stop(workers, Slot("router")) == []
+
+
+async def test_what_ray_says_of_an_actor_does_not_spare_its_processes(monkeypatch):
+    def refuse(actor, no_restart):
+        raise ValueError("not an actor of this job")
+
+    ended = []
+
+    async def end(self):
+        ended.append(self.name)
+
+    monkeypatch.setattr("cluster.runtime.actor_handle.ray.kill", refuse)
+    monkeypatch.setattr(ActorSlot, "end", end)
+    with pytest.raises(ValueError, match=re.escape("not an actor")):
+        await ActorSlot("decode-0", None, RidgelineConfig()).kill()
+    assert ended == ["decode-0"]

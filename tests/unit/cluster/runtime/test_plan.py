@@ -1,0 +1,203 @@
+"""What will run where: cores, and the settings made from the one configuration."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.config.loader import load_config
+from cluster.config.models import PoolConfig
+from cluster.model_store import ModelError
+from cluster.runtime import plan as plan_module
+from cluster.runtime.actors import NodePlace
+from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, make_plan
+from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+
+
+def a_worker(name="prefill-0", cores=1, gpus=0):
+    settings = PoolConfig(
+        workers=1, cores_per_worker=cores, gpus_per_worker=gpus, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    return PlannedWorker(name, name.split("-")[0], settings)
+
+
+def assign_cores(workers, places, **options):
+    table = CoreTable(**options)
+    return [table.take(worker, place) for worker, place in zip(workers, places, strict=True)]
+
+
+def a_place(node="n1", cores=(0, 1, 2, 3)):
+    return NodePlace(node_id=node, host=f"host-{node}", cores=tuple(cores), pid=1)
+
+
+@given(
+    wanted=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["n1", "n2"])), min_size=1, max_size=6),
+    cores=st.lists(st.integers(0, 63), min_size=18, max_size=18, unique=True),
+)
+@settings(max_examples=50)
+def test_workers_of_one_node_get_disjoint_cores_of_that_node(wanted, cores):
+    workers = tuple(a_worker(f"decode-{index}", count) for index, (count, _) in enumerate(wanted))
+    assigned = assign_cores(workers, [a_place(node, cores) for _, node in wanted])
+    assert [len(mine) for mine in assigned] == [count for count, _ in wanted]
+    for node in ("n1", "n2"):
+        taken = [core for mine, (_, place) in zip(assigned, wanted, strict=True) if place == node for core in mine]
+        assert len(taken) == len(set(taken))
+        assert set(taken) <= set(cores)
+
+
+def test_the_same_core_numbers_on_another_node_are_other_cores():
+    workers = (a_worker("prefill-0", 2), a_worker("decode-0", 2))
+    assert assign_cores(workers, [a_place("n1", (4, 5)), a_place("n2", (4, 5))]) == [(4, 5), (4, 5)]
+
+
+def test_a_gpu_worker_takes_no_cores_away():
+    workers = (a_worker("prefill-0", 2, gpus=1), a_worker("decode-0", 2))
+    assert assign_cores(workers, [a_place(cores=(0, 1)), a_place(cores=(0, 1))]) == [(), (0, 1)]
+
+
+def test_too_few_cores_is_a_sentence_that_names_worker_node_numbers_and_fix():
+    workers = (a_worker("prefill-0", 3), a_worker("decode-0", 2))
+    with pytest.raises(PlacementError) as refused:
+        assign_cores(workers, [a_place(), a_place()])
+    assert str(refused.value) == (
+        "decode-0 needs 2 cores of its own on host-n1 and 1 are left: lower pools.decode.workers or cores_per_worker, "
+        "or add a machine"
+    )
+
+
+def test_a_worker_that_is_back_on_its_node_gets_its_cores_again_and_on_another_free_ones():
+    table = CoreTable()
+    first, second = a_worker("decode-0"), a_worker("decode-1")
+    assert [table.take(first, a_place()), table.take(second, a_place())] == [(0,), (1,)]
+    assert table.take(first, a_place()) == (0,)
+    assert table.take(first, a_place("n2", (8, 9))) == (8,)
+    assert table.take(a_worker("decode-2"), a_place()) == (0,), "what it left is free"
+    table.give_back("decode-1")
+    assert table.take(a_worker("decode-3"), a_place()) == (1,)
+
+
+def test_shared_cores_go_round():
+    workers = tuple(a_worker(f"decode-{index}") for index in range(5))
+    assert assign_cores(workers, [a_place(cores=(4, 5))] * 5, share=True) == [(4,), (5,), (4,), (5,), (4,)]
+    with pytest.raises(PlacementError):
+        assign_cores((a_worker("decode-0", 3),), [a_place(cores=(4, 5))], share=True)
+
+
+@pytest.fixture
+def planned(monkeypatch, tmp_path):
+    """A plan made without a model: {setting: value} on top of the defaults."""
+    monkeypatch.setattr(plan_module, "prepare_model", lambda path: tmp_path)
+    return lambda **settings: make_plan(
+        load_config(None, {k.replace("__", "."): v for k, v in settings.items()}).config
+    )
+
+
+def test_every_worker_of_the_mode_is_planned_and_no_other(planned):
+    split = planned(pools__prefill__workers="2")
+    assert [worker.worker_id for worker in split.workers] == ["prefill-0", "prefill-1", "decode-0"]
+    whole = planned(mode="colocated")
+    assert [worker.worker_id for worker in whole.workers] == ["colocated-0", "colocated-1"]
+    assert {worker.pool for worker in whole.workers} == {"colocated"}
+
+
+def test_an_engine_gets_its_own_pools_limits_and_the_shared_ones(planned, tmp_path):
+    plan = planned(
+        pools__prefill__max_num_batched_tokens="1000",
+        pools__decode__kv_cache_bytes="64 MiB",
+        model__max_model_len_tokens="512",
+        model__dtype="float32",
+        transfer__lease_s="7",
+        transfer__wire_dtype="int8",
+    )
+    prefill, decode = (plan.engine_config(worker, "10.0.0.1") for worker in plan.workers)
+    assert (prefill.worker_id, prefill.pool, prefill.max_num_batched_tokens) == ("prefill-0", "prefill", 1000)
+    assert (decode.worker_id, decode.pool, decode.kv_cache_bytes_per_rank) == ("decode-0", "decode", 64 * 1024**2)
+    for engine in (prefill, decode):
+        assert (engine.max_model_len_tokens, engine.block_size_tokens, engine.dtype) == (512, 32, "float32")
+        assert (engine.transport, engine.wire_dtype) == ("auto", "int8")
+        assert (engine.lease_s, engine.host, engine.model_path) == (7.0, "10.0.0.1", str(tmp_path))
+        assert (engine.on_cpu, engine.enforce_eager, engine.tensor_parallel_size) == (True, True, 1)
+
+
+def test_the_ranks_of_an_engine_share_its_cache(planned):
+    plan = planned(
+        model__path="/somewhere",
+        pools__prefill__tensor_parallel="2",
+        pools__prefill__cores_per_worker="4",
+        pools__prefill__kv_cache_bytes="64 MiB",
+    )
+    prefill, decode = (plan.engine_config(worker, "10.0.0.1") for worker in plan.workers)
+    assert (prefill.tensor_parallel_size, prefill.kv_cache_bytes_per_rank) == (2, 32 * 1024**2)
+    assert decode.tensor_parallel_size == 1
+
+
+def test_heads_that_cannot_be_split_are_refused_before_the_model_is_prepared(planned, monkeypatch):
+    monkeypatch.setattr(plan_module, "prepare_model", lambda path: pytest.fail("too late"))
+    with pytest.raises(ModelError) as refused:
+        planned(pools__decode__tensor_parallel="2", pools__decode__cores_per_worker="2")
+    assert str(refused.value) == (
+        "smollm2-135m has 3 KV heads, which cannot be split over the 2 ranks of each decode engine: set "
+        "pools.decode.tensor_parallel to 1 or 3, or serve another model."
+    )
+
+
+def test_a_configured_transfer_interface_beats_the_nodes_address(planned):
+    plan = planned(transfer__host="192.168.0.9")
+    assert plan.engine_config(plan.workers[0], "10.0.0.1").host == "192.168.0.9"
+
+
+def test_each_start_of_a_worker_is_another_incarnation(planned):
+    plan = planned()
+    starts = {plan.engine_config(plan.workers[0], "h").incarnation for _ in range(5)}
+    assert len(starts) == 5
+
+
+def test_the_router_is_told_its_limits_and_the_name_clients_use(planned):
+    router = planned(
+        model__served_name="mine",
+        server__port="1234",
+        router__min_remote_prefill_tokens="99",
+        router__max_outstanding_requests="5",
+        router__request_deadline_s="8",
+        transfer__fetch_deadline_s="8",
+        router__prefill_window_tokens="3000",
+        router__max_prompt_wait_s="7",
+        router__recovery_timeout_s="6",
+        router__ready_deadline_s="4",
+    ).router_settings()
+    assert (router.served_name, router.port, router.mode) == ("mine", 1234, "disaggregated")
+    assert (router.min_remote_prefill_tokens, router.max_outstanding_requests, router.request_deadline_s) == (99, 5, 8)
+    assert (router.prefill_window_tokens, router.max_prompt_wait_s) == ({"prefill": 3000, "decode": 3000}, 7)
+    assert (router.recovery_timeout_s, router.ready_deadline_s) == (6, 4)
+    assert planned().router_settings().served_name == "smollm2-135m"
+
+
+def test_router_and_engines_get_the_same_arguments_of_the_models_and_each_pool_its_own(planned, tmp_path, monkeypatch):
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    (tmp_path / "parser.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    plan = planned(
+        engine_args__max_logprobs="7",
+        engine_args__quantization="fp8",
+        engine_args__numa_bind="false",
+        pools__decode__engine_args__numa_bind="true",
+        server_args__chat_template="chat.jinja",
+        server_args__tool_parser_plugin="parser.py",
+        server_args__tool_call_parser="of_the_plugin",
+    )
+    router = plan.router_settings()
+    assert router.engine_args == {"max_logprobs": 7}
+    assert router.server_args == {
+        "enable_auto_tool_choice": True,
+        "chat_template": "{{ messages }}",
+        "tool_parser_plugin": str(tmp_path / "parser.py"),
+        "tool_call_parser": "of_the_plugin",
+    }
+    prefill, decode = (plan.engine_config(worker, "h").passed for worker in plan.workers)
+    assert prefill == {"max_logprobs": 7, "quantization": "fp8", "numa_bind": False}
+    assert decode == {**prefill, "numa_bind": True}
+
+
+def test_a_worker_has_two_steps_of_prompts_at_a_time_whatever_its_pools_step_is(planned):
+    steps = {"pools__prefill__max_num_batched_tokens": "700"}
+    assert planned(**steps).router_settings().prefill_window_tokens == {"prefill": 1400, "decode": 1024}
+    assert planned(mode="colocated").router_settings().prefill_window_tokens == {"colocated": 4096}

@@ -1,0 +1,57 @@
+"""Ending processes: stopped ones too, with all below them, and never a stranger with the same number."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from cluster.runtime.processes import ProcessId, end_processes, semaphores_of, this_process
+from tests.support.patience import PATIENCE_S
+
+SLEEP = "import time; time.sleep(60)"
+FAMILY = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, '-c', {SLEEP!r}])
+print(1, flush=True)
+{SLEEP}
+"""
+
+
+def test_a_stopped_process_and_its_child_are_gone_on_return():
+    with subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        [child] = psutil.Process(parent.pid).children()
+        os.kill(parent.pid, signal.SIGSTOP)
+        assert end_processes([ProcessId.of(psutil.Process(parent.pid))]) == []
+        assert parent.wait(PATIENCE_S) == -signal.SIGKILL
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_took_over_the_number_of_one_that_ended_is_left_alone():
+    me = this_process()
+    assert end_processes([ProcessId(me.pid, me.started_s - 3600.0)]) == []
+
+
+def test_a_process_that_is_gone_already_is_no_error():
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        name = ProcessId.of(psutil.Process(process.pid))
+        process.wait(PATIENCE_S)
+    assert end_processes([name]) == []
+
+
+def test_a_semaphore_of_a_process_whose_tracker_was_killed_too_does_not_stay():
+    code = "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); print(1, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(60)"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        [semaphore] = semaphores_of((process.pid,))
+        for tracker in psutil.Process(process.pid).children():
+            tracker.kill()
+        assert Path(semaphore).exists()
+        assert end_processes([ProcessId.of(psutil.Process(process.pid))], [semaphore]) == []
+        assert not Path(semaphore).exists()
+        process.wait(PATIENCE_S)

@@ -1,0 +1,65 @@
+"""Starting Ray: a raylet that does not come up is tried once more, and what its start has left is ended."""
+
+import subprocess
+import sys
+
+import pytest
+import ray
+
+from cluster.runtime.actor_handle import DeploymentFailed
+from cluster.runtime.ray_start import start_ray
+
+NOT_UP = "The current node timed out during startup."
+
+
+class Rays:
+    """Stands for `ray.init`: so many starts come to nothing, each leaving a process."""
+
+    def __init__(self, failures, error=None):
+        self.failures = failures
+        self.error = error or Exception(NOT_UP)
+        self.options = []
+        self.left = []
+
+    def init(self, **options):
+        self.options.append(options)
+        if len(self.options) <= self.failures:
+            sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+            self.left.append(subprocess.Popen(sleeping))
+            raise self.error
+
+
+@pytest.fixture
+def rays(monkeypatch):
+    made = []
+
+    def make(*arguments):
+        made.append(Rays(*arguments))
+        monkeypatch.setattr(ray, "init", made[-1].init)
+        return made[-1]
+
+    yield make
+    for process in [process for one in made for process in one.left]:
+        process.kill()
+        process.wait(5)
+
+
+def test_a_raylet_that_did_not_come_up_is_started_once_more_and_nothing_of_it_is_left(rays):
+    one = rays(1)
+    start_ray(num_cpus=2)
+    assert one.options == [{"num_cpus": 2}] * 2
+    assert one.left[0].poll() is not None
+
+
+def test_one_that_does_not_come_up_again_is_told_with_where_its_logs_are(rays):
+    one = rays(2)
+    with pytest.raises(DeploymentFailed, match=r"2 times: The current node timed out .*/logs"):
+        start_ray()
+    assert all(process.poll() is not None for process in one.left)
+
+
+def test_what_another_start_would_not_mend_is_raised_as_it_is(rays):
+    one = rays(1, ValueError("object_store_memory is too small"))
+    with pytest.raises(ValueError, match="too small"):
+        start_ray()
+    assert len(one.options) == 1

@@ -1,0 +1,359 @@
+"""What is brought back, when, how often, and who is told: the supervisor with actors and a clock that are none."""
+
+import asyncio
+from collections import deque
+
+import pytest
+
+from cluster.config.models import SupervisionConfig
+from cluster.runtime.actor_handle import ActorGone, DeploymentFailed, NoPlace, NotReached
+from cluster.runtime.restart_budget import RestartBudget
+from cluster.runtime.supervisor import MAX_INTRODUCTIONS, POLL_S, Supervisor
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+        self.slept: list[float] = []
+
+    def __call__(self):
+        return self.now_s
+
+    async def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now_s += seconds
+        await asyncio.sleep(0)
+
+
+class Finished(Exception):
+    """Ends a supervisor that would run for ever."""
+
+
+class Actor:
+    """Answers `failure` from a list, then is fine for ever."""
+
+    def __init__(self, name, log, clock, health=()):
+        self.name, self.log, self.clock = name, log, clock
+        self.health = deque(health)
+        self.idle_polls = 0
+
+    async def failure(self):
+        await asyncio.sleep(0)
+        if self.health:
+            return self.health.popleft()
+        self.idle_polls += 1
+        if self.idle_polls > 50:
+            raise Finished
+        return ""
+
+    async def end(self):
+        self.log.append(f"end {self.name}")
+
+
+class Worker(Actor):
+    starts = 0
+    start_s = 14.0
+    places: tuple = ()
+    never = False
+    refuses: BaseException | None = None
+
+    @property
+    def pool(self):
+        return self.name.split("-")[0]
+
+    async def start_again(self):
+        if self.places:
+            raise self.places.pop()
+        self.log.append(f"start {self.name}")
+        self.clock.now_s += self.start_s
+        if self.never:
+            raise DeploymentFailed("no memory")
+        if self.refuses is not None:
+            error, self.refuses = self.refuses, None
+            raise error
+        self.starts += 1
+        return f"{self.name}:{self.starts}"
+
+    async def retire(self):
+        self.log.append(f"retire {self.name}")
+
+
+class Router(Actor):
+    gone_for = 0
+    not_reached = 0
+    refuses: BaseException | None = None
+    cut_off: tuple = ()
+    """Addresses that it does not reach."""
+
+    async def unreached(self, for_s):
+        assert for_s == 30
+        return list(self.cut_off)
+
+    async def start_again(self, addresses):
+        if not addresses:
+            raise DeploymentFailed("router could not serve: IndexError: list index out of range")
+        self.log.append(f"start router with {addresses}")
+
+    async def replace_worker(self, address, reason):
+        if self.gone_for:
+            self.gone_for -= 1
+            raise ActorGone("router ended")
+        if self.not_reached:
+            self.not_reached -= 1
+            raise NotReached("router could not replace_worker: WorkerLost: no connection within 30 s")
+        if self.refuses is not None:
+            error, self.refuses = self.refuses, None
+            raise error
+        self.log.append(f"replace {address} {reason}")
+
+    async def remove_worker(self, worker_id):
+        self.log.append(f"remove {worker_id}")
+
+
+class Scene:
+    """A deployment of two prefill and two decode workers; `health` by name."""
+
+    def __init__(self, names=("prefill-0", "prefill-1", "decode-0", "decode-1"), **health):
+        self.clock, self.log, self.said = Clock(), [], []
+        told = {name.replace("_", "-"): answers for name, answers in health.items()}
+        self.workers = [Worker(name, self.log, self.clock, told.get(name, ())) for name in names]
+        self.router = Router("router", self.log, self.clock, told.get("router", ()))
+        self.supervisor = Supervisor(
+            self.workers,
+            self.router,
+            {name: f"{name}:0" for name in names},
+            SupervisionConfig(max_restarts=5, window_s=300),
+            clock=self.clock,
+            sleep=self.clock.sleep,
+        )
+
+    async def worker_has_started_twice(self):
+        """For a router that takes long to end."""
+        while self.workers[0].starts < 2:  # noqa: ASYNC110 - as many turns as the worker needs
+            await asyncio.sleep(0)
+
+    async def play(self):
+        async with asyncio.timeout(10):
+            try:
+                await self.supervisor.run(self.said.append)
+            except* Finished:
+                pass
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("actor_died", "actor process killed"),
+        ("engine_died", "engine process killed"),
+        ("stalled", "its engine has work and makes no step"),
+        ("unreachable", "it does not answer"),
+        ("cut_off", "it answers, but there is no connection between it and the router"),
+    ],
+)
+async def test_what_is_left_of_a_lost_worker_ends_before_it_starts_again_and_the_router_is_told_why(why, words):
+    scene = Scene(decode_0=["", "", why])
+    await scene.play()
+    assert scene.log == ["end decode-0", "start decode-0", f"replace decode-0:1 {why}"]
+    assert scene.said == [f"decode-0 is gone ({words}); restarting", "decode-0: back after 14 s"]
+
+
+async def test_a_worker_that_drained_goes_for_good():
+    scene = Scene(decode_0=["", "draining", "draining", "drained"])
+    await scene.play()
+    assert scene.log == ["retire decode-0", "remove decode-0"]
+    assert scene.said == ["decode-0 drains", "decode-0 has drained and is gone"]
+
+
+@pytest.mark.parametrize("why", ["actor_died", "engine_died", "unreachable"])
+async def test_a_worker_that_dies_while_it_drains_is_not_started_again(why):
+    scene = Scene(prefill_1=["draining", why])
+    await scene.play()
+    assert scene.log == ["retire prefill-1", "remove prefill-1"]
+
+
+async def test_a_start_that_fails_is_tried_again_later_and_later():
+    scene = Scene(decode_0=["engine_died"])
+    scene.workers[2].refuses = DeploymentFailed("no memory")
+    await scene.play()
+    assert scene.log == [*["end decode-0", "start decode-0"] * 2, "replace decode-0:1 engine_died"]
+    assert scene.said[1] == "decode-0 could not be brought back: no memory"
+    assert [seconds for seconds in scene.clock.slept if seconds != POLL_S] == [0.0, 1.0]
+    assert scene.said[2].startswith("decode-0: back after ")
+
+
+async def test_a_worker_lost_again_and_again_stays_away_and_the_others_go_on():
+    scene = Scene(decode_0=["engine_died"] * 9)
+    await scene.play()
+    assert scene.log.count("start decode-0") == 5
+    assert scene.log[-2:] == ["retire decode-0", "remove decode-0"]
+    assert scene.said[-1] == "decode-0 was lost more than 5 times within 300 s of service and stays away"
+
+
+async def test_a_worker_that_takes_minutes_to_start_and_dies_at_its_first_request_stays_away_too():
+    scene = Scene(decode_0=["engine_died"] * 9)
+    scene.workers[2].start_s = 240.0
+    await scene.play()
+    assert scene.log.count("start decode-0") == 5
+    assert scene.said[-1] == "decode-0 was lost more than 5 times within 300 s of service and stays away"
+
+
+async def test_a_worker_for_which_there_is_no_node_is_waited_for_and_not_given_up():
+    scene = Scene(decode_0=["actor_died"])
+    scene.workers[2].places = [NoPlace("Ray found no place for decode-0 within 120 s") for _ in range(20)]
+    await scene.play()
+    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 actor_died"]
+    assert scene.said[1] == "decode-0 waits for a node: Ray found no place for decode-0 within 120 s"
+    assert [sentence for sentence in scene.said if "waits" in sentence] == scene.said[1:2]
+
+
+async def test_a_newcomer_that_the_router_does_not_reach_in_time_is_kept_and_introduced_again():
+    scene = Scene(decode_0=["actor_died"])
+    scene.router.not_reached = 5
+    await scene.play()
+    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 actor_died"]
+    [told] = [sentence for sentence in scene.said if "introduced" in sentence]
+    assert "no connection within 30 s" in told
+
+
+async def test_a_newcomer_that_the_router_never_reaches_is_taken_for_broken_in_the_end():
+    scene = Scene(decode_0=["actor_died"])
+    scene.router.not_reached = MAX_INTRODUCTIONS
+    await scene.play()
+    assert scene.log == [*["end decode-0", "start decode-0"] * 2, "replace decode-0:2 actor_died"]
+
+
+async def test_a_newcomer_that_dies_while_it_is_introduced_is_started_again():
+    scene = Scene(decode_0=["actor_died", "engine_died", "engine_died"])
+    scene.router.not_reached = 1
+    await scene.play()
+    assert scene.log == [*["end decode-0", "start decode-0"] * 2, "replace decode-0:2 engine_died"]
+
+
+async def test_a_worker_that_only_the_router_does_not_reach_is_replaced():
+    scene = Scene()
+    scene.router.cut_off = ("decode-0:0",)
+    await scene.play()
+    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 cut_off"]
+
+
+async def test_a_router_that_reaches_none_of_its_workers_is_what_is_replaced():
+    scene = Scene(("prefill-0", "decode-0"))
+    scene.router.cut_off = ("prefill-0:0", "decode-0:0")
+    start_again = scene.router.start_again
+
+    async def mended(addresses):
+        scene.router.cut_off = ()
+        await start_again(addresses)
+
+    scene.router.start_again = mended
+    await scene.play()
+    assert scene.log == ["end router", "start router with ['prefill-0:0', 'decode-0:0']"]
+
+
+async def test_the_only_worker_of_a_router_is_replaced_when_it_is_cut_off():
+    scene = Scene(("colocated-0",))
+    scene.router.cut_off = ("colocated-0:0",)
+    await scene.play()
+    assert scene.log == ["end colocated-0", "start colocated-0", "replace colocated-0:1 cut_off"]
+
+
+async def test_a_worker_that_drains_and_cannot_be_reached_has_left():
+    scene = Scene(prefill_1=["draining"] * 5 + ["drained"])
+    scene.router.cut_off = ("prefill-1:0",)
+    await scene.play()
+    assert scene.log == ["retire prefill-1", "remove prefill-1"]
+
+
+async def test_without_a_decode_worker_and_none_coming_the_deployment_ends():
+    scene = Scene(decode_0=["engine_died"] * 9, decode_1=["draining", "drained"])
+    with pytest.raises(DeploymentFailed, match=r"decode-0 was lost more than 5 times .*it was the last decode worker"):
+        await scene.play()
+
+
+async def test_without_a_prefill_worker_it_goes_on():
+    scene = Scene(("prefill-0", "decode-0"), prefill_0=["draining", "drained"])
+    await scene.play()
+    assert scene.log == ["retire prefill-0", "remove prefill-0"]
+
+
+async def test_the_last_replica_may_be_lost_as_long_as_it_comes_back():
+    scene = Scene(("colocated-0",), colocated_0=["actor_died"])
+    await scene.play()
+    assert scene.said[-1] == "colocated-0: back after 14 s"
+
+
+async def test_a_router_that_died_serves_again_with_the_workers_there_are_now():
+    scene = Scene(router=["", "actor_died"])
+    await scene.play()
+    assert scene.log == [
+        "end router",
+        "start router with ['prefill-0:0', 'prefill-1:0', 'decode-0:0', 'decode-1:0']",
+    ]
+    assert scene.said[0] == "router is gone (actor process killed); restarting"
+    assert scene.said[1].startswith("router: back after ")
+
+
+async def test_a_worker_that_comes_back_while_the_router_is_gone_is_told_to_the_next_router():
+    scene = Scene(decode_0=["actor_died"])
+    scene.router.gone_for = 3
+    await scene.play()
+    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 actor_died"]
+
+
+async def test_a_router_lost_together_with_every_worker_starts_with_the_first_one_that_is_back():
+    scene = Scene(("colocated-0",), colocated_0=["actor_died"], router=["actor_died"])
+    await scene.play()
+    assert scene.log.index("start colocated-0") < scene.log.index("start router with ['colocated-0:1']")
+    assert scene.log[-1] == "replace colocated-0:1 actor_died"
+    assert "could not be brought back" not in " ".join(scene.said)
+    assert [sentence.split(":")[0] for sentence in scene.said[-2:]] == ["router", "colocated-0"]
+
+
+async def test_a_router_and_every_worker_lost_for_good_end_the_deployment():
+    scene = Scene(("colocated-0",), colocated_0=["actor_died"], router=["actor_died"])
+    scene.workers[0].never = True
+    with pytest.raises(DeploymentFailed, match="it was the last colocated worker"):
+        await scene.play()
+
+
+async def test_a_worker_lost_again_before_the_router_is_back_is_started_again_and_not_what_the_router_gets():
+    scene = Scene(("colocated-0",), colocated_0=["actor_died", "engine_died", "engine_died"], router=["actor_died"])
+    scene.router.end = scene.worker_has_started_twice
+    await scene.play()
+    assert scene.log == [
+        *("end colocated-0", "start colocated-0", "end colocated-0", "start colocated-0"),
+        *("start router with ['colocated-0:2']", "replace colocated-0:2 engine_died"),
+    ]
+
+
+async def test_a_worker_that_the_router_refuses_is_not_what_the_next_router_starts_with():
+    scene = Scene(("decode-0", "decode-1"), decode_0=["actor_died"])
+    scene.router.refuses = DeploymentFailed("router could not replace_worker: WorkerLost: it is gone")
+    scene.workers[0].end = lambda: held(scene)
+    await scene.play()
+    assert scene.held == [["decode-1:0"], ["decode-1:0"]]
+
+
+async def held(scene):
+    """Note the addresses there are while a worker is away."""
+    scene.held = [*getattr(scene, "held", []), list(scene.supervisor._addresses.values())]
+
+
+async def test_a_router_lost_again_and_again_ends_the_deployment():
+    scene = Scene(router=["actor_died"] * 9)
+    with pytest.raises(DeploymentFailed, match="the router was lost more than 5 times"):
+        await scene.play()
+
+
+def test_delays_grow_and_old_starts_are_forgotten():
+    clock = Clock()
+    budget = RestartBudget(5, 300.0, clock)
+    assert [budget.next_delay_s() for _ in range(6)] == [0.0, 1.0, 2.0, 4.0, 8.0, None]
+    clock.now_s = 1000.0
+    assert budget.next_delay_s() is None, "all of that it did not serve"
+    budget.serves()
+    clock.now_s = 1299.0
+    assert budget.next_delay_s() is None
+    budget.serves()
+    clock.now_s = 1300.0
+    assert budget.next_delay_s() == 0.0

@@ -1,0 +1,302 @@
+"""The `ridgeline` command: exit status, a sentence that names the fix, and nothing started when something is wrong."""
+
+import json
+
+import pytest
+import ray
+import typer
+from typer.testing import CliRunner
+
+import cluster.cli
+import cluster.commands.loadtest
+import cluster.commands.serve
+from cluster.cli import app
+from cluster.commands.serve import Unfit
+from cluster.doctor.checks import CheckResult
+from loadtest.run.plan import ComparePlan, ReplayPlan
+from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+
+COMMANDS = ("serve", "doctor", "model", "roofline", "replay", "compare", "bench")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch):
+    def started(*args, **kwargs):
+        raise AssertionError("this command must not start anything")
+
+    monkeypatch.setattr(ray, "init", started)
+    monkeypatch.setattr(cluster.commands.loadtest, "ray_runtime", started)
+    monkeypatch.setattr(cluster.commands.serve, "ray_runtime", started)
+
+
+@pytest.fixture
+def ridgeline():
+    """Run a command; (exit status, stdout, stderr in one line)."""
+
+    def run(*args):
+        result = CliRunner().invoke(app, [str(arg) for arg in args])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+    return run
+
+
+# --- wrong input
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option_is_refused_by_name(ridgeline, command):
+    status, _, error = ridgeline(command, "--frobnicate")
+    assert status == 2
+    assert "--frobnicate" in error
+
+
+def test_an_unknown_command_is_refused_by_name(ridgeline):
+    status, _, error = ridgeline("sreve")
+    assert status == 2
+    assert "sreve" in error
+
+
+@pytest.mark.parametrize("command", [["serve"], ["doctor"], ["compare", "--out", "x"]])
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("server.port", "--set server.port: write it as section.key=value"),
+        ("server.prot=1", "did you mean server.port?"),
+        ("server.port=high", "server.port"),
+        ("nonsense.at.all=1", "is not a setting"),
+        ("pools.prefill.workers=0", "pools.prefill.workers"),
+    ],
+)
+def test_a_wrong_setting_ends_every_command_with_a_sentence_that_names_it(ridgeline, command, setting, sentence):
+    status, _, error = ridgeline(*command, "--set", setting)
+    assert status == 2
+    assert error.startswith("error:")
+    assert sentence in error
+
+
+@pytest.mark.parametrize("setting", ["[/x]", "[red]server.port", "server.port=[/]", "a[b]=1"])
+def test_a_setting_with_brackets_is_shown_as_it_was_typed(ridgeline, setting):
+    status, _, error = ridgeline("serve", "--set", setting)
+    assert status == 2
+    assert setting.partition("=")[0] in error
+
+
+def test_every_problem_is_told_at_once_one_a_line(ridgeline):
+    result = CliRunner().invoke(app, ["serve", "--set", "server.prot=1", "--set", "pools.decode.workers=0"])
+    assert result.exit_code == 2
+    assert [line.partition(":")[0] for line in result.stderr.splitlines()] == ["error", "error"]
+
+
+def test_a_configuration_file_that_is_not_there_is_named(ridgeline, tmp_path):
+    status, _, error = ridgeline("serve", "--config", tmp_path / "none.yaml")
+    assert status == 2
+    assert "none.yaml" in error
+    assert "name an existing YAML file" in error
+
+
+# --- serve
+
+
+def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(ridgeline, tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("router:\n  max_outstanding_requests: 77\n", encoding="utf-8")
+    status, shown, _ = ridgeline(
+        "serve", "--config", file, "--port", "8123", "--prefill", "3", "--mode", "colocated", "--explain"
+    )
+    assert status == 0
+    rows = {cells[0]: cells[1:] for line in shown.splitlines() if len(cells := line.replace("│", " ").split()) >= 3}
+    assert rows["server.port"] == ["8123", "flag"]
+    assert rows["pools.prefill.workers"] == ["3", "flag"]
+    assert rows["mode"] == ["colocated", "flag"]
+    assert rows["pools.decode.workers"] == ["1", "default"]
+    assert rows["router.max_outstanding_requests"][0] == "77"
+    assert "my.yaml" in "".join(shown.split())
+
+
+def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(ridgeline, monkeypatch):
+    async def unfit(config, console):
+        raise Unfit(["Free some memory.", "Use another port [8001]."])
+
+    monkeypatch.setattr(cluster.commands.serve, "serve", unfit)
+    status, _, error = ridgeline("serve")
+    assert status == 1
+    assert error == "error: Free some memory. error: Use another port [8001]."
+
+
+# --- doctor
+
+
+def test_a_fit_machine_makes_doctor_end_with_0_and_an_unfit_one_with_1_and_the_fix(ridgeline, monkeypatch):
+    good = CheckResult("memory", True, "1 needed, 2 available")
+    bad = CheckResult("cores", False, "9 needed", "Lower workers in pools.prefill.")
+    monkeypatch.setattr("cluster.doctor.checks.checks", lambda config: [good])
+    status, shown, _ = ridgeline("doctor")
+    assert status == 0
+    assert "1 needed, 2 available" in shown
+    monkeypatch.setattr("cluster.doctor.checks.checks", lambda config: [good, bad])
+    status, shown, _ = ridgeline("doctor")
+    assert status == 1
+    assert "Lower workers in pools.prefill." in " ".join(shown.split())
+
+
+def test_doctor_judges_the_configuration_it_is_given(ridgeline, monkeypatch):
+    seen = []
+    monkeypatch.setattr("cluster.doctor.checks.checks", lambda config: seen.append(config) or [])
+    assert ridgeline("doctor", "--set", "pools.decode.workers=5")[0] == 0
+    assert seen[0].pools.decode.workers == 5
+
+
+# --- roofline
+
+
+def test_roofline_prints_json_that_a_program_can_read(ridgeline):
+    status, shown, _ = ridgeline("roofline", "--model", "mixtral-8x7b", "--hardware", "h100-sxm", "--json")
+    assert status == 0
+    told = json.loads(shown)
+    assert "h100" in json.dumps(told).lower()
+
+
+def test_roofline_prints_a_table_without_json(ridgeline):
+    status, shown, _ = ridgeline("roofline", "--model", "mixtral-8x7b", "--hardware", "h100-sxm")
+    assert status == 0
+    assert "ridge" in shown.lower()
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(shown)
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["--model", "mixtral-8x7b", "--hardware", "h1000"], "h1000"),
+        (["--model", "mixtral-8x7b", "--hardware", "h100-sxm", "--dtype", "bf17"], "bf17"),
+        (["--model", "/no/such/model", "--hardware", "h100-sxm"], "/no/such/model"),
+    ],
+)
+def test_roofline_names_what_it_does_not_know(ridgeline, args, part):
+    status, _, error = ridgeline("roofline", *args)
+    assert status == 1
+    assert error.startswith("error:")
+    assert part in error
+
+
+# --- model
+
+
+def test_a_model_that_cannot_be_prepared_is_named(ridgeline):
+    status, _, error = ridgeline("model", "/no/such/model")
+    assert status == 1
+    assert "/no/such/model" in error
+
+
+# --- replay and compare
+
+
+@pytest.mark.parametrize(
+    "command", [["replay", "--url", "http://127.0.0.1:9"], ["compare", "--out", "OUT"]], ids=["replay", "compare"]
+)
+@pytest.mark.parametrize(
+    ("options", "status", "sentence"),
+    [
+        (["--trace", "no-such.csv"], 1, "there is no trace 'no-such.csv': give a file, 'demo', or 'poisson:"),
+        (["--trace", "poisson:rate=fast"], 1, "poisson"),
+        (["--rate", "2", "--time-scale", "3"], 2, "rate and time_scale both rescale time: give one of them"),
+        (["--rate", "0"], 2, "rate: must be a number above 0"),
+        (["--limit", "0"], 2, "limit: must be 1 or more"),
+        (["--jitter-s", "nan"], 2, "jitter_s: must be a number, 0 or more"),
+        (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: must be a number above 0"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused_before_anything_starts(
+    ridgeline, tmp_path, command, options, status, sentence
+):
+    out = tmp_path / "out"
+    found, _, error = ridgeline(*(out if part == "OUT" else part for part in command), *options)
+    assert found == status
+    assert error.startswith("error:")
+    assert sentence in error
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("command", "kind"), [("replay", ReplayPlan), ("compare", ComparePlan)])
+def test_every_field_of_the_plan_is_an_option_that_says_what_it_does(command, kind):
+    options = {one.name: one for one in typer.main.get_command(app).commands[command].params}
+    for name, field in kind.model_fields.items():
+        assert options[name].opts == [f"--{name.replace('_', '-')}"]
+        assert options[name].help
+        assert options[name].default == field.default
+
+
+def test_the_options_reach_the_plan(ridgeline, monkeypatch):
+    plans = []
+
+    async def noted(url, plan, out, console):
+        plans.append(plan)
+
+    monkeypatch.setattr(cluster.commands.loadtest, "replay_command", noted)
+    flags = "--length-scale 0.5 --too-long drop --jitter-s 0.25 --duration-s 9 --served-name m --warmup-requests 0"
+    assert ridgeline("replay", *flags.split())[0] == 0
+    asked = {"length_scale": 0.5, "too_long": "drop", "jitter_s": 0.25, "duration_s": 9, "served_name": "m"}
+    assert plans == [ReplayPlan(warmup_requests=0, **asked)]
+
+
+def test_replay_without_a_server_says_where_it_looked(ridgeline):
+    status, _, error = ridgeline(
+        "replay", "--url", "http://127.0.0.1:9", "--trace", "poisson:rate=2,input=8,output=2,n=2"
+    )
+    assert status == 1
+    assert "http://127.0.0.1:9" in error
+
+
+def test_compare_of_one_round_is_refused_with_the_reason(ridgeline, tmp_path):
+    status, _, error = ridgeline("compare", "--out", tmp_path, "--rounds", "1")
+    assert status == 2
+    assert "rounds: must be 2 or more, not 1: after one, the machine's drift looks like a difference" in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["pools.colocated.workers=3"], "prefill and decode have 2 cores, colocated has 3"),
+        (["pools.decode.cores_per_worker=2"], "prefill and decode have 3 cores, colocated has 2"),
+    ],
+)
+def test_compare_on_unequal_hardware_is_refused_with_both_numbers_and_the_fix(ridgeline, tmp_path, settings, sentence):
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    status, _, error = ridgeline("compare", "--out", tmp_path, *flags)
+    assert status == 2
+    assert sentence in error
+    assert "change pools.colocated.workers or cores_per_worker" in error
+
+
+def test_compare_on_an_unfit_machine_starts_nothing(ridgeline, tmp_path, monkeypatch):
+    def unfit(config):
+        raise Unfit(["Free some memory."])
+
+    monkeypatch.setattr(cluster.commands.loadtest, "refuse_unfit_machine", unfit)
+    status, _, error = ridgeline("compare", "--out", tmp_path)
+    assert (status, error) == (1, "error: Free some memory.")
+
+
+def test_compare_needs_a_folder_to_write_to(ridgeline):
+    status, _, error = ridgeline("compare")
+    assert status == 2
+    assert "--out" in error
+
+
+def test_help_lists_every_command(ridgeline):
+    status, shown, _ = ridgeline("--help")
+    assert status == 0
+    for command in COMMANDS:
+        assert command in shown
+
+
+@pytest.mark.parametrize("command", [["top"], ["drain", "decode-0"], ["replay"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "url", ["http://::1:8000", "127.0.0.1:8000", "http://", "ftp://x", "http://key@x", "http://x:y"]
+)
+def test_what_is_no_url_of_a_server_is_told_with_how_to_write_one(ridgeline, command, url):
+    status, _, error = ridgeline(*command, "--url", url)
+    assert status == 2
+    assert "[::1]:8000" in error

@@ -1,0 +1,99 @@
+"""The nouns: hashes, sentences, parameters, errors that travel."""
+
+import pickle
+
+import msgspec
+import pytest
+
+from contracts import errors
+from contracts.handoff import KvHandoff, KvLayout, explain_mismatch, new_handoff_id
+from tests.support.samples import kv_layout
+
+LAYOUT = kv_layout(kv_dtype="auto", num_layers=30, block_bytes=24576, engine_version="0.32.0")
+HANDOFF = KvHandoff(
+    handoff_id="id",
+    addresses=("10.0.0.1:7000",),
+    num_blocks=3,
+    num_tokens=70,
+    compatibility_hash=LAYOUT.compatibility_hash(),
+    lease_s=30.0,
+    num_bytes=123,
+)
+
+
+def test_equal_layouts_have_equal_hashes_and_nothing_to_explain():
+    twin = msgspec.structs.replace(LAYOUT)
+    assert twin.compatibility_hash() == LAYOUT.compatibility_hash()
+    assert explain_mismatch(LAYOUT, twin) is None
+
+
+@pytest.mark.parametrize("field", sorted({*KvLayout.__struct_fields__} - {"tensor_parallel_size", "block_bytes"}))
+def test_every_field_counts_and_is_named(field):
+    value = getattr(LAYOUT, field)
+    other = msgspec.structs.replace(LAYOUT, **{field: value + 1 if isinstance(value, int) else f"{value}x"})
+    assert other.compatibility_hash() != LAYOUT.compatibility_hash()
+    sentence = explain_mismatch(LAYOUT, other)
+    assert sentence == (
+        "the engines cannot exchange KV blocks: "
+        f"{field} is {getattr(LAYOUT, field)!r} here and {getattr(other, field)!r} there."
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "named"),
+    [
+        ((2, 1200), (1, 2400), None),
+        ((1, 2400), (4, 600), None),
+        ((2, 1200), (3, 800), "tensor_parallel_size is 2 here and 3 there, and neither divides the other"),
+        ((2, 1200), (1, 2401), "block_bytes is 1200 on 2 ranks here and 2401 on 1 there"),
+    ],
+)
+def test_ranks_may_differ_in_number_if_their_heads_add_up(ours, theirs, named):
+    here, there = (
+        msgspec.structs.replace(LAYOUT, tensor_parallel_size=ranks, block_bytes=size) for ranks, size in (ours, theirs)
+    )
+    assert here.compatibility_hash() != there.compatibility_hash()
+    sentence = explain_mismatch(here, there)
+    assert sentence is None if named is None else named in sentence
+
+
+@pytest.mark.parametrize("runs", [(False, False), (True, False)])
+def test_ranks_may_not_differ_in_number_where_a_ranks_heads_do_not_lie_together(runs):
+    here, there = (
+        msgspec.structs.replace(LAYOUT, tensor_parallel_size=ranks, block_bytes=2400 // ranks, heads_are_runs=are)
+        for ranks, are in zip((2, 1), runs, strict=True)
+    )
+    assert "tensor_parallel_size is 2 here and 1 there, and in these blocks the KV heads" in explain_mismatch(
+        here, there
+    )
+    assert explain_mismatch(here, here) is None, "whole blocks need no slicing"
+
+
+def test_a_handoff_survives_parameters_and_msgpack():
+    params = HANDOFF.to_params()
+    assert params["addresses"] == ["10.0.0.1:7000"]
+    assert KvHandoff.from_params(msgspec.msgpack.decode(msgspec.msgpack.encode(params))) == HANDOFF
+
+
+def test_bad_parameters_name_the_field():
+    with pytest.raises(msgspec.ValidationError, match="num_tokens"):
+        KvHandoff.from_params(HANDOFF.to_params() | {"num_tokens": "many"})
+
+
+def test_ids_are_long_and_differ():
+    ids = {new_handoff_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert min(map(len, ids)) >= 22
+
+
+@pytest.mark.parametrize("reason", errors.REASONS)
+def test_errors_survive_pickling_and_the_wire(reason):
+    error = errors.error_for(reason, "why")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert (copy.reason, copy.message, str(copy)) == (reason, "why", f"{reason}: why")
+
+
+def test_a_reason_from_a_newer_version_becomes_internal():
+    error = errors.error_for("sunspots", "why")
+    assert (error.reason, error.message) == (errors.INTERNAL, "sunspots: why")

@@ -1,0 +1,33 @@
+"""The connector's worker side over the real transfer service."""
+
+import pytest
+import torch
+
+from engine.connector.worker_side import WorkerSide
+from kv_transfer.service import TransferOptions, TransferStats
+from tests.support.samples import kv_layout
+
+NUM_BLOCKS = 24
+COUNTS = {"kv_bytes_total.sent", "kv_bytes_total.received", "expired_leases_total"}
+
+
+@pytest.fixture
+def worker_side():
+    layers = {f"layer{n}": torch.zeros(NUM_BLOCKS, 2, 4, 8, dtype=torch.uint8) for n in range(2)}
+    layout = kv_layout(kv_dtype="auto", block_size_tokens=4, num_layers=2, block_bytes=64)
+    side = WorkerSide(layers, layout, TransferOptions(host="127.0.0.1", transport="grpc"), None)
+    yield side
+    side.shutdown()
+
+
+def test_the_warm_up_is_counted_nowhere(worker_side):
+    counted = worker_side.get_kv_connector_stats().data
+    assert {name: counted[name] for name in COUNTS} == dict.fromkeys(COUNTS, 0)
+    assert not [name for name in counted if name.startswith("fetches_total")]
+    assert worker_side._service.stats().fetches_total == {"ok": 4}, "there was one"
+
+
+def test_figures_since_a_moment_keep_what_is_open_and_subtract_what_grows():
+    before = TransferStats(1, 2, 3, 4, 5, 100, 200, {"ok": 4, "timeout": 1})
+    now = TransferStats(6, 7, 8, 9, 10, 150, 300, {"ok": 6, "timeout": 1, "busy": 2})
+    assert now.since(before) == TransferStats(6, 7, 5, 9, 10, 50, 100, {"ok": 2, "busy": 2})

@@ -1,0 +1,74 @@
+"""One step of vLLM's own sampler with requests of both kinds in it: each gets the log-probabilities it asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample import sampler as vllm_sampler
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from engine.request.asked_logprobs import keep_rows_apart
+from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+
+VOCABULARY = 9
+LOGITS = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(4))
+LIKELIEST = 2
+"""What request 0 asks for; request 1 names ids; request 2 wants none."""
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch):
+    def count(values: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+        return (values >= least).sum(-1)
+
+    monkeypatch.setattr(vllm_sampler, "batched_count_greater_than", count)  # else it is compiled, for 20 s
+
+
+def table(asked: dict[int, list[int]] | None, likeliest: int | None) -> LogprobsTensors:
+    sampler = vllm_sampler.Sampler()
+    keep_rows_apart(SimpleNamespace(sampler=sampler, input_batch=SimpleNamespace(max_num_logprobs=likeliest)))
+    zeros = torch.zeros(len(LOGITS))
+    metadata = SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=likeliest,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=zeros,
+        presence_penalties=zeros,
+        repetition_penalties=zeros,
+        output_token_ids=[[] for _ in LOGITS],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+        logprob_token_ids=asked,
+    )
+    tensors = sampler(LOGITS.clone(), metadata).logprobs_tensors
+    assert tensors is not None
+    return tensors
+
+
+@pytest.mark.parametrize("ids", [[5], [8, 1], [8, 1, 0, 3]], ids=len)
+def test_who_asks_for_the_likeliest_tokens_gets_them_beside_one_that_names_ids(ids: list[int]):
+    alone = table(None, LIKELIEST)
+    named = table({1: ids}, None)
+    both = table({1: ids}, LIKELIEST)
+    for got, expected, row in ((both, alone, 0), (both, named, 1), (both, alone, 2)):
+        width = expected.logprobs.shape[1]
+        assert got.logprob_token_ids[row, :width].tolist() == expected.logprob_token_ids[row].tolist()
+        assert torch.equal(got.logprobs[row, :width], expected.logprobs[row])
+        assert got.selected_token_ranks[row] == expected.selected_token_ranks[row] == 1
+        assert torch.isneginf(got.logprobs[row, width:]).all()
+
+
+def test_without_named_ids_nothing_changes():
+    assert table(None, LIKELIEST).logprobs.shape == (3, LIKELIEST + 1)
+    assert table({1: [4]}, None).logprobs.shape == (3, 2)

@@ -1,0 +1,221 @@
+"""Pair groups by themselves, both ends in this process, on gloo; and the tensors that the pools hand out."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+
+from contracts import errors
+from kv_transfer.collective import group
+from kv_transfer.collective.group import FETCHER_RANK, SOURCE_RANK, PairGroup, SendWindow, host_store, join_store
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.memory.device import DeviceMemory, weighted_sum
+from kv_transfer.names import AUTO
+from tests.support.patience import PATIENCE_S, in_the_end
+
+CPU = torch.device("cpu")
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def patient_ends(monkeypatch):
+    """The ends of a group meet, however long this process stands still meanwhile."""
+    monkeypatch.setattr(group, "FORM_S", PATIENCE_S)
+
+
+def make_pair():
+    store = host_store(HOST)
+    with ThreadPoolExecutor(2) as threads:
+        source = threads.submit(PairGroup.form, SOURCE_RANK, "key", store, HOST, CPU, "the fetcher")
+        theirs = join_store(HOST, store.port)
+        fetcher = threads.submit(PairGroup.form, FETCHER_RANK, "key", theirs, HOST, CPU, "the source")
+        return source.result(), fetcher.result()
+
+
+@pytest.fixture
+def pair():
+    source, fetcher = make_pair()
+    yield source, fetcher
+    source.break_off()
+    fetcher.break_off()
+
+
+def soon():
+    return time.monotonic() + PATIENCE_S
+
+
+def numbers(count, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8))
+
+
+def test_tensors_arrive_in_the_order_they_were_sent(pair):
+    source, fetcher = pair
+    sent = [numbers(size, size) for size in (1, 5, 3 << 20)]
+    sendings = [source.send(tensor) for tensor in sent]
+    for tensor in sent:
+        got = torch.empty_like(tensor)
+        fetcher.receive(got, soon())
+        assert torch.equal(got, tensor)
+    for sending in sendings:
+        source.finish(sending, soon())
+
+
+def test_a_window_lets_no_more_leave_than_its_limit(pair):
+    source, fetcher = pair
+    window = SendWindow(source, 2, soon())
+    for _ in range(2):
+        window.make_room()
+        window.send(numbers(10))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(window.make_room)
+        time.sleep(0.1)
+        assert not waiting.done()
+        fetcher.receive(torch.empty(10, dtype=torch.uint8), soon())
+        waiting.result(PATIENCE_S)
+    fetcher.receive(torch.empty(10, dtype=torch.uint8), soon())
+    window.finish()
+
+
+def test_a_tensor_that_never_comes_is_a_timeout_and_breaks_the_group(pair):
+    _, fetcher = pair
+    with pytest.raises(errors.TransferFailed) as caught:
+        fetcher.receive(torch.empty(4, dtype=torch.uint8), time.monotonic() + 0.1)
+    assert caught.value.reason == errors.TIMEOUT
+    assert fetcher.broken
+
+
+class NothingComes:
+    """As gloo's own: waits for so many whole milliseconds, and not a moment longer."""
+
+    def wait(self, patience: timedelta) -> None:
+        until_s = time.monotonic() + (patience // timedelta(milliseconds=1)) / 1e3
+        while time.monotonic() < until_s:
+            pass
+        raise RuntimeError("timed out")
+
+
+def test_a_wait_that_ends_on_time_is_told_as_a_timeout_however_soon_after(pair, monkeypatch):
+    _, fetcher = pair
+    end = fetcher._end
+    monkeypatch.setattr(end, "post_receive", lambda _: NothingComes())
+    monkeypatch.setattr(end, "close", lambda: None)  # closing takes a while, in which the time may run out after all
+    with pytest.raises(errors.TransferFailed) as caught:
+        fetcher.receive(torch.empty(4, dtype=torch.uint8), time.monotonic() + 0.0309)
+    assert caught.value.reason == errors.TIMEOUT
+
+
+@pytest.mark.parametrize("who", [SOURCE_RANK, FETCHER_RANK])
+def test_breaking_off_releases_who_waits_at_either_end(pair, who):
+    source, fetcher = pair
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(fetcher.receive, torch.empty(4, dtype=torch.uint8), soon())
+        time.sleep(0.1)
+        pair[who].break_off()
+        with pytest.raises(errors.TransferFailed) as caught:
+            waiting.result(PATIENCE_S)
+    assert caught.value.reason == errors.UNREACHABLE, "and not a timeout"
+    with pytest.raises(errors.TransferFailed):
+        source.finish(source.send(numbers(4)), soon())
+
+
+def test_an_end_that_nobody_meets_says_so_in_time(monkeypatch):
+    monkeypatch.setattr(group, "FORM_S", 0.3)
+    store = host_store(HOST)
+    with pytest.raises(errors.TransferFailed) as caught:
+        PairGroup.form(SOURCE_RANK, "key", store, HOST, CPU, "the fetcher")
+    assert caught.value.reason == errors.UNREACHABLE
+
+
+def test_a_store_that_is_not_there_is_unreachable(monkeypatch):
+    monkeypatch.setattr(group, "FORM_S", 0.2)
+    with pytest.raises(errors.TransferFailed) as caught:
+        join_store(HOST, 1)
+    assert caught.value.reason == errors.UNREACHABLE
+
+
+def test_a_group_leaves_no_thread_of_the_operating_system_behind():
+    make_pair()[0].break_off()  # what the first one loads stays
+    before = native_threads()
+    for _ in range(3):
+        source, fetcher = make_pair()
+        source.break_off()
+        fetcher.break_off()
+        del source, fetcher
+    in_the_end(lambda: native_threads() <= before)
+
+
+def native_threads():
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
+
+
+def test_auto_does_not_pick_the_collective():
+    assert "collective" not in AUTO, "with nccl it has not run anywhere yet"
+
+
+def pools(seed, num_blocks=8, block_bytes=101):
+    """The same blocks twice: as host memory, and as a device's."""
+    layers = np.random.default_rng(seed).integers(0, 256, (2, num_blocks, block_bytes), dtype=np.uint8)
+    on_device = torch.from_numpy(layers.copy())
+    return (layers, BlockPool(list(layers))), (on_device.numpy(), BlockPool(DeviceMemory(list(on_device))))
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_gathered_blocks_are_a_copy_and_scattered_ones_touch_nothing_else(kind):
+    layers, pool = pools(1)[kind]
+    before, part = layers.copy(), pool.part(3, 40)
+    gathered = part.gather(1, [5, 0, 2])
+    assert gathered.is_contiguous()
+    np.testing.assert_array_equal(gathered.numpy(), layers[1, [5, 0, 2], 3:43])
+    staged = part.staging(3)
+    staged.copy_(gathered)
+    gathered.zero_()
+    np.testing.assert_array_equal(layers, before)
+    part.scatter(0, [7, 1, 3], staged)
+    before[0, [7, 1, 3], 3:43] = before[1, [5, 0, 2], 3:43]
+    np.testing.assert_array_equal(layers, before)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_ids_and_shapes_that_do_not_fit_are_refused(kind):
+    layers, pool = pools(1)[kind]
+    before = layers.copy()
+    with pytest.raises(ValueError, match="outside the pool"):
+        pool.gather(0, [8])
+    with pytest.raises(ValueError, match="outside the pool"):
+        pool.scatter(0, [-1], pool.staging(1))
+    with pytest.raises(ValueError, match="does not fill"):
+        pool.scatter(0, [1, 2], pool.staging(1))
+    np.testing.assert_array_equal(layers, before)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_the_checksum_tells_every_changed_byte(kind):
+    _, pool = pools(1)[kind]
+    blocks = pool.gather(0, [3, 4])
+    right = pool.checksum(blocks)
+    for position in range(blocks.numel()):
+        for bit in (1, 0x80, 0xFF):
+            blocks.view(-1)[position] ^= bit
+            assert pool.checksum(blocks) != right
+            blocks.view(-1)[position] ^= bit
+    assert pool.checksum(blocks) == right
+
+
+def test_the_weighted_sum_tells_words_that_changed_places():
+    words = torch.tensor([0, 1, -(1 << 31), (1 << 31) - 1, 1 << 30, -1], dtype=torch.int32)
+    right = weighted_sum(words.view(torch.uint8))
+    for first in range(len(words)):
+        for second in range(first):
+            swapped = words.clone()
+            swapped[first], swapped[second] = words[second].item(), words[first].item()
+            assert weighted_sum(swapped.view(torch.uint8)) != right, (first, second)
+
+
+def test_the_weighted_sum_of_no_more_than_a_few_bytes_is_defined():
+    assert len({weighted_sum(numbers(size, seed=3)) for size in (1, 2, 3, 4, 5)}) == 5
+    assert weighted_sum(torch.empty(0, dtype=torch.uint8)) == 0

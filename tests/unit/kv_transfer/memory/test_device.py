@@ -1,0 +1,103 @@
+"""The pool for GPU memory, run on tensors in host memory: all of it but the streams. See also `tests/gpu`."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.memory.blocks import BlockPool, byte_rows
+from kv_transfer.memory.device import DeviceMemory
+from tests.support.patience import PATIENCE_S
+
+NUM_LAYERS, NUM_BLOCKS, HEADS, TOKENS, CHANNELS = 3, 9, 2, 4, 6
+LAYOUTS = {
+    "LBHNC": ((NUM_LAYERS, NUM_BLOCKS, HEADS, TOKENS, CHANNELS), (0, 1, 2, 3, 4)),
+    "LBNHC": ((NUM_LAYERS, NUM_BLOCKS, TOKENS, HEADS, CHANNELS), (0, 1, 3, 2, 4)),
+    "BLHNC": ((NUM_BLOCKS, NUM_LAYERS, HEADS, TOKENS, CHANNELS), (1, 0, 2, 3, 4)),
+}
+
+
+def make_layers(order, margin=5, seed=0):
+    """The whole storage as int16, and bf16 layers in it, behind a margin; any bits, NaNs among them."""
+    shape, permutation = LAYOUTS[order]
+    generator = torch.Generator().manual_seed(seed)
+    storage = torch.randint(-(1 << 15), 1 << 15, (prod(shape) + 2 * margin,), dtype=torch.int16, generator=generator)
+    return storage, list(storage[margin:-margin].view(torch.bfloat16).view(shape).permute(permutation))
+
+
+def device_pool(layers):
+    return BlockPool(DeviceMemory([byte_rows(index, layer) for index, layer in enumerate(layers)]))
+
+
+block_lists = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, min_size=1)
+
+
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(0, NUM_LAYERS - 1), block_lists, st.randoms())
+def test_it_reads_and_writes_as_the_host_pool_does_and_touches_nothing_else(order, layer, source_ids, random):
+    target_ids = random.sample(range(NUM_BLOCKS), len(source_ids))
+    _, source = make_layers(order, seed=1)
+    storage, target = make_layers(order, seed=2)
+    expected_storage, expected = make_layers(order, seed=2)
+    payload = b"".join(device_pool(source).read(layer, source_ids))
+    assert payload == b"".join(BlockPool.from_layer_tensors(source).read(layer, source_ids))
+    device_pool(target).write(layer, target_ids, memoryview(payload))
+    expected[layer].view(torch.int16)[target_ids] = source[layer].view(torch.int16)[source_ids]
+    assert torch.equal(storage, expected_storage)
+
+
+def test_buffers_are_reused_after_a_larger_read():
+    _, layers = make_layers("LBHNC")
+    pool = device_pool(layers)
+    for block_ids in ([2], [8, 0, 5, 1], [4], [6, 3]):
+        assert b"".join(pool.read(1, block_ids)) == b"".join(BlockPool.from_layer_tensors(layers).read(1, block_ids))
+
+
+def test_each_thread_has_buffers_of_its_own():
+    _, layers = make_layers("LBHNC")
+    pool = device_pool(layers)
+    both_have_read = threading.Barrier(2, timeout=PATIENCE_S)
+
+    def read(block_id):
+        views = pool.read(0, [block_id])
+        both_have_read.wait()
+        return b"".join(views)
+
+    with ThreadPoolExecutor(2) as threads:
+        seen = list(threads.map(read, [3, 7]))
+    assert seen == [b"".join(BlockPool.from_layer_tensors(layers).read(0, [block_id])) for block_id in (3, 7)]
+
+
+def test_a_cache_allocated_in_inference_mode_is_written_from_another_thread():
+    with torch.inference_mode():
+        storage, layers = make_layers("BLHNC")
+        pool = device_pool(layers)
+    payload = b"".join(pool.read(2, [1]))
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(pool.write, 2, [4], memoryview(payload)).result()
+    assert torch.equal(layers[2][4].view(torch.int16), layers[2][1].view(torch.int16))
+    assert torch.equal(storage[:5], make_layers("BLHNC")[0][:5])
+
+
+def test_ids_and_sizes_are_checked_before_anything_is_copied():
+    storage, layers = make_layers("LBHNC")
+    pool = device_pool(layers)
+    with pytest.raises(ValueError, match="outside the pool"):
+        pool.read(0, [NUM_BLOCKS])
+    with pytest.raises(ValueError, match="do not fill"):
+        pool.write(0, [1, 2], memoryview(bytes(pool.block_bytes)))
+    assert torch.equal(storage, make_layers("LBHNC")[0])
+
+
+def test_layers_on_several_devices_are_refused():
+    with pytest.raises(ValueError, match="one device"):
+        DeviceMemory([torch.zeros((2, 8), dtype=torch.uint8), torch.zeros((2, 8), dtype=torch.uint8, device="meta")])
+
+
+def test_committing_changes_nothing():
+    storage, layers = make_layers("LBNHC")
+    device_pool(layers).commit()
+    assert torch.equal(storage, make_layers("LBNHC")[0])

@@ -1,0 +1,375 @@
+"""The service two engines own, over the real transport: everything the connector relies on."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from contracts import errors
+from contracts.handoff import KvHandoff, new_handoff_id
+from kv_transfer.memory.shared import KvCacheAllocation
+from kv_transfer.service import TransferOptions, TransferService
+from tests.support.fake_engine import FakeClock
+from tests.support.patience import PATIENCE_S, in_the_end
+from tests.support.samples import kv_layout
+
+NUM_BLOCKS = 16
+LAYER_STRIDE = 1 << 20
+
+
+def make_service(transport="grpc", lease_s=30.0, num_layers=2, wire_dtype="none", **changes):
+    allocation = KvCacheAllocation()
+    with allocation.serving_torch_zeros():
+        buffer = torch.zeros(num_layers * LAYER_STRIDE, dtype=torch.int8, device="cpu")
+    layers = {
+        f"layer{n}": buffer[n * LAYER_STRIDE :][: NUM_BLOCKS * 64].view(torch.uint8).view(NUM_BLOCKS, 2, 4, 8)
+        for n in range(num_layers)
+    }
+    for layer in layers.values():
+        layer.random_(0, 255)
+    fields = {"kv_dtype": "auto", "block_size_tokens": 4, "num_layers": num_layers, "block_bytes": 64}
+    layout = kv_layout(**fields | changes)
+    service = TransferService(
+        layers,
+        layout,
+        TransferOptions(
+            host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=PATIENCE_S, transport=transport, wire_dtype=wire_dtype
+        ),
+        shared=allocation.offer(list(layers.values())),
+    )
+    service.waited_for = waited_for_in(service)
+    service.start()
+    return service, layers
+
+
+def waited_for_in(service):
+    """Ids that a peer has asked for before they were published; it then waits as long as it takes."""
+    service._source.server._publish_wait_s = PATIENCE_S
+    waited_for, wait = set(), service._leases.wait_published
+
+    def noted(handoff_id, timeout_s):
+        waited_for.add(handoff_id)
+        return wait(handoff_id, timeout_s)
+
+    service._leases.wait_published = noted
+    return waited_for
+
+
+@pytest.fixture(params=["grpc", "shm", "memory"])
+def pair(request):
+    prefill, decode = make_service(request.param), make_service(request.param)
+    yield *prefill, *decode
+    for service in (decode[0], prefill[0]):
+        service.close()
+
+
+def make_handoff(address, block_ids, lease_s=30.0):
+    return KvHandoff(
+        handoff_id=new_handoff_id(),
+        addresses=(address,),
+        num_blocks=len(block_ids),
+        num_tokens=4 * len(block_ids),
+        compatibility_hash="",
+        lease_s=lease_s,
+        num_bytes=128 * len(block_ids),
+    )
+
+
+def offer(service, request_id, block_ids, lease_s=30.0):
+    handoff = make_handoff(service.address, block_ids, lease_s)
+    service.publish(request_id, handoff.handoff_id, block_ids, handoff.num_tokens)
+    return handoff
+
+
+def collect(service, wanted, timeout_s=PATIENCE_S):
+    """Poll as an idle engine does until `wanted(sent, receipts)`; each id may come only once."""
+    sent, receipts = set(), {}
+    deadline_s = time.monotonic() + timeout_s
+    while not wanted(sent, receipts):
+        assert time.monotonic() < deadline_s, (sent, receipts)
+        service.wait(0.05)
+        completed = service.poll()
+        assert not completed.sent & sent
+        assert not completed.received & receipts.keys()
+        assert completed.received == completed.receipts.keys()
+        assert completed.failed == {r for r, receipt in completed.receipts.items() if receipt.outcome != "ok"}
+        sent |= completed.sent
+        receipts |= completed.receipts
+    return sent, receipts
+
+
+def test_encoded_bytes_are_counted_where_they_leave_and_decoded_ones_where_they_arrive():
+    prefill, source = make_service("grpc", kv_dtype="bfloat16")
+    decode, target = make_service("grpc", kv_dtype="bfloat16", wire_dtype="int8")
+    try:
+        for layer in source.values():
+            layer.copy_(torch.full((NUM_BLOCKS, 32), -1.5).bfloat16().view(torch.uint8).view(layer.shape))
+        decode.start_fetch("d", offer(prefill, "p", [3, 1, 2]), 1, [7, 8])
+        _, receipts = collect(decode, lambda _sent, receipts: receipts)
+        assert receipts["d"].outcome == "ok", receipts
+        assert receipts["d"].num_bytes == decode.stats().bytes_received_total == 2 * 2 * 64
+        assert prefill.stats().bytes_sent_total == 2 * 2 * 2 * (4 + 16)  # layers, blocks, heads
+        for name in source:
+            assert torch.equal(target[name][[7, 8]], source[name][[1, 2]])  # the largest of a head is exact
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_service_whose_blocks_cannot_be_encoded_does_not_start():
+    with pytest.raises(ValueError, match="KV of type 'auto' cannot be sent as fp8"):
+        make_service("grpc", wire_dtype="fp8")
+
+
+def test_a_handoff_ends_with_equal_blocks_and_nothing_held(pair):
+    prefill, source, decode, target = pair
+    handoff = offer(prefill, "p", [3, 1, 2])
+    decode.watch(handoff)
+    decode.start_fetch("d", handoff, 1, [7, 8])
+    _, receipts = collect(decode, lambda _sent, receipts: receipts)
+    assert receipts["d"].outcome == "ok"
+    assert receipts["d"].num_bytes == 2 * 2 * 64
+    for name in source:
+        assert torch.equal(target[name][[7, 8]], source[name][[1, 2]])
+    sent, _ = collect(prefill, lambda sent, _receipts: sent)
+    assert sent == {"p"}
+    assert (prefill.stats().open_leases, prefill.stats().pinned_blocks) == (0, 0)
+    stats = decode.stats()
+    assert (stats.active_fetches, stats.watched_handoffs) == (0, 0)
+    assert stats.fetches_total == {"ok": 1}
+    assert stats.bytes_received_total == prefill.stats().bytes_sent_total == 256
+
+
+def test_a_fetch_may_come_before_the_publication(pair):
+    prefill, _, decode, _ = pair
+    handoff = make_handoff(prefill.address, [1])
+    decode.start_fetch("d", handoff, 0, [1])
+    in_the_end(lambda: prefill.waited_for)
+    prefill.publish("p", handoff.handoff_id, [1], 4)
+    _, receipts = collect(decode, lambda _sent, receipts: receipts)
+    assert receipts["d"].outcome == "ok"
+
+
+def test_cancel_ends_in_one_completion_and_frees_the_source(pair):
+    prefill, _, decode, _ = pair
+    handoffs = [offer(prefill, f"p{n}", [n]) for n in range(8)]
+    for n, handoff in enumerate(handoffs):
+        decode.start_fetch(f"d{n}", handoff, 0, [n])
+        decode.cancel(f"d{n}")
+        decode.cancel(f"d{n}")
+    decode.cancel("never started")
+    _, receipts = collect(decode, lambda _sent, receipts: len(receipts) == 8)
+    assert {receipt.outcome for receipt in receipts.values()} <= {"cancelled", "ok"}
+    sent, _ = collect(prefill, lambda sent, _receipts: len(sent) == 8)
+    assert sent == {f"p{n}" for n in range(8)}
+
+
+def test_release_without_a_fetch_frees_the_source_once(pair):
+    prefill, _, decode, _ = pair
+    handoff = offer(prefill, "p", [1])
+    decode.watch(handoff)
+    decode.release(handoff)
+    decode.release(handoff)
+    assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
+    assert decode.stats().watched_handoffs == 0
+
+
+def test_a_second_fetch_for_one_request_is_refused(pair):
+    prefill, _, decode, _ = pair
+    handoff = offer(prefill, "p", [1])
+    decode.start_fetch("d", handoff, 0, [1])
+    with pytest.raises(ValueError, match="already has a fetch"):
+        decode.start_fetch("d", handoff, 0, [1])
+
+
+class TimedLeases:
+    """A service whose leases live by a clock that stands still until told, and when each was renewed by it.
+
+    What is offered says that its lease is short: by that the other side paces its renewals.
+    """
+
+    def __init__(self, service):
+        self.clock, self.renewed_s = FakeClock(), {}
+        service._leases._clock, renew = self.clock, service._leases.renew
+
+        def noted(handoff_id):
+            renewed_s = self.clock()
+            renewed = renew(handoff_id)
+            self.renewed_s[handoff_id] = renewed_s
+            return renewed
+
+        service._leases.renew = noted
+
+    def pass_with_a_renewal(self, seconds, handoff):
+        self.clock.now_s += seconds
+        in_the_end(lambda: self.renewed_s.get(handoff.handoff_id) == self.clock())
+
+
+BEATS_SOON_S = 0.06
+
+
+def test_heartbeats_keep_the_lease_until_they_stop():
+    (prefill, _), (decode, _) = make_service(lease_s=1.0), make_service()
+    try:
+        timed = TimedLeases(prefill)
+        handoff = offer(prefill, "p", [1], BEATS_SOON_S)
+        decode.watch(handoff)
+        for _ in range(3):
+            timed.pass_with_a_renewal(0.9, handoff)
+            assert prefill.poll().sent == set()
+        decode.close()
+        timed.clock.now_s += 1.0
+        assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
+        assert prefill.stats().expired_leases_total == 1
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def test_a_handoff_that_is_watched_no_more_lives_out_its_lease_unless_it_is_fetched():
+    (prefill, _), (decode, _) = make_service(lease_s=1.0), make_service()
+    try:
+        timed = TimedLeases(prefill)
+        left, fetched = (offer(prefill, name, [n], BEATS_SOON_S) for n, name in enumerate(("left", "fetched"), 1))
+        for handoff in (left, fetched):
+            decode.watch(handoff)
+            decode.unwatch(handoff)
+        decode.watch(fetched)
+        timed.pass_with_a_renewal(0.9, fetched)
+        assert prefill.poll().sent == set()
+        timed.pass_with_a_renewal(0.9, fetched)
+        assert collect(prefill, lambda sent, _receipts: sent)[0] == {"left"}
+        assert prefill.stats().expired_leases_total == 1
+        decode.start_fetch("d", fetched, 0, [3])
+        _, receipts = collect(decode, lambda _sent, receipts: receipts)
+        assert receipts["d"].outcome == "ok"
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_vanished_source_fails_the_fetch_and_stops_the_heartbeats(monkeypatch):
+    monkeypatch.setattr("kv_transfer.service.LAST_RELEASES_S", 0.0)
+    (prefill, _), (decode, _) = make_service(), make_service()
+    try:
+        handoff = offer(prefill, "p", [1])
+        prefill.close()
+        decode.watch(handoff)
+        decode.start_fetch("d", handoff, 0, [1])
+        _, receipts = collect(decode, lambda _sent, receipts: receipts)
+        assert (receipts["d"].outcome, receipts["d"].reason) == ("failed", errors.UNREACHABLE)
+        assert decode.stats().watched_handoffs == 0
+        assert decode.stats().fetches_total == {errors.UNREACHABLE: 1}
+    finally:
+        decode.close()
+
+
+def test_a_layout_mismatch_is_counted_and_frees_the_source():
+    (prefill, _), (decode, _) = make_service(), make_service(isa="vec")
+    try:
+        decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
+        _, receipts = collect(decode, lambda _sent, receipts: receipts)
+        assert "isa is 'vec' here and 'amx' there" in receipts["d"].message
+        assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def test_an_error_nobody_foresaw_still_completes_the_fetch(pair, caplog):
+    prefill, _, decode, _ = pair
+
+    async def broken(*_args):
+        await asyncio.sleep(0)
+        raise ZeroDivisionError("a bug")
+
+    decode._fetcher.fetch = broken
+    decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
+    _, receipts = collect(decode, lambda _sent, receipts: receipts)
+    assert (receipts["d"].outcome, receipts["d"].reason) == ("failed", errors.INTERNAL)
+    assert "unforeseen" in caplog.text
+
+
+def test_close_completes_what_is_under_way_and_ends_the_threads():
+    before = set(threading.enumerate())
+    (prefill, _), (decode, _) = make_service(), make_service()
+    decode.start_fetch("d", make_handoff(prefill.address, [1]), 0, [1])  # never published: it waits
+    in_the_end(lambda: prefill.waited_for)
+    decode.close()
+    decode.close()
+    assert decode.poll().receipts["d"].outcome == "cancelled"
+    decode.start_fetch("late", make_handoff(prefill.address, [1]), 0, [1])
+    assert decode.poll().receipts["late"].outcome == "cancelled"
+    prefill.close()
+    in_the_end(lambda: not any("kv-" in thread.name for thread in set(threading.enumerate()) - before))
+
+
+def test_wait_returns_at_once_on_news_and_after_the_timeout_without(pair):
+    prefill, _, decode, _ = pair
+    decode.poll()
+    started_s = time.monotonic()
+    decode.wait(0.05)
+    assert time.monotonic() - started_s >= 0.04
+    decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
+    started_s = time.monotonic()
+    decode.wait(PATIENCE_S)
+    assert time.monotonic() - started_s < PATIENCE_S
+    assert decode.poll().received == {"d"}
+
+
+def test_a_taken_port_and_a_wrong_layout_are_refused_at_start():
+    service, layers = make_service()
+    try:
+        layout = service._layout
+        other = TransferService(layers, layout, TransferOptions("127.0.0.1", int(service.address.rpartition(":")[2])))
+        with pytest.raises(OSError, match="is the port taken"):
+            other.start()
+        other.close()
+    finally:
+        service.close()
+    with pytest.raises(ValueError, match="the KV cache has"):
+        make_service(block_bytes=65)
+    with pytest.raises(ValueError, match="unknown KV transport"):
+        make_service(transport="pigeon")
+
+
+def test_a_source_that_is_gone_is_forgotten_with_what_was_mapped_of_it(pair):
+    prefill, _, decode, _ = pair
+    paired = decode.pair([prefill.address]).result(PATIENCE_S)[prefill.address]
+    assert not isinstance(paired, str)
+    kept = [getattr(puller, "_mapped", {}) for puller in decode._fetcher._pullers]
+    assert sum(map(len, kept)) == (paired.transport == "shm")
+    assert decode.pair([]).result(PATIENCE_S) == {}
+    assert decode._fetcher._pairings == {}
+    assert not any(kept)
+    decode.start_fetch("d", offer(prefill, "p", [3]), 0, [7])  # it was not gone after all
+    _, receipts = collect(decode, lambda _sent, receipts: receipts)
+    assert receipts["d"].outcome == "ok"
+
+
+def test_a_pair_that_copies_blocks_as_they_are_says_that_no_encoding_is_used():
+    kv_dtype = {"kv_dtype": "bfloat16"}
+    source, asking = make_service("auto", **kv_dtype), make_service("auto", wire_dtype="int8", **kv_dtype)
+    paired = asking[0].pair([source[0].address]).result(PATIENCE_S)[source[0].address]
+    for service in (asking[0], source[0]):
+        service.close()
+    assert not isinstance(paired, str)
+    assert (paired.transport, "wire_dtype int8 is not used" in paired.why) == ("shm", True)
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["published", "not yet published"])
+def test_a_hand_off_that_its_own_worker_gives_up_is_freed_at_once(published):
+    service, _ = make_service("memory")
+    try:
+        if published:
+            service.publish("r", "h", [1, 2], 8)
+        service.release_own("h")
+        if not published:
+            service.publish("r", "h", [1, 2], 8)
+        assert service.poll().sent == {"r"}
+        assert service.stats().open_leases == 0
+        assert service.lingering() == []
+    finally:
+        service.close()

@@ -1,0 +1,126 @@
+"""Requests that are cancelled at every moment of their lives, through real hosts, gRPC and leases: none stays open."""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+
+from prometheus_client import CollectorRegistry
+from vllm.sampling_params import SamplingParams
+
+from decode_worker.handler import DecodeHandler
+from prefill_worker.handler import PrefillHandler
+from router.dispatch.orchestrator import Orchestrator
+from router.dispatch.releaser import HandoffReleaser
+from router.dispatch.request import SequenceRequest
+from router.fleet.fleet import Fleet
+from router.flow.prompt_queue import prompt_queues
+from router.front.sampling import sampling_of
+from router.observe.metrics import RequestMetrics
+from tests.support.lease_engines import STEP_TOKENS, LeaseEngine
+from tests.support.samples import router_settings
+from worker_runtime.host import WorkerHost
+
+NUM_REQUESTS = 300
+SEED = 1
+CONCURRENCY = 24
+LONGEST_DELAY_S = 0.06
+HELD_WITHIN_S = 15.0
+"""Half a lease: what is released at all is released much sooner, but for a machine that is very busy."""
+
+
+class Done(Exception):
+    """Ends the task group that the router lives in."""
+
+
+@contextlib.asynccontextmanager
+async def engines(seed: int) -> AsyncIterator[tuple[LeaseEngine, LeaseEngine]]:
+    rng = random.Random(seed)
+    prefill, decode = (LeaseEngine(pool, rng, LONGEST_DELAY_S) for pool in ("prefill", "decode"))
+    stepping = [asyncio.create_task(engine.step_for_ever()) for engine in (prefill, decode)]
+    try:
+        yield prefill, decode
+    finally:
+        for task in stepping:
+            task.cancel()
+        await asyncio.gather(*stepping, return_exceptions=True)
+        decode.close()
+        prefill.close()
+
+
+@contextlib.asynccontextmanager
+async def orchestrator(prefill: LeaseEngine, decode: LeaseEngine) -> AsyncIterator[Orchestrator]:
+    hosts = [WorkerHost(prefill, PrefillHandler()), WorkerHost(decode, DecodeHandler())]
+    settings, releaser = router_settings(max_outstanding_requests=1000), HandoffReleaser()
+    try:
+        addresses = [await host.start() for host in hosts]
+        fleet = Fleet("router", releaser.release)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(releaser.run())
+            await fleet.connect(addresses, group)
+            queues = prompt_queues(fleet, settings)
+            yield Orchestrator(fleet, queues, settings, RequestMetrics(CollectorRegistry()), releaser.release)
+            raise Done
+    except* Done:
+        pass
+    finally:
+        await asyncio.gather(*(host.stop() for host in hosts))
+
+
+async def one(serving: Orchestrator, number: int, rng: random.Random) -> str:
+    """One request, or two that share a client; the client leaves at a random moment, or by what it sees."""
+    prompt = [3] * rng.choice([5, 40, STEP_TOKENS, STEP_TOKENS + 1, 2 * STEP_TOKENS])
+    seeded = {"seed": 1, "temperature": 1.0} if rng.random() < 0.3 else {}
+    params = SamplingParams(max_tokens=rng.choice([1, 2, 3, 8]), **{"temperature": 0.0, **seeded})
+    leaves_after_s = rng.choice([None, None, rng.uniform(0.0, 10 * LONGEST_DELAY_S)])
+    leaves_at_token = rng.choice([None, 1, 1, rng.randint(1, 5)])
+    stops_at_token = rng.choice([None, None, 1, 2])
+    seen, left = Counter[int](), asyncio.Event()
+
+    def emit(sequence: int, num_tokens: int) -> bool:
+        seen[sequence] += num_tokens
+        if leaves_at_token is not None and seen.total() >= leaves_at_token:
+            left.set()
+        return stops_at_token is not None and seen[sequence] >= stops_at_token
+
+    async def run(sequence: int) -> None:
+        request = SequenceRequest(f"r{number}-{sequence}", prompt, sampling_of(params))
+        await serving.run(request, lambda delta: emit(sequence, len(delta.token_ids)))
+
+    sequences = [asyncio.create_task(run(sequence)) for sequence in range(rng.choice([1, 1, 2, 4]))]
+    leaving = asyncio.create_task(left.wait())
+    everything = asyncio.gather(*sequences, return_exceptions=True)
+    await asyncio.wait((everything, leaving), timeout=leaves_after_s, return_when=asyncio.FIRST_COMPLETED)
+    ended = "finished" if everything.done() else "left"
+    for task in (leaving, *sequences):
+        task.cancel()
+    await asyncio.gather(leaving, *sequences, return_exceptions=True)
+    return ended
+
+
+async def held(prefill: LeaseEngine, decode: LeaseEngine) -> list[str]:
+    """What is open after a while, in sentences."""
+    for _ in range(round(HELD_WITHIN_S / 0.05)):
+        mine, theirs = prefill.service.stats(), decode.service.stats()
+        if not (mine.open_leases or prefill.unsent or theirs.active_fetches or theirs.watched_handoffs):
+            return []
+        await asyncio.sleep(0.05)
+    return [f"{mine}, {theirs}, kept {prefill.unsent}", *prefill.service.lingering()]
+
+
+async def test_requests_that_are_left_at_every_moment_leave_no_lease_no_fetch_and_no_heartbeat():
+    rng = random.Random(f"requests/{SEED}")
+    numbers = iter(range(NUM_REQUESTS))
+    ends: Counter[str] = Counter()
+    async with engines(SEED) as (prefill, decode), orchestrator(prefill, decode) as serving:
+
+        async def one_after_the_other() -> None:
+            for number in numbers:
+                ends[await one(serving, number, rng)] += 1
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(CONCURRENCY)))
+        assert await held(prefill, decode) == []
+        assert prefill.service.stats().expired_leases_total == 0
+    assert prefill.given_up > 0, "nobody left while a prompt was computed: this test shows nothing"
+    assert min(ends["finished"], ends["left"]) > NUM_REQUESTS / 10, ends

@@ -1,0 +1,144 @@
+"""Which worker gets a request."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from router.fleet.policy import (
+    Demand,
+    NoWorker,
+    Path,
+    WorkerLoad,
+    blocks_needed,
+    fewest_running_then_most_free,
+    least_prompt_tokens,
+    least_work,
+    path_for,
+    pick,
+    pools_of,
+    prompt_blocks,
+    prompt_pool,
+    room_then_fewest_running,
+)
+
+IDLE = WorkerLoad(
+    worker_id="idle",
+    connected=True,
+    draining=False,
+    outstanding_prompt_tokens=0,
+    running=0,
+    kv_blocks_free=100,
+    kv_blocks_total=100,
+    max_running=64,
+    block_size_tokens=32,
+)
+ANY = Demand(100, 10)
+SCORERS = [least_prompt_tokens, fewest_running_then_most_free, least_work]
+
+
+def blocks(number):
+    """A demand for so many blocks."""
+    return Demand(32 * number)
+
+
+def but(worker_id, **changes):
+    return replace(IDLE, worker_id=worker_id, **changes)
+
+
+@pytest.mark.parametrize("unusable", [{"connected": False}, {"draining": True}])
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_a_worker_that_is_gone_or_draining_gets_nothing_however_idle(scorer, unusable):
+    busy = but("busy", outstanding_prompt_tokens=9000, running=50, kv_blocks_free=0)
+    assert pick(ANY, [but("x", **unusable), busy], scorer) == "busy"
+
+
+def test_a_worker_whose_cache_is_too_small_for_the_request_is_left_out():
+    assert (
+        pick(ANY, [but("small", kv_blocks_total=9), but("large", running=5)], least_work, needed_blocks=10) == "large"
+    )
+
+
+@pytest.mark.parametrize("loads", [[], [but("x", connected=False)], [but("x", draining=True)]])
+def test_no_usable_worker_is_an_error_of_its_own(loads):
+    with pytest.raises(NoWorker, match="no worker"):
+        pick(ANY, loads, least_work)
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_a_tie_goes_to_the_first(scorer):
+    assert pick(ANY, [but("a"), but("b")], scorer) == "a"
+    assert pick(ANY, [but("b"), but("a")], scorer) == "b"
+
+
+def test_prefill_goes_where_the_fewest_prompt_tokens_wait_then_the_fewest_sequences():
+    many_short = but("many-short", outstanding_prompt_tokens=100, running=9)
+    one_long = but("one-long", outstanding_prompt_tokens=4000, running=1)
+    assert pick(ANY, [one_long, many_short], least_prompt_tokens) == "many-short"
+    assert pick(ANY, [but("a", running=2), but("b", running=1)], least_prompt_tokens) == "b"
+
+
+def test_decode_goes_where_the_fewest_sequences_run_then_the_most_blocks_are_free():
+    assert (
+        pick(ANY, [but("a", running=2, kv_blocks_free=90), but("b", running=1)], fewest_running_then_most_free) == "b"
+    )
+    full = but("full", running=1, kv_blocks_free=3)
+    empty = but("empty", running=1, kv_blocks_free=80, outstanding_prompt_tokens=500)
+    assert pick(ANY, [full, empty], fewest_running_then_most_free) == "empty"
+
+
+def test_a_whole_replica_is_chosen_by_prompts_then_sequences_then_free_blocks():
+    prompts = but("prompts", outstanding_prompt_tokens=10)
+    assert pick(ANY, [prompts, but("running", running=9)], least_work) == "running"
+    assert pick(ANY, [but("a", running=2), but("b", running=1, kv_blocks_free=0)], least_work) == "b"
+    assert pick(ANY, [but("a", kv_blocks_free=1), but("b", kv_blocks_free=2)], least_work) == "b"
+
+
+def test_only_prompts_shorter_than_the_limit_are_prefilled_locally():
+    assert path_for(Demand(63), "disaggregated", 64, prefill_usable=True) == "decode_only"
+    assert path_for(Demand(64), "disaggregated", 64, prefill_usable=True) == "disaggregated"
+    assert path_for(Demand(1), "disaggregated", 0, prefill_usable=True) == "disaggregated"
+
+
+def test_a_prompt_that_prefill_should_have_computed_falls_back_and_a_short_one_does_not():
+    assert path_for(Demand(64), "disaggregated", 64, prefill_usable=False) == "fallback"
+    assert path_for(Demand(63), "disaggregated", 64, prefill_usable=False) == "decode_only"
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 64])
+@pytest.mark.parametrize("prefill_usable", [False, True])
+def test_a_replica_does_everything_as_intended_and_never_as_a_fallback(prompt_tokens, prefill_usable):
+    assert path_for(Demand(prompt_tokens), "colocated", 64, prefill_usable) == "colocated"
+
+
+def test_every_way_begins_in_a_pool_that_its_mode_has():
+    ways = {"disaggregated": "prefill", "fallback": "decode", "decode_only": "decode", "colocated": "colocated"}
+    assert {path: prompt_pool(path) for path in get_args(Path)} == ways
+    assert (pools_of("disaggregated"), pools_of("colocated")) == (("prefill", "decode"), ("colocated",))
+
+
+def test_decode_goes_where_the_blocks_are_and_not_where_fewest_run():
+    full = but("full", running=10, kv_blocks_free=5)
+    roomy = but("roomy", running=20, kv_blocks_free=60)
+    assert pick(blocks(10), [full, roomy], room_then_fewest_running) == "roomy"
+    assert pick(blocks(5), [full, roomy], room_then_fewest_running) == "full"
+    assert pick(blocks(6), [full, replace(roomy, kv_blocks_promised=55)], room_then_fewest_running) == "full", (
+        "one block is missing"
+    )
+    assert pick(blocks(5), [replace(full, kv_blocks_promised=1), roomy], room_then_fewest_running) == "roomy"
+    assert pick(blocks(5), [replace(full, max_running=10), roomy], room_then_fewest_running) == "roomy", (
+        "its batch is full"
+    )
+
+
+def test_half_of_an_answer_counts_for_what_a_sequence_will_need():
+    assert blocks_needed(Demand(64), 32) == prompt_blocks(Demand(64, 127), 32) == 2
+    assert blocks_needed(Demand(64, 127), 32) == 4
+
+
+def test_a_scorer_sees_what_the_request_asks_for():
+    def near(demand, load):
+        return (load.worker_id != demand.client,)
+
+    loads = [but("a"), but("b"), but("c")]
+    assert [pick(Demand(1, client=client), loads, near) for client in "bca"] == ["b", "c", "a"]

@@ -1,0 +1,384 @@
+"""Who gets a place on a worker, and that no way out of the queue loses one."""
+
+import asyncio
+import random
+
+import pytest
+
+from contracts.workers import WorkerDescription, WorkerStatus
+from router.fleet.fleet import Worker
+from router.fleet.policy import PROMPT_SCORERS, Demand, NoWorker
+from router.flow.decode_slots import DecodeSlots
+from router.flow.prompt_queue import PromptQueue
+from tests.support.fake_engine import LAYOUT, FakeClock, eventually
+
+WINDOW = 1000
+
+
+class Client:
+    connected = True
+    failed_s = float("-inf")
+
+
+def a_worker(worker_id="prefill-0"):
+    description = WorkerDescription(
+        worker_id=worker_id,
+        incarnation="i",
+        pool="prefill",
+        pid=1,
+        host="h",
+        layout=LAYOUT,
+        transfer_addresses=["a"],
+        num_kv_blocks=100,
+        block_size_tokens=32,
+        max_model_len_tokens=4096,
+        max_num_seqs=256,
+    )
+    return Worker(Client(), description)
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Bench:
+    """A queue over workers, and prompts that hold their places until told."""
+
+    def __init__(self, workers=1, recovery_timeout_s=60.0):
+        self.clock = FakeClock()
+        self.workers = [a_worker(f"prefill-{index}") for index in range(workers)]
+        self.decodes = [a_worker("decode-0")]
+        self.slots = DecodeSlots(lambda: self.decodes)
+        self.queue = PromptQueue("prefill", lambda: self.workers, WINDOW, recovery_timeout_s, self.slots, self.clock)
+        self.started = []
+        self.tasks = {}
+        self.turns = {}
+        self._done = {}
+
+    async def send(self, name, tokens, client="a", urgent=False):
+        self._done[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._hold(name, tokens, client, urgent))
+        await settle()
+
+    async def _hold(self, name, tokens, client, urgent):
+        async with self.queue.turn(Demand(tokens, client=client), urgent=urgent) as turn:
+            self.started.append(name)
+            self.turns[name] = turn
+            await self._done[name].wait()
+            turn.prompt_done()
+
+    async def finish(self, name):
+        self._done[name].set()
+        await self.tasks[name]
+        await settle()
+
+    async def cancel(self, name):
+        self.tasks[name].cancel()
+        await asyncio.gather(self.tasks[name], return_exceptions=True)
+        await settle()
+
+    def outstanding(self):
+        return [worker.load().outstanding_prompt_tokens for worker in self.workers]
+
+    async def end(self):
+        for name in self.tasks:
+            await self.cancel(name)
+        assert self.queue.waiting == 0
+        assert all(
+            (worker.load().running, worker.load().outstanding_prompt_tokens) == (0, 0) for worker in self.workers
+        )
+
+
+@pytest.fixture
+async def bench():
+    bench = Bench()
+    yield bench
+    await bench.end()
+
+
+async def test_prompts_go_to_the_worker_until_its_window_is_full_and_on_when_there_is_room(bench):
+    for name in ("one", "two", "three", "four"):
+        await bench.send(name, 600)
+    assert (bench.started, bench.outstanding(), bench.queue.waiting_tokens) == (["one", "two"], [1200], 1200)
+    await bench.finish("one")
+    assert (bench.started, bench.outstanding()) == (["one", "two", "three"], [1200])
+
+
+async def test_a_prompt_longer_than_the_window_goes_to_a_worker_with_room(bench):
+    await bench.send("long", 5000)
+    await bench.send("short", 10)
+    assert bench.started == ["long"]
+    await bench.finish("long")
+    assert bench.started == ["long", "short"]
+
+
+async def test_a_place_is_free_from_the_first_token_on_and_not_only_at_the_end(bench):
+    await bench.send("one", 2000)
+    await bench.send("two", 2000)
+    bench.turns["one"].prompt_done()
+    await settle()
+    assert bench.started == ["one", "two"]
+    assert bench.workers[0].load().running == 2
+
+
+async def test_the_worker_with_the_fewest_prompt_tokens_is_next():
+    bench = Bench(workers=2)
+    await bench.send("one", 900)
+    await bench.send("two", 100)
+    await bench.send("three", 100)
+    assert [bench.turns[name].worker.worker_id for name in ("one", "two", "three")] == [
+        "prefill-0",
+        "prefill-1",
+        "prefill-1",
+    ]
+    await bench.end()
+
+
+async def test_the_worker_is_chosen_for_the_prompt_that_is_next_and_by_what_it_asks_for(monkeypatch):
+    def by_length(demand, load):
+        return (load.worker_id != ("prefill-1" if demand.prompt_tokens > 100 else "prefill-0"),)
+
+    monkeypatch.setitem(PROMPT_SCORERS, "prefill", by_length)
+    bench = Bench(workers=2)
+    for name, tokens in (("long", 900), ("short", 100), ("longer", 800), ("shorter", 50)):
+        await bench.send(name, tokens)
+    assert {name: turn.worker.worker_id for name, turn in bench.turns.items()} == {
+        "long": "prefill-1",
+        "short": "prefill-0",
+        "longer": "prefill-1",
+        "shorter": "prefill-0",
+    }
+    await bench.end()
+
+
+async def test_a_short_prompt_of_another_client_is_next_after_what_the_worker_has(bench):
+    for index in range(10):
+        await bench.send(f"flood-{index}", 2000, "flood")
+    await bench.send("short", 40, "other")
+    await bench.finish("flood-0")
+    assert bench.started[1] in ("short", "flood-1")
+    if bench.started[1] == "flood-1":
+        await bench.finish("flood-1")
+    assert "short" in bench.started[:3]
+
+
+async def test_an_urgent_prompt_passes_all_that_wait(bench):
+    await bench.send("one", 2000)
+    await bench.send("two", 20)
+    await bench.send("canary", 40, "canary", urgent=True)
+    await bench.finish("one")
+    assert bench.started == ["one", "canary", "two"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_short_prompt_starts_within_the_stated_bound_however_others_flood(seed):
+    """Simulation: each step the worker finishes its first prompt; tokens computed before the short one are counted."""
+    chance, bench = random.Random(seed), Bench()
+    longest, clients, sizes, number = 2000, chance.randint(1, 4), {}, 0
+
+    async def flood(client):
+        nonlocal number
+        number += 1
+        name = f"{client}-{number}"
+        sizes[name] = chance.randint(1, longest)
+        await bench.send(name, sizes[name], client)
+
+    for client in range(clients):
+        for _ in range(chance.randint(1, 12)):
+            await flood(f"flood-{client}")
+    in_service = bench.outstanding()[0]
+    assert in_service < WINDOW + longest
+    await bench.send("short", 40, "short")
+    computed = 0
+    while "short" not in bench.started:
+        first = next(name for name in bench.started if not bench.tasks[name].done())
+        computed += sizes[first]
+        await flood(first.rpartition("-")[0])  # the others never run out
+        await bench.finish(first)
+    assert computed <= WINDOW + longest + clients * (512 + longest)
+    await bench.end()
+
+
+# --- cancelled in every state
+
+
+async def test_a_prompt_that_is_cancelled_while_it_waits_leaves_the_queue(bench):
+    await bench.send("one", 2000)
+    await bench.send("two", 2000)
+    await bench.send("three", 10)
+    await bench.cancel("two")
+    await bench.finish("one")
+    assert bench.started == ["one", "three"]
+
+
+async def test_a_place_given_to_a_prompt_that_is_cancelled_at_that_moment_is_passed_on(bench):
+    await bench.send("one", 2000)
+    await bench.send("two", 2000)
+    await bench.send("three", 2000)
+    bench._done["one"].set()
+    bench.turns["one"].prompt_done()  # the place is two's from here on, and its task has not run yet
+    assert bench.outstanding() == [2000]
+    await bench.cancel("two")
+    assert bench.started == ["one", "three"]
+
+
+async def test_a_prompt_cancelled_just_before_a_place_is_free_does_not_get_it(bench):
+    await bench.send("one", 2000)
+    await bench.send("two", 2000)
+    await bench.send("three", 2000)
+    bench.tasks["two"].cancel()  # its task has not run yet
+    bench.turns["one"].prompt_done()
+    await settle()
+    assert bench.started == ["one", "three"]
+
+
+async def test_a_prompt_that_is_cancelled_on_the_worker_frees_its_place(bench):
+    await bench.send("one", 2000)
+    await bench.send("two", 2000)
+    await bench.cancel("one")
+    assert (bench.started, bench.outstanding()) == (["one", "two"], [2000])
+
+
+async def test_a_block_that_fails_frees_its_place(bench):
+    with pytest.raises(RuntimeError):
+        async with bench.queue.turn(Demand(2000, client="a")):
+            raise RuntimeError
+    assert bench.outstanding() == [0]
+
+
+async def test_nothing_is_lost_when_many_come_go_and_are_cancelled_at_random():
+    chance, bench = random.Random(7), Bench(workers=3)
+    for index in range(300):
+        await bench.send(f"{index}", chance.randint(1, 1500), f"client-{index % 5}")
+        for name in chance.sample(sorted(bench.tasks), k=min(2, len(bench.tasks))):
+            if chance.random() < 0.5:
+                bench.tasks[name].cancel()
+            else:
+                bench._done[name].set()
+    for done in bench._done.values():
+        done.set()
+    await asyncio.gather(*bench.tasks.values(), return_exceptions=True)
+    await bench.end()
+
+
+# --- workers that come and go
+
+
+async def test_prompts_wait_for_a_pool_that_has_lost_its_workers_and_go_on_when_one_is_back(bench):
+    bench.workers[0].client.connected = False
+    await bench.send("one", 10)
+    bench.clock.now_s += 59
+    bench.queue.dispatch()
+    await settle()
+    assert (bench.started, bench.queue.waiting, bench.queue.usable_workers) == ([], 1, 0)
+    bench.workers = [a_worker("prefill-7")]
+    bench.queue.dispatch()
+    await settle()
+    assert bench.turns["one"].worker.worker_id == "prefill-7"
+
+
+async def test_a_pool_that_stays_without_a_worker_fails_what_waits_and_names_the_setting(bench):
+    bench.workers[0].client.connected = False
+    await bench.send("one", 10)
+    await bench.send("two", 10)
+    bench.clock.now_s += 60
+    bench.queue.dispatch()
+    for name in ("one", "two"):
+        with pytest.raises(NoWorker, match=r"no prefill worker .* 60 s \(router\.recovery_timeout_s\)"):
+            await bench.tasks[name]
+
+
+async def test_the_time_without_a_worker_begins_anew_with_each_outage(bench):
+    worker = bench.workers[0]
+    worker.client.connected = False
+    await bench.send("one", 2000)
+    bench.clock.now_s += 50
+    worker.client.connected = True
+    bench.queue.dispatch()
+    await settle()
+    await bench.send("two", 10)
+    worker.client.connected = False
+    bench.clock.now_s += 50
+    bench.queue.dispatch()
+    await settle()
+    assert (bench.started, bench.queue.waiting) == (["one"], 1)
+
+
+async def test_a_worker_is_found_again_without_being_told(bench, monkeypatch):
+    monkeypatch.setattr("router.flow.prompt_queue.RECHECK_S", 0.001)
+    bench.workers[0].client.connected = False
+    await bench.send("one", 10)
+    bench.workers[0].client.connected = True
+    await eventually(lambda: bench.started)
+
+
+async def test_a_draining_worker_gets_nothing(bench):
+    bench.workers.append(a_worker("prefill-1"))
+    bench.workers[0].status = WorkerStatus(worker_id="prefill-0", draining=True)
+    await bench.send("one", 10)
+    assert bench.turns["one"].worker.worker_id == "prefill-1"
+
+
+# --- what admission reads
+
+
+async def test_the_wait_is_known_once_full_workers_were_measured(bench):
+    assert bench.queue.wait_s("a", 100) is None
+    await bench.send("one", 2000)
+    await bench.send("two", 2000)
+    await bench.send("three", 2000)
+    bench.clock.now_s += 8
+    await bench.finish("one")
+    assert bench.queue.tokens_per_s == pytest.approx(250)
+    assert bench.queue.wait_s("a", 100) == pytest.approx((2000 + 2000) / 250)
+    assert bench.queue.wait_s("b", 100) == pytest.approx((2000 + 2000) / 250), "what is there already, and one prompt"
+    await bench.send("four", 2000)
+    assert bench.queue.wait_s("a", 100) == pytest.approx(6000 / 250)
+    assert bench.queue.wait_s("b", 100) == pytest.approx((2000 + 2100) / 250)
+
+
+async def test_an_idle_pool_is_not_measured_by_a_short_prompt(bench):
+    await bench.send("one", 20)
+    bench.clock.now_s += 2
+    await bench.finish("one")
+    assert bench.queue.tokens_per_s is None
+
+
+async def test_more_workers_make_the_wait_shorter():
+    bench = Bench(workers=2)
+    for name in ("one", "two", "three"):
+        await bench.send(name, 2000)
+    bench.clock.now_s += 8
+    await bench.finish("one")
+    assert bench.queue.tokens_per_s == pytest.approx(500)
+    bench.workers[1].client.connected = False
+    assert bench.queue.tokens_per_s == pytest.approx(250)
+    await bench.end()
+
+
+async def test_what_a_worker_would_take_at_once_does_not_wait_however_slow_it_was(bench):
+    for name in ("one", "two"):
+        await bench.send(name, WINDOW)
+    bench.clock.now_s += 1000.0
+    await bench.finish("one")
+    bench.clock.now_s += 1000.0
+    await bench.finish("two")
+    assert bench.queue.tokens_per_s == pytest.approx(1.0)
+    assert bench.queue.wait_s("a", 100) == 0.0
+    await bench.send("three", WINDOW - 1)
+    assert bench.queue.wait_s("a", 100) == 0.0, "its window has room"
+    await bench.send("four", WINDOW)
+    assert bench.queue.wait_s("a", 100) > WINDOW
+
+
+async def test_a_worker_that_is_usable_again_takes_what_waits_without_being_told():
+    bench = Bench(workers=2)
+    bench.workers[1].client = Client()
+    bench.workers[1].client.connected = False
+    await bench.send("one", WINDOW)
+    await bench.send("two", WINDOW)
+    assert bench.started == ["one"]
+    bench.workers[1].client.connected = True
+    await eventually(lambda: bench.started == ["one", "two"])
+    await bench.end()

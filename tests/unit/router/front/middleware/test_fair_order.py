@@ -1,0 +1,123 @@
+"""Requests are taken in a few at a time, fair among clients; who holds its share is refused with its body unparsed."""
+
+import asyncio
+from http import HTTPStatus
+
+import httpx
+import pytest
+
+from router.flow.admission import Refused
+from router.flow.intake import AT_A_TIME, Intake
+from router.front.context import WithContext, current
+from router.front.middleware.fair_order import EarlyRefusal, FairOrder
+from tests.support.http_server import listening
+from tests.unit.router.flow.test_prompt_queue import settle
+
+
+class Bench:
+    """Requests that stay inside until told."""
+
+    def __init__(self):
+        self.intake = Intake()
+        self.inside = []
+        self.tasks = {}
+        self._done = {}
+
+    async def come(self, name, client):
+        self._done[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._stay(name, client))
+        await settle()
+
+    async def _stay(self, name, client):
+        async with self.intake.turn(client):
+            self.inside.append(name)
+            await self._done[name].wait()
+
+    async def finish(self, name):
+        self._done[name].set()
+        await self.tasks[name]
+        await settle()
+
+
+@pytest.fixture
+async def bench():
+    bench = Bench()
+    yield bench
+    for task in bench.tasks.values():
+        task.cancel()
+    await asyncio.gather(*bench.tasks.values(), return_exceptions=True)
+    assert (bench.intake._inside, bench.intake._waiting) == ({}, {})
+
+
+async def test_one_client_cannot_take_all_turns_and_the_next_one_goes_in_at_once(bench):
+    for number in range(20):
+        await bench.come(f"flood-{number}", "flood")
+    assert len(bench.inside) == AT_A_TIME - 1
+    assert bench.intake.of("flood") == 20
+    await bench.come("polite", "polite")
+    assert bench.inside[-1] == "polite"
+
+
+async def test_clients_that_wait_go_in_by_turns(bench):
+    for number in range(12):
+        await bench.come(f"a-{number}", "a")
+    for name in ("b-0", "b-1", "b-2"):
+        await bench.come(name, "b")
+    first = list(bench.inside)
+    for name in first[:4]:
+        await bench.finish(name)
+    assert {"b-0", "b-1"} <= {*bench.inside[:10]}
+
+
+async def test_who_leaves_while_it_waits_keeps_nobody_out(bench):
+    for number in range(AT_A_TIME + 2):
+        await bench.come(f"a-{number}", "a")
+    waiting = [name for name in bench.tasks if name not in bench.inside]
+    bench.tasks[waiting[0]].cancel()
+    await settle()
+    await bench.finish(bench.inside[0])
+    assert bench.inside[-1] == waiting[1]
+
+
+async def test_a_turn_ends_when_the_request_is_taken_in_and_not_when_it_is_answered():
+    intake, answered = Intake(), asyncio.Event()
+
+    async def app(scope, receive, send):
+        current().taken_in()
+        current().taken_in()
+        assert not intake._inside
+        await answered.wait()
+
+    scope = {"type": "http", "method": "POST"}
+    layer = WithContext(FairOrder(app, intake))
+    running = [asyncio.create_task(layer(scope, None, None)) for _ in range(3 * AT_A_TIME)]
+    await settle()
+    assert not intake.of(current().client)
+    answered.set()
+    await asyncio.gather(*running)
+
+
+async def test_a_client_over_its_share_is_refused_with_its_body_read_and_not_parsed():
+    asked, served = [], []
+
+    def check_share(client, coming):
+        asked.append(coming)
+        raise Refused(HTTPStatus.TOO_MANY_REQUESTS, "client_share", "you hold your share", 7)
+
+    async def app(scope, receive, send):
+        served.append(scope["path"])
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with listening(EarlyRefusal(app, Intake(), check_share)) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.post("/v1/completions", content=b"x" * 3_000_000, headers={"connection": "close"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+        assert answer.json()["error"] == {
+            "message": "you hold your share",
+            "type": "Too Many Requests",
+            "param": None,
+            "code": 429,
+        }
+        assert (await http.post("/tokenize", content=b"{}")).status_code == 200
+    assert (asked, served) == ([0], ["/tokenize"])

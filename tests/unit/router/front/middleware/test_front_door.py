@@ -1,0 +1,343 @@
+"""Keys, proxies and operators' paths at the real router with vLLM's real app: what a stranger can and cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+import router.front.app
+import router.front.metrics_page
+import router.front.middleware.body_limit
+from cluster.runtime.actors import RouterActor
+from cluster.runtime.environment import SERVER_VARIABLES, server_variables, server_variables_hidden
+from router.client_identity import hash_key
+from router.front.context import current
+from router.front.middleware.auth import KeyGuard
+from router.front.routes import ON_WISH, OPEN_PATHS, ROUTES, keep_known_routes
+from router.front.shared_answer import BURST
+from tests.support import ipv6
+from tests.support.served_router import make_model, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+KEY = "a-clients-key"
+BEARER = {"authorization": f"Bearer {KEY}"}
+CARELESS = {
+    "FORWARDED_ALLOW_IPS": "*",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_ENABLE_COHERE_API": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "WEB_CONCURRENCY": "4",
+}
+PAGE = "https://chat.example"
+FORGED = {"x-forwarded-for": "192.0.2.7", "x-forwarded-proto": "https"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What the guard was told of each request, and what it told the app: the socket's peer and the client's name."""
+    return []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_careless_shell(seen, apps):
+    """Each router is the only one of its process, and is started as a shell would that trusts every proxy."""
+    from vllm.entrypoints.launchers.app import build_app
+
+    def watch(app):
+        async def watching(scope, receive, send):
+            if scope["type"] == "http":
+                seen.append((scope["client"][0], current().client))
+            await app(scope, receive, send)
+
+        return watching
+
+    def layers(ours, *args):
+        """As they are, and one that looks at what the key guard has let in."""
+        made = list(ours(*args))
+        guard = next(i for i, layer in enumerate(made) if getattr(layer, "func", None) is KeyGuard)
+        return (*made[: guard + 1], watch, *made[guard + 1 :])
+
+    def built(*args):
+        """With what only the first import in a process does, whoever was first here."""
+        from model_hosting_container_standards import logging_config
+
+        logging_config.configure_root_logger()
+        assert not logging.getLogger("router.front.vllm_workarounds.unread").isEnabledFor(logging.WARNING)
+        return build_app(*args)
+
+    def kept(app):
+        made = {route.path for route in app.router.routes}
+        keep_known_routes(app)
+        apps.append((made, app))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in CARELESS.items():
+            patch.setenv(variable, value)
+        patch.setattr("router.front.app.vllm_app.build_app", built)
+        patch.setattr("router.front.app.layers", partial(layers, router.front.app.layers))
+        patch.setattr("router.front.app.keep_known_routes", kept)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def apps():
+    """What vLLM has made of each app, and what is left of its routes."""
+    return []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def keyed(model, a_careless_shell):
+    """(HTTP client, router, engines) of a router whose clients have a key."""
+    a_careless_shell.setattr("router.server.REGISTRY", CollectorRegistry())
+    keys = frozenset({hash_key(KEY.encode())})
+    async with serving(model, api_key_hashes=keys, cors_allowed_origins=(PAGE,)) as served:
+        yield served
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def behind_a_proxy(model, a_careless_shell):
+    """The same without keys and with a proxy on this machine."""
+    a_careless_shell.setattr("router.server.REGISTRY", CollectorRegistry())
+    async with serving(model, trusted_proxies=(ipaddress.ip_network("127.0.0.0/8"),)) as served:
+        yield served
+
+
+async def test_a_clients_key_drains_no_worker(keyed):
+    http, deployed, _, _ = keyed
+    wish = {"worker": "decode-0", "timeout_s": 0, "force": True}
+    assert (await http.post("/ridgeline/drain", json=wish, headers=BEARER)).status_code == 403
+    assert (await http.get("/ridgeline/workers", headers=BEARER)).status_code == 403
+    assert deployed._fleet.get("decode-0").load().usable
+
+
+async def test_a_forwarded_address_changes_nothing_whatever_the_servers_environment_says(keyed, seen):
+    http = keyed[0]
+    seen.clear()
+    assert (await http.get("/v1/models", headers={**BEARER, **FORGED})).status_code == 200
+    assert seen == [("127.0.0.1", hash_key(KEY.encode()).hex()[:12])]
+
+
+async def test_a_trusted_proxy_names_the_client_and_the_peer_stays_the_proxy(behind_a_proxy, seen):
+    http = behind_a_proxy[0]
+    seen.clear()
+    assert (await http.get("/v1/models", headers=FORGED)).status_code == 200
+    assert (await http.get("/v1/models")).status_code == 200
+    assert seen == [("127.0.0.1", "192.0.2.7"), ("127.0.0.1", "127.0.0.1")]
+
+
+async def test_whoever_comes_through_a_trusted_proxy_is_no_operator(behind_a_proxy):
+    http, deployed, _, _ = behind_a_proxy
+    for headers in ({}, FORGED, {"x-forwarded-for": "127.0.0.1"}):
+        wish = {"worker": "decode-0", "timeout_s": 0, "force": True}
+        assert (await http.post("/ridgeline/drain", json=wish, headers=headers)).status_code == 403
+        assert (await http.get("/ridgeline/workers", headers=headers)).status_code == 403
+    assert deployed._fleet.get("decode-0").load().usable
+
+
+# --- routes
+
+
+TAKEN_AWAY = {
+    "/abort_requests",
+    "/adapters",
+    "/adapters/{adapter_name}",
+    "/collective_rpc",
+    "/finish_weight_update",
+    "/get_world_size",
+    "/init_weight_transfer_engine",
+    "/is_paused",
+    "/is_sleeping",
+    "/pause",
+    "/release_kv_cache_memory",
+    "/reset_encoder_cache",
+    "/reset_mm_cache",
+    "/reset_prefix_cache",
+    "/resume",
+    "/server_info",
+    "/shutdown_weight_transfer_engine",
+    "/sleep",
+    "/start_draft_weight_update",
+    "/start_weight_update",
+    "/update_weight_version",
+    "/update_weights",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/wake_up",
+    "/weight_checker",
+    "/weight_info",
+}
+"""What the variables in `CARELESS` add."""
+
+
+async def test_every_route_is_in_the_table_and_what_a_developers_shell_adds_is_taken_away(keyed, apps):
+    made, app = apps[0]
+    assert made - set(ROUTES) == TAKEN_AWAY, "decide who may call a new route of vLLM's"
+    assert {route.path for route in app.router.routes} == set(ROUTES) - ON_WISH
+    http = keyed[0]
+    for path in sorted(made - set(ROUTES)):
+        for method in ("GET", "POST"):
+            reply = await http.request(method, path.replace("{", "").replace("}", ""), headers=BEARER, json={})
+            assert reply.status_code in (404, 405), path
+
+
+async def test_each_route_answers_those_it_is_for_and_nobody_else(keyed):
+    http = keyed[0]
+    for path, callers in ROUTES.items():
+        written = path.replace("{response_id}", "none")
+        for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+            stranger = (await http.request(method, written)).status_code
+            client = (await http.request(method, written, headers=BEARER)).status_code
+            if callers == "operators":
+                assert (stranger, client) == (403, 403), (method, path)
+            elif path in OPEN_PATHS and method == "GET":
+                assert stranger not in (401, 403), (method, path)
+            else:
+                assert stranger == 401, (method, path)  # those of `ON_WISH`, which are not there, too
+                assert client != 401, (method, path)
+
+
+async def test_what_vllms_app_imports_does_not_silence_the_routers_warnings(keyed):
+    assert logging.getLogger("router.front.vllm_workarounds.unread").isEnabledFor(logging.WARNING)
+    assert all(handler.level <= logging.WARNING for handler in logging.root.handlers)
+
+
+async def test_an_actors_process_forgets_the_variables_before_vllm_could_read_them(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    monkeypatch.setenv("SAGEMAKER_MODEL_PATH", "x")
+    monkeypatch.setenv("RIDGELINE_API_KEYS", KEY)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/somewhere")
+    for variable in CARELESS:
+        monkeypatch.setenv(variable, "1")
+    before = dict(os.environ)
+    with server_variables_hidden():
+        assert server_variables() == []
+        assert KEY not in os.environ.values()
+    assert dict(os.environ) == before
+    RouterActor()
+    assert server_variables() == []
+    assert KEY not in os.environ.values()
+    assert os.environ["VLLM_CACHE_ROOT"] == "/somewhere"
+
+
+LIMITS_AND_CACHES = {
+    *(
+        "VLLM_AUDIO_FETCH_TIMEOUT",
+        "VLLM_IMAGE_FETCH_TIMEOUT",
+        "VLLM_VIDEO_FETCH_TIMEOUT",
+        "VLLM_MEDIA_FETCH_MAX_RETRIES",
+    ),
+    *("VLLM_MAX_AUDIO_CLIP_FILESIZE_MB", "VLLM_MAX_AUDIO_DECODE_BYTES", "VLLM_MAX_AUDIO_DECODE_DURATION_S"),
+    *(
+        "VLLM_MAX_AUDIO_PREPROCESS_WORKERS",
+        "VLLM_MAX_N_SEQUENCES",
+        "VLLM_MAX_STOP_STRINGS",
+        "VLLM_MAX_COMPLETION_PROMPTS",
+    ),
+    *("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS", "VLLM_LOG_STATS_INTERVAL"),
+    *("VLLM_CPU_KVCACHE_SPACE", "VLLM_DISABLE_LOG_LOGO", "VLLM_USE_RUST_BENCH"),
+}
+
+
+async def test_every_variable_that_vllms_server_reads_is_one_that_we_have_judged():
+    import vllm.entrypoints
+
+    files = Path(vllm.entrypoints.__file__).parent.rglob("*.py")
+    read = {name for file in files for name in re.findall(r"\benvs\.(VLLM_[A-Z0-9_]+)", file.read_text())}
+    assert len(read) > 20
+    assert read <= SERVER_VARIABLES | LIMITS_AND_CACHES
+
+
+# --- pages in a browser
+
+
+def preflight(origin, method="POST"):
+    return {
+        "origin": origin,
+        "access-control-request-method": method,
+        "access-control-request-headers": "authorization,content-type",
+    }
+
+
+async def test_a_named_page_may_use_a_server_with_keys_and_read_its_refusals(keyed):
+    http = keyed[0]
+    asked = await http.options("/v1/chat/completions", headers=preflight(PAGE))
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == PAGE
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    listed = await http.get("/v1/models", headers={**BEARER, "origin": PAGE})
+    assert (listed.status_code, listed.headers.get_list("access-control-allow-origin")) == (200, [PAGE])
+    refused = await http.get("/v1/models", headers={"origin": PAGE})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+async def test_another_page_is_told_nothing_and_no_page_is_an_operator(keyed):
+    http = keyed[0]
+    for origin in ("https://elsewhere.example", "http://chat.example", f"{PAGE}:8443", "null", f"{PAGE}.evil.example"):
+        assert (await http.options("/v1/models", headers=preflight(origin))).status_code == 400
+        reply = await http.get("/v1/models", headers={**BEARER, "origin": origin})
+        assert "access-control-allow-origin" not in reply.headers
+    for path in ("/ridgeline/workers", "/ridgeline/drain"):
+        asked = await http.options(path, headers=preflight(PAGE))
+        assert asked.status_code == 403
+        assert "access-control-allow-origin" not in asked.headers
+
+
+async def test_without_the_setting_no_page_may_use_the_server(behind_a_proxy):
+    http = behind_a_proxy[0]
+    assert (await http.options("/v1/models", headers=preflight(PAGE))).status_code == 400
+    reply = await http.get("/v1/models", headers={"origin": PAGE})
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+    body = '{"model": "m", "prompt": "w1", "max_tokens": 1}'
+    without_asking = {"origin": PAGE, "content-type": "text/plain"}
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/invocations", "/v1/responses"):
+        assert (await http.post(path, content=body, headers=without_asking)).status_code in (400, 415, 422), path
+
+
+# --- open pages
+
+
+async def test_fifty_scrapes_at_once_share_a_few_renderings(keyed, monkeypatch):
+    http = keyed[0]
+    rendered = []
+    generate = router.front.metrics_page.generate_latest
+    monkeypatch.setattr(
+        "router.front.metrics_page.generate_latest", lambda registry: rendered.append(1) or generate(registry)
+    )
+    pages = await asyncio.gather(*(http.get("/metrics") for _ in range(50)))
+    assert {page.status_code for page in pages} == {200}
+    assert pages[0].headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert all("ridgeline_requests_in_flight" in page.text for page in pages)
+    assert len(rendered) <= BURST + 1
+
+
+# --- IPv6
+
+
+@pytest.mark.skipif(not ipv6.HERE, reason="this machine has no IPv6")
+async def test_a_server_for_both_address_families_serves_both_with_workers_on_ipv6(model, seen, a_careless_shell):
+    a_careless_shell.setattr("router.server.REGISTRY", CollectorRegistry())
+    async with serving(model, host="::", workers_host="::1") as (http, _, _, _):
+        assert re.fullmatch(r"http://\[::]:[0-9]+", str(http.base_url).rstrip("/"))
+        for host, name in (("[::1]", "::/64"), ("127.0.0.1", "127.0.0.1")):
+            url = f"http://{host}:{http.base_url.port}"
+            seen.clear()
+            assert (await http.get(f"{url}/v1/models")).status_code == 200
+            assert seen[0][1] == name
+            rows = (await http.get(f"{url}/ridgeline/workers")).json()["workers"]
+            assert [row["host"] for row in rows] == ["::1", "::1"], "an operator of this machine, by either address"

@@ -1,0 +1,109 @@
+"""What is put around vLLM's app: bodies on which validation fails, streams that break, paths that could only fail."""
+
+from contextlib import aclosing
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+from openai.types.responses import ResponseOutputMessage
+from pydantic import BaseModel, model_validator
+from vllm.entrypoints.openai.responses.utils import construct_input_messages
+
+from router.front.vllm_workarounds import app_gaps
+
+
+class Body(BaseModel):
+    options: dict[str, int]
+
+    @model_validator(mode="before")
+    @classmethod
+    def takes_types_for_granted(cls, data):
+        data["options"].get("a")
+        return data
+
+
+def make_app():
+    app = FastAPI()
+
+    @app.post("/read")
+    async def read(body: Body):
+        return {}
+
+    @app.post("/fail")
+    async def fail():
+        return {}["nothing"]
+
+    @app.post("/by-hand")
+    async def by_hand(request: Request):
+        return await request.json()
+
+    @app.post("/responses")
+    async def responses(request: Request):
+        message = ResponseOutputMessage.model_validate(await request.json())
+        return construct_input_messages(request_input=[message])
+
+    @app.post("/stream")
+    async def stream(error: str):
+        async def events():
+            yield "data: {}\n\n"
+            raise {"value": ValueError, "key": KeyError}[error]("it broke")
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    @app.post("/scale_elastic_ep")
+    async def scale():
+        return {}
+
+    app.middleware_stack = app.build_middleware_stack()  # as vLLM does
+    app_gaps.install(app)
+    return app_gaps.EndedStreams(app)
+
+
+async def post(path, **options):
+    transport = httpx.ASGITransport(make_app(), raise_app_exceptions=False)
+    async with aclosing(transport), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        return await client.post(path, **options)
+
+
+@pytest.mark.parametrize("body", [{"options": 7}, {"options": [1]}, {}])
+async def test_a_body_on_which_a_validator_fails_is_refused_as_the_clients_fault(body):
+    assert (await post("/read", json={"options": {"a": 1}})).status_code == 200
+    answer = await post("/read", json=body)
+    assert answer.status_code == 400
+    assert "cannot be understood" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"[" * 50_000, b'{"a":' * 50_000])
+async def test_json_that_is_nested_without_end_is_refused_as_the_clients_fault(body):
+    answer = await post("/by-hand", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content", [[], [{"type": "refusal", "refusal": "no"}]])
+async def test_an_earlier_answer_without_a_text_is_refused_as_the_clients_fault(content):
+    message = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": content}
+    text = {"type": "output_text", "text": "yes", "annotations": []}
+    assert (await post("/responses", json=message | {"content": [text]})).status_code == 200
+    answer = await post("/responses", json=message)
+    assert answer.status_code == 400
+    assert "cannot be understood" in answer.json()["error"]["message"]
+
+
+async def test_the_same_error_outside_of_validation_stays_an_error_of_the_server():
+    assert (await post("/fail")).status_code == 500
+
+
+@pytest.mark.parametrize(("error", "code"), [("value", 400), ("key", 500)])
+async def test_a_stream_that_fails_in_the_middle_ends_with_an_event_that_says_so(error, code):
+    answer = await post(f"/stream?error={error}")
+    assert answer.status_code == 200
+    first, event = answer.text.strip().split("\n\n")
+    assert first == "data: {}"
+    assert event.startswith("event: error\ndata: {")
+    assert f'"code": {code}' in event
+
+
+async def test_paths_that_resize_an_engine_are_not_there():
+    assert (await post("/scale_elastic_ep", json={})).status_code == 404

@@ -1,0 +1,257 @@
+"""Every series with its labels, and none where there is no data."""
+
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from contracts.handoff import FetchReceipt
+from contracts.tasks import LegTiming
+from contracts.workers import WorkerStatus
+from router.fleet.pairing import KvPair
+from router.fleet.policy import WorkerLoad
+from router.observe.metrics import QueueCollector, RequestMetrics, WorkerCollector
+from router.observe.timeline import RequestTimeline
+from router.settings import PoolHardware
+from tests.support.fake_engine import FakeClock
+
+HARDWARE = {
+    "prefill": PoolHardware("host", peak_flops=1e12, peak_bytes_per_s=1e10),
+    "decode": PoolHardware("host", peak_flops=2e12, peak_bytes_per_s=2e10),
+}
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+def samples(registry):
+    """{(name, sorted labels): value} as a scraper reads them."""
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def value(registry, name, **labels):
+    return samples(registry).get((name, tuple(sorted(labels.items()))))
+
+
+def names(registry):
+    return {name for name, _ in samples(registry)}
+
+
+def closed(registry, outcome="finished", path="disaggregated", pools=("prefill", "decode", "decode")):
+    """A request of one token from each of `pools`, which has ended."""
+    clock, metrics = FakeClock(), RequestMetrics(registry)
+    timeline = RequestTimeline(clock, "r", 70, path=path, observe=metrics.observe)
+    for pool in pools:
+        clock.now_s += 0.25
+        timeline.tokens(1, pool)
+    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
+    receipt = FetchReceipt(outcome="ok", wait_s=0.0625, wire_s=0.125)
+    timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, receipt=receipt)
+    metrics.close(timeline, outcome)
+
+
+def load(**state):
+    return WorkerLoad(
+        "w",
+        **{"connected": True, "draining": False} | state,
+        outstanding_prompt_tokens=0,
+        running=0,
+        kv_blocks_free=1,
+        kv_blocks_total=1,
+        max_running=1,
+        block_size_tokens=32,
+    )
+
+
+def worker(pool, worker_id, **status):
+    told = WorkerStatus(worker_id=worker_id, **status)
+    return SimpleNamespace(pool=pool, worker_id=worker_id, status=told, load=load)
+
+
+def worker_in_state(pool, worker_id, **state):
+    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None, load=lambda: load(**state))
+
+
+def lost(pool, worker_id):
+    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None, load=lambda: load(connected=False))
+
+
+PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
+
+
+def collect(registry, *workers, in_flight=0):
+    registry.register(WorkerCollector(lambda: workers, lambda: HARDWARE, lambda: in_flight, lambda: PAIRS, dict))
+
+
+def test_a_disaggregated_request_credits_each_token_to_the_pool_that_made_it(registry):
+    closed(registry)
+    assert value(registry, "ridgeline_ttft_seconds_count", pool="prefill") == 1
+    assert value(registry, "ridgeline_ttft_seconds_sum", pool="prefill") == 0.25
+    assert value(registry, "ridgeline_tpot_seconds_sum", pool="decode") == 0.25
+    assert value(registry, "ridgeline_itl_seconds_count", pool="decode") == 2
+    assert value(registry, "ridgeline_second_token_seconds_count", pool="decode") == 1
+    assert value(registry, "ridgeline_requests_total", path="disaggregated", outcome="finished") == 1
+    for stage, seconds in {"queue": 0.25, "prefill": 0.5, "handoff_wait": 0.0625, "wire": 0.125, "decode": 1}.items():
+        assert value(registry, "ridgeline_stage_seconds_sum", stage=stage) == seconds
+
+
+def test_a_colocated_request_is_all_of_one_pool(registry):
+    closed(registry, path="colocated", pools=("colocated",) * 3)
+    assert value(registry, "ridgeline_ttft_seconds_count", pool="colocated") == 1
+    assert value(registry, "ridgeline_tpot_seconds_count", pool="colocated") == 1
+    assert value(registry, "ridgeline_requests_total", path="colocated", outcome="finished") == 1
+
+
+def test_a_request_of_one_token_has_a_ttft_and_no_tpot(registry):
+    closed(registry, pools=("prefill",))
+    assert value(registry, "ridgeline_ttft_seconds_count", pool="prefill") == 1
+    assert "ridgeline_tpot_seconds_count" not in names(registry)
+    assert "ridgeline_second_token_seconds_count" not in names(registry)
+
+
+@pytest.mark.parametrize("outcome", ["failed", "cancelled"])
+def test_an_unfinished_request_counts_by_outcome_and_does_not_flatter_tpot_and_stages(registry, outcome):
+    closed(registry, outcome=outcome)
+    assert value(registry, "ridgeline_requests_total", path="disaggregated", outcome=outcome) == 1
+    assert value(registry, "ridgeline_ttft_seconds_count", pool="prefill") == 1
+    assert "ridgeline_tpot_seconds_count" not in names(registry)
+    assert "ridgeline_stage_seconds_count" not in names(registry)
+
+
+def test_the_latencies_of_a_token_are_seen_before_its_sequence_ends(registry):
+    metrics = RequestMetrics(registry)
+    timeline = RequestTimeline(FakeClock(), "r", 70, "disaggregated", observe=metrics.observe)
+    for _ in range(3):
+        timeline.tokens(1, "colocated")
+    assert value(registry, "ridgeline_ttft_seconds_count", pool="colocated") == 1
+    assert value(registry, "ridgeline_second_token_seconds_count", pool="colocated") == 1
+    assert value(registry, "ridgeline_itl_seconds_count", pool="colocated") == 2
+
+
+def test_before_the_first_request_there_are_no_request_series(registry):
+    RequestMetrics(registry)
+    assert samples(registry) == {}
+
+
+def test_worker_counters_carry_pool_worker_and_their_own_labels(registry):
+    counters = {
+        "flops_total.decode": 5.0,
+        "bytes_total.decode.kv_read": 7.0,
+        "busy_seconds_total.mixed": 1.5,
+        "steps_total.prefill": 3.0,
+        "tokens_total.prefill": 70.0,
+        "recompute_total.timeout": 2.0,
+        "kv_bytes_total.sent": 11.0,
+        "fetches_total.ok": 4.0,
+        "expired_leases_total": 1.0,
+    }
+    collect(registry, worker("decode", "d0", counters=counters))
+    us = {"pool": "decode", "worker": "d0"}
+    assert value(registry, "ridgeline_flops_total", **us, step="decode") == 5
+    assert value(registry, "ridgeline_bytes_total", **us, step="decode", kind="kv_read") == 7
+    assert value(registry, "ridgeline_busy_seconds_total", **us, step="mixed") == 1.5
+    assert value(registry, "ridgeline_steps_total", **us, step="prefill") == 3
+    assert value(registry, "ridgeline_tokens_total", **us, phase="prefill") == 70
+    assert value(registry, "ridgeline_recompute_total", **us, reason="timeout") == 2
+    assert value(registry, "ridgeline_kv_transfer_bytes_total", **us, direction="sent") == 11
+    assert value(registry, "ridgeline_fetches_total", **us, result="ok") == 4
+    assert value(registry, "ridgeline_expired_leases_total", **us) == 1
+
+
+def test_worker_gauges_are_read_from_the_last_status(registry):
+    counters = {"open_leases": 2.0, "pinned_blocks": 6.0, "active_fetches": 1.0, "watched_handoffs": 3.0}
+    state = {"running": 4, "waiting": 5, "tasks": 9, "kv_blocks_free": 70, "kv_blocks_total": 100}
+    collect(registry, worker("decode", "d0", counters=counters, **state), in_flight=12)
+    expected = {
+        "leases": 2,
+        "pinned_blocks": 6,
+        "active_fetches": 1,
+        "watched_handoffs": 3,
+        "running": 4,
+        "waiting": 5,
+        "tasks": 9,
+        "kv_blocks_free": 70,
+        "kv_blocks": 100,
+    }
+    for name, number in expected.items():
+        assert value(registry, f"ridgeline_{name}", pool="decode", worker="d0") == number
+    assert value(registry, "ridgeline_requests_in_flight") == 12
+
+
+def test_pool_series_sum_over_the_workers_of_the_pool_and_peaks_are_one_workers(registry):
+    collect(
+        registry,
+        worker("prefill", "p0", counters={"flops_total.prefill": 600.0, "bytes_total.prefill.weights": 2.0}),
+        worker("prefill", "p1", counters={"flops_total.mixed": 200.0, "bytes_total.mixed.kv_write": 6.0}),
+        worker("decode", "d0", counters={"flops_total.decode": 10.0, "bytes_total.decode.weights": 5.0}),
+    )
+    assert value(registry, "ridgeline_workers", pool="prefill") == 2
+    assert value(registry, "ridgeline_arithmetic_intensity", pool="prefill") == 100
+    assert value(registry, "ridgeline_arithmetic_intensity", pool="decode") == 2
+    assert value(registry, "ridgeline_peak_flops", pool="prefill") == 1e12
+    assert value(registry, "ridgeline_peak_bytes_per_second", pool="decode") == 2e10
+
+
+def test_a_worker_that_has_not_reported_a_figure_has_no_series_for_it(registry):
+    collect(registry, worker("decode", "d0", counters={}))
+    assert value(registry, "ridgeline_arithmetic_intensity", pool="decode") is None
+    assert value(registry, "ridgeline_leases", pool="decode", worker="d0") is None
+    assert "ridgeline_flops_total" not in names(registry)
+
+
+def test_only_workers_that_may_be_given_work_are_counted_as_there_and_the_others_by_why_not(registry):
+    collect(
+        registry,
+        worker("decode", "d0"),
+        worker_in_state("decode", "d1", draining=True),
+        worker_in_state("decode", "d2", healthy=False),
+        worker_in_state("decode", "d3", connected=False, healthy=False),
+        worker_in_state("decode", "d4", connected=False, draining=True),
+    )
+    assert value(registry, "ridgeline_workers", pool="decode") == 1
+    assert value(registry, "ridgeline_unusable_workers", pool="decode", state="draining") == 1
+    assert value(registry, "ridgeline_unusable_workers", pool="decode", state="failed") == 1
+    assert value(registry, "ridgeline_unusable_workers", pool="decode", state="detached") == 2
+
+
+def test_a_pool_that_has_lost_all_its_workers_shows_none_of_them(registry):
+    collect(registry, worker("decode", "d0"))
+    assert value(registry, "ridgeline_workers", pool="prefill") == 0
+
+
+def test_a_lost_worker_has_no_series_and_is_not_counted_as_connected(registry):
+    collect(registry, worker("decode", "d0"), lost("decode", "d1"))
+    assert not [labels for _, labels in samples(registry) if ("worker", "d1") in labels]
+    assert value(registry, "ridgeline_workers", pool="decode") == 1
+
+
+def test_a_counter_of_a_newer_worker_is_passed_over(registry):
+    collect(registry, worker("decode", "d0", counters={"novelty_total.a": 1.0, "steps_total.a.b": 2.0}))
+    assert not {name for name in names(registry) if "novelty" in name or "steps" in name}
+
+
+def test_a_pool_of_unknown_hardware_has_no_peaks(registry):
+    collect(registry, worker("colocated", "c0"))
+    assert value(registry, "ridgeline_workers", pool="colocated") == 1
+    assert value(registry, "ridgeline_peak_flops", pool="colocated") is None
+
+
+def test_what_waits_in_the_router_is_shown_by_pool_and_a_rate_only_once_it_was_measured(registry):
+    measured = SimpleNamespace(pool="prefill", waiting=2, waiting_tokens=700, tokens_per_s=250.0)
+    unmeasured = SimpleNamespace(pool="decode", waiting=0, waiting_tokens=0, tokens_per_s=None)
+    registry.register(QueueCollector([measured, unmeasured]))
+    assert value(registry, "ridgeline_waiting_prompts", pool="prefill") == 2
+    assert value(registry, "ridgeline_waiting_prompt_tokens", pool="prefill") == 700
+    assert value(registry, "ridgeline_prompt_tokens_per_second", pool="prefill") == 250
+    assert value(registry, "ridgeline_waiting_prompts", pool="decode") == 0
+    assert value(registry, "ridgeline_prompt_tokens_per_second", pool="decode") is None

@@ -1,0 +1,139 @@
+"""What one request's record says, with a clock that stands still until told."""
+
+import pytest
+
+from contracts.handoff import FetchReceipt
+from contracts.tasks import LegTiming
+from router.observe.timeline import RequestTimeline
+from tests.support.fake_engine import FakeClock
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def seen():
+    """(latency, pool, seconds) of all that was observed."""
+    return []
+
+
+def timeline_of(clock, *gaps_and_counts, path="fallback", seen=None, pool="decode", head_read_s=None):
+    """A request whose deltas of `count` tokens come `gap` seconds after what came before."""
+    observe = (lambda *latency: None) if seen is None else (lambda *latency: seen.append(latency))
+    timeline = RequestTimeline(clock, "r", 70, path=path, observe=observe, head_read_s=head_read_s)
+    for gap_s, count in gaps_and_counts:
+        clock.now_s += gap_s
+        timeline.tokens(count, pool)
+    return timeline
+
+
+def test_latencies_follow_vllms_definitions(clock, seen):
+    timeline = timeline_of(clock, (0.5, 1), (0.25, 1), (0.125, 1), (0.125, 1), seen=seen)
+    assert seen == [
+        ("ttft", "decode", 0.5),
+        ("second_token", "decode", 0.25),
+        ("itl", "decode", 0.25),
+        ("itl", "decode", 0.125),
+        ("itl", "decode", 0.125),
+    ]
+    assert timeline.tpot_s == 0.5 / 3  # (latency - TTFT) / (output tokens - 1)
+
+
+def test_each_latency_is_told_in_the_moment_it_is_known(clock, seen):
+    timeline = timeline_of(clock, (0.5, 1), seen=seen)
+    assert [latency for latency, _, _ in seen] == ["ttft"]
+    timeline.tokens(1, "decode")
+    assert [latency for latency, _, _ in seen] == ["ttft", "second_token", "itl"]
+    timeline.tokens(1, "decode")
+    assert [latency for latency, _, _ in seen] == ["ttft", "second_token", "itl", "itl"]
+
+
+def test_tpot_counts_tokens_and_itl_deltas(clock, seen):
+    timeline = timeline_of(clock, (1, 1), (1, 4), seen=seen)
+    assert timeline.tpot_s == 1 / 4
+    assert [seconds for latency, _, seconds in seen if latency == "itl"] == [1]
+
+
+def test_a_delta_without_tokens_is_no_first_token(clock, seen):
+    timeline = timeline_of(clock, (0.5, 0), (0.5, 1), (0.25, 1), seen=seen)
+    assert seen[0] == ("ttft", "decode", 1.0)
+    assert timeline.num_output_tokens == 2
+
+
+def test_what_did_not_happen_is_absent(clock, seen):
+    assert timeline_of(clock, seen=seen).tpot_s is None
+    assert seen == []
+    assert timeline_of(clock, (0.5, 1), seen=seen).tpot_s is None
+    assert seen == [("ttft", "decode", 0.5)]
+
+
+def test_a_request_arrives_when_its_head_was_read_and_not_when_it_is_tokenised(clock, seen):
+    timeline = timeline_of(clock, (0.5, 1), (1, 1), seen=seen, head_read_s=clock.now_s - 2.0)
+    assert seen[0] == ("ttft", "decode", 2.5)
+    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.25, compute_s=1.25)
+    assert timeline.stages_s() == {"preprocess": 2.0, "queue": 0.25, "prefill": 0.25, "decode": 1.0}
+
+
+def test_tokens_are_credited_to_the_pool_that_made_them(clock, seen):
+    timeline = timeline_of(clock, (1, 1), seen=seen, pool="prefill", path="disaggregated")
+    timeline.tokens(1, "decode")
+    timeline.path = "fallback"  # what it becomes later changes nothing
+    assert [(latency, pool) for latency, pool, _ in seen] == [
+        ("ttft", "prefill"),
+        ("second_token", "decode"),
+        ("itl", "decode"),
+    ]
+    assert timeline.last_pool == "decode"
+
+
+def test_the_stages_of_both_legs_are_joined(clock):
+    timeline = timeline_of(clock, (1, 1), (1, 1), path="disaggregated")
+    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
+    receipt = FetchReceipt(outcome="ok", wait_s=0.0625, wire_s=0.125)
+    timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, receipt=receipt)
+    assert timeline.stages_s() == {
+        "queue": 0.25,
+        "prefill": 0.5,
+        "handoff_wait": 0.0625,
+        "wire": 0.125,
+        "decode_queue": 0.5 - 0.0625 - 0.125,
+        "decode": 1.0,
+    }
+
+
+def test_a_request_that_ended_at_prefill_has_no_decode_stages(clock):
+    timeline = timeline_of(clock, (1, 1), path="disaggregated")
+    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
+    assert set(timeline.stages_s()) == {"queue", "prefill"}
+    assert timeline_of(clock, path="disaggregated").stages_s() == {}
+
+
+def test_the_decode_queue_is_never_negative(clock):
+    timeline = timeline_of(clock, (1, 1), path="disaggregated")
+    receipt = FetchReceipt(outcome="ok", wait_s=0.25, wire_s=0.25)
+    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=1.0, receipt=receipt)
+    assert timeline.stages_s()["decode_queue"] == 0.0
+
+
+@pytest.mark.parametrize("path", ["fallback", "decode_only", "colocated"])
+def test_a_replicas_stages_are_split_at_the_first_token(clock, path):
+    timeline = timeline_of(clock, (1.0, 1), (2.0, 1), path=path)
+    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.75, compute_s=2.75)
+    assert timeline.stages_s() == {"queue": 0.25, "prefill": 0.75, "decode": 2.0}
+    assert sum(timeline.stages_s().values()) == 3.0
+
+
+def test_a_replica_that_reported_no_times_has_no_stages(clock):
+    assert timeline_of(clock, (1, 1)).stages_s() == {}
+
+
+@pytest.mark.parametrize("path", ["disaggregated", "fallback"])
+def test_the_wait_in_the_router_belongs_to_the_queue_and_not_to_prefill(clock, path):
+    timeline = timeline_of(clock, (10.0, 1), (1, 1), path=path)
+    timeline.router_queue_s = 9.0
+    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.75, compute_s=0.75)
+    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.75, compute_s=1.75)
+    stages = timeline.stages_s()
+    assert (stages["queue"], stages["prefill"]) == (9.25, 0.75)

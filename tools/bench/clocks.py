@@ -1,0 +1,123 @@
+"""A client's own clock against /metrics: TTFT and ITL of the same streams, by the buckets of the server's histograms.
+
+usage: python -m tools.bench.clocks URL [--prompt-tokens 300] [--output-tokens 40]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+
+import httpx
+
+from loadtest.errors import ServerError
+from loadtest.run.client import Completion, complete, encode_body, first_model, open_client
+from loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
+
+STREAMS = (1, 20)
+ROUNDS = {1: 4, 20: 1}
+"""One stream at a time has fewer gaps to compare."""
+DEADLINE_S = 300.0
+SMALLEST_TOKEN, LARGEST_TOKEN = 10, 190
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """What both have of one latency."""
+
+    name: str
+    client_s: Sequence[float]
+    bounds_s: Sequence[float]
+    """Upper bounds of the server's buckets, the last one infinite."""
+    server: Sequence[float]
+    """Observations in each of them."""
+
+    @property
+    def share_within_a_bucket(self) -> float:
+        """Of the observations, both sides sorted: how many are in the same bucket, or in one beside it."""
+        theirs = [index for index, count in enumerate(self.server) for _ in range(round(count))]
+        ours = sorted(bisect_left(self.bounds_s, seconds) for seconds in self.client_s)
+        near = sum(abs(a - b) <= 1 for a, b in zip(ours, theirs, strict=False))
+        return near / max(len(ours), len(theirs))
+
+    def __str__(self) -> str:
+        cuts = quantiles(self.client_s, n=100, method="inclusive")
+        told = ", ".join(f"p{p} {cuts[p - 1] * 1e3:.1f} ms, the server's in {self._bucket_of(p)}" for p in (50, 90, 99))
+        return (
+            f"{self.name}: {len(self.client_s)} by the client, {sum(self.server):.0f} by the server; {told}; "
+            f"{self.share_within_a_bucket:.1%} within a bucket"
+        )
+
+    def _bucket_of(self, percent: int) -> str:
+        left = percent / 100 * sum(self.server)
+        for index, count in enumerate(self.server):
+            left -= count
+            if left <= 0:
+                below_s = self.bounds_s[index - 1] if index else 0.0
+                return f"{below_s * 1e3:g} to {self.bounds_s[index] * 1e3:g} ms"
+        return "none"
+
+
+async def measure(url: str, streams: int, prompt_tokens: int, output_tokens: int) -> dict[str, Latencies]:
+    """Run so many streams at a time, by both clocks. Raises ServerError."""
+    async with open_client(url) as client:
+        model = (await first_model(client)).id
+        before = await _scraped(client)
+        began_s = time.perf_counter()
+        ttfts_s: list[float] = []
+        itls_s: list[float] = []
+        for _ in range(ROUNDS.get(streams, 1)):
+            bodies = [encode_body(model, _prompt(prompt_tokens), output_tokens) for _ in range(streams)]
+            wanted = [Completion(index, 0.0, prompt_tokens, output_tokens, body) for index, body in enumerate(bodies)]
+            records = await asyncio.gather(*(complete(client, one, began_s, DEADLINE_S) for one in wanted))
+            for record in records:
+                if record.ttft_s is None or not record.ok:
+                    raise ServerError(f"a stream failed: {record.error}")
+                ttfts_s.append(record.ttft_s)
+                itls_s += record.itls_s
+        gained = difference(before, await _scraped(client), time.perf_counter() - began_s)
+    return {
+        name: Latencies(name, seconds, *_buckets(gained, f"ridgeline_{name}_seconds_bucket"))
+        for name, seconds in (("ttft", ttfts_s), ("itl", itls_s))
+    }
+
+
+async def _scraped(client: httpx.AsyncClient) -> Scrape:
+    seen = await scrape(client)
+    if seen is None:
+        raise ServerError(f"{client.base_url} publishes no ridgeline_ metrics")
+    return seen
+
+
+def _prompt(tokens: int) -> list[int]:
+    """One that no cache has."""
+    return [random.randint(SMALLEST_TOKEN, LARGEST_TOKEN) for _ in range(tokens)]
+
+
+def _buckets(gained: MetricsDelta, name: str) -> tuple[list[float], list[float]]:
+    bounds_s = sorted(float(value) for value in gained.label_values(name, "le"))
+    texts = {float(value): value for value in gained.label_values(name, "le")}
+    sums = [gained.total(name, le=texts[bound_s]) for bound_s in bounds_s]
+    return bounds_s, [total - before for before, total in zip([0.0, *sums], sums, strict=False)]
+
+
+async def _main(url: str, prompt_tokens: int, output_tokens: int) -> None:
+    for streams in STREAMS:
+        for latencies in (await measure(url, streams, prompt_tokens, output_tokens)).values():
+            sys.stdout.write(f"{streams} at a time, {latencies}\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--prompt-tokens", type=int, default=300)
+    parser.add_argument("--output-tokens", type=int, default=40)
+    asked = parser.parse_args()
+    asyncio.run(_main(asked.url, asked.prompt_tokens, asked.output_tokens))

@@ -1,0 +1,328 @@
+"""Real engines under a mixed load while workers are killed, stopped and cut off: is anything lost?
+
+usage: python -m tools.chaos.chaos --seconds 1800 --seed 1 --out runs/chaos
+
+`ridgeline serve` with two prefill and two decode workers, a lossy KV link, clients that think, arrive at random and
+sometimes leave; and every few seconds a fault. The router is never touched. Afterwards every answer is checked
+(`verify`), greedy ones are scored by a single engine (`scoring`), and nothing may be held, left over or replaced that
+should not be. Prints a line every 10 s, a table at the end; writes report.json; exit 1 if anything was violated.
+
+The same seed sends the same requests and the same order of faults in each pool; when each meets which is up to time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from router.observe.loop_lag import LoopLag
+from tools.chaos import verify
+from tools.chaos.deployment import can_cut_connections
+from tools.chaos.drive import Load
+from tools.chaos.faults import KINDS, Fault, Injector, Kind
+from tools.chaos.memory import footprint
+from tools.chaos.records import Record
+from tools.chaos.running import Running, pool_settings, running, stop
+from tools.chaos.scoring import Scores, score
+from tools.chaos.wishes import MIXED, Mix
+
+PROGRESS_EVERY_S: Final = 10.0
+LEASE_S: Final = 10.0
+IDLE_WITHIN_S: Final = LEASE_S + 10.0
+"""What a dead decode worker had not fetched is held until its lease ends."""
+ENDS_WITHIN_S: Final = 240.0
+"""After the last request was sent."""
+SHARED_MEMORY: Final = Path("/dev/shm")
+MIB: Final = 2**20
+
+
+@dataclass
+class Outcome:
+    """All that a run found out."""
+
+    violations: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    scores: Scores | None = None
+    idle_after_s: float | None = None
+    router_rss_mib: tuple[float, float] = (0.0, 0.0)
+    refused_before_work: float = 0.0
+    wall_s: float = 0.0
+
+    def kills_s(self) -> list[float]:
+        """When a worker was taken from what ran on it."""
+        return [fault.at_s for fault in self.faults if fault.kills]
+
+    def failed_before_an_answer(self) -> int:
+        """429 and 503 that the router did not count as refusals: accepted, and failed before the first event."""
+        return max(0, sum(record.refused for record in self.records) - round(self.refused_before_work))
+
+
+def settings(options: argparse.Namespace) -> list[str]:
+    """What `ridgeline serve` is told besides deploy/local.yaml."""
+    found = pool_settings(options.prefill, options.decode, options.cores, options.kv_cache, options.step_tokens)
+    found.append(f"transfer.lease_s={LEASE_S:g}")
+    if options.kv_faults != "none":
+        found.append(f"transfer.faults={options.kv_faults.format(seed=options.seed)}")
+    if options.kinds and options.stall_timeout_s:
+        found.append(f"supervision.stall_timeout_s={options.stall_timeout_s:g}")
+    if any(kind.startswith(("kill", "wedge")) for kind in options.kinds):
+        found.append(f"supervision.max_restarts={options.max_restarts}")
+    return [*found, *options.set]
+
+
+async def run(options: argparse.Namespace, console: Console) -> Outcome:
+    """Start, load, hurt, stop, check."""
+    outcome = Outcome()
+    shared_before = set(os.listdir(SHARED_MEMORY))
+    began_s = time.monotonic()
+    async with running(settings(options)) as setup:
+        console.print(f"ready after {time.monotonic() - began_s:.0f} s: {setup.deployment.url}")
+        await _run(setup, options, outcome, console)
+        if wrong := await stop(setup):
+            outcome.violations.append(wrong)
+    outcome.wall_s = time.monotonic() - began_s
+    if left := sorted(set(os.listdir(SHARED_MEMORY)) - shared_before):
+        outcome.violations.append(f"left in {SHARED_MEMORY}: {left[:5]}{' and more' if left[5:] else ''}")
+    return outcome
+
+
+async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, console: Console) -> None:
+    router = setup.deployment.router()
+    before = await setup.deployment.metrics()
+    rss_before = footprint(router).rss_bytes / MIB
+    load = Load(setup.http, Mix(options.seed, MIXED, setup.model, setup.text_tokens, setup.tokenizer), options.seed)
+    sizes = {"prefill": options.prefill, "decode": options.decode}
+    injector = Injector(setup.deployment, sizes, options.kinds, options.seed, options.mean_gap_s)
+    outcome.records, outcome.faults = load.records, injector.faults
+    began_s = time.monotonic()
+
+    def say(sentence: str) -> None:
+        console.print(f"{time.monotonic() - began_s:6.0f} s  {sentence}", highlight=False)
+
+    lag = LoopLag()
+    watching = asyncio.create_task(lag.watch())
+    signs = asyncio.create_task(_progress(setup, load, injector, lag, say))
+    hurting = asyncio.create_task(injector.run(say))
+    loading = asyncio.create_task(load.run(options.users, options.think_s, options.arrivals_per_s))
+    try:
+        await _until_over(setup, began_s + options.seconds)
+        injector.stop()
+        await hurting
+        load.stop()
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            await loading
+    except TimeoutError:
+        outcome.violations.append(f"{load.running} requests had not ended {ENDS_WITHIN_S:.0f} s after the last one")
+    finally:
+        helpers = (watching, signs, hurting, loading)
+        for task in helpers:
+            task.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
+    outcome.violations += injector.violations
+    if setup.deployment.serve.process.poll() is not None:
+        return  # `stop` says so
+    await _check_afterwards(setup, outcome, say)
+    after = await setup.deployment.metrics()
+    outcome.refused_before_work = after.sum("ridgeline_rejected_total") - before.sum("ridgeline_rejected_total")
+    outcome.router_rss_mib = (rss_before, footprint(router).rss_bytes / MIB)
+    if setup.deployment.router().pid != router.pid:
+        outcome.violations.append("the router was replaced")
+
+
+async def _until_over(setup: Running, end_s: float) -> None:
+    process = setup.deployment.serve.process
+    while time.monotonic() < end_s and process.poll() is None:  # noqa: ASYNC110 - a process has no event
+        await asyncio.sleep(0.2)
+
+
+async def _check_afterwards(setup: Running, outcome: Outcome, say: Any) -> None:
+    """Nothing held, every answer right."""
+    for record in outcome.records:
+        found = verify.violations(record, setup.decode)
+        outcome.violations += [f"request {record.wish.number} ({record.wish.kind}): {each}" for each in found]
+    deployment = setup.deployment
+    async with deployment.past_the_router(setup.model, setup.model_path, setup.tokenizer) as pairs:
+        began_s = time.monotonic()
+        left: dict[str, float] = {}
+        for pair in pairs:
+            left |= await pair.becomes_idle(max(0.0, began_s + IDLE_WITHIN_S - time.monotonic()))
+        outcome.idle_after_s = time.monotonic() - began_s
+        if left:
+            outcome.violations.append(f"still held {IDLE_WITHIN_S:.0f} s after the end: {left}")
+        say(f"idle after {outcome.idle_after_s:.1f} s; scoring the greedy answers")
+        outcome.scores = await score(pairs, outcome.records)
+    outcome.violations += outcome.scores.wrong
+
+
+async def _router_lag_s(setup: Running) -> float:
+    try:
+        return (await setup.deployment.metrics()).sum("ridgeline_loop_lag_seconds")
+    except httpx.TransportError:
+        return -1.0
+
+
+async def _progress(setup: Running, load: Load, injector: Injector, lag: LoopLag, say: Any) -> None:
+    """What is late in the last minute: the router's event loop, and ours, which would delay what we measure."""
+    while True:
+        await asyncio.sleep(PROGRESS_EVERY_S)
+        ends = verify.endings(load.records)
+        rss_mib = (await asyncio.to_thread(lambda: footprint(setup.deployment.router()))).rss_bytes / MIB
+        say(
+            f"{len(load.records)} done ({', '.join(f'{count} {end}' for end, count in ends.most_common())}), "
+            f"{load.running} running, {len(injector.faults)} faults, router {rss_mib:.0f} MiB, "
+            f"late at most {await _router_lag_s(setup):.2f} s; we {lag.worst_s:.2f} s"
+        )
+
+
+# --- what is told
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """For report.json and the table."""
+    pauses_s = verify.pauses_s(outcome.records, outcome.kills_s())
+    whole_s = sorted(fault.whole_after_s for fault in outcome.faults if fault.whole_after_s is not None and fault.kills)
+    ends = verify.endings(outcome.records)
+    accepted = [record for record in outcome.records if not record.refused]
+    one_ending = sum(not record.broken for record in accepted)
+    return {
+        "requests": len(outcome.records),
+        "accepted": len(accepted),
+        "accepted_with_an_ending": one_ending,
+        "endings": dict(ends),
+        "errors_by_reason": dict(verify.errors_by_reason(outcome.records)),
+        "refusals_by_reason": dict(verify.refusals_by_reason(outcome.records)),
+        "refused_before_work": outcome.refused_before_work,
+        "failed_before_an_answer": outcome.failed_before_an_answer(),
+        "tokens": sum(record.num_tokens for record in outcome.records),
+        "faults": dict(Counter(fault.kind for fault in outcome.faults)),
+        "workers_replaced": sum(fault.replaced for fault in outcome.faults),
+        "whole_again_s": _spread(whole_s),
+        "pause_of_streams_alive_at_a_kill_s": _spread(pauses_s),
+        "scores": asdict(outcome.scores) if outcome.scores else None,
+        "idle_after_s": outcome.idle_after_s,
+        "router_rss_mib": outcome.router_rss_mib,
+        "wall_s": outcome.wall_s,
+        "violations": outcome.violations,
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"count": len(values), "p50": statistics.median(values), "max": max(values)}
+
+
+def print_summary(found: dict[str, Any], console: Console) -> None:
+    """As a table; the violations below it."""
+
+    def spread(values: dict[str, float] | None) -> str:
+        return "-" if values is None else "{count:.0f}: p50 {p50:.2f} s, max {max:.2f} s".format(**values)
+
+    def counts(values: dict[str, float]) -> str:
+        return ", ".join(f"{count:g} {name}" for name, count in values.items()) or "none"
+
+    scores = found["scores"]
+    table = Table("what", f"in {found['wall_s']:.0f} s")
+    table.add_row("requests", f"{found['requests']}, {found['tokens']} tokens: {counts(found['endings'])}")
+    table.add_row("accepted, with exactly one ending", f"{found['accepted_with_an_ending']} of {found['accepted']}")
+    table.add_row("ended by an error, after being accepted", counts(found["errors_by_reason"]))
+    table.add_row("429 or 503 that no admission rule gave", str(found["failed_before_an_answer"]))
+    table.add_row("refused", counts(found["refusals_by_reason"]))
+    table.add_row("faults", f"{counts(found['faults'])}; {found['workers_replaced']} workers replaced")
+    table.add_row("pool whole again after a kill", spread(found["whole_again_s"]))
+    table.add_row("largest gap of streams alive at a kill", spread(found["pause_of_streams_alive_at_a_kill_s"]))
+    if scores:
+        worst = f"{scores['tokens']} tokens of {scores['answers']} answers, farthest {scores['worst_nat']:.4f} nat"
+        table.add_row("greedy tokens from the best one", worst)
+    table.add_row(
+        "nothing held any more after", "-" if found["idle_after_s"] is None else f"{found['idle_after_s']:.1f} s"
+    )
+    table.add_row("RSS of the router", "{:.0f} to {:.0f} MiB".format(*found["router_rss_mib"]))
+    table.add_row("violations", str(len(found["violations"])))
+    console.print(table)
+    for sentence in found["violations"][:40]:
+        console.print(f"VIOLATION {sentence}", markup=False, highlight=False)
+
+
+def write(outcome: Outcome, found: dict[str, Any], folder: Path) -> None:
+    """report.json, faults.json, and records.jsonl with a line for each request."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "faults.json").write_text(json.dumps([asdict(fault) for fault in outcome.faults], indent=1) + "\n")
+    with (folder / "records.jsonl").open("w") as lines:
+        for record in outcome.records:
+            lines.write(json.dumps(asdict(record)) + "\n")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--prefill", type=int, default=2, help="workers")
+    parser.add_argument("--decode", type=int, default=2, help="workers")
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--think-s", type=float, default=2.0)
+    parser.add_argument("--arrivals-per-s", type=float, default=0.1)
+    parser.add_argument("--kv-cache", default="512 MiB")
+    parser.add_argument("--step-tokens", type=int, default=128, help="small steps: a stall is noticed against them")
+    parser.add_argument("--mean-gap-s", type=float, default=6.0, help="between faults in a pool, once it is whole")
+    parser.add_argument("--stall-timeout-s", type=float, default=6.0, help="0: serve's own")
+    parser.add_argument("--max-restarts", type=int, default=1000, help="so that no worker is given up for our kills")
+    parser.add_argument(
+        "--kv-faults",
+        default="seed={seed},drop=0.02,cut=0.02,corrupt=0.01,delay=0.15,longest_delay_s=0.3,longest_drop_s=1",
+        help="transfer.faults, or none",
+    )
+    parser.add_argument("--faults", default=",".join(KINDS), help="kinds, by commas; or none")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more for ridgeline serve")
+    parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
+    options = parser.parse_args(arguments)
+    options.kinds = _kinds(parser, options.faults)
+    return options
+
+
+def _kinds(parser: argparse.ArgumentParser, text: str) -> list[Kind]:
+    if text == "none":
+        return []
+    named = [word.strip() for word in text.split(",")]
+    if unknown := [word for word in named if word not in KINDS]:
+        parser.error(f"there is no fault {unknown[0]!r}: use some of {', '.join(KINDS)}")
+    return [kind for kind in KINDS if kind in named]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, tell, write; exit 1 if anything was violated."""
+    options = parse(arguments)
+    console = Console(width=160)
+    if any(kind.startswith("cut") for kind in options.kinds) and not can_cut_connections():
+        options.kinds = [kind for kind in options.kinds if not kind.startswith("cut")]
+        console.print("TCP connections are not cut: `ss -K` is not there or not permitted")
+    if not options.kinds:
+        console.print("no faults are done to processes")
+    outcome = asyncio.run(run(options, console))
+    found = summary(outcome)
+    print_summary(found, console)
+    write(outcome, found, options.out)
+    console.print(f"written: {options.out}/report.json, faults.json, records.jsonl")
+    sys.exit(1 if outcome.violations else 0)
+
+
+if __name__ == "__main__":
+    main()

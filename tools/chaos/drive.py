@@ -1,0 +1,74 @@
+"""Clients at work: a closed loop of users who think between requests, and arrivals that wait for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from itertools import count
+
+import httpx
+
+from tools.chaos.records import Record, ask
+from tools.chaos.wishes import Mix
+
+
+class Load:
+    """What was sent so far and what came back; the wishes are numbered in the order they are sent."""
+
+    def __init__(self, http: httpx.AsyncClient, mix: Mix, seed: int) -> None:
+        self._http = http
+        self._mix = mix
+        self._seed = seed
+        self._numbers = count()
+        self._stopped = asyncio.Event()
+        self.running = 0
+        self.records: list[Record] = []
+
+    def stop(self) -> None:
+        """Send nothing more; what runs may end."""
+        self._stopped.set()
+
+    async def run(self, users: int, think_s: float, arrivals_per_s: float) -> None:
+        """Until stopped and all answers have ended."""
+        async with asyncio.TaskGroup() as group:
+            for user in range(users):
+                group.create_task(self._user(random.Random(f"{self._seed}/user/{user}"), think_s))
+            if arrivals_per_s > 0:
+                group.create_task(self._arrivals(random.Random(f"{self._seed}/arrivals"), arrivals_per_s, group))
+
+    async def exactly(self, total: int, concurrency: int, after_each: Callable[[int], Awaitable[None]]) -> None:
+        """So many requests, so many at a time; `after_each` gets how many have ended."""
+        left = iter(range(total))
+        done = count(1)
+
+        async def one_after_the_other() -> None:
+            for _ in left:
+                await self._send()
+                await after_each(next(done))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(one_after_the_other())
+
+    async def _user(self, rng: random.Random, think_s: float) -> None:
+        while not await self._stops_within(rng.expovariate(1 / think_s)):
+            await self._send()
+
+    async def _arrivals(self, rng: random.Random, per_s: float, group: asyncio.TaskGroup) -> None:
+        while not await self._stops_within(rng.expovariate(per_s)):
+            group.create_task(self._send())
+
+    async def _send(self) -> None:
+        self.running += 1
+        try:
+            self.records.append(await ask(self._http, self._mix.wish(next(self._numbers))))
+        finally:
+            self.running -= 1
+
+    async def _stops_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._stopped.wait()
+        except TimeoutError:
+            return False

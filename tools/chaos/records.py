@@ -1,0 +1,151 @@
+"""One request as its client saw it: every token, every ending, every time. Failures are records, never exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final
+
+import httpx
+
+from tools.chaos.wishes import Wish
+
+CLIENT_DEADLINE_S: Final = 300.0
+"""Far above anything that is right: a request that is still open then has been lost."""
+REFUSED: Final = (429, 503)
+
+
+@dataclass
+class Choice:
+    """One of the n answers."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reasons: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """Times are seconds on the monotonic clock."""
+
+    wish: Wish
+    sent_s: float
+    status: int | None = None
+    choices: dict[int, Choice] = field(default_factory=dict)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    usage_tokens: int | None = None
+    dones: int = 0
+    """How often `[DONE]` came; a whole answer that is no stream counts as one."""
+    errors: list[str] = field(default_factory=list)
+    """Error events of a stream, or the error a request was answered with."""
+    after_end: int = 0
+    """Events that came after `[DONE]`."""
+    token_times_s: list[float] = field(default_factory=list)
+    left: bool = False
+    broken: str = ""
+    """How the connection ended, if without any ending of the answer."""
+    ended_s: float = 0.0
+
+    @property
+    def refused(self) -> bool:
+        """Turned away with 429 or 503 instead of an answer. (Also what a failed request gets that was no stream.)"""
+        return self.status in REFUSED
+
+    @property
+    def ended_by_error(self) -> bool:
+        """Accepted, and told in the end that it failed."""
+        return bool(self.errors) and not self.refused
+
+    @property
+    def num_tokens(self) -> int:
+        """Over all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices.values())
+
+    def gap_after_s(self, moment_s: float) -> float | None:
+        """Its largest gap between tokens from this moment on; None unless it was in mid-stream then."""
+        times_s = self.token_times_s
+        if not times_s or not times_s[0] < moment_s < times_s[-1]:
+            return None
+        return max(later - earlier for earlier, later in pairwise(times_s) if later > moment_s)
+
+
+async def ask(http: httpx.AsyncClient, wish: Wish, into: Record | None = None) -> Record:
+    """Send it and note what comes back, until the end or until this client leaves; `into` can be watched meanwhile."""
+    record = into or Record(wish, sent_s=time.monotonic())
+    try:
+        async with asyncio.timeout(CLIENT_DEADLINE_S):
+            await (_stream(http, record) if wish.stream else _whole(http, record))
+    except TimeoutError:
+        record.broken = f"no end within {CLIENT_DEADLINE_S:.0f} s"
+    except httpx.HTTPError as error:
+        record.broken = f"{type(error).__name__}: {error}"
+    record.ended_s = time.monotonic()
+    return record
+
+
+async def _whole(http: httpx.AsyncClient, record: Record) -> None:
+    response = await http.post(record.wish.path, json=record.wish.body)
+    record.status = response.status_code
+    if response.status_code != httpx.codes.OK:
+        record.errors.append(_error_text(response.text))
+        return
+    _take(record, response.json())
+    record.dones += 1
+
+
+async def _stream(http: httpx.AsyncClient, record: Record) -> None:
+    wish = record.wish
+    async with http.stream("POST", wish.path, json=wish.body) as response:
+        record.status = response.status_code
+        if response.status_code != httpx.codes.OK:
+            record.errors.append(_error_text((await response.aread()).decode(errors="replace")))
+            return
+        if wish.leave_after_tokens == 0:
+            record.left = True
+            return
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                _take_event(record, line.removeprefix("data: "))
+            if wish.leave_after_tokens is not None and record.num_tokens >= wish.leave_after_tokens:
+                record.left = not record.dones
+                return
+
+
+def _take_event(record: Record, data: str) -> None:
+    if record.dones:
+        record.after_end += 1
+    if data == "[DONE]":
+        record.dones += 1
+        return
+    event = json.loads(data)
+    if "error" in event:
+        record.errors.append(_error_text(data))
+        return
+    _take(record, event)
+
+
+def _take(record: Record, event: dict[str, Any]) -> None:
+    """A chunk of a stream or a whole answer: the fields are the same but for where the text is."""
+    record.prompt_token_ids = event.get("prompt_token_ids") or record.prompt_token_ids
+    if event.get("usage"):
+        record.usage_tokens = event["usage"]["completion_tokens"]
+    for part in event.get("choices", ()):
+        record.prompt_token_ids = part.get("prompt_token_ids") or record.prompt_token_ids
+        choice = record.choices.setdefault(part["index"], Choice())
+        choice.text += (part.get("delta") or part.get("message") or {}).get("content") or part.get("text") or ""
+        if part.get("token_ids"):
+            choice.token_ids += part["token_ids"]
+            record.token_times_s.append(time.monotonic())
+        if part.get("finish_reason"):
+            choice.finish_reasons.append(part["finish_reason"])
+
+
+def _error_text(text: str) -> str:
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return text[:200]

@@ -1,0 +1,73 @@
+"""What every driver here begins with: a deployment by `ridgeline serve`, a client, and the text to cut prompts from."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+from transformers import AutoTokenizer
+
+from loadtest.run.client import first_model, open_client
+from loadtest.trace.prompts import load_text_tokens
+from tests.engines.serve_process import serving
+from tools.chaos.deployment import Deployment
+
+STOPPED_WITHIN_S: Final = 90.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A deployment and what a driver needs to talk to it."""
+
+    deployment: Deployment
+    http: httpx.AsyncClient
+    model: str
+    model_path: str
+    tokenizer: Any
+    text_tokens: tuple[int, ...]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of an answer, as the server makes it."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+@asynccontextmanager
+async def running(settings: Sequence[str]) -> AsyncIterator[Running]:
+    """`ridgeline serve` on the shipped configuration with these `--set` values, until the block ends."""
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    with serving(*arguments) as serve:
+        url = await asyncio.to_thread(serve.wait_ready)
+        async with open_client(url) as http:
+            card = await first_model(http)
+            assert card.root is not None, "the server does not say where its model lies"
+            tokenizer = AutoTokenizer.from_pretrained(card.root)
+            tokens = load_text_tokens(card.root)
+            yield Running(Deployment(serve, url, http), http, card.id, card.root, tokenizer, tokens)
+
+
+async def stop(running: Running) -> str:
+    """Ctrl-C, as an operator would; what was wrong with its end, or nothing."""
+    serve = running.deployment.serve
+    if serve.process.poll() is not None:
+        last = next((line for line in reversed(serve.lines) if line.strip()), "")
+        return f"serve had ended by itself with exit status {serve.process.returncode}: {last}"
+    serve.process.send_signal(signal.SIGINT)
+    try:
+        status = await asyncio.to_thread(serve.wait_exit, STOPPED_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        return f"serve did not stop within {STOPPED_WITHIN_S:.0f} s"
+    return "" if status == 0 else f"serve ended with exit status {status}: {serve.lines[-1] if serve.lines else ''}"
+
+
+def pool_settings(prefill: int, decode: int, cores: int, kv_cache: str, step_tokens: int) -> list[str]:
+    """Workers of each pool; engines share cores if there are more of them than cores."""
+    found = [f"pools.prefill.workers={prefill}", f"pools.decode.workers={decode}"]
+    for pool in ("prefill", "decode"):
+        found += [f"pools.{pool}.kv_cache_bytes={kv_cache}", f"pools.{pool}.max_num_batched_tokens={step_tokens}"]
+    return [*found, "ray.share_cores=true"] if prefill + decode > cores else found

@@ -1,0 +1,326 @@
+"""Does anything stay behind? Thousands of mixed requests, half of whose clients leave, at every moment of their lives.
+
+usage: python -m tools.chaos.stress --requests 3000 --seed 1 --rounds 1
+
+`ridgeline serve` with one prefill and one decode worker and a tiny random model, whose steps are short: so much happens
+in a minute that a hand-off between two owners meets a client that leaves. Two seconds after the last request of a
+round nothing may be held: no task, block, lease, fetch or heartbeat. Prints what is, with the lives of the hand-offs
+that are left; exit 1 if anything was held or any request failed.
+
+Clients that leave aim: most of them at the moment at which their first token is due, where the request has just changed
+hands. The same seed plans the same requests; when each is left is up to time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import httpx
+from rich.console import Console
+
+from cluster.config.models import RidgelineConfig
+from cluster.doctor.checks import resolve_dtype
+from cluster.model_store import prepare_model
+from tests.engines.harness import Engines
+from tests.engines.tiny_model import make_tiny_model
+from tools.chaos.running import Running, pool_settings, running, stop
+from tools.chaos.wishes import SCHEMA
+
+MAX_MODEL_LEN_TOKENS: Final = 1024
+STEP_TOKENS: Final = 128
+LONGEST_PROMPT_TOKENS: Final = 600
+LEASE_S: Final = 30.0
+HELD_WITHIN_S: Final = 2.0
+WAITED_OUT_WITHIN_S: Final = LEASE_S + 10.0
+ENDS_WITHIN_S: Final = 120.0
+"""Any request, far above anything that is right."""
+LEAVE_SHARE: Final = 0.5
+PROGRESS_EVERY: Final = 250
+
+Moment = Literal["at once", "before the first token", "at the first token", "after an event", "at any time"]
+
+
+@dataclass(frozen=True)
+class Leave:
+    """When a client goes away."""
+
+    moment: Moment
+    factor: float = 0.0
+    """Of what is usual now: of the time to a first token, or of a whole request's."""
+    events: int = 0
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One request; a function of the seed and its number."""
+
+    number: int
+    kind: str
+    body: dict[str, Any]
+    leave: Leave | None
+
+
+@dataclass
+class Tally:
+    """What came of a round."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    held: dict[str, float] = field(default_factory=dict)
+    lives: list[str] = field(default_factory=list)
+    wall_s: float = 0.0
+
+
+def plan(seed: int, number: int, text: Sequence[int], longest_tokens: int = LONGEST_PROMPT_TOKENS) -> Plan:
+    """Short prompts mostly, some of several steps, some that are cached; every way of sampling and of ending."""
+    rng = random.Random(f"{seed}/{number}")
+    length = rng.choice(
+        [rng.randint(1, 60)] * 12 + [rng.randint(60, 250)] * 2 + [rng.randint(250, LONGEST_PROMPT_TOKENS)]
+    )
+    start = rng.choice([0, rng.randrange(len(text) - 700), rng.randrange(len(text) - 700)])
+    kind, extra = rng.choice(list(_kinds(rng).items()))
+    body = {
+        "prompt": list(text[start : start + min(length, longest_tokens)]),
+        "max_tokens": rng.choice([1, 2, 3, rng.randint(4, 24), rng.randint(4, 24)]),
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": rng.random() < 0.85,
+        **extra,
+    }
+    return Plan(number, kind, body, _leave(rng) if rng.random() < LEAVE_SHARE else None)
+
+
+def _kinds(rng: random.Random) -> dict[str, dict[str, Any]]:
+    seed = rng.randrange(1000)
+    schema = {"name": "light", "schema": SCHEMA, "strict": True}
+    return {
+        "plain": {},
+        "one token": {"max_tokens": 1},
+        "two tokens": {"max_tokens": 2},
+        "seeded": {"temperature": 0.8, "seed": seed},
+        "penalty": {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+        "two": {"n": 2, "temperature": 0.7},
+        "four": {"n": 4, "temperature": 0.9},
+        "two that are seeded": {"n": 2, "temperature": 0.9, "seed": seed},
+        "two that stop": {"n": 2, "temperature": 1.0, "stop": ["a", "e", "i", "o"]},
+        "stop at once": {"temperature": 1.0, "stop": rng.sample(["a", "e", "o", "r", "s", "t", " "], 4)},
+        "stop later": {"temperature": 1.0, "stop": ["q", "zz"]},
+        "stop token": {"temperature": 1.0, "stop_token_ids": list(range(rng.randint(100, 8_000)))},
+        "logprobs": {"logprobs": 2},
+        "prompt_logprobs": {"prompt_logprobs": 1, "stream": False},
+        "echo": {"echo": True, "logprobs": 1},
+        "bad words": {"bad_words": [" the", " of"]},
+        "json": {"response_format": {"type": "json_schema", "json_schema": schema}, "max_tokens": rng.randint(1, 20)},
+        "min_tokens": {"min_tokens": 1, "ignore_eos": False},
+    }
+
+
+def _leave(rng: random.Random) -> Leave:
+    """Mostly around the first token: before it, the request is in its prefill; right after, it changes hands."""
+    due = rng.gauss(1.0, 0.25)
+    return rng.choice(
+        [
+            Leave("at once", delay_s=rng.uniform(0.0, 0.02)),
+            Leave("before the first token", factor=max(0.05, due)),
+            Leave("before the first token", factor=max(0.05, due)),
+            Leave("at the first token", events=1, delay_s=rng.choice([0.0, 0.0, rng.uniform(0.0, 0.03)])),
+            Leave("at the first token", events=1, delay_s=rng.choice([0.0, 0.0, rng.uniform(0.0, 0.03)])),
+            Leave("after an event", events=rng.randint(2, 6), delay_s=rng.uniform(0.0, 0.02)),
+            Leave("at any time", factor=rng.uniform(0.0, 1.2)),
+        ]
+    )
+
+
+class Usual:
+    """How long requests of late took: what leaving clients aim by."""
+
+    def __init__(self) -> None:
+        self._first_s: deque[float] = deque([0.1], maxlen=30)
+        self._whole_s: deque[float] = deque([0.5], maxlen=30)
+
+    def note(self, first_s: float, whole_s: float) -> None:
+        """A client that stayed saw these."""
+        self._first_s.append(first_s)
+        self._whole_s.append(whole_s)
+
+    def stay_s(self, leave: Leave | None) -> float | None:
+        """How long a client stays that goes by the clock; None: it does not."""
+        if leave is None or leave.events:
+            return None
+        usual = self._first_s if leave.moment == "before the first token" else self._whole_s
+        return leave.delay_s + leave.factor * statistics.median(usual)
+
+
+class Left(Exception):
+    """This client went away on purpose."""
+
+
+class Clients:
+    """All clients of a deployment."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
+        self._http, self._model = http, model
+        self._usual = Usual()
+
+    async def ask(self, plan: Plan) -> str:
+        """How it ended: finished, left, or the error."""
+        try:
+            async with asyncio.timeout(ENDS_WITHIN_S), asyncio.timeout(self._usual.stay_s(plan.leave)) as stay:
+                return await (self._stream(plan) if plan.body["stream"] else self._whole(plan))
+        except Left:
+            return "left"
+        except TimeoutError:
+            return "left" if stay.expired() else f"{plan.kind}: no end within {ENDS_WITHIN_S:.0f} s"
+        except httpx.HTTPError as error:
+            return f"{plan.kind}: {type(error).__name__} {error}"
+
+    async def _whole(self, plan: Plan) -> str:
+        reply = await self._http.post("/v1/completions", json={"model": self._model, **plan.body})
+        return "finished" if reply.status_code == httpx.codes.OK else _error(plan, reply)
+
+    async def _stream(self, plan: Plan) -> str:
+        began_s, first_s, events = time.monotonic(), 0.0, 0
+        body = {"model": self._model, **plan.body}
+        async with self._http.stream("POST", "/v1/completions", json=body) as reply:
+            if reply.status_code != httpx.codes.OK:
+                await reply.aread()
+                return _error(plan, reply)
+            async with aclosing(reply.aiter_lines()) as lines:
+                async for line in lines:
+                    if not line.startswith("data: {"):
+                        continue
+                    if '"error"' in line[:12]:
+                        return f"{plan.kind}: {line[:300]}"
+                    events += 1
+                    first_s = first_s or time.monotonic() - began_s
+                    if plan.leave is not None and events == plan.leave.events:
+                        await asyncio.sleep(plan.leave.delay_s)
+                        raise Left
+        self._usual.note(first_s, time.monotonic() - began_s)
+        return "finished"
+
+
+def _error(plan: Plan, reply: httpx.Response) -> str:
+    return f"{plan.kind}: {reply.status_code} {reply.text[:300]}"
+
+
+async def one_round(clients: Clients, pair: Engines, plans: Sequence[Plan], concurrency: int, say: Any) -> Tally:
+    """Send all of them, wait two seconds, look."""
+    tally, waiting, began_s = Tally(), iter(plans), time.monotonic()
+
+    async def one_after_the_other() -> None:
+        for each in waiting:
+            end = await clients.ask(each)
+            tally.ends[end if end in ("finished", "left") else "failed"] += 1
+            if end not in ("finished", "left"):
+                tally.errors.append(f"request {each.number}, {end}")
+                say(tally.errors[-1])
+            if tally.ends.total() % PROGRESS_EVERY == 0:
+                say(f"{tally.ends.total()} of {len(plans)} done, {dict(tally.ends)}")
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(one_after_the_other())
+    tally.wall_s = time.monotonic() - began_s
+    tally.held = await pair.becomes_idle(HELD_WITHIN_S)
+    if tally.held:
+        tally.lives = await pair.lingering(HELD_WITHIN_S)
+        await pair.becomes_idle(WAITED_OUT_WITHIN_S)  # so that the next round begins with nothing
+    return tally
+
+
+async def stress(setup: Running, options: argparse.Namespace, console: Console) -> list[Tally]:
+    """All rounds."""
+    tallies: list[Tally] = []
+    clients = Clients(setup.http, setup.model)
+    async with setup.deployment.past_the_router(setup.model, setup.model_path, setup.tokenizer) as pairs:
+        (pair,) = pairs
+        before = await setup.deployment.metrics()
+        for number in range(options.rounds):
+            seed = options.seed + number
+            plans = [plan(seed, each, setup.text_tokens) for each in range(options.requests)]
+
+            def say(sentence: str, seed: int = seed) -> None:
+                console.print(f"seed {seed}: {sentence}", markup=False, highlight=False)
+
+            tally = await one_round(clients, pair, plans, options.concurrency, say)
+            tallies.append(tally)
+            held = tally.held or "nothing"
+            say(f"{dict(tally.ends)} in {tally.wall_s:.0f} s; held after {HELD_WITHIN_S:.0f} s: {held}")
+            for sentence in tally.lives:
+                say(sentence)
+        after = await setup.deployment.metrics()
+        for name, label in (
+            ("ridgeline_requests_total", "outcome"),
+            ("ridgeline_followed_handoffs_total", "result"),
+            ("ridgeline_first_token_total", "mode"),
+            ("ridgeline_recompute_total", "reason"),
+        ):
+            had = before.by_label(name, label)
+            counted = {key: value - had.get(key, 0.0) for key, value in after.by_label(name, label).items()}
+            console.print(f"{name}: {counted}", markup=False, highlight=False)
+        expired = after.sum("ridgeline_expired_leases_total") - before.sum("ridgeline_expired_leases_total")
+        console.print(f"ridgeline_expired_leases_total: {expired:.0f}", highlight=False)
+    return tallies
+
+
+def tiny_model(folder: Path) -> Path:
+    """With the default model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(prepare_model("smollm2-135m"))
+    return make_tiny_model(folder, tokenizer, resolve_dtype(RidgelineConfig()), MAX_MODEL_LEN_TOKENS)
+
+
+async def run(options: argparse.Namespace, console: Console) -> list[str]:
+    """Everything; what was wrong."""
+    with tempfile.TemporaryDirectory(prefix="ridgeline-stress-") as folder:
+        model = await asyncio.to_thread(tiny_model, Path(folder))
+        settings = [f"model.path={model}", f"model.max_model_len_tokens={MAX_MODEL_LEN_TOKENS}"]
+        settings += [*pool_settings(1, 1, 2, options.kv_cache, STEP_TOKENS), f"transfer.lease_s={LEASE_S:g}"]
+        async with running([*settings, *options.set]) as setup:
+            tallies = await stress(setup, options, console)
+            found = [await stop(setup)]
+    clean = sum(not tally.held and not tally.errors for tally in tallies)
+    console.print(f"{clean} of {len(tallies)} rounds of {options.requests} requests left nothing and failed nobody")
+    found += [f"held: {tally.held}" for tally in tallies if tally.held]
+    found += [sentence for tally in tallies for sentence in tally.errors]
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = [{"ends": dict(t.ends), "held": t.held, "lives": t.lives, "wall_s": t.wall_s} for t in tallies]
+    (options.out / "rounds.json").write_text(json.dumps(rows, indent=1) + "\n")
+    return [sentence for sentence in found if sentence]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Exit 1 if anything was held, or any request failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=1, help="of the first round; each round has the next one")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--concurrency", type=int, default=24)
+    parser.add_argument("--kv-cache", default="256 MiB")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more for ridgeline serve")
+    parser.add_argument("--out", type=Path, default=Path("runs/stress"))
+    console = Console(width=160)
+    found = asyncio.run(run(parser.parse_args(arguments), console))
+    for sentence in found[:40]:
+        console.print(f"VIOLATION {sentence}", markup=False, highlight=False)
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What clients ask for: a mixed load, the same for the same seed and number, in whatever order it is sent."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from loadtest.trace.prompts import TextWindows
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "colour": {"type": "string", "enum": ["red", "green", "blue"]},
+        "angle": {"type": "integer", "minimum": 0, "maximum": 90},
+    },
+    "required": ["colour", "angle"],
+    "additionalProperties": False,
+}
+GREEDY: Final = ("plain", "stop", "logprobs")
+"""Kinds whose every token must be the model's best one."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How long prompts and answers are, and what else is asked for."""
+
+    prompt_tokens: tuple[tuple[float, int, int], ...]
+    """(weight, fewest, most): lengths in between are drawn evenly on a logarithmic scale."""
+    output_tokens: tuple[tuple[float, int, int], ...]
+    leave_share: float
+    """Of the streams: how many clients close the connection before the end."""
+    chat_share: float = 0.35
+    stream_share: float = 0.8
+    kinds: dict[str, float] = field(
+        default_factory=lambda: {
+            "plain": 0.45,
+            "stop": 0.10,
+            "logprobs": 0.05,
+            "sampled": 0.05,
+            "seeded": 0.10,
+            "penalty": 0.10,
+            "two": 0.10,
+            "json": 0.05,
+        }
+    )
+
+
+MIXED: Final = Shape(
+    prompt_tokens=((0.50, 5, 60), (0.37, 60, 300), (0.13, 300, 1500)),
+    output_tokens=((0.30, 1, 8), (0.45, 8, 40), (0.25, 40, 120)),
+    leave_share=0.08,
+)
+SMALL: Final = Shape(prompt_tokens=((1.0, 10, 200),), output_tokens=((1.0, 2, 12),), leave_share=0.125)
+"""Of the requests 10 % leave: 0.8 are streams, of which an eighth."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One request and what its answer must be like."""
+
+    number: int
+    kind: str
+    path: str
+    body: dict[str, Any]
+    max_tokens: int
+    num_choices: int = 1
+    leave_after_tokens: int | None = None
+    """The client closes the stream after so many; 0: before the first one."""
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body["stream"])
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token can be scored against the model's best one."""
+        return self.kind in GREEDY
+
+    @property
+    def whole_length(self) -> bool:
+        """Whether each choice must have exactly max_tokens: nothing else ends it."""
+        return self.kind not in ("stop", "json")
+
+
+class Mix:
+    """Wish after wish; each a function of the seed and its number."""
+
+    def __init__(self, seed: int, shape: Shape, model: str, text_tokens: Sequence[int], tokenizer: Any) -> None:
+        self._seed = seed
+        self._shape = shape
+        self._model = model
+        self._windows = TextWindows(tuple(text_tokens), seed)
+        self._tokenizer = tokenizer
+
+    def wish(self, number: int) -> Wish:
+        """Number from 0; no two begin with the same text."""
+        rng, shape = random.Random(f"{self._seed}/{number}"), self._shape
+        prompt = self._windows.window(number, _length(rng, shape.prompt_tokens))
+        max_tokens = _length(rng, shape.output_tokens)
+        kind = rng.choices(list(shape.kinds), list(shape.kinds.values()))[0]
+        chat = rng.random() < shape.chat_share or kind == "json"
+        stream = rng.random() < shape.stream_share
+        leaves = stream and rng.random() < shape.leave_share
+        if kind == "json":
+            max_tokens = max(max_tokens, 40)
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": kind != "json",
+            "return_token_ids": True,
+            "stream": stream,
+            **self._prompt(prompt, chat),
+            **_extra(kind, chat, rng),
+        }
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        return Wish(
+            number=number,
+            kind=kind,
+            path=CHAT if chat else COMPLETIONS,
+            body=body,
+            max_tokens=max_tokens,
+            num_choices=body.get("n", 1),
+            leave_after_tokens=rng.randrange(max_tokens) if leaves else None,
+        )
+
+    def _prompt(self, token_ids: list[int], chat: bool) -> dict[str, Any]:
+        if not chat:
+            return {"prompt": token_ids}
+        return {"messages": [{"role": "user", "content": self._tokenizer.decode(token_ids)}]}
+
+
+def _length(rng: random.Random, parts: tuple[tuple[float, int, int], ...]) -> int:
+    _, fewest, most = rng.choices(parts, [weight for weight, _, _ in parts])[0]
+    return round(math.exp(rng.uniform(math.log(fewest), math.log(most))))
+
+
+def _extra(kind: str, chat: bool, rng: random.Random) -> dict[str, Any]:
+    seed = rng.randrange(1_000_000)
+    match kind:
+        case "stop":
+            return {"stop": [" the", "."]}
+        case "logprobs":
+            return {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+        case "sampled":
+            return {"temperature": 0.8}
+        case "seeded":
+            return {"temperature": 0.8, "seed": seed}
+        case "penalty":
+            return {"presence_penalty": 0.5, "frequency_penalty": 0.2}
+        case "two":
+            return {"n": 2, "temperature": 0.7}
+        case "json":
+            schema = {"name": "light", "schema": SCHEMA, "strict": True}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return {}

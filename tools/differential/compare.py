@@ -1,0 +1,284 @@
+"""Two servers, one request: what each says, and where they differ.
+
+Token ids, texts and reasons must be equal; log-probabilities may differ by what the number format makes of sums in
+another order. A first differing token is forgiven where the format cannot tell it from the other
+(`tests/support/ties.py`), where plain vLLM itself says it, asked again with the two logits nudged by no more than that.
+So it is judged with all that the request asks for, seeds, penalties and grammars included. What follows is another
+answer and is not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import httpx
+
+from tests.support import ties
+from tools.differential.cases import Case
+
+SMALLEST_SCORE = 1e-30
+NUDGES = (0.125, 0.5, 1.0)
+"""Of a tie: the smallest first, because each nudge can also turn another token of the answer."""
+
+
+@dataclass
+class Choice:
+    """One choice, whether it came in one piece or in many."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: Any = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: list[tuple[str, float, dict[str, float]]] = field(default_factory=list)
+    prompt_logprobs: Any = None
+
+
+@dataclass
+class Answer:
+    """Of one server."""
+
+    status: int
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+    scores: list[float] = field(default_factory=list)
+    """Probabilities, of `/generative_scoring`."""
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is wrong with the server and not with the request."""
+        return self.status >= 500 or (self.status == 200 and bool(self.error))
+
+
+@dataclass
+class Verdict:
+    """What came of one case."""
+
+    case: Case
+    difference: str = ""
+    plain_failed: str = ""
+    """What plain vLLM said instead of an answer, where we have one: there is nothing to compare it with."""
+    ties: list[str] = field(default_factory=list)
+    status: int = 200
+
+
+class NoAnswer(RuntimeError):
+    """A server did not answer a request at all."""
+
+
+async def ask(http: httpx.AsyncClient, case: Case, model: str) -> Answer:
+    """The server's answer to one request."""
+    response = await http.post(case.path, json={"model": model, **case.body})
+    if response.status_code != 200:
+        return Answer(response.status_code, error=response.text)
+    answer = Answer(200)
+    if response.headers["content-type"].startswith("text/event-stream"):
+        for line in response.text.splitlines():
+            if line.startswith("data: {"):
+                _take(answer, json.loads(line[6:]))
+    else:
+        _take(answer, response.json())
+    return answer
+
+
+def _take(answer: Answer, event: dict[str, Any]) -> None:
+    if "error" in event:
+        answer.error = json.dumps(event["error"])
+    answer.usage = event.get("usage") or answer.usage
+    answer.scores += [scored["score"] for scored in event.get("data", ())]
+    for said in event.get("choices", ()):
+        choice = answer.choices.setdefault(said["index"], Choice())
+        message = said.get("message") or said.get("delta") or {}
+        choice.text += (said.get("text") or "") + (message.get("content") or "") + (message.get("reasoning") or "")
+        choice.token_ids += said.get("token_ids") or []
+        choice.finish_reason = said.get("finish_reason") or choice.finish_reason
+        choice.stop_reason = said.get("stop_reason") or choice.stop_reason
+        told = said.get("prompt_token_ids") or event.get("prompt_token_ids")
+        choice.prompt_token_ids = told or choice.prompt_token_ids
+        choice.prompt_logprobs = said.get("prompt_logprobs") or event.get("prompt_logprobs") or choice.prompt_logprobs
+        choice.logprobs += _positions(said.get("logprobs") or {})
+
+
+def _positions(said: dict[str, Any]) -> list[tuple[str, float, dict[str, float]]]:
+    if "tokens" in said:  # of completions
+        told = zip(said["tokens"], said["token_logprobs"], said["top_logprobs"], strict=True)
+        return [(token, _number(logprob), top or {}) for token, logprob, top in told]
+    return [
+        (each["token"], each["logprob"], {top["token"]: top["logprob"] for top in each["top_logprobs"]})
+        for each in said.get("content") or ()
+    ]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+class Judge:
+    """Compares; asks the plain server what the two tokens of a first difference are worth."""
+
+    def __init__(
+        self,
+        split: httpx.AsyncClient,
+        plain: httpx.AsyncClient,
+        model: str,
+        dtype: str,
+        before_each: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`before_each`: what is done before one of them is asked."""
+        self._split, self._plain, self._model, self._dtype = split, plain, model, dtype
+        self._before_each = before_each
+        self._salts = count()
+        self.tolerance_nat = 2e-3 + 2 * ties.tie_nat(dtype)
+
+    async def verdict(self, case: Case) -> Verdict:
+        """Send the request to both. A difference is told together with what plain vLLM says if asked once more."""
+        verdict = Verdict(case)
+        try:
+            ours, theirs = await self._said("ours", case), await self._said("plain vLLM", case)
+            if theirs.failed:  # as it does now and then in a stream with n, `echo` and log-probabilities
+                theirs = await self._said("plain vLLM", _in_one_piece(case))
+                theirs.usage = ours.usage
+            verdict.status = theirs.status
+            if theirs.failed:
+                verdict.plain_failed = "" if ours.failed else theirs.error
+                return verdict
+            await self._judge(verdict, ours, theirs)
+            if verdict.difference:
+                once_more = Verdict(case)
+                await self._judge(once_more, await self._said("plain vLLM", self._cold(case)), theirs)
+                if once_more.difference or once_more.ties:
+                    itself = once_more.difference or once_more.ties[0]
+                    verdict.difference += f"; plain vLLM differs from itself: {itself}"
+        except NoAnswer as error:
+            verdict.difference, verdict.status = str(error), 0
+        return verdict
+
+    async def _said(self, who: str, case: Case) -> Answer:
+        http = self._split if who == "ours" else self._plain
+        if self._before_each is not None:
+            await self._before_each()
+        try:
+            answer = await ask(http, case, self._model)
+            return await ask(http, case, self._model) if case.again else answer
+        except httpx.TransportError as error:
+            raise NoAnswer(f"no answer from {who}: {type(error).__name__} {error}".rstrip()) from error
+
+    async def _judge(self, verdict: Verdict, ours: Answer, theirs: Answer) -> None:
+        if (ours.status, bool(ours.error)) != (theirs.status, bool(theirs.error)):
+            verdict.difference = f"{ours.status} {ours.error[:300]} for {theirs.status} {theirs.error[:300]}"
+        elif ours.choices.keys() != theirs.choices.keys():
+            verdict.difference = f"choices {sorted(ours.choices)} for {sorted(theirs.choices)}"
+        else:
+            verdict.difference = self._scores(ours.scores, theirs.scores)
+            for index, choice in ours.choices.items():
+                await self._compare(verdict, choice, theirs.choices[index], index)
+            if not verdict.ties and not verdict.difference and ours.usage != theirs.usage:
+                verdict.difference = f"usage {ours.usage} for {theirs.usage}"
+
+    async def _compare(self, verdict: Verdict, ours: Choice, theirs: Choice, index: int) -> None:
+        where = f"choice {index}: "
+        if ours.prompt_token_ids != theirs.prompt_token_ids:
+            verdict.difference = where + "prompts differ"
+            return
+        problem = self._prompt_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs)
+        position = _first_difference(ours.token_ids, theirs.token_ids)
+        if position is None:
+            names = ("text", "finish_reason", "stop_reason")
+            for name in names:
+                if getattr(ours, name) != getattr(theirs, name):
+                    problem = problem or f"{name} {getattr(ours, name)!r} for {getattr(theirs, name)!r}"
+            problem = problem or self._logprobs(ours.logprobs, theirs.logprobs)
+        else:
+            told = f"token {position} is {ours.token_ids[position:][:1]} for {theirs.token_ids[position:][:1]}"
+            tie_nat = await self._tie(verdict.case, ours, theirs, index, position)
+            if tie_nat is None:
+                problem = problem or f"{told} of {ours.token_ids} for {theirs.token_ids}"
+            else:
+                verdict.ties.append(f"{where}{told}, {tie_nat:.2g} nat at most")
+        if problem:
+            verdict.difference = where + problem
+
+    async def _tie(self, case: Case, ours: Choice, theirs: Choice, index: int, position: int) -> float | None:
+        """By how much two logits are moved for plain vLLM to say our token, if the format may move them so far."""
+        if position >= min(len(ours.token_ids), len(theirs.token_ids)):
+            return None
+        for share in NUDGES:
+            nudge_nat = share * ties.tie_nat(self._dtype)
+            bias = dict(case.body.get("logit_bias") or {})
+            for token, sign in ((ours.token_ids[position], 0.5), (theirs.token_ids[position], -0.5)):
+                bias[str(token)] = bias.get(str(token), 0.0) + sign * nudge_nat
+            nudged = replace(self._cold(case), body={**self._cold(case).body, "logit_bias": bias})
+            choice = (await self._said("plain vLLM", nudged)).choices.get(index)
+            if choice is not None and choice.token_ids[: position + 1] == ours.token_ids[: position + 1]:
+                return nudge_nat
+        return None
+
+    def _cold(self, case: Case) -> Case:
+        """The same request, that finds no more of its prompt in a cache than it did."""
+        return case if case.again else replace(case, body={**case.body, "cache_salt": f"again-{next(self._salts)}"})
+
+    def _scores(self, ours: Sequence[float], theirs: Sequence[float]) -> str:
+        if len(ours) != len(theirs):
+            return f"{len(ours)} scores for {len(theirs)}"
+        for at, pair in enumerate(zip(ours, theirs, strict=True)):
+            mine, its = (math.log(max(score, SMALLEST_SCORE)) / 2 for score in pair)  # a quotient errs twice
+            if not self._near(mine, its):
+                return f"score {at} is {pair[0]} for {pair[1]}"
+        return ""
+
+    def _logprobs(self, ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+        if len(ours) != len(theirs):
+            return f"{len(ours)} log-probabilities for {len(theirs)}"
+        for at, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
+            if mine[0] != its[0] or not self._near(mine[1], its[1]):
+                return f"log-probability {at} is {mine[:2]} for {its[:2]}"
+            if problem := self._top(mine[2], its[2]):
+                return f"top log-probabilities {at}: {problem}"
+        return ""
+
+    def _top(self, ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
+        """The last of the best may change places with the next one."""
+        if len(ours) != len(theirs):
+            return f"{ours} for {theirs}"
+        for token in ours.keys() & theirs.keys():
+            if not self._near(ours[token], theirs[token]):
+                return f"{token}: {ours[token]} for {theirs[token]}"
+        alone = [ours[token] for token in ours.keys() - theirs.keys()] + [
+            theirs[t] for t in theirs.keys() - ours.keys()
+        ]
+        return "" if not alone or self._near(min(alone), max(alone)) else f"{ours} for {theirs}"
+
+    def _prompt_logprobs(self, ours: Any, theirs: Any) -> str:
+        if (ours is None, len(ours or ())) != (theirs is None, len(theirs or ())):
+            return f"{len(ours or ())} prompt log-probabilities for {len(theirs or ())}"
+        for at, (mine, its) in enumerate(zip(ours or (), theirs or (), strict=True)):
+            if (mine is None) != (its is None):
+                return f"prompt log-probability {at} is {mine} for {its}"
+            if mine is not None:
+                flat = [{token: each["logprob"] for token, each in said.items()} for said in (mine, its)]
+                if problem := self._top(*flat):
+                    return f"prompt log-probabilities {at}: {problem}"
+        return ""
+
+    def _near(self, one: float, other: float) -> bool:
+        if math.isnan(one) or math.isnan(other):
+            return math.isnan(one) == math.isnan(other)
+        # Of what is next to impossible nothing but that is known: a logit of -40 rounds in larger steps.
+        return abs(one - other) <= self.tolerance_nat * max(1.0, abs(other) / 16)
+
+
+def _in_one_piece(case: Case) -> Case:
+    return replace(case, body={name: value for name, value in case.body.items() if not name.startswith("stream")})
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    if ours == theirs:
+        return None
+    pairs = zip(ours, theirs, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))

@@ -1,0 +1,124 @@
+"""vLLM's own server as a process on one core: what it says goes to a file, and its end is told by a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cluster.runtime.actors import engine_environment
+from cluster.runtime.plan import Plan
+
+STARTS_WITHIN_S = 300
+ENDS_WITHIN_S = 20
+TOLD_LINES = 25
+TIMEOUT_S = 300
+
+
+class PlainServerEnded(RuntimeError):
+    """Plain vLLM has ended, and nothing can be compared with it any more."""
+
+
+class PlainServer:
+    """The process and what it has said; `http` asks it."""
+
+    def __init__(self, process: subprocess.Popen[Any], output: Path, http: httpx.AsyncClient) -> None:
+        self._process = process
+        self._output = output
+        self.http = http
+
+    def check(self) -> None:
+        """Raises PlainServerEnded, with its exit code and the last lines of its output, if it does not run."""
+        code = self._process.poll()
+        if code is not None:
+            lines = self._output.read_text(errors="replace").splitlines()[-TOLD_LINES:]
+            raise PlainServerEnded("\n  ".join([f"plain vLLM ended with exit code {code}; its last lines:", *lines]))
+
+    async def ready(self) -> None:
+        """Wait until it answers. Raises PlainServerEnded, or TimeoutError."""
+        deadline_s = time.monotonic() + STARTS_WITHIN_S
+        while time.monotonic() < deadline_s:
+            self.check()
+            try:
+                if (await self.http.get("/health")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                await asyncio.sleep(0.5)
+        raise TimeoutError(f"plain vLLM did not answer within {STARTS_WITHIN_S} s")
+
+
+def arguments(plan: Plan, port: int) -> list[str]:
+    """One engine as the plan's decode worker is, but for what Ridgeline adds."""
+    pool, model = plan.config.pools.decode, plan.config.model
+    options = {
+        "model": plan.model_path,
+        "host": "127.0.0.1",
+        "port": port,
+        "served-model-name": plan.served_name,
+        "dtype": plan.dtype,
+        "max-model-len": model.max_model_len_tokens,
+        "block-size": model.block_size_tokens,
+        "max-num-seqs": pool.max_num_seqs,
+        "max-num-batched-tokens": pool.max_num_batched_tokens,
+        "kv-cache-memory-bytes": pool.kv_cache_bytes,
+        "distributed-executor-backend": "uni",
+        "worker-extension-cls": "tools.differential.worker.PlainWorkerExtension",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [*words, "--enforce-eager", "--disable-log-stats", "--disable-uvicorn-access-log"]
+
+
+@asynccontextmanager
+async def plain_vllm(plan: Plan) -> AsyncIterator[PlainServer]:
+    """It is starting; `ready` waits for it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *arguments(plan, port)]
+    environment = os.environ | engine_environment(plan.config.pools.decode.cores_per_worker, on_cpu=True)
+    async with serving(command, environment, f"http://127.0.0.1:{port}") as server:
+        yield server
+
+
+@asynccontextmanager
+async def serving(command: Sequence[str], environment: Mapping[str, str], url: str) -> AsyncIterator[PlainServer]:
+    """This command as the server at `url`, on one core; ended with the block."""
+    repository = Path(__file__).parents[2]
+    core = max(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        with output.open("wb") as written:
+            process: subprocess.Popen[Any] = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
+                command,
+                env=environment,
+                cwd=repository,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            )
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+                yield PlainServer(process, output, http)
+        finally:
+            await asyncio.to_thread(_end, process)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(ENDS_WITHIN_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its engine too, which is left behind where the server did not end well
+    process.wait()

@@ -1,0 +1,32 @@
+"""What is changed in plain vLLM, in its engine's process, so that it survives the comparison on a CPU.
+
+vLLM 0.32 ends a CPU engine on a seed with a prompt of several steps; `engine/vllm_workarounds/seeded_chunks.py` says
+why. Plain vLLM gets the same remedy, and nothing else of ours. vLLM imports this module before it makes its model
+runner.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from engine.vllm_workarounds.seeded_chunks import put_generators_back
+
+
+class PlainWorkerExtension:
+    """Adds nothing to vLLM's worker: its name has this module imported (`worker_extension_cls`)."""
+
+
+def _mend(runner_class: type[Any]) -> None:
+    """Every runner of this class winds its generators back by their state, from when its model is loaded."""
+    load_model = runner_class.load_model
+
+    def load_model_and_put_generators_back(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_model(self, *args, **kwargs)
+        put_generators_back(self)
+
+    runner_class.load_model = load_model_and_put_generators_back  # type: ignore[attr-defined]
+
+
+_mend(CPUModelRunner)

@@ -1,0 +1,63 @@
+"""What a hostile source of the collective transport could say beside the tensors: chunks not due, or no chunks.
+
+`expect` decides how much memory is taken for a tensor and where it goes, so what it lets through is checked here.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import strategies as st
+
+from contracts import errors
+from kv_transfer.collective.puller import _decode_told, _Place
+from kv_transfer.collective.wire import Chunk, End
+from kv_transfer.wire import grpc_methods
+from tools.fuzz.msgpack_damage import messages
+
+LAYERS, BLOCKS = 2, 4
+
+
+def _valid() -> list[bytes]:
+    """Two segments of two blocks."""
+    chunks: list[Chunk | End] = [
+        Chunk(layer=layer, first=first, count=2, end=first + 2, checksum=7)
+        for first in (0, 2)
+        for layer in range(LAYERS)
+    ]
+    return [msgspec.msgpack.encode(told) for told in (*chunks, End(complete=True, first_token=5))]
+
+
+_VALID = _valid()
+_told = st.one_of(
+    st.sampled_from(_VALID), messages([msgspec.msgpack.decode(message) for message in _VALID]), st.binary(max_size=20)
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[bytes]:
+    """The valid one with some messages replaced, removed, repeated."""
+    said = list(_VALID)
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(said)))
+        said[at : at + draw(st.integers(0, 2))] = draw(st.lists(_told, max_size=2))
+    return said
+
+
+def check_conversation(said: list[bytes]) -> None:
+    """Every chunk let through lies inside what was asked for, none twice; whole means that all came."""
+    place, landed, reason = _Place(LAYERS, BLOCKS, most_in_chunk=BLOCKS), set(), errors.CORRUPTED
+    try:
+        for message in said:
+            told = grpc_methods.read_answer(_decode_told, message, "fuzz")
+            if isinstance(told, End):
+                place.check_whole()
+                assert len(landed) == LAYERS * BLOCKS
+                return
+            place.expect(told)
+            blocks = {(told.layer, block) for block in range(told.first, told.first + told.count)}
+            assert blocks <= {(layer, block) for layer in range(LAYERS) for block in range(BLOCKS)}, told
+            assert not blocks & landed, told
+            landed |= blocks
+    except errors.TransferFailed as error:
+        reason = error.reason
+    assert reason == errors.CORRUPTED, f"refused as {reason}"

@@ -1,0 +1,48 @@
+"""Requests that schemathesis makes of the server's own OpenAPI document: some that fit it, more that do not."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import requests
+import schemathesis
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+
+from tools.fuzz.http_bodies import DEADLINE_S, Answer, check_answer
+
+
+def strategies(url: str) -> list[st.SearchStrategy[schemathesis.Case]]:
+    """For each operation of the document."""
+    with urllib.request.urlopen(f"{url}/openapi.json", timeout=DEADLINE_S) as response:
+        document: dict[str, Any] = json.load(response)
+    schema = schemathesis.openapi.from_dict(document)
+    operations = [found.ok() for found in schema.get_all_operations()]
+    modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE, GenerationMode.NEGATIVE)
+    return [
+        st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in modes if _offers(operation, mode)))
+        for operation in operations
+    ]
+
+
+def _offers(operation: Any, mode: GenerationMode) -> bool:
+    """An operation without a body and parameters has nothing that could be wrong."""
+    return mode is GenerationMode.POSITIVE or bool(operation.body or list(operation.iter_parameters()))
+
+
+def case_check(url: str) -> Callable[[schemathesis.Case], None]:
+    """Sends a case over one session and checks the answer as any other."""
+    session = requests.Session()
+
+    def check(case: schemathesis.Case) -> None:
+        response = case.call(base_url=url, session=session, timeout=DEADLINE_S)
+        try:
+            check_answer(Answer(response.status_code, response.headers.get("content-type", [""])[0], response.content))
+        except AssertionError as error:
+            error.add_note(case.as_curl_command())
+            raise
+
+    return check

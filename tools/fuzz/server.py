@@ -1,0 +1,126 @@
+"""What is fuzzed, in one process: the router with vLLM's app on uvicorn, a prefill and a decode worker, a KV source.
+
+All of it is real but the engines, which are fakes that refuse to be given what would break a real one. Prints one line
+of JSON with its addresses and serves until its standard input is closed.
+
+usage: python -m tools.fuzz.server MODEL_DIRECTORY
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from contracts.errors import InvalidTask
+from contracts.tasks import TokenDelta
+from contracts.vocabulary import Pool
+from decode_worker.handler import DecodeHandler
+from engine.vllm_engine import require_in_vocabulary
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.source.grpc_source import GrpcKvSource
+from kv_transfer.source.lease import LeaseTable
+from prefill_worker.handler import PrefillHandler
+from router.server import Router
+from router.settings import RouterSettings
+from tests.support import fake_engine  # imports vLLM with its warnings silenced, so it comes first
+from worker_runtime.host import WorkerHost
+
+MAX_MODEL_LEN_TOKENS = 256
+MAX_OUTSTANDING = 64
+LEASE_S = 24 * 3600.0
+PUBLISH_WAIT_S = 0.01
+"""Else every fetch of an unknown hand-off would wait for a second."""
+KV_BLOCKS, KV_LAYERS = 32, fake_engine.LAYOUT.num_layers
+PUBLISHED = {"open": range(8), "empty": range(0)}
+"""Hand-offs that can be fetched, and their blocks."""
+
+
+class StrictEngine(fake_engine.FakeEngine):
+    """Refuses what VllmEngine refuses, by vLLM's own checks; makes no more tokens than fit the model's context.
+
+    Anything else that vLLM raises is not caught: the task would end in an error of the engine, and the run fails.
+    """
+
+    def __init__(self, pool: Pool, processor: InputProcessor) -> None:
+        super().__init__(pool)
+        self._processor = processor
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, **options: Any
+    ) -> AsyncGenerator[TokenDelta, None]:
+        self.calls.clear()  # a fake that remembers would look like a leak
+        self.aborted.clear()
+        require_in_vocabulary(prompt_token_ids, self._processor.model_config.get_vocab_size())
+        prompt = tokens_input(prompt_token_ids, cache_salt=options["cache_salt"])
+        try:
+            request = self._processor.process_inputs(request_id, prompt, params, supported_tasks=("generate",))
+            MsgpackEncoder().encode(request)  # as it would go to the engine's process
+        except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
+            raise InvalidTask(str(error)) from error
+        params = request.sampling_params
+        params.max_tokens = min(params.max_tokens, MAX_MODEL_LEN_TOKENS - len(prompt_token_ids))
+        async for delta in super().generate(request_id, prompt_token_ids, params, **options):
+            yield delta
+
+
+def kv_source() -> GrpcKvSource:
+    """A source with some hand-offs that never expire."""
+    leases = LeaseTable()
+    for name, block_ids in PUBLISHED.items():
+        leases.publish(name, name, list(block_ids), len(block_ids) * fake_engine.LAYOUT.block_size_tokens, LEASE_S)
+    layers = [np.full((KV_BLOCKS, fake_engine.LAYOUT.block_bytes), layer, np.uint8) for layer in range(KV_LAYERS)]
+    source = GrpcKvSource(BlockPool(layers), leases, fake_engine.LAYOUT, "127.0.0.1")
+    source.server._publish_wait_s = PUBLISH_WAIT_S
+    source.start()
+    return source
+
+
+async def main(model: str) -> None:
+    """Serve until standard input ends."""
+    router = Router(
+        RouterSettings(
+            model_path=model,
+            served_name="fuzzed",
+            dtype="float32",
+            max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+            host="127.0.0.1",
+            port=0,
+            mode="disaggregated",
+            request_deadline_s=60.0,
+            max_outstanding_requests=MAX_OUTSTANDING,
+            prefill_window_tokens={"prefill": 1024, "decode": 1024},
+            max_prompt_wait_s=30.0,
+            recovery_timeout_s=5.0,
+            ready_deadline_s=5.0,
+            overlap=True,
+            min_remote_prefill_tokens=4,
+        )
+    )
+    processor = router._client.input_processor
+    hosts = [
+        WorkerHost(StrictEngine("prefill", processor), PrefillHandler()),
+        WorkerHost(StrictEngine("decode", processor), DecodeHandler()),
+    ]
+    addresses = [await host.start() for host in hosts]
+    source = kv_source()
+    url = await router.serve(addresses, {})
+    told = {"url": url, "prefill": addresses[0], "decode": addresses[1], "kv": source.address}
+    print(json.dumps(told), flush=True)  # noqa: T201 - what the parent waits for
+    await asyncio.to_thread(sys.stdin.read)
+    await router.stop()
+    await asyncio.gather(*(host.stop() for host in hosts))
+    source.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,167 @@
+"""Malformed transfer frames: streams of valid frames in which frames are bent, cut, repeated, moved or forged.
+
+A forged frame has a header that lies and a checksum that fits. The reader may take what means the same as the original,
+or raise TransferFailed(corrupted); it never raises anything else, writes a byte outside of the blocks it was given, or
+takes memory for what a header claims.
+"""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from hypothesis import strategies as st
+
+from contracts import errors
+from contracts.handoff import KvLayout
+from kv_transfer.interfaces import FetchProgress
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.names import WIRE_DTYPES
+from kv_transfer.wire import frames
+from kv_transfer.wire.codec import make_codec
+
+LAYERS, BLOCKS, BLOCK_BYTES, HEADS = 2, 12, 128, 2
+CANARY = 0xA5
+MOST_ALLOCATED_BYTES = 2 << 20
+ONE_IN = 8
+"""Of the examples, whose allocations are traced: tracing is slow, and each start of it keeps 0.7 KiB for good."""
+FRAME_BYTES = 3 * BLOCK_BYTES
+LAYOUT = KvLayout(
+    model="m",
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    block_size_tokens=4,
+    num_layers=LAYERS,
+    num_kv_heads=HEADS,
+    block_bytes=BLOCK_BYTES,
+    layout="LBHNC",
+    isa="amx",
+    engine_version="0",
+    tensor_parallel_size=1,
+)
+_HEADER = struct.Struct("<IHHIIIIQ")
+_HEADER_LIMITS = [2**32 - 1, 2**16 - 1, 2**16 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, 2**64 - 1]
+_DAMAGE = ("forge", "forge", "bend", "payload", "drop", "repeat", "swap", "cut", "junk", "other")
+_ABSURD = [0, 1, 2, 3, 4, 6, 127, 128, 256, 2**15, 2**16 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What arrives for a fetch: frames, how they were asked for, and where they are to land."""
+
+    wire_dtype: str
+    targets: tuple[int, ...]
+    frames: tuple[bytes, ...]
+
+
+def valid_frames(wire_dtype: str, count: int, segments: int) -> list[bytes]:
+    """An undamaged answer for `count` blocks, in this many segments."""
+    random = np.random.default_rng(count)
+    layers = [(random.standard_normal((BLOCKS, BLOCK_BYTES // 2)).astype(np.float32)) for _ in range(LAYERS)]
+    pool = BlockPool([(layer.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for layer in layers])
+    codec = make_codec(wire_dtype, LAYOUT, BLOCK_BYTES)
+    ids, sent = list(range(count)), []
+    step = -(-count // segments)
+    for first in range(0, count, step):
+        sent += frames.write_frames(pool, ids[first : first + step], first, FRAME_BYTES, codec)
+    return [bytes(frame) for frame in sent]
+
+
+def sealed(frame: bytes) -> bytes:
+    """With a checksum that fits."""
+    prefix, payload = frame[: _HEADER.size], frame[frames.HEADER_BYTES :]
+    return prefix + struct.pack("<Q", xxhash.xxh3_64_intdigest(prefix + payload)) + payload
+
+
+_VALID = {
+    (name, count, segments): valid_frames(name, count, segments)
+    for name in WIRE_DTYPES
+    for count in (1, 5)
+    for segments in (1, 2)
+}
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> Stream:
+    """A valid answer with up to three damages."""
+    name, count, segments = draw(st.sampled_from(sorted(_VALID)))
+    sent = list(_VALID[name, count, segments])
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(sent) - 1)) if sent else 0
+        kind = draw(st.sampled_from(_DAMAGE))
+        if kind == "junk" or not sent:
+            sent.insert(at, draw(st.binary(max_size=80)))
+        elif kind == "other":
+            sent[at] = draw(st.sampled_from(_VALID[draw(st.sampled_from(sorted(_VALID)))]))
+        elif kind == "drop":
+            del sent[at]
+        elif kind == "repeat":
+            sent.insert(at, sent[at])
+        elif kind == "swap":
+            other = draw(st.integers(0, len(sent) - 1))
+            sent[at], sent[other] = sent[other], sent[at]
+        else:
+            sent[at] = _damaged(draw, sent[at], kind)
+    targets = draw(st.permutations(range(BLOCKS)))[:count]
+    return Stream(name, tuple(targets), tuple(sent))
+
+
+def _damaged(draw: st.DrawFn, frame: bytes, kind: str) -> bytes:
+    if len(frame) < frames.HEADER_BYTES:
+        return frame + draw(st.binary(max_size=8))
+    if kind == "forge":
+        fields = list(_HEADER.unpack_from(frame))
+        for field in draw(st.lists(st.integers(0, len(fields) - 1), min_size=1, max_size=3)):
+            value = draw(st.one_of(st.sampled_from(_ABSURD), st.integers(0, 2**64 - 1)))
+            fields[field] = min(value, _HEADER_LIMITS[field])
+        return sealed(_HEADER.pack(*fields) + frame[_HEADER.size :])
+    if kind == "cut":
+        cut = frame[: draw(st.integers(0, len(frame)))]
+        return sealed(cut) if len(cut) >= frames.HEADER_BYTES and draw(st.booleans()) else cut
+    first = frames.HEADER_BYTES if kind == "payload" else 0
+    bent = bytearray(frame)
+    for _ in range(draw(st.integers(1, 4))):
+        bent[draw(st.integers(first, max(first, len(bent) - 1))) % len(bent)] ^= 1 << draw(st.integers(0, 7))
+    return sealed(bytes(bent)) if draw(st.booleans()) else bytes(bent)
+
+
+def check_stream(stream: Stream) -> None:
+    """Give it to a reader; look at the pool, its surroundings and the memory it took."""
+    memory = np.full((LAYERS, BLOCKS + 2, BLOCK_BYTES), CANARY, np.uint8)
+    pool = BlockPool([memory[layer, 1:-1] for layer in range(LAYERS)])
+    reader = frames.FrameReader(
+        pool, stream.targets, FetchProgress(started_s=0.0), make_codec(stream.wire_dtype, LAYOUT, BLOCK_BYTES)
+    )
+    reason = errors.CORRUPTED
+    try:
+        with little_memory_taken(traced=zlib.crc32(b"".join(stream.frames)) % ONE_IN == 0):
+            for frame in stream.frames:
+                reader.accept(frame)
+            reader.finish()
+    except errors.TransferFailed as error:
+        reason = error.reason
+    assert reason == errors.CORRUPTED, f"refused as {reason}"
+    untouched = [block + 1 for block in range(BLOCKS) if block not in stream.targets]
+    assert (memory[:, [0, -1]] == CANARY).all(), "bytes beside the pool were written"
+    assert (memory[:, untouched] == CANARY).all(), "blocks that were not asked for were written"
+
+
+@contextmanager
+def little_memory_taken(traced: bool) -> Iterator[None]:
+    """AssertionError if what runs inside takes more than `MOST_ALLOCATED_BYTES` at any time."""
+    if not traced:
+        yield
+        return
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak_bytes < MOST_ALLOCATED_BYTES, f"{peak_bytes} bytes were allocated"

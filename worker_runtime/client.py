@@ -1,0 +1,343 @@
+"""The data plane between router and workers: gRPC, msgpack bodies, one stream of step batches per router.
+
+`host.py` serves it in the worker; the router holds one `WorkerClient` per worker. Ray places and restarts the workers
+but carries no token: an actor call costs about a millisecond and a streamed Ray item 150 us, each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, TypeVar, cast
+
+import grpc
+import grpc.aio
+import msgspec
+
+from contracts.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
+from contracts.handoff import UNREADABLE, KvHandoff
+from contracts.rpc.channel import open_aio_channel, why_refused
+from contracts.rpc.tls import TlsFiles
+from contracts.tasks import GenerateTask, StepBatch, TokenDelta
+from contracts.workers import (
+    AbortRequest,
+    Ack,
+    AttachRequest,
+    DrainRequest,
+    PairAnswer,
+    PairRequest,
+    SubmitRequest,
+    WorkerDescription,
+    WorkerStatus,
+)
+
+SERVICE = "ridgeline.Worker"
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+CONTROL_DEADLINE_S = 10.0
+STATUS_DEADLINE_S = 2.0
+PAIR_DEADLINE_S = 30.0
+RETRY_S = 0.2
+OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A dead peer is noticed within 15 s even when nothing is being sent.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # gRPC's own pause between two attempts to connect grows to two minutes, for which a worker would stay away after
+    # its network is back. The last one also bounds one attempt.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+]
+
+T = TypeVar("T")
+OnUnclaimed = Callable[[KvHandoff], None]
+"""Called with a hand-off whose request has been given up: nobody else will release it before its lease ends."""
+encode = msgspec.msgpack.Encoder().encode
+
+
+class NotThisWorker(Exception):
+    """A router means another worker, or another incarnation, that had this address before."""
+
+
+def decoder(kind: type[T]) -> Callable[[bytes], T]:
+    """Return a deserializer that refuses anything that is not `kind`."""
+    return msgspec.msgpack.Decoder(kind).decode
+
+
+class WorkerClient:
+    """The router's end: submit tasks, read their deltas, abort.
+
+    `run` must be running in a task group of the owner; it keeps the stream attached and ends only when cancelled. When
+    the stream breaks, every open `generate` raises WorkerLost, and the worker aborts what this router had asked for.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        router_id: str,
+        on_unclaimed: OnUnclaimed = lambda _: None,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        self.address = address
+        self._router_id = router_id
+        self._on_unclaimed = on_unclaimed
+        self._channel = open_aio_channel(address, OPTIONS, tls)
+        self._streams: dict[str, asyncio.Queue[TokenDelta | WorkerLost]] = {}
+        self._attached = asyncio.Event()
+        self._closed = False
+        self._partner = ("", "")
+        """Worker id and incarnation, once identified: no other process that gets this address is talked to."""
+        self._why_lost = ""
+        self._aborts: asyncio.Queue[str] = asyncio.Queue()
+        self.last_token_s: float | None = None
+        """When the worker last sent what it had computed, by `time.monotonic`."""
+        self.failed_s = float("-inf")
+        """When it last failed or refused a request, or lost its connection."""
+        self.news = asyncio.Event()
+        """Set when it has failed or refused a request, and when its connection broke or came. Who acts clears it."""
+
+    @property
+    def connected(self) -> bool:
+        """True while the stream of step batches is open."""
+        return self._attached.is_set()
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """Wait for the stream; raises WorkerLost when it does not come up in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._attached.wait()
+        except TimeoutError as error:
+            why = f": {self._why_lost}" if self._why_lost else ""
+            raise WorkerLost(f"no connection to the worker at {self.address} within {timeout_s:.0f} s{why}") from error
+
+    async def run(self) -> None:
+        """Keep the stream attached and the aborts flowing, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._attach_for_ever())
+            group.create_task(self._send_aborts())
+
+    async def identify(self, within_s: float) -> WorkerDescription:
+        """Ask which worker is there, before `run`: from then on it is this incarnation or nobody. Raises WorkerLost."""
+        give_up_s = time.monotonic() + within_s
+        while True:
+            try:
+                description = await self.describe()
+            except WorkerLost as error:
+                if time.monotonic() >= give_up_s:
+                    message = f"no connection to the worker at {self.address} within {within_s:.0f} s: {error}"
+                    raise WorkerLost(message) from error
+                await asyncio.sleep(min(RETRY_S, within_s))
+            else:
+                self._partner = (description.worker_id, description.incarnation)
+                return description
+
+    async def describe(self) -> WorkerDescription:
+        """Ask who the worker is. Raises WorkerLost."""
+        return await self._unary("Describe", Ack(), WorkerDescription)
+
+    async def status(self) -> WorkerStatus:
+        """Ask how the worker is doing. Raises WorkerLost."""
+        return await self._unary("Status", Ack(), WorkerStatus, deadline_s=STATUS_DEADLINE_S)
+
+    async def pair(self, addresses: list[str], transport: str | None = None) -> PairAnswer:
+        """Have the worker agree with the sources it will fetch from, before the first request. Raises WorkerLost."""
+        return await self._unary("Pair", PairRequest(addresses, transport), PairAnswer, deadline_s=PAIR_DEADLINE_S)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Have the worker leave, see `DrainRequest`; returns at once. Raises WorkerLost."""
+        await self._unary("Drain", DrainRequest(timeout_s), Ack)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False when some are in use. Raises WorkerLost."""
+        return (await self._unary("ResetPrefixCache", Ack(), Ack)).accepted
+
+    async def generate(self, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the task's deltas, the last one with `finished`. Closing it earlier aborts the task on the worker.
+
+        Raises WorkerLost, WorkerDraining, TaskRejected, InvalidTask, HandoffLost or EngineFailed.
+        """
+        if not self.connected:
+            # The worker would take it into a session that is about to end, and then nobody would say so.
+            raise WorkerLost(self._why_lost or f"the worker at {self.address} is not connected")
+        deltas: asyncio.Queue[TokenDelta | WorkerLost] = asyncio.Queue()
+        self._streams[task.request_id] = deltas
+        finished = False
+        try:
+            ack = await self._submit(task)
+            if not ack.accepted:
+                finished = True
+                if not ack.attached:  # broken on its side already; it is no sign of a drain
+                    raise WorkerLost(f"the worker at {self.address} has no stream of this router: {ack.reason}")
+                raise TaskRejected(ack.reason)
+            while not finished:
+                delta = await deltas.get()
+                if isinstance(delta, WorkerLost):
+                    # Aborted below all the same: the task may have come in on a stream that was up again already.
+                    raise delta
+                finished = delta.finished
+                if delta.error_kind in ("engine", "draining"):
+                    self._has_failed()
+                if delta.error is not None:
+                    self._unclaimed(delta)
+                _raise_error(delta)
+                yield delta
+        finally:
+            self._streams.pop(task.request_id, None)
+            if not finished:
+                self._aborts.put_nowait(task.request_id)
+            while not deltas.empty():
+                self._unclaimed(deltas.get_nowait())
+
+    async def close(self) -> None:
+        """Close the channel and fail what is still open; call after `run` has been cancelled."""
+        self._closed = True
+        self._lose(f"the worker at {self.address} has left")
+        await self._channel.close()
+
+    async def _attach_for_ever(self) -> None:
+        while True:
+            try:
+                await self._attach_once()
+            except grpc.aio.AioRpcError as error:
+                self._lose(f"the connection to the worker at {self.address} broke: {why_refused(error.details())}")
+            except WorkerLost as error:
+                self._lose(str(error))
+            else:
+                self._lose(f"the worker at {self.address} closed its stream")
+            await asyncio.sleep(RETRY_S)
+
+    async def _attach_once(self) -> None:
+        method = self._channel.unary_stream(
+            f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
+        )
+        call = method(AttachRequest(self._router_id, *self._partner))
+        try:
+            async for batch in call:
+                self._require(batch, "Attach")
+                if not self.connected:  # the worker greets with an empty batch
+                    self._attached.set()
+                    self.news.set()
+                for delta in batch.deltas:
+                    if delta.error is None:
+                        self.last_token_s = time.monotonic()
+                    stream = self._streams.get(delta.request_id)
+                    if stream is not None:
+                        stream.put_nowait(delta)
+                    else:
+                        self._unclaimed(delta)
+        finally:
+            call.cancel()
+
+    def _unclaimed(self, delta: TokenDelta | WorkerLost) -> None:
+        if isinstance(delta, TokenDelta) and delta.handoff is not None:
+            self._on_unclaimed(delta.handoff)
+
+    def _lose(self, reason: str) -> None:
+        if self.connected:
+            self._has_failed()
+        self._attached.clear()
+        self._why_lost = reason
+        for stream in self._streams.values():
+            stream.put_nowait(WorkerLost(reason))
+
+    async def _submit(self, task: GenerateTask) -> Ack:
+        try:
+            ack = await self._unary("Submit", SubmitRequest(self._router_id, task, *self._partner), Ack)
+        except WorkerLost:
+            self._has_failed()
+            raise
+        if not ack.accepted:
+            self._has_failed()
+        return ack
+
+    def _has_failed(self) -> None:
+        self.failed_s = time.monotonic()
+        self.news.set()
+
+    async def _send_aborts(self) -> None:
+        while True:
+            ids = [await self._aborts.get()]
+            while not self._aborts.empty():
+                ids.append(self._aborts.get_nowait())
+            try:
+                await self._unary("Abort", AbortRequest(self._router_id, ids), Ack)
+            except WorkerLost:
+                continue  # the worker aborts everything of a router whose stream is gone
+
+    async def _unary(
+        self, name: str, message: msgspec.Struct, kind: type[T], deadline_s: float = CONTROL_DEADLINE_S
+    ) -> T:
+        method = self._channel.unary_unary(
+            f"/{SERVICE}/{name}", request_serializer=encode, response_deserializer=decoder(kind)
+        )
+        if self._closed:
+            raise WorkerLost(f"the worker at {self.address} has left")
+        try:
+            reply = await method(message, timeout=deadline_s)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # A channel that is closed cancels its calls: nobody has cancelled us, and the request must not just vanish.
+            raise WorkerLost(f"the worker at {self.address} has left") from None
+        except grpc.aio.AioRpcError as error:
+            why = why_refused(error.details())
+            raise WorkerLost(f"{name} at {self.address}: {error.code().name}: {why}") from error
+        self._require(reply, name)
+        return cast(T, reply)
+
+    def _require(self, reply: object, name: str) -> None:
+        """Return the answer, or raise: `grpc` logs an answer that cannot be decoded and returns None for it."""
+        if reply is None:
+            raise WorkerLost(f"{name} at {self.address}: the answer makes no sense; is it of the same version?")
+
+
+def _raise_error(delta: TokenDelta) -> None:
+    if delta.error is None:
+        return
+    kinds = {"handoff": HandoffLost, "invalid": InvalidTask, "draining": WorkerDraining}
+    raise kinds.get(delta.error_kind, EngineFailed)(delta.error)
+
+
+def unary_handler(function: Callable[[Any], Any], kind: type[Any]) -> grpc.RpcMethodHandler:
+    """Make a unary method: `function` takes the decoded message, and what it returns is awaited and sent.
+
+    A message that is not `kind` ends the call with INVALID_ARGUMENT.
+    """
+    decode = decoder(kind)
+
+    async def call(message: bytes, context: grpc.aio.ServicerContext) -> Any:
+        return await function(await _readable(decode, message, context))
+
+    return grpc.unary_unary_rpc_method_handler(call, response_serializer=encode)
+
+
+def stream_handler(function: Callable[[Any], AsyncIterator[Any]], kind: type[Any]) -> grpc.RpcMethodHandler:
+    """Make a method with one request and a stream of replies.
+
+    A message that is not `kind` ends it with INVALID_ARGUMENT, one that is for another worker with FAILED_PRECONDITION.
+    """
+    decode = decoder(kind)
+
+    async def call(message: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for reply in function(await _readable(decode, message, context)):
+                yield reply
+        except NotThisWorker as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    return grpc.unary_stream_rpc_method_handler(call, response_serializer=encode)
+
+
+async def _readable(decode: Callable[[bytes], T], message: bytes, context: grpc.aio.ServicerContext) -> T:
+    """Decode the message here, not in gRPC, which would log the exception with its stack and answer UNKNOWN."""
+    try:
+        return decode(message)
+    except UNREADABLE as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"unreadable request: {error}")
+        raise AssertionError("gRPC's abort returned") from error

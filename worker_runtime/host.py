@@ -1,0 +1,403 @@
+"""The host every worker is built on: life cycle, sessions with routers, cancel, drain, status.
+
+`cluster/` makes one per Ray actor and gives it the handler of its role. What prefill and decode workers share lives
+here and nowhere else; what differs lives in their handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
+from typing import Protocol
+
+import grpc.aio
+import msgspec
+
+from contracts.errors import EngineFailed, HandoffLost, InvalidTask
+from contracts.handoff import KvHandoff
+from contracts.rpc.address import join_host_port
+from contracts.rpc.channel import add_port
+from contracts.tasks import GenerateTask, TokenDelta
+from contracts.vocabulary import ErrorKind, Health
+from contracts.workers import (
+    AbortRequest,
+    Ack,
+    AttachRequest,
+    DrainRequest,
+    PairAnswer,
+    PairRequest,
+    SubmitRequest,
+    WorkerDescription,
+    WorkerStatus,
+)
+from engine.config import HostSettings
+from engine.vllm_engine import VllmEngine
+from worker_runtime.client import (
+    MAX_MESSAGE_BYTES,
+    OPTIONS,
+    SERVICE,
+    NotThisWorker,
+    OnUnclaimed,
+    encode,
+    stream_handler,
+    unary_handler,
+)
+from worker_runtime.draining import kv_unneeded
+
+logger = logging.getLogger(__name__)
+ABORT_WITHIN_S = 2.0
+"""How long a task that is cut off may take to end; with a hung engine it may never end."""
+MAX_DELTA_BYTES = MAX_MESSAGE_BYTES // 2
+"""Largest delta: more than any answer needs whose log-probabilities the router has admitted."""
+MAX_BATCH_BYTES = 4 << 20
+"""Largest message of several deltas; a longer delta is sent alone."""
+MAX_OUTBOX_BYTES = 128 << 20
+"""How much may wait for a router that does not read. A minute of 1,000 streams of 30 tokens/s is a tenth of that."""
+MAX_ERROR_CHARACTERS = 2000
+
+
+class Handler(Protocol):
+    """One role's way to run a task on an engine."""
+
+    def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the task's deltas, exactly one of them finished; closing the generator aborts the engine's request."""
+        ...
+
+
+class Undeliverable(Exception):
+    """The delta is not sent, and the router has been told why; the task ends."""
+
+
+class EncodedBatch(msgspec.Struct, frozen=True):
+    """A `StepBatch` whose deltas are encoded already; it has the same bytes."""
+
+    deltas: list[msgspec.Raw]
+
+
+class RouterSession:
+    """One attached router's running tasks, and the deltas not yet sent to it, up to a limit.
+
+    Deltas are encoded one by one, so that how long a message gets is known before it is made: one that is longer than
+    gRPC takes would end the stream of everybody.
+    """
+
+    def __init__(self, on_unread: OnUnclaimed) -> None:
+        """Give `on_unread` the hand-offs of deltas that this router will never read."""
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._on_unread = on_unread
+        self._closed = False
+        self._outbox: deque[tuple[bytes, KvHandoff | None]] = deque()
+        self.outbox_bytes = 0
+        """What the router has not read yet."""
+        self._filled = asyncio.Event()
+
+    def send(self, delta: TokenDelta) -> None:
+        """Put a delta into the next batch. Raises Undeliverable if it is too long, or too much waits already."""
+        data = encode(delta)
+        if len(data) > MAX_DELTA_BYTES:
+            why = f"one step of it takes {len(data)} bytes, the limit is {MAX_DELTA_BYTES}: ask for fewer logprobs"
+            self.fail(delta.request_id, why, "invalid", delta.handoff)
+            raise Undeliverable
+        if self.outbox_bytes + len(data) > MAX_OUTBOX_BYTES:
+            why = f"the router has not read the last {self.outbox_bytes} bytes of this worker's answers"
+            self.fail(delta.request_id, why, "engine", delta.handoff)
+            raise Undeliverable
+        self._put(data, delta.handoff)
+
+    def fail(self, request_id: str, why: str, kind: ErrorKind, handoff: KvHandoff | None = None) -> None:
+        """Put a task's last delta, an error, into the next batch. It always fits: there is one for each task."""
+        delta = TokenDelta(
+            request_id=request_id,
+            finished=True,
+            error=why[:MAX_ERROR_CHARACTERS],
+            error_kind=kind,
+            handoff=handoff,
+        )
+        self._put(encode(delta), handoff)
+
+    def _put(self, data: bytes, handoff: KvHandoff | None) -> None:
+        self._outbox.append((data, handoff))
+        self.outbox_bytes += len(data)
+        self._filled.set()
+        if self._closed:
+            self._drop_unread()
+
+    def close(self) -> None:
+        """Abort the tasks of a router that is gone, and drop what it has not read."""
+        self._closed = True
+        self.abort(list(self.tasks))
+        self._drop_unread()
+
+    def _drop_unread(self) -> None:
+        unread, self._outbox, self.outbox_bytes = self._outbox, deque(), 0
+        for _, handoff in unread:
+            if handoff is not None:
+                self._on_unread(handoff)
+
+    async def next_batch(self) -> EncodedBatch:
+        """Collect all deltas of one engine step: the step wakes every request in one turn of the loop, so wait two
+        turns. Deltas beyond the size of a message are left for the next one."""
+        await self._filled.wait()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        deltas: list[msgspec.Raw] = []
+        length_bytes = 0
+        while self._outbox and (not deltas or length_bytes + len(self._outbox[0][0]) <= MAX_BATCH_BYTES):
+            data, _ = self._outbox.popleft()
+            length_bytes += len(data)
+            deltas.append(msgspec.Raw(data))
+        self.outbox_bytes -= length_bytes
+        if not self._outbox:
+            self._filled.clear()
+        return EncodedBatch(deltas)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Cancel tasks; unknown ids have ended already."""
+        for request_id in request_ids:
+            task = self.tasks.get(request_id)
+            if task is not None:
+                task.cancel()
+
+
+class WorkerHost:
+    """A worker: one engine, one handler, one gRPC server."""
+
+    def __init__(self, engine: VllmEngine, handler: Handler, settings: HostSettings | None = None) -> None:
+        self._engine = engine
+        self._settings = settings or HostSettings()
+        self._handler = handler
+        self._sessions: dict[str, RouterSession] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """All that have not ended, those of sessions that are gone included."""
+        self._server = grpc.aio.server(options=OPTIONS)
+        self._leaving: asyncio.Task[None] | None = None
+        self._cut_off_s = math.inf
+        """When what still runs in a drain is cut off, by the loop's clock."""
+        self._patience: asyncio.Timeout | None = None
+        self.address = ""
+        self._description: WorkerDescription | None = None
+
+    async def start(self) -> str:
+        """Serve on the engine's interface; returns host:port."""
+        config = self._engine.config
+        layout, transfer_addresses = await self._engine.describe()
+        self._description = WorkerDescription(
+            worker_id=config.worker_id,
+            incarnation=config.incarnation,
+            pool=config.pool,
+            pid=os.getpid(),
+            host=config.host,
+            layout=layout,
+            transfer_addresses=transfer_addresses,
+            num_kv_blocks=self._engine.num_kv_blocks,
+            block_size_tokens=layout.block_size_tokens,  # vLLM may have overruled the setting
+            max_model_len_tokens=config.max_model_len_tokens,
+            max_num_seqs=config.max_num_seqs,
+            repeats_tokens=config.on_cpu,
+        )
+        handlers = {
+            "Describe": unary_handler(self._describe, Ack),
+            "Status": unary_handler(self._status, Ack),
+            "ResetPrefixCache": unary_handler(self._reset_prefix_cache, Ack),
+            "Pair": unary_handler(self._pair, PairRequest),
+            "Submit": unary_handler(self._submit, SubmitRequest),
+            "Abort": unary_handler(self._abort, AbortRequest),
+            "Drain": unary_handler(self._drain, DrainRequest),
+            "Attach": stream_handler(self._attach, AttachRequest),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        port = add_port(self._server, join_host_port(config.host, 0), config.tls)
+        await self._server.start()
+        self.address = join_host_port(config.host, port)
+        return self.address
+
+    def failure(self) -> Health:
+        """Report whether this worker must be replaced, and why; one that drains is leaving, and is not replaced."""
+        if self._leaving is not None:
+            return "drained" if self._leaving.done() or self._engine.failed else "draining"
+        if self._engine.failed:
+            return "engine_died"
+        return "stalled" if self._stalled_s() >= self._settings.stall_timeout_s else ""
+
+    def drain(self, timeout_s: float | None = None) -> asyncio.Task[None]:
+        """Take no new task; what has not ended after `timeout_s` is cut off. Ends once nobody needs the KV here.
+
+        If `timeout_s` is None, the settings decide. A later call can shorten a drain that has begun, and changes
+        nothing else.
+        """
+        patience_s = self._settings.drain_timeout_s if timeout_s is None else timeout_s
+        self._cut_off_s = min(self._cut_off_s, asyncio.get_running_loop().time() + patience_s)
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(), name="drain")
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(self._cut_off_s)
+        return self._leaving
+
+    async def _leave(self) -> None:
+        running = [(session, name, task) for session in self._sessions.values() for name, task in session.tasks.items()]
+        if running:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._cut_off_s) as self._patience:
+                    await asyncio.wait([task for _, _, task in running])
+            self._patience = None
+            late = [task for _, _, task in running if not task.done()]
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=ABORT_WITHIN_S)
+        for session, name, task in running:
+            if not task.done() or task.cancelled():  # else it has sent its finished delta itself
+                session.fail(name, self._refusal, "draining")
+        await kv_unneeded(self._engine.stats, self._engine.config.lease_s)
+
+    async def stop(self) -> None:
+        """Abort what runs, close the server, end the engine process."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+        for session in self._sessions.values():
+            session.abort(list(session.tasks))
+        await self._server.stop(grace=0.5)
+        self._engine.close()
+
+    @property
+    def _refusal(self) -> str:
+        return f"worker {self._engine.config.worker_id} is draining"
+
+    def _release_own(self, handoff: KvHandoff) -> None:
+        self._engine.release_own(handoff.handoff_id)
+
+    def _stalled_s(self) -> float:
+        return self._engine.stats.stall.stalled_s(has_work=bool(self._tasks))
+
+    # --- methods of the data plane
+
+    async def _describe(self, request: Ack) -> WorkerDescription:
+        assert self._description is not None
+        return self._description
+
+    async def _status(self, request: Ack) -> WorkerStatus:
+        stats = self._engine.stats
+        total = self._engine.num_kv_blocks
+        return WorkerStatus(
+            worker_id=self._engine.config.worker_id,
+            running=stats.running,
+            waiting=stats.waiting,
+            tasks=len(self._tasks),
+            kv_blocks_free=round(total * (1.0 - stats.kv_usage)),
+            kv_blocks_total=total,
+            counters=stats.counters,
+            lingering_handoffs=stats.lingering,
+            draining=self._leaving is not None,
+            engine_failed=self._engine.failed,
+            # Routers keep a stalled worker out. Told as soon as it has no work, it would stay out and never reach the
+            # stall timeout: without work it is usable, so the next request tries it, steps or adds to the time.
+            stalled_s=self._stalled_s() if self._tasks else 0.0,
+            incarnation=self._engine.config.incarnation,
+        )
+
+    async def _pair(self, request: PairRequest) -> PairAnswer:
+        answers = await self._engine.pair(request.addresses, request.transport)
+        refused = {address: answer for address, answer in answers.items() if isinstance(answer, str)}
+        paired = {
+            address: (answer.transport, answer.why)
+            for address, answer in answers.items()
+            if not isinstance(answer, str)
+        }
+        return PairAnswer(paired=paired, refused=refused)
+
+    async def _reset_prefix_cache(self, request: Ack) -> Ack:
+        return Ack(accepted=await self._engine.reset_prefix_cache())
+
+    def _mistaken_for(self, request: AttachRequest | SubmitRequest) -> str:
+        """Return a sentence if the call is meant for another worker; a router may have known this address as another
+        one's."""
+        config = self._engine.config
+        if not request.incarnation or (request.worker_id, request.incarnation) == (
+            config.worker_id,
+            config.incarnation,
+        ):
+            return ""
+        return (
+            f"this is {config.worker_id}, incarnation {config.incarnation}, not {request.worker_id}, incarnation "
+            f"{request.incarnation}"
+        )
+
+    async def _submit(self, request: SubmitRequest) -> Ack:
+        if mistaken := self._mistaken_for(request):
+            return Ack(accepted=False, reason=mistaken)
+        session = self._sessions.get(request.router_id)
+        if session is None:
+            return Ack(accepted=False, reason="attach a stream first", attached=False)
+        if self._leaving is not None:
+            return Ack(accepted=False, reason=self._refusal)
+        request_id = request.task.request_id
+        if request_id in session.tasks:
+            return Ack(accepted=False, reason=f"request {request_id} is running already")
+        self._start(session, request.task)
+        return Ack()
+
+    def _start(self, session: RouterSession, wanted: GenerateTask) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            session.tasks.pop(wanted.request_id, None)
+            self._tasks.discard(task)
+            if not self._tasks:
+                self._engine.stats.stall.work_ends()
+
+        if not self._tasks:
+            self._engine.stats.stall.work_begins()
+        task = asyncio.create_task(self._run(session, wanted), name=wanted.request_id)
+        session.tasks[wanted.request_id] = task
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+
+    async def _drain(self, request: DrainRequest) -> Ack:
+        self.drain(request.timeout_s)
+        return Ack()
+
+    async def _abort(self, request: AbortRequest) -> Ack:
+        session = self._sessions.get(request.router_id)
+        if session is not None:
+            session.abort(request.request_ids)
+        return Ack()
+
+    async def _attach(self, request: AttachRequest) -> AsyncIterator[EncodedBatch]:
+        if mistaken := self._mistaken_for(request):
+            raise NotThisWorker(mistaken)
+        previous = self._sessions.get(request.router_id)
+        if previous is not None:
+            previous.close()  # it came back before we noticed that it was gone
+        session = self._sessions[request.router_id] = RouterSession(self._release_own)
+        try:
+            yield EncodedBatch([])  # tells the router that the session is open
+            while True:
+                yield await session.next_batch()
+        finally:
+            # The router is gone or has reattached: nobody reads these tokens any more.
+            session.close()
+            if self._sessions.get(request.router_id) is session:
+                del self._sessions[request.router_id]
+
+    async def _run(self, session: RouterSession, task: GenerateTask) -> None:
+        """Run one task, from its first step to its one finished delta. The only place where its errors are caught."""
+        try:
+            if not task.prompt_token_ids:
+                raise InvalidTask("the task has no prompt")
+            async with aclosing(self._handler.run(self._engine, task)) as deltas:
+                async for delta in deltas:
+                    session.send(delta)
+        except Undeliverable:
+            logger.warning("task %s: a delta of it was too long, or the router did not read", task.request_id)
+        except InvalidTask as error:
+            session.fail(task.request_id, str(error), "invalid")
+        except HandoffLost as error:
+            session.fail(task.request_id, error.reason, "handoff")
+        except EngineFailed as error:
+            session.fail(task.request_id, str(error), "engine")
+        except Exception as error:
+            logger.exception("task %s failed", task.request_id)
+            session.fail(task.request_id, f"{type(error).__name__}: {error}", "engine")
