@@ -17,7 +17,7 @@ from contracts.vocabulary import Pool
 from router.dispatch.legs import Legs, ReleaseHandoff
 from router.dispatch.request import Attempt, Emit, RequestProgress, SequenceRequest
 from router.fleet.fleet import Fleet
-from router.fleet.policy import DECODE_SCORER, NoWorker, Path, path_for, pools_of, prompt_pool
+from router.fleet.policy import NoWorker, Path, path_for, pools_of, prompt_pool
 from router.flow.prompt_queue import PromptQueue
 from router.observe.metrics import RequestMetrics
 from router.observe.timeline import Outcome, RequestTimeline
@@ -130,7 +130,7 @@ class Orchestrator:
         path = progress.timeline.path = self._path_of(attempt.request)
         if path == "disaggregated":
             # Nothing is prefilled while there is nobody to decode it.
-            await self._fleet.available("decode", attempt.demand, DECODE_SCORER, self._settings.recovery_timeout_s)
+            await self._fleet.wait_until_usable("decode", self._settings.recovery_timeout_s)
             try:
                 await self._legs.split(attempt)
                 return

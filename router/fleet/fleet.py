@@ -14,7 +14,7 @@ from contracts.rpc.tls import TlsFiles
 from contracts.vocabulary import Pool
 from contracts.workers import WorkerDescription
 from router.fleet.pairing import KvPair, PairingRefused, check_layouts, pair_all, pair_while_serving
-from router.fleet.policy import Demand, NoWorker, Scorer, pick
+from router.fleet.policy import NoWorker
 from router.fleet.worker import STALL_TIMEOUT_S, Worker
 from worker_runtime.client import OnUnclaimed, WorkerClient
 
@@ -137,15 +137,12 @@ class Fleet:
         """The workers of one pool that may be given new work."""
         return [worker for worker in self.pool(name) if worker.load().usable]
 
-    async def available(self, pool: Pool, demand: Demand, scorer: Scorer, within_s: float) -> Worker:
-        """The best usable worker of a pool; waits for one to come (back) if there is none. Raises NoWorker."""
+    async def wait_until_usable(self, pool: Pool, within_s: float) -> None:
+        """Wait for a worker of a pool to come (back), if none takes work; chooses none. Raises NoWorker."""
         try:
             async with asyncio.timeout(within_s):
-                while True:
-                    try:
-                        return self.get(pick(demand, [worker.load() for worker in self.pool(pool)], scorer))
-                    except NoWorker:
-                        await self._usable.setdefault(pool, asyncio.Event()).wait()
+                while not any(worker.load().takes_work for worker in self.pool(pool)):
+                    await self._usable.setdefault(pool, asyncio.Event()).wait()
         except TimeoutError as error:
             raise NoWorker(f"no {pool} worker has been usable for {within_s:g} s") from error
 

@@ -1,7 +1,12 @@
 """Which way a request goes, which worker gets it, and how much of it: a routing policy is written here.
 
-Pure functions on a `Demand` and on snapshots of workers. Used by `router.dispatch`, `router.flow` and
-`router.fleet.fleet`, which know no rule of their own.
+Pure functions on a `Demand` and on snapshots of workers. Used by `router.dispatch` and `router.flow`, which know no
+rule of their own. Two choices are made, both by `pick`: who computes a prompt, when `router.flow.prompt_queue` has seen
+which one is next, and who decodes it, when it has its turn.
+
+To change a choice, write a `Scorer` and enter it in `PROMPT_SCORERS` or as `DECODE_SCORER`. What a scorer needs beyond
+that is a field of `Demand`, which `router.dispatch.request` fills in, or of `WorkerLoad`, which `router.fleet.worker`
+fills in.
 """
 
 from __future__ import annotations
@@ -135,9 +140,12 @@ DECODE_SCORER: Scorer = room_then_fewest_running
 """How the worker that decodes after a hand-over is chosen."""
 
 
-def pick(demand: Demand, loads: Iterable[WorkerLoad], scorer: Scorer, needed_blocks: int = 0) -> str:
-    """Return the id of the usable worker with the lowest score; ties go to the first. Raises NoWorker."""
-    candidates = [load for load in loads if load.takes_work and load.kv_blocks_total >= needed_blocks]
+def pick(demand: Demand, loads: Iterable[WorkerLoad], scorer: Scorer) -> str:
+    """Return the id of the worker with the lowest score of those that take work; ties go to the first. Raises NoWorker.
+
+    It is called only for a request that goes to the worker it names, so a scorer may keep account of what it chose.
+    """
+    candidates = [load for load in loads if load.takes_work]
     if not candidates:
         raise NoWorker("no worker is connected and accepting work")
     return min(candidates, key=lambda load: scorer(demand, load)).worker_id

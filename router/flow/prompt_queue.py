@@ -143,10 +143,12 @@ class PromptQueue:
             entry = self._queue.peek(may_start)
             if entry is None:  # those who wait are all over their share of what is decoded
                 break
+            if entry.item.granted.done():  # its client has left: no worker is chosen for it
+                self._queue.remove(entry)
+                continue
             worker = self._best(entry.item.demand, roomy)
             self._queue.pop(may_start)
-            if not entry.item.granted.done():
-                self._grant(entry.item, worker)
+            self._grant(entry.item, worker)
         self._watch_outage()
 
     def ended(self, turn: Turn, computed: bool) -> None:

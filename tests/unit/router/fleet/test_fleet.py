@@ -7,12 +7,11 @@ from collections import Counter
 import msgspec
 import pytest
 
-import router.fleet.fleet
 from contracts.errors import EngineFailed, WorkerLost
 from contracts.workers import WorkerDescription, WorkerStatus
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.pairing import KvPair, PairingRefused
-from router.fleet.policy import Demand, NoWorker, fewest_running_then_most_free
+from router.fleet.policy import NoWorker
 from tests.support.fake_engine import LAYOUT, FakeClock, eventually, make_task
 from tests.support.patience import PATIENCE_S
 from tests.support.small_fleet import Done, a_fleet, hosts
@@ -169,22 +168,20 @@ async def test_a_worker_that_hangs_does_not_make_what_is_known_of_the_others_old
 
 
 async def test_who_waits_for_a_worker_looks_again_when_there_may_be_one_and_not_before(monkeypatch):
-    looks, pick = [], router.fleet.fleet.pick
-    monkeypatch.setattr("router.fleet.fleet.pick", lambda *given: looks.append(given) or pick(*given))
+    looks = []
     async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         started[0]._engine.failed = True
         await fleet.refresh()
-        waiting = [
-            asyncio.create_task(fleet.available("decode", Demand(10), fewest_running_then_most_free, 20))
-            for _ in range(50)
-        ]
+        monkeypatch.setattr(fleet, "pool", lambda pool: looks.append(pool) or [fleet.get("decode-0")])
+        waiting = [asyncio.create_task(fleet.wait_until_usable("decode", 20)) for _ in range(50)]
         await asyncio.sleep(0)
         await fleet.refresh()
         await fleet.refresh()
         assert len(looks) == 50
         started[0]._engine.failed = False
         await fleet.refresh()
-        assert {worker.worker_id for worker in await asyncio.gather(*waiting)} == {"decode-0"}
+        await asyncio.gather(*waiting)
+        assert fleet.get("decode-0").load().takes_work
         assert len(looks) == 100
 
 
@@ -192,7 +189,7 @@ async def test_nobody_waits_longer_for_a_worker_than_is_said():
     async with asyncio.timeout(PATIENCE_S), hosts(prefill=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         for within_s in (0.0, 0.01):
             with pytest.raises(NoWorker, match=f"no decode worker has been usable for {within_s:g} s"):
-                await fleet.available("decode", Demand(10), fewest_running_then_most_free, within_s)
+                await fleet.wait_until_usable("decode", within_s)
 
 
 async def test_a_worker_whose_engine_failed_a_request_gets_no_other_before_it_has_told_that_it_is_well(asked):

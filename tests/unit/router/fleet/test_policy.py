@@ -53,12 +53,6 @@ def test_a_worker_that_is_gone_or_draining_gets_nothing_however_idle(scorer, unu
     assert pick(ANY, [but("x", **unusable), busy], scorer) == "busy"
 
 
-def test_a_worker_whose_cache_is_too_small_for_the_request_is_left_out():
-    assert (
-        pick(ANY, [but("small", kv_blocks_total=9), but("large", running=5)], least_work, needed_blocks=10) == "large"
-    )
-
-
 @pytest.mark.parametrize("loads", [[], [but("x", connected=False)], [but("x", draining=True)]])
 def test_no_usable_worker_is_an_error_of_its_own(loads):
     with pytest.raises(NoWorker, match="no worker"):

@@ -152,6 +152,25 @@ async def test_the_worker_is_chosen_for_the_prompt_that_is_next_and_by_what_it_a
     await bench.end()
 
 
+async def test_no_worker_is_chosen_for_a_prompt_whose_client_left_while_it_waited(monkeypatch):
+    asked_for = []
+
+    def noting(demand, load):
+        asked_for.append(demand.prompt_tokens)
+        return (0,)
+
+    monkeypatch.setitem(PROMPT_SCORERS, "prefill", noting)
+    bench = Bench()
+    for name, tokens in (("one", 2000), ("left", 300), ("two", 400)):
+        await bench.send(name, tokens)
+    bench.tasks["left"].cancel()  # its task has not run yet when the place becomes free
+    bench.turns["one"].prompt_done()
+    await settle()
+    assert asked_for == [2000, 400]
+    assert bench.started == ["one", "two"]
+    await bench.end()
+
+
 async def test_a_short_prompt_of_another_client_is_next_after_what_the_worker_has(bench):
     for index in range(10):
         await bench.send(f"flood-{index}", 2000, "flood")
