@@ -4,14 +4,14 @@ The prefill engine is the source, the decode engine fetches. Start with `contrac
 `source/lease.py` (who holds what, how long), `interfaces.py` (what a transport is), `service.py` (the whole, running).
 
 service.py     one engine's end of it all
-interfaces.py  what a transport is made of
-transports.py  which there are, by name
-names.py       names and limits that settings use
-source/        the prefill engine's end
-fetch/         the decode engine's end
-wire/          frames, codecs, gRPC methods
+interfaces.py  the parts of a transport, as abstract classes
+transports.py  the transports by name, and how to build them
+names.py       the names and limits that settings use
+source/        the prefill engine's end of a hand-off
+fetch/         the decode engine's end of a hand-off
+wire/          frames, codecs and gRPC methods
 memory/        KV blocks as bytes, on host and device
 collective/    the `collective` transport, experimental
-testing/       a transport in memory, and faults on purpose
-bench/         `ridgeline bench transfer`
+testing/       a transport in memory, and deliberate faults
+bench/         the measurement behind `ridgeline bench transfer`
 """

@@ -1,13 +1,13 @@
-"""What a transport is made of, and the words its parts share.
+"""The parts of a transport, as abstract classes, and the types they share.
 
-A hand-over has a control side, the same for all transports (describe, renew, release: a few small messages), and a side
-that moves bytes, which is what transports differ in:
+A hand-off has a control side, the same for all transports (describe, renew, release: a few small messages), and a side
+that moves the bytes, which is where transports differ:
 
     KvSource        one per engine rank: serves the blocks that its lease table holds open, in every way it can
-    SourceControl   asks any source for its description, renews and releases
+    SourceControl   asks any source for its description, renews leases and releases blocks
     Puller          moves the bytes of one fetch; one class per transport
 
-`fetcher.KvFetcher` joins a control and some pullers, picks one for each source, and is what the service uses. A
+`KvFetcher` joins a control and some pullers, picks one for each source, and is what the service uses. Every
 transport must pass `tests/conformance/check_transport.py`.
 """
 
@@ -30,13 +30,13 @@ from kv_transfer.memory.blocks import BlockPool
 
 
 class SourceDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a source says about itself, so that two workers can be refused when they pair, before any request."""
+    """A source's description of itself, so that two workers that do not match are refused when they pair."""
 
     layout: KvLayout
     incarnation: str
-    """Another one means another process, whatever its address: nothing known of the old one holds."""
+    """The process behind the address: if this changes, everything known of the old process is void."""
     offers: dict[str, dict[str, Any]]
-    """By transport, what its puller needs to know."""
+    """For each transport that the source supports, what its puller needs to know."""
     open_leases: int
     pinned_blocks: int
     expired_leases_total: int
@@ -44,9 +44,9 @@ class SourceDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for positions `first_block` to `first_block + num_blocks` of a hand-off, in the asker's layout.
+    """Asks for positions `first_block` to `first_block + num_blocks` of a hand-off, in the fetcher's layout.
 
-    Of every block, bytes [part_start, part_start + part_bytes): all of it unless the ranks differ in number.
+    It covers bytes [part_start, part_start + part_bytes) of every block: all of them unless the rank counts differ.
     """
 
     handoff_id: HandoffId
@@ -56,64 +56,64 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
     part_start: int
     part_bytes: int
     wire_dtype: str = "none"
-    """How frames are to be encoded, by `codec.WIRE_DTYPES`; of no effect where nothing is on a wire."""
+    """How frames are to be encoded, one of `names.WIRE_DTYPES`; without effect where blocks are copied as they are."""
 
 
 class KvSource(ABC):
-    """Serves the blocks that the lease table holds open. Reads the pool from its own threads."""
+    """The serving side: offers the blocks that the lease table holds open, and reads the pool on its own threads."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """host:port; valid after `start`."""
+        """The source's host:port; valid after `start`."""
 
     @property
     @abstractmethod
     def bytes_sent_total(self) -> int:
-        """Payload bytes handed to the transport so far: in frames as encoded, else the blocks' own."""
+        """Payload bytes handed to the transport so far: encoded for frames, otherwise the blocks' own size."""
 
     @abstractmethod
     def start(self) -> None:
-        """Bind and serve; returns once peers can connect."""
+        """Bind and serve; return once peers can connect."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop serving; running fetches end with `unreachable` at their fetchers. Idempotent."""
+        """Stop serving; running fetches end with `unreachable` at their fetchers. Calling it again does nothing."""
 
 
 class SourceControl(ABC):
-    """The small messages of a hand-over. Its methods run on one event loop; each has a deadline of seconds."""
+    """The small messages of a hand-off. Its methods run on one event loop; each has a deadline of seconds."""
 
     @abstractmethod
     async def describe(self, address: str) -> SourceDescription:
-        """Raises TransferFailed if the source is unreachable."""
+        """Ask a source about itself. Raises TransferFailed if it is unreachable."""
 
     @abstractmethod
     async def renew(self, address: str, handoff_id: str) -> None:
-        """Extend the lease; raises LeaseExpired or UnknownHandoff if it is gone, TransferFailed if unreachable.
+        """Extend the lease. Raises LeaseExpired or UnknownHandoff if it is gone, TransferFailed if unreachable.
 
-        A hand-off that is announced but not yet published counts as unknown: its lease has not begun.
+        A hand-off that is announced but not yet published is unknown: its lease has not begun.
         """
 
     @abstractmethod
     async def release(self, address: str, handoff_id: str, reader: int, readers: int) -> None:
-        """Give the blocks back; idempotent, silent for an unknown id. Raises TransferFailed only if unreachable."""
+        """Release the blocks, without error if already done or unknown. Raises TransferFailed only if unreachable."""
 
-    def forget(self, address: str) -> None:  # noqa: B027 - some keep nothing
-        """Keep nothing of a source that has left for good. Calls that run, and later ones, are not disturbed."""
+    def forget(self, address: str) -> None:  # noqa: B027 - some keep no state
+        """Drop the state of a source that has left for good. Calls in progress and later calls still work."""
 
     def known(self) -> Set[str]:
-        """Addresses of which something is kept."""
+        """Return the addresses for which state is kept."""
         return frozenset()
 
     @abstractmethod
     async def close(self) -> None:
-        """Drop connections. Idempotent."""
+        """Close all connections. Calling it again does nothing."""
 
 
 @dataclass(slots=True)
 class FetchProgress:
-    """Pullers fill it in as bytes land in the pool."""
+    """The progress of one fetch, updated by pullers as bytes land in the pool."""
 
     started_s: float
     transport: str = ""
@@ -124,25 +124,25 @@ class FetchProgress:
 
     @property
     def anything_arrived(self) -> bool:
-        """Whether a byte came, in this segment or an earlier one."""
+        """Whether any byte has arrived, in this segment or an earlier one."""
         return self.first_byte_s is not None or self.last_first_byte_s is not None
 
     def landed(self, num_bytes: int) -> None:
-        """Note that this many bytes were written to the pool: decoded, however few of them travelled."""
+        """Record that this many bytes were written to the pool, counted after decoding."""
         self.first_byte()
         self.num_bytes += num_bytes
 
     def first_byte(self) -> None:
-        """Note that bytes arrived; of a segment only the first call counts."""
+        """Record that bytes arrived; only the first call of a segment counts."""
         if self.first_byte_s is None:
             self.first_byte_s = time.monotonic()
 
     def segment_ends(self) -> None:
-        """Note that what comes next is another segment, or one of its layers: the wire's time is that of the last."""
+        """Record the end of a segment or of one of its layers: `wire_s` is measured from the last one's first byte."""
         self.last_first_byte_s, self.first_byte_s = self.first_byte_s, None
 
     def receipt(self, error: errors.HandoffError | None) -> FetchReceipt:
-        """Close the books."""
+        """Return the receipt of this fetch, with the times until now."""
         ended_s = time.monotonic()
         first_byte_s = self.first_byte_s or self.last_first_byte_s or ended_s
         return FetchReceipt(
@@ -159,49 +159,52 @@ class FetchProgress:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """One transfer from one source: what is asked for and where it goes."""
+    """One transfer from one source: what to read and where to write it."""
 
     address: str
     source: SourceDescription
     request: FetchRequest
     target_block_ids: Sequence[int]
     pool: BlockPool
-    """Narrowed to the part of each block that this source fills."""
+    """The target pool, narrowed to the part of each block that this source fills."""
     progress: FetchProgress
     lease_s: float
     follows: bool
-    """Whether the hand-off still grows: this pull then lasts as long as its prefill."""
+    """Whether the prefill is still running (overlap): the pull then lasts until it ends."""
     give_up_at_s: float
-    """On time.monotonic's scale."""
+    """The pull's deadline on time.monotonic's scale."""
 
 
 class Puller(ABC):
-    """Moves bytes. Its methods run on the fetcher's event loop; pulls may run concurrently."""
+    """Moves bytes by one transport. Its methods run on the fetcher's event loop; pulls may run concurrently."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def obstacle(self, source: SourceDescription) -> str | None:
-        """Why this transport cannot reach that source, in words; None if it can. May try, and keep what it opened."""
+        """Return why this transport cannot reach that source, or None if it can.
+
+        It may connect to find out, and keep what it opened.
+        """
 
     @abstractmethod
     async def pull(self, pull: Pull) -> None:
-        """Move the bytes or raise a HandoffError; on cancellation return only when `pull.pool` is no longer written."""
+        """Move the bytes or raise a HandoffError. If cancelled, return only after the last write to `pull.pool`."""
 
-    def forget(self, source: SourceDescription) -> None:  # noqa: B027 - most keep nothing
-        """Drop what `obstacle` opened: that process is gone. Pulls that run from it are not disturbed."""
+    def forget(self, source: SourceDescription) -> None:  # noqa: B027 - most keep no state
+        """Drop what `obstacle` opened, because that process is gone. Pulls in progress still work."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Idempotent."""
+        """Close all connections. Calling it again does nothing."""
 
 
 async def run_in_thread(threads: ThreadPoolExecutor, work: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Await `work` on a thread. If cancelled, call `stop` and come back only when the thread has ended."""
+    """Await `work` on a thread. If cancelled, call `stop` and return only when the thread has ended."""
     running = threads.submit(work)
     ended = asyncio.wrap_future(running)
     try:
-        await asyncio.wait((ended,))  # which, unlike awaiting it, leaves it running when we are cancelled
+        await asyncio.wait((ended,))  # unlike awaiting it, this leaves it running when we are cancelled
     except asyncio.CancelledError:
         stop()
         running.cancel()  # succeeds only if no thread has taken it yet
@@ -209,6 +212,6 @@ async def run_in_thread(threads: ThreadPoolExecutor, work: Callable[[], None], s
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((ended,))
         if not ended.cancelled():
-            ended.exception()  # how it ended matters no more
+            ended.exception()  # retrieve the result; how it ended no longer matters
         raise
     ended.result()

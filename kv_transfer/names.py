@@ -1,4 +1,4 @@
-"""What can be written in a configuration about KV transfer; imports nothing, so that a command line stays quick."""
+"""The names and limits of KV transfer that settings use. It imports nothing, so that the command line starts fast."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Final, Literal, get_args
 TransportName = Literal["auto", "shm", "collective", "grpc", "memory"]
 TRANSPORT_NAMES: Final = get_args(TransportName)
 AUTO: Final = ("shm", "grpc")
-"""What `auto` tries with each source, best first. `collective` must be asked for: with nccl it has not run yet."""
+"""The transports that `auto` tries with each source, best first. `collective` is left out: NCCL has not run yet."""
 AS_THEY_ARE: Final = ("shm", "collective")
-"""Transports without frames, which a `wire_dtype` would not reach."""
+"""Transports that copy blocks as they are, without frames, so that `wire_dtype` has no effect on them."""
 
 LONGEST_FETCH_S: Final = 600.0
-"""A read pins blocks for as long as its call lives, so a source refuses a call that may live longer."""
+"""Longest read that a source accepts: a read pins its blocks for as long as its call lives."""
 LONGEST_FETCH_DEADLINE_S: Final = 590.0
-"""What a fetch may be given, so that no rounding on the way takes it over the limit."""
+"""Longest deadline that a fetch may set, below the limit so that no rounding exceeds it."""
 
 WireDtype = Literal["none", "int8", "fp8"]
 WIRE_DTYPES: Final = get_args(WireDtype)

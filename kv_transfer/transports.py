@@ -1,4 +1,4 @@
-"""Which transports exist, by the name used in configuration. `TransferService` asks here."""
+"""The transports that exist, by the name used in configuration, and how to build them. Used by `TransferService`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class TransportSettings:
     rank: int = 0
     fetch_deadline_s: float = 30.0
     wire_dtype: WireDtype = "none"
-    """What this engine asks for where blocks are put in frames; as a source it encodes as it is asked to."""
+    """The encoding this engine asks for where blocks are put in frames; as a source it encodes as it is asked to."""
     offers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     faults: FaultPlan | None = None
     """For tests only: makes this engine's fetches fail as planned."""
     tls: TlsFiles | None = None
-    """For every connection between processes; None: plain text."""
+    """The certificates for all connections between processes; None: plain text."""
 
 
 def make_transport(name: TransportName, settings: TransportSettings) -> tuple[KvSource, KvFetcher]:
-    """Build both ends. Transports are imported only when asked for.
+    """Build both ends. A transport is imported only when it is asked for.
 
-    Raises ValueError for an unknown name, and for a `wire_dtype` that this transport or these blocks cannot have.
+    Raises ValueError for an unknown name, and for settings that this transport or these blocks do not support.
     Every source but `memory` serves all transports; the name decides what this engine's own fetches use.
     """
     if name not in TRANSPORT_NAMES:
@@ -48,7 +48,7 @@ def make_transport(name: TransportName, settings: TransportSettings) -> tuple[Kv
     if name in AS_THEY_ARE and settings.wire_dtype != "none":
         raise ValueError(f"{name} copies blocks as they are: wire_dtype must be none, not {settings.wire_dtype}")
     if name == "collective" and settings.tls is not None:
-        raise ValueError("collective moves bytes in plain text and cannot be had with TLS")
+        raise ValueError("collective moves bytes in plain text and does not work with TLS")
     source, control, pullers = _memory(settings) if name == "memory" else _grpc(settings)
     if settings.faults is not None:
         pullers = [FaultyPuller(puller, settings.faults) for puller in pullers]
@@ -82,7 +82,7 @@ def _grpc(settings: TransportSettings) -> tuple[KvSource, SourceControl, list[Pu
     control = GrpcControl(largest_frame_bytes(settings.layout), tls)
     extensions: list[SourceExtension] = []
     pullers: list[Puller] = [ShmPuller(control), GrpcPuller(control)]
-    if tls is None:  # torch.distributed moves its bytes in plain text
+    if tls is None:  # torch.distributed sends its bytes in plain text
         extensions.append(CollectiveSource(settings.pool, settings.host))
         pullers.insert(1, CollectivePuller(control, settings.pool.device, settings.host))
     source = GrpcKvSource(

@@ -1,5 +1,5 @@
-"""`ridgeline bench transfer`.
+"""The measurement behind `ridgeline bench transfer`.
 
-measure.py         hand-offs beside memcpy, by transport
-source_process.py  the process that is fetched from
+measure.py         measures hand-offs by transport, with memcpy as the baseline
+source_process.py  runs the process that the hand-offs are fetched from
 """

@@ -1,8 +1,8 @@
-"""How fast one hand-off moves between two processes on this host, by each transport, beside memcpy.
+"""Measure how fast one hand-off moves between two processes on this host, by transport, with memcpy as the baseline.
 
-A child process owns the source, this one the target, both through `TransferService`, as in production. Transports and
-layouts take turns, hand-off by hand-off, so that whatever else the machine does hits all of them alike. memcpy stands
-beside them because a transfer can be no better than one copy of its bytes. `ridgeline bench transfer` prints it all.
+A child process owns the source and this one the target, both through `TransferService`, as in production. Transports
+and layouts alternate hand-off by hand-off, so that a disturbance of the machine affects all of them alike. memcpy is
+the baseline because no transfer can be faster than one copy of its bytes. `ridgeline bench transfer` prints the result.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ CONTIGUOUS: Final = "contiguous"
 SCATTERED: Final = "scattered"
 LAYOUTS: Final = (CONTIGUOUS, SCATTERED)
 MEASURABLE: Final = tuple(name for name in get_args(TransportName) if name not in ("auto", "memory"))
-"""`auto` is one of the others, and `memory` never leaves its process."""
+"""The transports with figures of their own: `auto` picks one of the others, and `memory` never leaves its process."""
 
 FETCH_DEADLINE_S: Final = 30.0
 CACHE_PER_HANDOFF: Final = 2
-"""Blocks of each side's cache for each block moved, so that there is room to lie scattered."""
+"""Blocks in each side's cache for each block moved, so that there is room to scatter them."""
 _COPIES_IN_MEMORY: Final = 2 * CACHE_PER_HANDOFF + 2
-"""Two caches, and memcpy's source and target."""
+"""Copies of a hand-off's bytes held at once: two caches, and the source and target of memcpy."""
 _WARM_UP_ROUNDS: Final = 1
 _SEED: Final = 0
 
@@ -47,37 +47,37 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class MeasureSettings:
-    """What to measure. The defaults are SmolLM2-135M in bfloat16 and a prompt of 1700 tokens."""
+    """The measurement's parameters. The defaults are SmolLM2-135M in bfloat16 and a prompt of 1700 tokens."""
 
     tokens: int = 1700
-    """Rounded up to whole blocks of 32."""
+    """Prompt length, rounded up to whole blocks of 32 tokens."""
     layers: int = 30
     block_bytes: int = 24 << 10
-    """Of one block in one layer."""
+    """Bytes of one block in one layer."""
     rounds: int = 20
-    """Hand-offs of each transport and layout that count; one more goes before them."""
+    """Measured hand-offs for each transport and layout, after one that warms up."""
     transports: tuple[str, ...] = MEASURABLE
     layouts: tuple[str, ...] = LAYOUTS
     pin: bool | None = None
-    """One core for each side; None: if there are two."""
+    """Whether each side gets a core to itself; None: if there are at least two cores."""
 
     @property
     def num_blocks(self) -> int:
-        """Of one hand-off."""
+        """Blocks in one hand-off."""
         return math.ceil(self.tokens / BLOCK_TOKENS)
 
     @property
     def cache(self) -> CacheShape:
-        """Of each side."""
+        """The shape of each side's cache."""
         return CacheShape(self.layers, CACHE_PER_HANDOFF * self.num_blocks, self.block_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Of one hand-off."""
+        """Bytes in one hand-off, over all layers."""
         return self.cache.handoff_bytes(self.num_blocks)
 
     def problems(self, memory_available_bytes: int, usable_cores: int) -> list[str]:
-        """Why this cannot be measured here, each with its fix; empty if it can."""
+        """List the reasons why this cannot be measured here, each with its fix; empty if it can."""
         wrong = [*self._wrong_numbers(), *self._wrong_names()]
         if self.pin and usable_cores < 2:
             wrong.append(f"pin needs 2 cores, one for each side, and {usable_cores} is usable here: use --no-pin")
@@ -98,14 +98,14 @@ class MeasureSettings:
                 yield f"no {kind} is given: give one or more of {', '.join(known)}"
             for name in names:
                 if name not in known:
-                    why = " (it joins no two processes)" if name == "memory" else ""
+                    why = " (it does not connect processes)" if name == "memory" else ""
                     yield f"{kind} {name!r} cannot be measured{why}: give one or more of {', '.join(known)}"
 
     def _wrong_sizes(self, memory_available_bytes: int) -> Iterator[str]:
         if "shm" in self.transports and self.cache.num_bytes < SMALLEST_BYTES:
             more = math.ceil(SMALLEST_BYTES / (CACHE_PER_HANDOFF * self.layers * self.block_bytes)) * BLOCK_TOKENS
             yield (
-                f"a cache of {self.cache.num_bytes} bytes is too small for shared memory, which begins at "
+                f"a cache of {self.cache.num_bytes} bytes is too small for shared memory, which takes at least "
                 f"{SMALLEST_BYTES} bytes: raise tokens to {more}, raise layers or block-bytes, or leave shm out"
             )
         needed_bytes = _COPIES_IN_MEMORY * self.num_bytes
@@ -118,62 +118,62 @@ class MeasureSettings:
 
 @dataclass(frozen=True, slots=True)
 class TransferFigures:
-    """One transport with one layout of blocks."""
+    """The figures of one transport with one layout of blocks."""
 
     transport: str
     layout: str
     num_bytes: int
-    """Of one hand-off."""
+    """Bytes in one hand-off."""
     latency_s: tuple[float, ...]
-    """Of each round: from asking to the completion that the engine's step loop sees."""
+    """Seconds of each round, from the request to the completion that the engine's step loop sees."""
     cpu_s: tuple[float, ...]
-    """Of each round, both processes together, until the blocks are given back."""
+    """CPU seconds of each round, both processes together, until the blocks are released."""
 
     @property
     def median_ms(self) -> float:
-        """Latency of a hand-off."""
+        """Median latency of a hand-off."""
         return statistics.median(self.latency_s) * 1e3
 
     @property
     def p90_ms(self) -> float:
-        """Latency of a hand-off."""
+        """90th percentile of a hand-off's latency."""
         return float(np.percentile(self.latency_s, 90)) * 1e3
 
     @property
     def gb_s(self) -> float:
-        """At the median latency."""
+        """Throughput at the median latency, in 10^9 bytes/s."""
         return self.num_bytes / 1e6 / self.median_ms
 
     @property
     def cpu_s_per_gb(self) -> float:
-        """Mean over the rounds."""
+        """CPU seconds for 10^9 bytes, the mean over the rounds."""
         return statistics.mean(self.cpu_s) / (self.num_bytes / 1e9)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureReport:
-    """What `measure` found."""
+    """The result of `measure`."""
 
     settings: MeasureSettings
     cores: tuple[int, ...]
-    """Source's and target's, if each was given one; else empty."""
+    """The source's and the target's core if each was pinned to one; else empty."""
     memcpy_s: tuple[float, ...]
-    """Of each round: one copy of a hand-off's bytes by one thread of this process."""
+    """Seconds of each round for one copy of a hand-off's bytes by one thread of this process."""
     figures: tuple[TransferFigures, ...]
     refused: dict[str, str]
-    """By transport that does not work here, why."""
+    """Transports that do not work here, with the reason."""
 
     @property
     def memcpy_gb_s(self) -> float:
-        """Bytes copied per second, at the median; reading and writing count once."""
+        """Bytes copied per second (10^9) at the median; a byte read and written counts once."""
         return self.settings.num_bytes / 1e9 / statistics.median(self.memcpy_s)
 
     def ratio(self, figures: TransferFigures) -> float:
-        """Of its speed to memcpy's."""
+        """Return this throughput as a fraction of memcpy's."""
         return figures.gb_s / self.memcpy_gb_s
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: settings, figures and every single round."""
+        """Return settings, figures and the values of every round, ready for JSON."""
         return {
             "settings": asdict(self.settings),
             "handoff": {"blocks": self.settings.num_blocks, "bytes": self.settings.num_bytes},
@@ -199,12 +199,12 @@ class MeasureReport:
 
 
 def usable_cores() -> list[int]:
-    """Numbers of the cores this process may run on."""
+    """Return the numbers of the cores this process may run on."""
     return sorted(os.sched_getaffinity(0))
 
 
 def measure(settings: MeasureSettings, on_progress: OnProgress = lambda _: None) -> MeasureReport:
-    """Start the source, take turns, report. The caller has looked at `settings.problems`.
+    """Start the source, run all rounds and return the figures. The caller has checked `settings.problems`.
 
     While it runs, the calling thread may be pinned to one core. Raises MeasureError.
     """
@@ -242,7 +242,7 @@ class _Timings:
 
 
 class _Rounds:
-    """Every transport with every layout, and memcpy, once each round."""
+    """Runs every transport with every layout, and memcpy, once per round."""
 
     def __init__(
         self, settings: MeasureSettings, source: SourceProcess, targets: dict[TransportName, TransferService]
@@ -256,11 +256,11 @@ class _Rounds:
         self.memcpy_s: list[float] = []
 
     def run(self, on_progress: OnProgress) -> None:
-        """Warm up, then count."""
+        """Run the warm-up round, then the measured ones."""
         for index in range(-_WARM_UP_ROUNDS, self._settings.rounds):
             on_progress("warming up" if index < 0 else f"round {index + 1} of {self._settings.rounds}")
             turns = list(self._timings)
-            # Each other round the other way round: nobody always comes after the same neighbour.
+            # Reverse every other round, so that no transport always follows the same one.
             for name, layout in turns if index % 2 else reversed(turns):
                 latency_s, cpu_s = self._hand_over(name, layout, f"{name}-{layout}-{index}")
                 if index >= 0:
@@ -271,14 +271,14 @@ class _Rounds:
                 self.memcpy_s.append(copied_s)
 
     def figures(self) -> tuple[TransferFigures, ...]:
-        """In the order of transports, then layouts."""
+        """Return the figures in the order of transports, then layouts."""
         return tuple(
             TransferFigures(name, layout, self._settings.num_bytes, tuple(timings.latency_s), tuple(timings.cpu_s))
             for (name, layout), timings in self._timings.items()
         )
 
     def _hand_over(self, name: TransportName, layout: str, request_id: str) -> tuple[float, float]:
-        """Seconds until complete, and CPU seconds of both sides until the blocks were given back."""
+        """Return seconds until complete, and CPU seconds of both sides until the blocks were released."""
         handoff, source_cpu_s = self._source.publish(name, request_id, self._block_ids(layout))
         target_ids, cpu_s = self._block_ids(layout), time.process_time()
         latency_s = _fetch(self._targets[name], name, request_id, handoff, target_ids)
@@ -294,7 +294,10 @@ class _Rounds:
 
 
 def _fetch(service: TransferService, name: str, request_id: str, handoff: KvHandoff, target_ids: list[int]) -> float:
-    """Seconds from asking to the completion; raises MeasureError if it failed or another transport carried it."""
+    """Return the seconds from the request to its completion.
+
+    Raises MeasureError if the fetch failed or another transport carried it.
+    """
     deadline_s = time.monotonic() + FETCH_DEADLINE_S + 5.0
     started_s = time.perf_counter()
     service.start_fetch(request_id, handoff, 0, target_ids)
@@ -315,14 +318,14 @@ def _fetch(service: TransferService, name: str, request_id: str, handoff: KvHand
 
 
 class _Memcpy:
-    """One copy of so many bytes, by one thread, between pages that exist."""
+    """Copies a number of bytes by one thread, between pages that are already resident."""
 
     def __init__(self, num_bytes: int) -> None:
         self._source = torch.ones(num_bytes, dtype=torch.uint8)
         self._target = torch.full((num_bytes,), 2, dtype=torch.uint8)
 
     def run(self) -> float:
-        """Seconds."""
+        """Return the seconds that one copy takes."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -335,7 +338,7 @@ class _Memcpy:
 
 @contextmanager
 def _pinned_to(core: int | None) -> Iterator[None]:
-    """This thread, and all that it starts meanwhile."""
+    """Pin this thread, and the threads and processes it starts meanwhile; None: leave it as it is."""
     before = os.sched_getaffinity(0)
     if core is not None:
         os.sched_setaffinity(0, {core})

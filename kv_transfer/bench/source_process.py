@@ -1,7 +1,7 @@
 """The child process that `measure` fetches from: it owns a KV cache and serves it as an engine would.
 
-It ends with its parent whatever happens: told to, by the broken pipe, by its idle limit, or by a thread that waits for
-nothing but the parent's end.
+It ends with its parent in any case: by command, when the pipe breaks, at its idle limit, or through a thread that waits
+only for the parent's end.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kv_transfer.service import TransferOptions, TransferService
 BLOCK_TOKENS: Final = 32
 LEASE_S: Final = 30.0
 START_S: Final = 120.0
-"""For a new Python to import PyTorch and to fill the cache."""
+"""Time for a new Python process to import PyTorch and fill the cache."""
 ANSWER_S: Final = 30.0
 IDLE_S: Final = 300.0
-"""A source that nobody has asked for so long ends by itself."""
+"""A source that receives no command for this long exits."""
 END_S: Final = 15.0
 
 
@@ -41,32 +41,32 @@ class MeasureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Of one side's KV cache."""
+    """The shape of one side's KV cache."""
 
     num_layers: int
     num_blocks: int
     block_bytes: int
-    """Of one block in one layer."""
+    """Bytes of one block in one layer."""
 
     @property
     def num_bytes(self) -> int:
-        """The whole cache."""
+        """Bytes of the whole cache."""
         return self.num_layers * self.num_blocks * self.block_bytes
 
     def handoff_bytes(self, num_blocks: int) -> int:
-        """Of that many blocks, over all layers."""
+        """Return the bytes of that many blocks over all layers."""
         return self.num_layers * num_blocks * self.block_bytes
 
 
 class Cache:
-    """A KV cache full of noise, in shared memory if it is large enough, with any number of services over it."""
+    """A KV cache filled with noise, in shared memory if it is large enough. Several services can use it."""
 
     def __init__(self, shape: CacheShape) -> None:
         allocation = KvCacheAllocation()
         with allocation.serving_torch_zeros():
             buffer = torch.zeros(shape.num_bytes, dtype=torch.int8, device="cpu")
         self.layers = buffer.view(torch.uint8).view(shape.num_layers, shape.num_blocks, shape.block_bytes)
-        """uint8 [layers, blocks, bytes of a block]."""
+        """The cache as uint8 [layers, blocks, bytes of a block]."""
         self.layers.random_(0, 255)
         self._shape = shape
         self._shared = allocation.offer(list(self.layers))
@@ -74,7 +74,7 @@ class Cache:
     def service(
         self, transport: TransportName, host: str = "127.0.0.1", fetch_deadline_s: float = 30.0
     ) -> TransferService:
-        """Built as an engine builds it, not started; on a free port."""
+        """Build a service as an engine does, on a free port; the caller starts it."""
         layout = KvLayout(
             model="measure",
             dtype="bfloat16",
@@ -97,7 +97,7 @@ class Cache:
 
 
 def offer(service: TransferService, request_id: str, block_ids: Sequence[int], shape: CacheShape) -> KvHandoff:
-    """Publish these blocks as a finished prefill does."""
+    """Publish these blocks as a finished prefill does, and return the hand-off."""
     handoff = KvHandoff(
         handoff_id=new_handoff_id(),
         addresses=(service.address,),
@@ -112,9 +112,9 @@ def offer(service: TransferService, request_id: str, block_ids: Sequence[int], s
 
 
 def wait_freed(service: TransferService, request_id: str, timeout_s: float = ANSWER_S) -> bool:
-    """Poll, as an engine's step loop does, until the blocks of this request are free again; False if they stay.
+    """Poll, as an engine's step loop does, until this request's blocks are free again; return False if they stay.
 
-    Other requests' news is lost: one hand-off at a time.
+    Completions of other requests are dropped: use it with one hand-off at a time.
     """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -138,36 +138,42 @@ class _WaitFreed:
 
 
 class SourceProcess:
-    """The parent's handle. Every wait has a deadline; `close`, or leaving the `with` block, ends the child for sure."""
+    """The parent's handle. Every wait has a deadline; `close`, or leaving the `with` block, always ends the child."""
 
     def __init__(self, shape: CacheShape, transports: Sequence[TransportName], core: int | None) -> None:
-        """One service for each transport, all over one cache; with `core`, everything runs on that one."""
+        """Create one service for each transport, all over one cache; with `core`, run the child on that core only."""
         context = multiprocessing.get_context("spawn")
         self._pipe, self._childs_end = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(self._childs_end, shape, tuple(transports), core), name="kv-source", daemon=True
         )
         self.addresses: dict[str, str] = {}
-        """host:port by transport; filled by `start`."""
+        """host:port by transport, filled by `start`."""
 
     @property
     def pid(self) -> int | None:
-        """None before `start`."""
+        """The child's process id; None before `start`."""
         return self._process.pid
 
     def start(self) -> None:
-        """Returns when the child serves. Raises MeasureError if it does not come up."""
+        """Start the child and return when it serves. Raises MeasureError if it does not come up."""
         self._process.start()
-        self._childs_end.close()  # so that its end, if it dies, is seen here
+        self._childs_end.close()  # the child must hold the only copy, so that the pipe breaks when it dies
         self.addresses = self._answer(START_S)
 
     def publish(self, transport: TransportName, request_id: str, block_ids: Sequence[int]) -> tuple[KvHandoff, float]:
-        """A hand-off of these blocks, and the CPU seconds that the child has used so far."""
+        """Publish these blocks; return the hand-off and the CPU seconds that the child has used so far.
+
+        Raises MeasureError if the child does not answer.
+        """
         params, cpu_s = self._ask(_Publish(transport, request_id, tuple(block_ids)))
         return KvHandoff.from_params(params), cpu_s
 
     def wait_freed(self, transport: TransportName, request_id: str) -> float:
-        """Wait until the fetching side has given the blocks back; the CPU seconds the child has used so far."""
+        """Wait until the fetching side has released the blocks; return the CPU seconds the child has used so far.
+
+        Raises MeasureError if they are not released in time.
+        """
         freed, cpu_s = self._ask(_WaitFreed(transport, request_id))
         if not freed:
             raise MeasureError(f"{transport}: the blocks of {request_id} were not given back within {ANSWER_S:.0f} s")
@@ -175,7 +181,7 @@ class SourceProcess:
         return used_s
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the child. Calling it again does nothing."""
         with suppress(OSError):
             self._pipe.send(None)
         self._pipe.close()
@@ -219,7 +225,7 @@ class SourceProcess:
 def _serve(
     pipe: connection.Connection, shape: CacheShape, transports: tuple[TransportName, ...], core: int | None
 ) -> None:
-    """The child's main function."""
+    """Run the child until the parent ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which then ends us
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     if core is not None:
@@ -233,7 +239,7 @@ def _serve(
         while pipe.poll(IDLE_S) and (command := pipe.recv()) is not None:
             pipe.send(_obey(services, shape, command))
     except (EOFError, OSError):
-        return  # the parent is gone, or has given up
+        return  # the parent is gone or has given up
     finally:
         for service in services.values():
             service.close()
@@ -242,7 +248,7 @@ def _serve(
 def _obey(
     services: dict[TransportName, TransferService], shape: CacheShape, command: _Publish | _WaitFreed
 ) -> tuple[Any, float]:
-    """What the command asks for, and this process's CPU seconds."""
+    """Execute the command; return its result and this process's CPU seconds."""
     service = services[command.transport]
     if isinstance(command, _Publish):
         return offer(service, command.request_id, command.block_ids, shape).to_params(), time.process_time()
@@ -250,7 +256,7 @@ def _obey(
 
 
 def _end_with_parent() -> None:
-    """Also when it was killed, and whatever else this process is waiting for."""
+    """Exit when the parent does, even if it was killed and whatever else this process is waiting for."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

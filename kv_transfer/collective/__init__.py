@@ -2,8 +2,8 @@
 
 Gloo has run, in the tests and in `docs/measurements.md`; NCCL has not. `auto` never picks it.
 
-group.py   a pair of ranks
-wire.py    what both ends say over gRPC
+group.py   a group of two ranks
+wire.py    the messages that both ends exchange over gRPC
 source.py  the sending end
 puller.py  the receiving end
 """

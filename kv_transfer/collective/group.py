@@ -1,14 +1,14 @@
-"""A pair group: two ranks, the source (0) and the fetcher (1), of torch.distributed, for bytes from one to the other.
+"""A pair group: two ranks of torch.distributed, the source (0) and the fetcher (1), that move bytes between them.
 
-Built directly from a store, not by `init_process_group`: the engine has already initialised this process's default
-group, and there may be one pair group for each peer. The backend follows the memory: `nccl` for a CUDA pool, `gloo` for
-host memory; what differs between them is in `_Gloo` and `_Nccl` and nowhere else.
+It is built directly from a store, not by `init_process_group`: the engine has already initialised this process's
+default group, and there may be one pair group for each peer. The backend follows the memory: `nccl` for a CUDA pool,
+`gloo` for host memory. `_Gloo` and `_Nccl` contain everything that differs between them.
 
-What ran: gloo, between threads and between processes of one host. What did not: NCCL. `_Nccl` was written against its
-documentation and never executed; neither were CUDA tensors on this path.
+Gloo has run, between threads and between processes of one host. NCCL has not: `_Nccl` was written against its
+documentation and never executed, and neither were CUDA tensors on this path.
 
-A group that failed or was given up in mid-transfer is broken for good, because nothing in it says which bytes come
-next. A broken group is dropped and another one formed.
+A group that failed or was abandoned during a transfer cannot be used again, because nothing in it says which bytes
+come next. It is dropped, and the next fetch forms another one.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 SOURCE_RANK: Final = 0
 FETCHER_RANK: Final = 1
 FORM_S: Final = 5.0
-"""How long the two ends look for each other when a group is formed."""
+"""How long each end waits for the other when a group is formed."""
 
 _WATCHDOG_S: Final = 3600.0
-"""Longer than any fetch: NCCL's own timeout ends the whole process, ours ends one fetch."""
+"""Longer than any fetch: NCCL's own timeout ends the whole process, while ours ends one fetch."""
 _DATA_TAG: Final = 0
 _NEVER_SENT_TAG: Final = 1
 _POLL_S: Final = 50e-6
 _BACKLOG: Final = 64
 _ASYNC_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _construct: Final = threading.Lock()
-_c10d: Final[Any] = distributed  # what it exports depends on the build, which its type hints do not say
+_c10d: Final[Any] = distributed  # its exports depend on the build, and its type hints do not say so
 
 
 def backend_for(device: torch.device) -> str | None:
-    """The backend that moves tensors of this device, None if this build of torch has none."""
+    """Return the backend that moves tensors of this device; None if this build of torch has none."""
     if not distributed.is_available():
         return None
     if device.type == "cuda":
@@ -61,7 +61,7 @@ def backend_for(device: torch.device) -> str | None:
 
 
 def host_store(host: str) -> TCPStore:
-    """The store where the two ends of every group of one source find each other, on a free port of this interface only.
+    """Open the store where the two ends of each of a source's groups meet, on a free port of this interface only.
 
     Raises OSError if `host` is not an address of this machine.
     """
@@ -74,7 +74,7 @@ def host_store(host: str) -> TCPStore:
 
 
 def join_store(host: str, port: int) -> TCPStore:
-    """The same from the other side; raises TransferFailed."""
+    """Connect to another source's store. Raises TransferFailed if it cannot be reached."""
     try:
         return _store(host, port, is_master=False)
     except RuntimeError as error:
@@ -90,14 +90,14 @@ def _store(host: str, port: int, **options: Any) -> TCPStore:
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """One send that was posted; the tensor must not change or go before it has finished."""
+    """One posted send; the tensor must not change or be freed before it has finished."""
 
     work: Any
     tensor: torch.Tensor
 
 
 class PairGroup:
-    """One end of a pair. Transfers use it one at a time; `break_off` may come from any other thread."""
+    """One end of a pair. It runs one transfer at a time; `break_off` may be called from any other thread."""
 
     def __init__(self, end: _End, peer: str) -> None:
         self._peer = peer
@@ -106,9 +106,9 @@ class PairGroup:
 
     @classmethod
     def form(cls, rank: int, key: str, store: Store, host: str, device: torch.device, peer: str) -> PairGroup:
-        """Meet the other end under `key`; blocks up to a few times FORM_S. `peer` is for messages.
+        """Meet the other end under `key`; blocks up to a few times FORM_S. `peer` is used in messages only.
 
-        `host` is the address of this machine to use. Raises TransferFailed if the other end did not come.
+        `host` is this machine's address to use. Raises TransferFailed if the other end did not come.
         """
         store = _c10d.PrefixStore(key, store)
         try:
@@ -119,7 +119,7 @@ class PairGroup:
         group = cls(end, peer)
         try:
             byte = torch.zeros(1, dtype=torch.uint8, device=device)
-            byte.tolist()  # on a GPU this waits until its memory is free of earlier work: the group's stream does not
+            byte.tolist()  # on a GPU, wait until this memory is free of earlier work: the group's stream does not
             group._greet(rank, byte, time.monotonic() + FORM_S)
         except errors.TransferFailed:
             group.break_off()
@@ -128,7 +128,7 @@ class PairGroup:
 
     @property
     def broken(self) -> bool:
-        """Whether this end is closed: by a failure or by `break_off`."""
+        """Whether this end is closed, by a failure or by `break_off`."""
         return self._end is None
 
     def send(self, tensor: torch.Tensor) -> Sending:
@@ -137,21 +137,24 @@ class PairGroup:
             return Sending(self._whole().post_send(tensor), tensor)
 
     def finish(self, sending: Sending, deadline_s: float) -> None:
-        """Wait until it has left, which takes until the other end receives.
+        """Wait until the tensor has left, which takes until the other end receives it.
 
-        Raises TransferFailed, and the group is broken then. `deadline_s` is on time.monotonic's scale.
+        Raises TransferFailed, after which the group is broken. `deadline_s` is on time.monotonic's scale.
         """
         with self._failures(deadline_s):
             self._whole().wait(sending.work, deadline_s)
 
     def receive(self, tensor: torch.Tensor, deadline_s: float) -> None:
-        """Fill a contiguous tensor with the next one sent; raises as `finish` does."""
+        """Fill a contiguous tensor with the next one sent; raises like `finish`."""
         with self._failures(deadline_s):
             end = self._whole()
             end.wait(end.post_receive(tensor), deadline_s)
 
     def break_off(self) -> None:
-        """Close this end, from any thread: who waits in it, here or at the peer, gets TransferFailed. Idempotent."""
+        """Close this end, from any thread. Calls that wait in it, here or at the peer, raise TransferFailed.
+
+        Calling it again does nothing.
+        """
         with self._lock:
             end, self._end = self._end, None
         if end is not None:
@@ -164,7 +167,7 @@ class PairGroup:
         return end
 
     def _greet(self, rank: int, byte: torch.Tensor, deadline_s: float) -> None:
-        """One byte each way: both ends are there, and a backend that connects on first use has connected."""
+        """Send one byte each way: both ends are there, and a backend that connects on first use has connected."""
         if rank == SOURCE_RANK:
             self.finish(self.send(byte), deadline_s)
             self.receive(byte, deadline_s)
@@ -176,7 +179,7 @@ class PairGroup:
     def _failures(self, deadline_s: float | None) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # all that torch raises here; its subclasses tell nothing more
+        except RuntimeError as error:  # torch raises nothing more specific: its subclasses carry no more information
             late = deadline_s is not None and time.monotonic() >= deadline_s
             self.break_off()
             reason = errors.TIMEOUT if late else errors.UNREACHABLE
@@ -184,7 +187,7 @@ class PairGroup:
 
 
 class SendWindow:
-    """What was sent and has not arrived: at most `limit` tensors, which is all that a transfer holds in memory."""
+    """The tensors sent and not yet received: at most `limit`, which bounds the memory that a transfer holds."""
 
     def __init__(self, group: PairGroup, limit: int, deadline_s: float) -> None:
         self._group = group
@@ -193,22 +196,22 @@ class SendWindow:
         self._under_way: deque[Sending] = deque()
 
     def make_room(self) -> None:
-        """Wait until one more may be sent; raises as `PairGroup.finish` does."""
+        """Wait until another tensor may be sent; raises like `PairGroup.finish`."""
         while len(self._under_way) >= self._limit:
             self._group.finish(self._under_way.popleft(), self._deadline_s)
 
     def send(self, tensor: torch.Tensor) -> None:
-        """After `make_room`; raises as `PairGroup.send` does."""
+        """Send a tensor; call `make_room` first. Raises like `PairGroup.send`."""
         self._under_way.append(self._group.send(tensor))
 
     def finish(self) -> None:
-        """Wait until all has arrived; raises as `PairGroup.finish` does."""
+        """Wait until all tensors have arrived; raises like `PairGroup.finish`."""
         while self._under_way:
             self._group.finish(self._under_way.popleft(), self._deadline_s)
 
 
 class _End(ABC):
-    """What differs between backends. Any RuntimeError from here means that the group is of no more use."""
+    """What differs between backends. After any RuntimeError from here the group cannot be used any more."""
 
     @abstractmethod
     def post_send(self, tensor: torch.Tensor) -> Any: ...
@@ -218,15 +221,15 @@ class _End(ABC):
 
     @abstractmethod
     def wait(self, work: Any, deadline_s: float) -> None:
-        """Block this thread, not the engine, until the bytes have left or are there."""
+        """Block this thread, but not the engine, until the bytes have left or arrived."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release whoever waits, on any thread, at both ends."""
+        """Release every thread that waits, at both ends."""
 
 
 class _Gloo(_End):
-    """Sockets between host memories. A send ends only when the other side receives: that is the back-pressure."""
+    """Sockets between host memories. A send ends only when the other side receives, which is the back-pressure."""
 
     def __init__(self, store: Store, rank: int, host: str) -> None:
         backend = _c10d.ProcessGroupGloo
@@ -244,19 +247,19 @@ class _Gloo(_End):
         return self._group.recv([tensor], self._peer, _DATA_TAG)
 
     def wait(self, work: Any, deadline_s: float) -> None:
-        # Torch cuts what it is given to whole milliseconds: a wait must not end before its time is up.
+        # Torch truncates the timeout to whole milliseconds, and a wait must not end before its time is up.
         left_ms = math.ceil(1e3 * (deadline_s - time.monotonic()))
         work.wait(timedelta(milliseconds=max(1, left_ms)))
 
     def close(self) -> None:
-        """Gloo's own `abort` leaves waiters waiting; a wait that times out closes the connection, which does not."""
+        """Close the connection by letting a wait time out: Gloo's own `abort` leaves waiting threads waiting."""
         nothing = torch.empty(1, dtype=torch.uint8)
         with suppress(RuntimeError):
             self._group.recv([nothing], self._peer, _NEVER_SENT_TAG).wait(timedelta(milliseconds=1))
 
 
 class _Nccl(_End):
-    """Between GPUs, on a stream of its own: the engine's stream never waits for a peer. Never executed: see above."""
+    """GPUs, on a separate stream, so that the engine's stream never waits for a peer. Never executed: see above."""
 
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:
         backend = _c10d.ProcessGroupNCCL
@@ -276,7 +279,7 @@ class _Nccl(_End):
             return self._group.recv([tensor], self._peer, _DATA_TAG)
 
     def wait(self, work: Any, deadline_s: float) -> None:
-        """Asks, rather than synchronises, so that a peer that never comes ends in a timeout."""
+        """Poll rather than synchronise, so that a peer that never comes ends in a timeout."""
         with torch.cuda.stream(self._stream):
             work.wait()  # makes the stream wait, not this thread
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -285,7 +288,7 @@ class _Nccl(_End):
             if time.monotonic() >= deadline_s:
                 raise RuntimeError("the other end did not take part in time")
             time.sleep(_POLL_S)
-        if work.exception() is not None:  # an aborted kernel ends too, and has moved nothing
+        if work.exception() is not None:  # an aborted kernel ends as well, without having moved anything
             raise RuntimeError("the transfer was aborted")
 
     def close(self) -> None:
@@ -295,7 +298,7 @@ class _Nccl(_End):
 
 @contextmanager
 def _errors_are_ours() -> Iterator[None]:
-    """NCCL groups read, when they are made, what to do when a peer dies; the default is to end this process."""
+    """Disable NCCL's reaction to a dead peer, read when a group is made: by default it ends this process."""
     with _construct:
         before = os.environ.get(_ASYNC_ERRORS)
         os.environ[_ASYNC_ERRORS] = "0"

@@ -1,9 +1,9 @@
-"""The `collective` transport's receiving end: whole tensors through a pair group, descriptions of them over gRPC.
+"""The `collective` transport's receiving end: whole tensors through a pair group, their descriptions over gRPC.
 
-One group for each source, formed when it is first used, and one transfer at a time in it, since its messages carry no
-names. A transfer that is cancelled, or fails on this side, tells the source to stop and receives what was sent until
-then without writing it, so the group stays in step; if that is not over soon the group is given up, and the next fetch
-forms another. See `collective_group` for what was run of this.
+There is one group for each source, formed when it is first used. It runs one transfer at a time, since its messages
+carry no names. A transfer that is cancelled, or fails on this side, tells the source to stop, and then receives what
+was already sent without writing it, so that the group stays in step. If that takes too long the group is dropped, and
+the next fetch forms another. `group.py` says which parts of this have run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kv_transfer.wire.frames import TARGET_FRAME_BYTES
 MAX_CONCURRENT_FETCHES: Final = 8
 FORMING_THREADS: Final = 4
 DRAIN_S: Final = 2.0
-"""How long a stopped transfer may take to receive what was sent, before its group is given up."""
+"""How long a stopped transfer may take to receive what was already sent, before its group is dropped."""
 
 _decode_invitation: Final = msgspec.msgpack.Decoder(Invitation).decode
 _decode_told: Final = msgspec.msgpack.Decoder(Chunk | End).decode
@@ -44,12 +44,12 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class CollectivePuller(Puller):
-    """Keeps one pair group for each source process."""
+    """The `collective` transport; keeps one pair group for each source process."""
 
     name: ClassVar[str] = "collective"
 
     def __init__(self, control: GrpcControl, device: torch.device, host: str) -> None:
-        """`device`: the pool's. `host`: the address of this machine to use."""
+        """`device` is the pool's; `host` is this machine's address to use."""
         keep_freed_memory()
         self._control = control
         self._device = device
@@ -82,7 +82,7 @@ class CollectivePuller(Puller):
         for address, pair in list(self._pairs.items()):
             if pair.incarnation == source.incarnation:
                 del self._pairs[address]
-                if not pair.lock.locked():  # else whoever has its turn leaves the group when that is over
+                if not pair.lock.locked():  # otherwise the transfer that holds the group leaves it at its end
                     self._leave(pair)
 
     async def close(self) -> None:
@@ -93,7 +93,7 @@ class CollectivePuller(Puller):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _pair(self, pull: Pull) -> _Pair:
-        """The one with this source; what is left of an earlier process at its address goes."""
+        """Return the pair with this source, after dropping that of an earlier process at its address."""
         pair = self._pairs.get(pull.address)
         if pair is None or pair.incarnation != pull.source.incarnation:
             if pair is not None:
@@ -102,7 +102,7 @@ class CollectivePuller(Puller):
         return pair
 
     async def _membership(self, pair: _Pair, pull: Pull) -> _Membership:
-        """Form the group unless it is there. Forming it goes on if we are cancelled: the next fetch will want it."""
+        """Form the group unless it exists. Forming continues if we are cancelled: the next fetch will need it."""
         if pair.membership is not None and _has_broken(pair.membership):
             self._leave(pair)
         if pair.membership is None:
@@ -121,7 +121,7 @@ class CollectivePuller(Puller):
             raise
 
     def _leave(self, pair: _Pair) -> None:
-        """On another thread: closing a group can wait for one."""
+        """Leave the group on another thread, because closing one can block."""
         membership, pair.membership = pair.membership, None
         if membership is not None:
             self._forming.submit(_leave_when_formed, membership)
@@ -129,7 +129,7 @@ class CollectivePuller(Puller):
 
 @dataclass(slots=True)
 class _Pair:
-    """What is kept for one source process; only on the event loop."""
+    """The state kept for one source process; used on the event loop only."""
 
     incarnation: str
     membership: Future[_Membership] | None = None
@@ -137,7 +137,7 @@ class _Pair:
 
     @asynccontextmanager
     async def turn(self, pull: Pull) -> AsyncIterator[None]:
-        """One transfer at a time; raises TransferFailed(`timeout`) if the others take too long."""
+        """Wait for the group; raises TransferFailed(`timeout`) if the transfers before this one take too long."""
         try:
             async with asyncio.timeout(pull.give_up_at_s - time.monotonic()):
                 await self.lock.acquire()
@@ -160,7 +160,7 @@ def _leave_when_formed(membership: Future[_Membership]) -> None:
 
 
 class _Membership:
-    """This process's place in a group; the source holds its own as long as the Join stream is open."""
+    """This process's membership in a group; the source keeps its own while the Join stream is open."""
 
     def __init__(self, channel: grpc.Channel, call: Any, name: str, group: PairGroup) -> None:
         self.channel = channel
@@ -200,18 +200,18 @@ class _Membership:
         return cls(channel, call, invitation.group, group)
 
     def leave(self) -> None:
-        """Release whoever waits in the group, at both ends. Idempotent."""
+        """Leave the group and release threads that wait in it, at both ends. Calling it again does nothing."""
         self.group.break_off()
         self._call.cancel()
         read_last_events(self._call)
 
 
 class _Transfer:
-    """One pull. `run` on a thread of its own, `stop` from the event loop."""
+    """One pull. `run` runs on its own thread; `stop` is called from the event loop."""
 
     def __init__(self, pull: Pull, membership: _Membership) -> None:
         self.settled = True
-        """Whether everything that was sent has been received, so that the group can be used again."""
+        """Whether all that was sent has been received, so that the group can be used again."""
         self._pull = pull
         self._membership = membership
         self._number = next(membership.numbers)
@@ -224,10 +224,10 @@ class _Transfer:
         self._patience: threading.Timer | None = None
         self._ended = False
         self._stop_call: Any = None
-        """Kept because gRPC cancels a call that nobody holds."""
+        """The Stop call, kept because gRPC cancels a call that nothing references."""
 
     def run(self) -> None:
-        """Receive one whole answer, or raise a HandoffError."""
+        """Receive one whole answer. Raises a HandoffError."""
         try:
             self._stream.run(self._consume)
         finally:
@@ -237,7 +237,7 @@ class _Transfer:
                     self._patience.cancel()
 
     def stop(self) -> None:
-        """Make `run` raise soon; what is on its way is received first. Idempotent, from any thread."""
+        """Make `run` raise soon, after receiving what is on its way. May be called again, and from any thread."""
         with self._lock:
             if self._ended or self._patience is not None:
                 return
@@ -273,7 +273,7 @@ class _Transfer:
         self._finish(end)
 
     def _receive(self, chunk: Chunk) -> None:
-        """One tensor, whether it is still wanted or not."""
+        """Receive one tensor, whether or not it is still wanted."""
         self._pull.progress.first_byte()
         self._place.expect(chunk)
         pool = self._pull.pool
@@ -302,7 +302,7 @@ class _Transfer:
 
 
 class _Place:
-    """Which chunk is due: segment by segment, in each layer by layer, positions ascending."""
+    """The position of the next chunk: segment by segment, in each layer by layer, positions ascending."""
 
     def __init__(self, num_layers: int, num_blocks: int, most_in_chunk: int) -> None:
         self._num_layers = num_layers
@@ -315,11 +315,11 @@ class _Place:
 
     @property
     def segment_ended(self) -> bool:
-        """Whether the last chunk was its segment's last one."""
+        """Whether the last chunk received ended its segment."""
         return self._layer == 0 and self._next == self._start == self._end
 
     def expect(self, chunk: Chunk) -> None:
-        """Raises TransferFailed(`corrupted`) unless this is the chunk that is due."""
+        """Raise TransferFailed(`corrupted`) unless this is the next chunk in order."""
         begins = self._layer == 0 and self._next == self._start
         if (chunk.layer, chunk.first) != (self._layer, self._next) or not (begins or chunk.end == self._end):
             raise self._corrupted(f"layer {chunk.layer} block {chunk.first} of a segment that ends at {chunk.end}")
@@ -333,7 +333,7 @@ class _Place:
                 self._layer, self._start, self._next = 0, self._end, self._end
 
     def check_whole(self) -> None:
-        """Raises TransferFailed(`corrupted`) unless everything came."""
+        """Raise TransferFailed(`corrupted`) unless everything has arrived."""
         if self._layer or self._next != self._num_blocks:
             raise self._corrupted("the end")
 
@@ -343,7 +343,7 @@ class _Place:
 
 
 def _next(call: Any) -> bytes:
-    """The stream's next message; TransferFailed if it ended instead."""
+    """Return the stream's next message. Raises TransferFailed if it ended instead."""
     for message in call:
         return bytes(message)
     raise errors.TransferFailed(errors.UNREACHABLE, "the source ended the pair group")

@@ -1,8 +1,9 @@
 """The `collective` transport's sending end: gRPC methods that a `GrpcKvSource` serves beside its own.
 
-Each group is held open by its fetcher's Join stream, so a fetcher that closes or dies takes its groups with it. What is
-sent is a copy: a tensor gathered from the blocks, `WINDOW_CHUNKS` of them at most, each told to the fetcher with its
-checksum. A transfer that ends in any way but an orderly one breaks its group, because nobody knows what was received.
+Each group is held open by its fetcher's Join stream, so a fetcher that closes or dies takes its groups with it. The
+source sends copies: tensors gathered from the blocks, at most `WINDOW_CHUNKS` of them at a time, each described to the
+fetcher with its checksum. A transfer that does not end in order breaks its group, because it is unknown what the
+fetcher has received.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 MAX_GROUPS: Final = 16
-"""Fetching ranks that one source can serve; each holds a thread."""
+"""Fetching ranks that one source can serve; each occupies a thread."""
 TURN_WAIT_S: Final = 1.0
-"""A fetcher may begin its next transfer a moment before the last one's call has ended here."""
+"""A fetcher may begin its next transfer shortly before the last one's call has ended here."""
 
 _decode_transfer: Final = msgspec.msgpack.Decoder(Transfer).decode
 _decode_stop: Final = msgspec.msgpack.Decoder(Stop).decode
@@ -51,13 +52,13 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class CollectiveSource(SourceExtension):
-    """The groups of one source."""
+    """The pair groups of one source."""
 
     name: ClassVar[str] = "collective"
     max_streams = MAX_GROUPS
 
     def __init__(self, pool: BlockPool, host: str) -> None:
-        """`host`: the address of this machine that fetchers reach, the gRPC server's."""
+        """`host` is the address of this machine that fetchers reach: the gRPC server's."""
         self._device = pool.device
         self._host = host
         self._lock = threading.Lock()
@@ -92,7 +93,7 @@ class CollectiveSource(SourceExtension):
             served.group.break_off()
 
     def _join(self, server: BlockServer, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """One thread for the life of the group."""
+        """Hold the group open, on one thread, until its fetcher leaves."""
         if not self._places.acquire(blocking=False):
             sentence = f"this source is in {MAX_GROUPS} pair groups already"
             grpc_methods.abort(context, errors.TransferFailed(errors.BUSY, sentence))
@@ -160,7 +161,7 @@ class CollectiveSource(SourceExtension):
 
 
 class _ServedGroup:
-    """A group as its source sees it: one transfer at a time, on that call's thread."""
+    """A group from its source's point of view: one transfer at a time, on that call's thread."""
 
     def __init__(self, group: PairGroup) -> None:
         self.group = group
@@ -169,7 +170,7 @@ class _ServedGroup:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Raises TransferFailed(`busy`) if another transfer holds the group."""
+        """Hold the group for one transfer; raises TransferFailed(`busy`) if another transfer holds it."""
         if not self._turn.acquire(timeout=TURN_WAIT_S):
             raise errors.TransferFailed(errors.BUSY, "another transfer of this pair group has not ended")
         try:
@@ -178,11 +179,11 @@ class _ServedGroup:
             self._turn.release()
 
     def stop(self, number: int) -> None:
-        """Numbers grow, and one transfer runs at a time: the latest is enough to remember."""
+        """Stop a transfer. Numbers grow and transfers run one at a time, so the latest number is enough to keep."""
         self._stopped = number
 
     def answer(self, server: BlockServer, transfer: Transfer, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Send what is asked for; the messages say what was sent."""
+        """Send the blocks that are asked for, and yield a message for each tensor."""
         left_s = context.time_remaining()
         assert left_s is not None  # the slot requires a deadline
         window = SendWindow(self.group, WINDOW_CHUNKS, time.monotonic() + left_s)
@@ -196,19 +197,19 @@ class _ServedGroup:
                 with server.read(transfer.request, wanted) as read:
                     end = yield from _send_all(server, read, window, wanted)
             except errors.HandoffError:
-                window.finish()  # the fetcher receives all that it was told of, and the error after that
+                window.finish()  # the fetcher receives everything announced so far, then the error
                 settled = True
                 raise
             window.finish()
             settled = True
         finally:
-            if not settled:  # the call is over, or this is an error of ours: who received what is unknown
+            if not settled:  # the call is over, or this is our own error: what was received is unknown
                 self.group.break_off()
         yield _encode(end)
 
 
 def _send_all(server: BlockServer, read: BlockRead, window: SendWindow, wanted: Wanted) -> Generator[bytes, None, End]:
-    """Yields the encoded chunks, returns the End."""
+    """Yield the encoded chunks; return the End."""
     for segment in read.segments(wanted):
         for layer, start, block_ids in _chunks(read.pool, segment):
             window.make_room()
@@ -231,7 +232,7 @@ def _send_all(server: BlockServer, read: BlockRead, window: SendWindow, wanted: 
 
 
 def _chunks(pool: BlockPool, segment: Segment) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """(layer, position in the segment, blocks), layer by layer."""
+    """Yield (layer, position in the segment, blocks), layer by layer."""
     if not segment.block_ids:
         return
     step = blocks_per_frame(pool.block_bytes, len(segment.block_ids))

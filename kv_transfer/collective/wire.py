@@ -1,9 +1,9 @@
-"""What both ends of the collective transport say over gRPC, beside the bytes that the pair group carries.
+"""The messages of the collective transport over gRPC, beside the bytes that the pair group carries.
 
 Join      the fetcher opens it, reads an `Invitation`, meets the source in a new group, and reads `FORMED`; the group
           lives as long as the stream does
-Collect   one transfer: a `Chunk` for every tensor that was sent, in that order, then one `End`
-Stop      send no more of this transfer; its Collect ends with an `End` as soon as what was sent is told
+Collect   one transfer: a `Chunk` for each tensor sent, in that order, then one `End`
+Stop      stops a transfer; its Collect ends with an `End` once every tensor already sent is described
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ COLLECT: Final = "CollectiveFetch"
 STOP: Final = "CollectiveStop"
 FORMED: Final = b"formed"
 WINDOW_CHUNKS: Final = 3
-"""Sent and not yet received: what a cancelled fetch drains, and what each transfer holds in the source's memory."""
+"""Tensors sent and not yet received: what a cancelled fetch drains, and what a transfer holds in source memory."""
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to meet: at the source's store, under the group's name."""
+    """Where to meet: in the source's store, under the group's name."""
 
     incarnation: str
     group: str
@@ -31,7 +31,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for one transfer in a group; `number` tells it from the group's other ones."""
+    """Asks for one transfer in a group; `number` distinguishes it from the group's others."""
 
     group: str
     number: int
@@ -39,7 +39,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True):
-    """Ends a transfer early, also one whose request has not come yet."""
+    """Ends a transfer early, even one whose request has not arrived yet."""
 
     group: str
     number: int
@@ -60,8 +60,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All that was sent has been received."""
+    """The end of a transfer: the fetcher has received everything that was sent."""
 
     complete: bool
-    """False if it was stopped."""
+    """False if the transfer was stopped."""
     first_token: int | None = None

@@ -1,12 +1,12 @@
-"""The decode engine's end: pair with a source, pull its blocks, keep its lease alive meanwhile.
+"""The decode engine's end: pair with a source, pull its blocks, and keep its lease alive meanwhile.
 
-fetcher.py      pulls hand-offs, whatever the transport
+fetcher.py      fetches hand-offs by any transport
 grpc_puller.py  the `grpc` transport
 shm_puller.py   the `shm` transport
-control.py      questions and answers over gRPC
+control.py      describe, renew and release over gRPC
 stream.py       one server stream, read on a thread
-threads.py      the threads that pulls borrow
-heartbeat.py    keeps leases alive, gives them back
-ranks.py        which bytes make up this rank's blocks
-results.py      what threads hand to the step loop
+threads.py      the threads on which pulls run
+heartbeat.py    renews leases and releases blocks
+ranks.py        which source bytes make up this rank's blocks
+results.py      passes results from threads to the step loop
 """

@@ -1,7 +1,7 @@
-"""Asks sources, over gRPC: who are you, keep my blocks, I am done with them.
+"""The control messages to a source over gRPC: describe yourself, renew a lease, release blocks.
 
 Used by `kv_transfer.fetch`, `kv_transfer.collective` and `router.dispatch.releaser`. Its methods run on one event loop
-and take no thread.
+and block no thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _decode_description: Final = msgspec.msgpack.Decoder(SourceDescription).decode
 
 
 class GrpcControl(SourceControl):
-    """One channel for each source, kept until `close`; pullers borrow it."""
+    """One channel to each source, kept until `forget` or `close`; pullers share it."""
 
     def __init__(
         self, largest_message_bytes: int = grpc_methods.CONTROL_MESSAGE_BYTES, tls: TlsFiles | None = None
@@ -35,7 +35,7 @@ class GrpcControl(SourceControl):
         self._channels: dict[str, grpc.Channel] = {}
 
     def channel(self, address: str) -> grpc.Channel:
-        """Opened when first asked for; only on the event loop's thread."""
+        """Return the channel to a source, opened on first use; call it on the event loop's thread only."""
         if address not in self._channels:
             self._channels[address] = open_channel(address, self._options, self._tls)
         return self._channels[address]
@@ -51,7 +51,7 @@ class GrpcControl(SourceControl):
         await self._call(address, grpc_methods.RELEASE, grpc_methods.Release(handoff_id, reader, readers))
 
     def forget(self, address: str) -> None:
-        self._channels.pop(address, None)  # not closed, which would end its calls: it goes with the last of them
+        self._channels.pop(address, None)  # not closed, which would end its calls: it is freed with the last of them
 
     def known(self) -> Set[str]:
         return self._channels.keys()
@@ -64,7 +64,7 @@ class GrpcControl(SourceControl):
     async def _call(self, address: str, method: str, argument: Any) -> bytes:
         loop = asyncio.get_running_loop()
         answered = asyncio.Event()
-        channel = self.channel(address)  # held until the answer is there: see `forget`
+        channel = self.channel(address)  # referenced until the answer is there: see `forget`
         call = channel.unary_unary(f"/{grpc_methods.SERVICE}/{method}").future(
             _encode(argument), timeout=CONTROL_DEADLINE_S
         )

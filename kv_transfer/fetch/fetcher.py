@@ -1,7 +1,6 @@
-"""Pulls hand-offs: pairs with each source once, picks the transport for it, and fetches each rank's part.
+"""Fetches hand-offs: pairs with each source once, picks its transport, and pulls each rank's part.
 
-`TransferService` is the only production caller; it runs the fetcher on its own event loop, beside the engine's step
-loop.
+`TransferService` runs it on its own event loop, beside the engine's step loop.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from kv_transfer.names import AS_THEY_ARE, LONGEST_FETCH_DEADLINE_S, WireDtype
 from kv_transfer.wire.codec import make_codec
 
 FOLLOW_LIMIT_S: Final = LONGEST_FETCH_DEADLINE_S
-"""Longest life of a fetch that follows a growing prefill; a dead source is noticed much sooner, by its connection."""
+"""Longest duration of a fetch that overlaps its prefill. A dead source is noticed much sooner, by its connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """What was agreed with one source."""
+    """The agreement with one source: its description and the transport for it."""
 
     source: SourceDescription
     puller: Puller
     why: str
-    """For people: what was picked, and what stood in the way of anything better."""
+    """Why no better transport was picked, for log lines; empty if nothing stood in the way."""
 
 
 class KvFetcher:
-    """Its methods run on one event loop; fetches may run concurrently."""
+    """Fetches hand-offs for one rank. Its methods run on one event loop; fetches may run concurrently."""
 
     def __init__(
         self,
@@ -47,12 +46,12 @@ class KvFetcher:
         fetch_deadline_s: float = 30.0,
         wire_dtype: WireDtype = "none",
     ) -> None:
-        """`pullers` best first: each source gets the first of those `allowed` (names; None: all) that reaches it.
+        """`pullers` are ordered best first: each source gets the first of those `allowed` (None: all) that reaches it.
 
-        `wire_dtype`: how blocks are to travel where a transport puts them in frames. ValueError if blocks of this
-        layout cannot.
+        `wire_dtype` is how blocks travel where a transport puts them in frames. Raises ValueError if blocks of this
+        layout cannot travel so.
         """
-        make_codec(wire_dtype, layout, layout.block_bytes)  # told now, not by every fetch
+        make_codec(wire_dtype, layout, layout.block_bytes)  # fail now rather than in every fetch
         self._layout = layout
         self._control = control
         self._pullers = tuple(pullers)
@@ -63,9 +62,9 @@ class KvFetcher:
         self._pairings: dict[str, Pairing] = {}
 
     async def pair(self, address: str, transport: str | None = None) -> Pairing:
-        """Agree with a source, once; raises LayoutMismatch, or TransferFailed if it cannot be reached by any means.
+        """Pair with a source once. Raises LayoutMismatch, or TransferFailed if no allowed transport reaches it.
 
-        With a `transport` agree anew, on that one.
+        With a `transport`, pair again and allow that one only.
         """
         pairing = self._pairings.get(address)
         if pairing is None or transport is not None:
@@ -75,8 +74,10 @@ class KvFetcher:
         return pairing
 
     def forget_all_but(self, addresses: Collection[str]) -> None:
-        """Drop what is kept of sources that are gone, paired or not: their mappings hold memory, their channels try to
-        connect. Fetches that run keep theirs."""
+        """Drop the state of all other sources, paired or not: their mappings hold memory, their channels reconnect.
+
+        Running fetches keep what they use.
+        """
         for address in (set(self._pairings) | self._control.known()) - set(addresses):
             self._forget(address)
             self._control.forget(address)
@@ -102,7 +103,7 @@ class KvFetcher:
             obstacles.append(f"not {puller.name}: {obstacle}")
         raise errors.TransferFailed(
             errors.UNREACHABLE,
-            f"nothing of {sorted(allowed)} reaches {address}: {'; '.join(obstacles) or 'there is no such transport'}",
+            f"none of {sorted(allowed)} reaches {address}: {'; '.join(obstacles) or 'there is no such transport'}",
         )
 
     async def fetch(
@@ -110,8 +111,8 @@ class KvFetcher:
     ) -> FetchReceipt:
         """Pull positions `first_block` to `first_block + len(target_block_ids)` of the hand-off into the targets.
 
-        Every failure becomes a receipt. A task cancelled here stops the transfer and raises CancelledError. However
-        this ends, nothing writes to `pool` after it returned or raised; on failure the targets hold garbage.
+        Every failure becomes a receipt. Cancelling the task stops the transfer and raises CancelledError. In either
+        case nothing writes to `pool` after the end; on failure the targets hold garbage.
         """
         progress = FetchProgress(started_s=time.monotonic())
         try:
@@ -190,12 +191,12 @@ class KvFetcher:
                     raise
 
     async def renew(self, handoff: KvHandoff) -> None:
-        """Extend the lease on every rank we read from; raises as `SourceControl.renew` does."""
+        """Extend the lease on every source rank that this rank reads; raises like `SourceControl.renew`."""
         for address in self._our_sources(handoff):
             await self._control.renew(address, handoff.handoff_id)
 
     async def release(self, handoff: KvHandoff) -> None:
-        """Say that this rank needs the blocks no more; raises as `SourceControl.release` does."""
+        """Tell the sources that this rank no longer needs the blocks; raises like `SourceControl.release`."""
         readers = readers_per_source(self._layout.tensor_parallel_size, len(handoff.addresses))
         for address in self._our_sources(handoff):
             await self._control.release(address, handoff.handoff_id, self._rank % readers, readers)
@@ -205,7 +206,7 @@ class KvFetcher:
         return await self._control.describe(address)
 
     async def close(self) -> None:
-        """Drop connections. Idempotent."""
+        """Close all connections. Calling it again does nothing."""
         for puller in self._pullers:
             await puller.close()
         await self._control.close()
@@ -215,7 +216,7 @@ class KvFetcher:
 
 
 def check_fetch(handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int], pool: BlockPool) -> None:
-    """Refuse, before anything is sent, a fetch that cannot be right."""
+    """Check a fetch before anything is sent; raises TransferFailed(`bad_request`) if it cannot be right."""
     if first_block < 0 or first_block + len(target_block_ids) > handoff.num_blocks:
         raise errors.TransferFailed(
             errors.BAD_REQUEST,
@@ -230,7 +231,7 @@ def check_fetch(handoff: KvHandoff, first_block: int, target_block_ids: Sequence
 
 
 def _first(failures: BaseExceptionGroup[errors.HandoffError]) -> errors.HandoffError:
-    """Of several ranks' failures one is reported; they mostly have one cause."""
+    """Return the failure to report, the first: failures of several ranks mostly have one cause."""
     error: BaseException = failures
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,4 +1,4 @@
-"""The `grpc` transport's receiving end: reaches any host, checks every frame, holds one frame in memory."""
+"""The `grpc` transport's receiving end: reaches any host, checks every frame, and holds one frame in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kv_transfer.wire.frames import FrameReader
 
 
 class GrpcPuller(Puller):
-    """Each pull borrows one thread, which writes every frame straight into the pool."""
+    """The `grpc` transport. Each pull borrows one thread, which writes every frame straight into the pool."""
 
     name: ClassVar[str] = "grpc"
 
@@ -25,7 +25,7 @@ class GrpcPuller(Puller):
         self._threads = FetchThreads("kv-fetch")
 
     def obstacle(self, source: SourceDescription) -> str | None:
-        return None  # who answered `describe` can be reached
+        return None  # a source that answered `describe` can be reached
 
     async def pull(self, pull: Pull) -> None:
         stream = SourceStream(self._control.channel(pull.address), grpc_methods.FETCH, pull)

@@ -1,6 +1,7 @@
-"""The fetching side's duty to its sources: keep leases alive while blocks are wanted, give them back when not.
+"""Lease renewal and release by the fetching side: renew while blocks are wanted, release them afterwards.
 
-Runs on the `TransferService`'s event loop and nowhere else.
+`Heartbeats` runs on the `TransferService`'s event loop. `release_with_retries` is also used by
+`router.dispatch.releaser`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from kv_transfer.fetch.fetcher import KvFetcher
 log = logging.getLogger(__name__)
 
 BEATS_PER_LEASE: Final = 6
-"""Five beats may be lost before a lease runs out."""
+"""Renewals per lease time, so that five in a row may be lost before the lease runs out."""
 SHORTEST_BEAT_S: Final = 0.02
 RELEASE_RETRY_DELAYS_S: Final = (0.2, 0.5, 1.0)
 
 
 class Heartbeats:
-    """One task for each watched hand-off, ending by itself when the lease is lost."""
+    """One task for each watched hand-off; it ends by itself when the lease is lost."""
 
     def __init__(self, fetcher: KvFetcher) -> None:
         self._fetcher = fetcher
@@ -33,7 +34,7 @@ class Heartbeats:
         return len(self._tasks)
 
     def watch(self, handoff: KvHandoff) -> None:
-        """Begin renewing; nothing happens if it is watched already."""
+        """Start renewing; does nothing if the hand-off is watched already."""
         if handoff.handoff_id in self._tasks:
             return
         task = asyncio.get_running_loop().create_task(self._beat(handoff))
@@ -41,13 +42,13 @@ class Heartbeats:
         task.add_done_callback(lambda _: self._forget(handoff.handoff_id, task))
 
     def stop(self, handoff: KvHandoff) -> None:
-        """Stop renewing; the lease then lives out its time."""
+        """Stop renewing; the lease then runs until its end."""
         task = self._tasks.pop(handoff.handoff_id, None)
         if task is not None:
             task.cancel()
 
     async def close(self) -> None:
-        """Stop all."""
+        """Stop renewing all leases."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -58,8 +59,10 @@ class Heartbeats:
             del self._tasks[handoff_id]
 
     async def _beat(self, handoff: KvHandoff) -> None:
-        """Renew until refused, or until a whole lease passed without success: an unpublished or unreachable source
-        may still come."""
+        """Renew until refused, or until a whole lease time has passed without success.
+
+        An unpublished or unreachable source may still come.
+        """
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + handoff.lease_s
         while True:
@@ -76,7 +79,7 @@ class Heartbeats:
 
 
 async def release_with_retries(release: Callable[[KvHandoff], Awaitable[None]], handoff: KvHandoff) -> None:
-    """Release; if the source stays unreachable, leave the blocks to their lease's end."""
+    """Release; if the source stays unreachable, leave the blocks to the end of their lease."""
     for delay_s in (*RELEASE_RETRY_DELAYS_S, None):
         try:
             await release(handoff)

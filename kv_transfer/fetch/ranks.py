@@ -1,8 +1,8 @@
-"""Which bytes of whose blocks make up this rank's blocks, when the two sides split the KV heads over their ranks.
+"""Which bytes of which source rank make up this rank's blocks, when the two sides split the KV heads differently.
 
-Heads come first in a block, so the heads of a rank are one run of bytes and splitting or joining is slicing. With three
-heads per rank here and one rank there, our second rank reads bytes [1/3, 2/3) of each of its blocks; the other way
-round our only rank reads three whole blocks and lays them side by side.
+Heads come first in a block, so the heads of a rank are one run of bytes, and splitting or joining is slicing. If this
+side has two ranks with three heads each and the other side one rank with six, our second rank reads the second half of
+each of its blocks. The other way round, our only rank reads two whole blocks and lays them side by side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RankPart:
 
 
 def parts_for_rank(rank: int, our_ranks: int, their_ranks: int, our_block_bytes: int) -> list[RankPart]:
-    """What rank `rank` of `our_ranks` needs from `their_ranks`, in the order it lies in our block.
+    """Return what rank `rank` of `our_ranks` reads from `their_ranks`, in the order it lies in our block.
 
     Raises ValueError if neither number of ranks divides the other.
     """

@@ -1,6 +1,6 @@
-"""What the service's threads have to tell the engine's step loop, handed over exactly once.
+"""The results that the service's threads pass to the engine's step loop, each exactly once.
 
-`TransferService` is the only user: its event loop finishes fetches here, the step loop takes and waits.
+`TransferService` is the only user: its event loop records results here, and the step loop takes them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from contracts.handoff import FetchReceipt
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """News since the last poll; every id appears in exactly one of these, once."""
+    """The results since the last poll; every id appears in one poll only."""
 
     sent: set[str] = field(default_factory=set)
-    """Publishing requests whose blocks may be freed."""
+    """Prefill requests whose blocks may be freed."""
     received: set[str] = field(default_factory=set)
-    """Fetching requests whose target blocks are no longer written, successful or not."""
+    """Decode requests whose target blocks are no longer written to, whether the fetch succeeded or not."""
     failed: set[str] = field(default_factory=set)
-    """The part of `received` whose targets hold garbage."""
+    """The subset of `received` whose targets hold garbage."""
     receipts: dict[str, FetchReceipt] = field(default_factory=dict)
-    """One for each of `received`."""
+    """The receipt of each request in `received`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """Counts; the `_total` ones only grow."""
+    """Counts of leases, fetches and bytes; the `_total` ones only grow."""
 
     open_leases: int
     pinned_blocks: int
@@ -37,14 +37,14 @@ class TransferStats:
     active_fetches: int
     watched_handoffs: int
     bytes_sent_total: int
-    """As they travelled: encoded, if a peer asked for that."""
+    """Bytes as they travelled: encoded, if a peer asked for that."""
     bytes_received_total: int
-    """As they were written to the pool."""
+    """Bytes as they were written to the pool."""
     fetches_total: Mapping[str, int]
-    """By result: "ok", or the receipt's reason ("cancelled", "lease_expired", ...)."""
+    """Fetches by result: "ok", or the receipt's reason ("cancelled", "lease_expired", ...)."""
 
     def since(self, before: TransferStats) -> TransferStats:
-        """What is open now, and what was counted after `before`; a result that has not come since is absent."""
+        """Return what is open now and what was counted after `before`; results with no new fetch are left out."""
         gained = {name: count - before.fetches_total.get(name, 0) for name, count in self.fetches_total.items()}
         return replace(
             self,
@@ -56,7 +56,7 @@ class TransferStats:
 
 
 class CompletionBoard:
-    """Safe from any thread."""
+    """Results on their way to the step loop. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -67,14 +67,14 @@ class CompletionBoard:
         self._news = False
 
     def begin(self, request_id: str) -> None:
-        """Note a fetch; raises ValueError if one for this request has not been taken yet."""
+        """Register a fetch. Raises ValueError if an earlier one for this request has not been taken yet."""
         with self._changed:
             if request_id in self._active or request_id in self._receipts:
                 raise ValueError(f"{request_id} already has a fetch")
             self._active.add(request_id)
 
     def finish(self, request_id: str, receipt: FetchReceipt) -> None:
-        """Record the one completion of a fetch; a second one is ignored."""
+        """Record the completion of a fetch; only the first one counts."""
         with self._changed:
             if request_id not in self._active:
                 return
@@ -85,36 +85,36 @@ class CompletionBoard:
         self.wake()
 
     def finish_all(self, receipt: FetchReceipt) -> None:
-        """End every fetch that has not ended."""
+        """End every fetch that is still active."""
         with self._changed:
             active = tuple(self._active)
         for request_id in active:
             self.finish(request_id, receipt)
 
     def wake(self) -> None:
-        """There is something to poll for."""
+        """Wake `wait`: there is something to poll for."""
         with self._changed:
             self._news = True
             self._changed.notify_all()
 
     def clear_news(self) -> None:
-        """Called before collecting, so that nothing that arrives meanwhile is slept over."""
+        """Reset the wake-up flag before collecting, so that a result that arrives meanwhile sets it again."""
         with self._changed:
             self._news = False
 
     def take(self, sent: set[str]) -> Completed:
-        """Everything finished and not yet taken."""
+        """Return everything that has finished and was not taken before."""
         with self._changed:
             receipts, self._receipts = self._receipts, {}
         failed = {request_id for request_id, receipt in receipts.items() if receipt.outcome != "ok"}
         return Completed(sent=sent, received=set(receipts), failed=failed, receipts=receipts)
 
     def wait(self, timeout_s: float) -> None:
-        """Until there is something to poll for, at most `timeout_s`."""
+        """Wait until there is something to poll for, at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._news, timeout=timeout_s)
 
     def totals(self) -> tuple[int, int, dict[str, int]]:
-        """Active fetches, bytes received, fetches by result."""
+        """Return (active fetches, bytes received, fetches by result)."""
         with self._changed:
             return len(self._active), self._bytes_received_total, dict(self._totals)

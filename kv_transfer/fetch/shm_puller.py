@@ -1,11 +1,11 @@
 """The `shm` transport's receiving end: maps the source's KV cache and copies each block once.
 
-The source is asked over gRPC to pin the blocks and to say where they lie; the stream stays open while they are copied,
-so that the source knows, also when this process dies, how long they are read. The bytes touch nothing but the two
-caches: there is no checksum, as there is none on any other copy in memory.
+The source is asked over gRPC to pin the blocks and to say where they lie. The stream stays open during the copy, so
+that the source knows how long they are read, even if this process dies. Each byte is copied from one cache to the other
+and nowhere else. There is no checksum, as for any other copy in memory.
 
-The stream may break unnoticed while we copy, and the blocks be given to another request: not before the lease is over,
-though, which the pin renews. A copy that took longer than a lease is believed only if the lease is still open.
+The stream may break unnoticed while we copy, and the source may then give the blocks to another request, but not before
+the lease, which the pin renews, is over. A copy that took longer than a lease counts only if the lease is still open.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _decode_pinned: Final = msgspec.msgpack.Decoder(grpc_methods.PinnedBlocks).decod
 
 
 class ShmPuller(Puller):
-    """Keeps one mapping for each source process."""
+    """The `shm` transport; keeps one mapping for each source process."""
 
     name: ClassVar[str] = "shm"
 
@@ -50,14 +50,14 @@ class ShmPuller(Puller):
         return None
 
     async def pull(self, pull: Pull) -> None:
-        if (obstacle := self.obstacle(pull.source)) is not None:  # forgotten since, because another pull failed
+        if (obstacle := self.obstacle(pull.source)) is not None:  # forgotten meanwhile: another pull failed
             raise errors.TransferFailed(errors.STALE_PAIRING, f"{pull.address}: {obstacle}")
         part = self._mapped[pull.source.incarnation].pool.part(pull.request.part_start, pull.request.part_bytes)
         stream = SourceStream(self._control.channel(pull.address), grpc_methods.PIN, pull)
         copy = _Copy(pull, part, stream)
         await self._threads.run(pull, lambda: stream.run(copy.consume), stream.cancel)
         if not copy.within_lease():
-            await self._control.renew(pull.address, pull.request.handoff_id)  # raises if it was not open all the time
+            await self._control.renew(pull.address, pull.request.handoff_id)  # raises unless it was open all the time
 
     def forget(self, source: SourceDescription) -> None:
         self._mapped.pop(source.incarnation, None)
@@ -68,7 +68,7 @@ class ShmPuller(Puller):
 
 
 class _Copy:
-    """One pull, on its thread."""
+    """The copy of one pull, on its thread."""
 
     def __init__(self, pull: Pull, source: BlockPool, stream: SourceStream) -> None:
         self._pull = pull
@@ -78,11 +78,11 @@ class _Copy:
         self._safe_until_s = 0.0
 
     def within_lease(self) -> bool:
-        """Whether the blocks could not have been given away before the last one was copied."""
+        """Whether the source cannot have given the blocks away before the last one was copied."""
         return time.monotonic() < self._safe_until_s
 
     def consume(self, call: Any) -> None:
-        """Copy each segment as it is announced, until the source says that this was all."""
+        """Copy each segment as it is announced, until the source marks the last one."""
         asked_s = time.monotonic()
         for message in call:
             self._safe_until_s, asked_s = asked_s + self._pull.lease_s, time.monotonic()
@@ -99,7 +99,7 @@ class _Copy:
     def _copy(self, block_ids: list[int]) -> None:
         targets = self._pull.target_block_ids[self._done : self._done + len(block_ids)]
         if len(targets) != len(block_ids):
-            raise errors.TransferFailed(errors.CORRUPTED, "more blocks were pinned than asked for")
+            raise errors.TransferFailed(errors.CORRUPTED, "more blocks were pinned than were asked for")
         self._pull.progress.first_byte()
         try:
             for num_bytes in self._pull.pool.copies_from(self._source, block_ids, targets):

@@ -1,4 +1,4 @@
-"""One server stream read on a thread: what every puller that asks a source over gRPC has in common."""
+"""One server stream, read on a thread; shared by all pullers that ask a source over gRPC."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ BUSY_RETRY_S: Final = 0.05
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 Consume = Callable[[Any], None]
-"""Reads the call's messages, which it iterates over; raises a HandoffError if they are wrong."""
+"""Iterates over the call's messages; raises a HandoffError if they are wrong."""
 
 
 class SourceStream:
-    """`run` on a thread of its own; `cancel` from any other."""
+    """One streamed answer of a source. `run` runs on its own thread; `cancel` may be called from any other."""
 
     def __init__(self, channel: grpc.Channel, method: str, pull: Pull, message: bytes | None = None) -> None:
-        """`message`: what to ask, if it is not the pull's request."""
-        self._channel = channel  # kept, because one that nobody holds closes and ends its calls
+        """`message` replaces the pull's own request."""
+        self._channel = channel  # an unreferenced channel closes and ends its calls
         self._method = channel.unary_stream(f"/{grpc_methods.SERVICE}/{method}")
         self._message = message or _encode(pull.request)
         self._address = pull.address
@@ -38,9 +38,9 @@ class SourceStream:
         self.cancelled = threading.Event()
 
     def run(self, consume: Consume) -> None:
-        """Read one whole answer, or raise a HandoffError. A busy source is asked again.
+        """Read one whole answer. Retries while the source is busy; raises a HandoffError.
 
-        A source that was busy when it last answered is called busy, also where time was up before it answered again.
+        If time runs out during a retry, the source is still reported as busy.
         """
         refusal: errors.TransferFailed | None = None
         while True:
@@ -55,14 +55,14 @@ class SourceStream:
             self.cancelled.wait(BUSY_RETRY_S)
 
     def cancel(self) -> None:
-        """Make `run` raise soon."""
+        """Make `run` raise soon. May be called from any thread."""
         self.cancelled.set()
         with self._lock:
             if self._call is not None:
                 self._call.cancel()
 
     def raise_if_cancelled(self) -> None:
-        """For work between messages."""
+        """Raise TransferCancelled if cancelled; called between messages."""
         if self.cancelled.is_set():
             raise errors.TransferCancelled(errors.CANCELLED, "cancelled by the fetching side")
 
@@ -88,10 +88,10 @@ class SourceStream:
 
 
 def read_last_events(call: Any) -> None:
-    """Of a call that has ended or was cancelled; they come at once.
+    """Read the last events of a call that has ended or was cancelled; they come at once.
 
-    A call that reads on its caller's own thread keeps 17 KB in its channel until its last events have been read, and
-    after a cancel gRPC offers no public way to read them (1.85: `grpc._channel._SingleThreadedRendezvous`).
+    A call that is read on its caller's own thread keeps 17 KB in its channel until its last events have been read, and
+    gRPC has no public way to read them after a cancel (1.85: `grpc._channel._SingleThreadedRendezvous`).
     """
     while call._state.due:
         call._consume_next_event()

@@ -1,6 +1,6 @@
-"""The threads that pulls borrow: those that follow a growing prefill have their own.
+"""The threads on which pulls run, in two pools: one for complete hand-offs, one for those that overlap their prefill.
 
-A follower keeps its thread for the rest of that prefill, mostly asleep; a complete hand-off is a matter of milliseconds
+An overlapping pull keeps its thread for the rest of the prefill, mostly asleep. A complete hand-off takes milliseconds
 and must not wait behind it.
 """
 
@@ -13,24 +13,24 @@ from typing import Final
 from kv_transfer.interfaces import Pull, run_in_thread
 
 MAX_CONCURRENT_FETCHES: Final = 8
-"""Of complete hand-offs; each holds one frame at most."""
+"""Concurrent pulls of complete hand-offs; each holds at most one frame in memory."""
 MAX_CONCURRENT_FOLLOWERS: Final = 8
-"""Of growing ones; as much memory each. The others wait for their turn."""
+"""Concurrent pulls that overlap their prefill; each needs as much memory. Further pulls wait for a thread."""
 
 
 class FetchThreads:
-    """Two bounded pools of threads, started as they are needed."""
+    """Two bounded pools of threads, started on demand."""
 
     def __init__(self, name: str) -> None:
-        """`name`: what the threads' names begin with."""
+        """`name` is the prefix of the threads' names."""
         self._whole = ThreadPoolExecutor(MAX_CONCURRENT_FETCHES, thread_name_prefix=name)
         self._following = ThreadPoolExecutor(MAX_CONCURRENT_FOLLOWERS, thread_name_prefix=f"{name}-follow")
 
     async def run(self, pull: Pull, work: Callable[[], None], stop: Callable[[], None]) -> None:
-        """As `run_in_thread`, on a thread for this kind of pull."""
+        """Run like `run_in_thread`, on a thread of the pool for this kind of pull."""
         await run_in_thread(self._following if pull.follows else self._whole, work, stop)
 
     def close(self) -> None:
-        """Start nothing more. Idempotent."""
+        """Start no more work. Calling it again does nothing."""
         for threads in (self._whole, self._following):
             threads.shutdown(wait=False, cancel_futures=True)

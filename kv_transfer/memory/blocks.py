@@ -1,9 +1,9 @@
-"""One engine's paged KV cache as bytes: layers, each of numbered blocks, each block one contiguous run of bytes.
+"""One engine's paged KV cache as bytes: layers of numbered blocks, each block one contiguous run of bytes.
 
-The transports' only view of the engine's memory, on a CPU (`block_memory`) or a GPU (`device_memory`). It copies
-nothing until asked and never looks inside a block: on CPUs the bytes inside are packed for the instruction set, so only
-whole blocks mean anything. Reads and writes may come from any thread; that nobody uses a block at the same time is what
-leases (source) and reserved blocks (target) ensure.
+This is the transports' only view of the engine's memory, on a CPU (`host`) or a GPU (`device`). It copies nothing until
+asked and never looks inside a block: on CPUs the bytes inside are packed for the instruction set, so only whole blocks
+are meaningful. Reads and writes may come from any thread. Leases (source) and reserved blocks (target) ensure that
+nothing else uses a block at the same time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ COPY_STEP_BYTES: Final = 8 << 20
 
 
 class BlockPool:
-    """The blocks of one engine, checked access to them, and how many there are."""
+    """The blocks of one engine, with checked access to them."""
 
     def __init__(self, layers: BlockMemory | Sequence[ByteMatrix]) -> None:
-        """Byte matrices are views into host memory: uint8 [num_blocks, block_bytes] for each layer."""
+        """Wrap the cache's layers. Byte matrices are views into host memory: uint8 [num_blocks, block_bytes] each.
+
+        Raises ValueError if there is no layer, or if the layers differ in shape.
+        """
         self._memory = layers if isinstance(layers, BlockMemory) else HostMemory(layers)
         shapes = self._memory.shapes
         if not shapes:
@@ -39,8 +42,8 @@ class BlockPool:
         """View each layer's tensor [num_blocks, ...] as bytes where it lies, without copying.
 
         A layer may be a strided view into storage shared by all layers, as long as each of its blocks is one run of
-        bytes; which of the inner dimensions comes first in memory does not matter. ValueError if it is not, or if a
-        layer is neither in host memory nor on a CUDA device.
+        bytes; the order of the inner dimensions in memory does not matter. Raises ValueError if a block is not one run
+        of bytes, or if a layer is neither in host memory nor on a CUDA device.
         """
         rows = [byte_rows(index, tensor) for index, tensor in enumerate(layers)]
         kinds = {tensor.device.type for tensor in rows}
@@ -51,9 +54,9 @@ class BlockPool:
         raise ValueError(f"layers are on {sorted(kinds)}: blocks must all be in host memory or all on a CUDA device")
 
     def part(self, start: int, num_bytes: int) -> BlockPool:
-        """The same blocks, narrowed to `num_bytes` of each from `start` on: the heads of one rank. No copy.
+        """Return the same blocks narrowed to `num_bytes` of each, from `start` on: the heads of one rank. No copy.
 
-        ValueError if a block has no such bytes.
+        Raises ValueError if a block has no such bytes.
         """
         if (start, num_bytes) == (0, self.block_bytes):
             return self
@@ -68,24 +71,25 @@ class BlockPool:
             raise ValueError(f"block ids {bad[:5]} are outside the pool's {self.num_blocks} blocks")
 
     def commit(self) -> None:
-        """Make every page of the cache real, so that no transfer pays for that. What it holds does not change.
+        """Touch every page of the cache, so that no transfer pays for page faults. The content does not change.
 
-        Only while nobody else writes to it.
+        Call it only while nothing else writes to the cache.
         """
         self._memory.commit()
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """The blocks' bytes in the order asked for: valid while the blocks are pinned, until this thread's next call.
+        """Return the blocks' bytes in the order asked for.
 
-        In host memory they are views of the blocks, from a GPU a copy in a buffer that each thread reuses.
+        In host memory they are views of the blocks; from a GPU, a copy in a buffer that each thread reuses. They are
+        valid while the blocks are pinned, until this thread's next call. Raises ValueError for ids that name no block.
         """
         self.check_block_ids(block_ids)
         return self._memory.read(layer, block_ids)
 
     def write(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
-        """Copy `payload`, the bytes of these distinct blocks in order, into the pool; touches nothing else.
+        """Copy `payload`, the bytes of these distinct blocks in order, into the pool; change nothing else.
 
-        Returns when the bytes are there, on a GPU too.
+        Returns when the bytes are there, on a GPU too. Raises ValueError if size or ids do not fit.
         """
         self.check_block_ids(block_ids)
         if payload.nbytes != len(block_ids) * self.block_bytes:
@@ -95,22 +99,25 @@ class BlockPool:
 
     @property
     def device(self) -> torch.device:
-        """Where the blocks lie."""
+        """The device on which the blocks lie."""
         return self._memory.device
 
     def staging(self, num_blocks: int) -> torch.Tensor:
-        """Room for this many blocks on the pool's device, contiguous and not initialised."""
+        """Return an uninitialised uint8 [num_blocks, block_bytes] on the pool's device, contiguous."""
         return self._memory.staging(num_blocks)
 
     def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
-        """A copy of the blocks, uint8 [len(block_ids), block_bytes], contiguous, on the pool's device, complete."""
+        """Return a finished copy of the blocks, uint8 [len(block_ids), block_bytes], contiguous, on the pool's device.
+
+        Raises ValueError for ids that name no block.
+        """
         self.check_block_ids(block_ids)
         return self._memory.gather(layer, block_ids)
 
     def scatter(self, layer: int, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
-        """Copy rows on the pool's device, as `gather` makes them, into distinct blocks; touches nothing else.
+        """Copy rows on the pool's device, as `gather` makes them, into distinct blocks; change nothing else.
 
-        Returns when the bytes are there. ValueError if shape or ids do not fit.
+        Returns when the bytes are there. Raises ValueError if shape or ids do not fit.
         """
         self.check_block_ids(block_ids)
         if tuple(blocks.shape) != (len(block_ids), self.block_bytes):
@@ -118,16 +125,18 @@ class BlockPool:
         self._memory.scatter(layer, block_ids, blocks)
 
     def checksum(self, blocks: torch.Tensor) -> int:
-        """Of a contiguous tensor on the pool's device, computed there. Equal bytes in equal kinds of memory agree.
+        """Return the checksum of a contiguous tensor, computed on the pool's device.
 
-        Detects any changed byte and any two 32-bit words that changed places.
+        Equal bytes in the same kind of memory give the same sum. It detects any changed byte and any two 32-bit words
+        that changed places.
         """
         return self._memory.checksum(blocks)
 
     def copies_from(self, source: BlockPool, source_ids: Sequence[int], block_ids: Sequence[int]) -> Iterator[int]:
-        """Copy blocks of another pool that this process maps, each byte once; both pools lie in host memory.
+        """Copy blocks from another pool that this process maps, each byte once; both pools are in host memory.
 
-        Works while it is iterated over, and yields the bytes of each step, a few milliseconds each.
+        The copying happens during iteration, which yields the number of bytes after each step of a few milliseconds.
+        Raises ValueError if the pools or the ids do not match.
         """
         source.check_block_ids(source_ids)
         self.check_block_ids(block_ids)
@@ -144,7 +153,7 @@ class BlockPool:
 
 
 def byte_rows(index: int, tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [num_blocks, block_bytes] on the memory of layer `index`."""
+    """View the memory of layer `index` as uint8 [num_blocks, block_bytes]."""
     if tensor.dim() < 2:
         raise ValueError(f"layer {index} has shape {tuple(tensor.shape)}: expected [num_blocks, ...]")
     _require_contiguous_blocks(index, tensor)
@@ -160,7 +169,7 @@ def byte_rows(index: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _require_contiguous_blocks(index: int, tensor: torch.Tensor) -> None:
-    """The inner dimensions, ordered by stride, must tile a block without holes or overlap."""
+    """Raise ValueError unless the inner dimensions, ordered by stride, tile a block without holes or overlap."""
     inner = sorted(
         (stride, size) for stride, size in zip(tensor.stride()[1:], tensor.shape[1:], strict=True) if size > 1
     )

@@ -1,13 +1,13 @@
-"""Blocks in a GPU's memory: gathered or scattered there by index, and moved to and from the host in one copy.
+"""Blocks in a GPU's memory: gathered or scattered there by index, then moved to or from the host in one copy.
 
-Every thread that transfers has a lane of its own: a CUDA stream and buffers that are reused, page-locked on the host.
-So threads share nothing, and no copy waits in a queue for the engine's kernels. Only the lane's stream is synchronised:
+Each transferring thread has its own lane: a CUDA stream and reusable buffers, page-locked on the host. So threads share
+nothing, and no copy queues behind the engine's kernels. Only the lane's stream is synchronised:
 
-- A read needs no wait for the engine. Blocks are offered after their request has finished, which the engine learns from
+- A read need not wait for the engine. Blocks are offered after their request has finished, which the engine learns from
   a sampled token that is already on the host; the kernels that wrote the blocks ran before it on the same stream.
 - A write has reached the GPU's memory when `write` returns; the step that uses the blocks is launched later.
 
-On tensors in host memory the same code runs without streams: that is for tests.
+On tensors in host memory the same code runs without streams, for tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kv_transfer.memory.host import BlockMemory, ByteMatrix
 
 
 class DeviceMemory(BlockMemory):
-    """`layers[i]` is uint8 [num_blocks, block_bytes] on one device, a view into the cache; blocks may be strided."""
+    """`layers[i]` is uint8 [num_blocks, block_bytes], a view into the cache on one device; blocks may be strided."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         devices = {layer.device for layer in layers}
@@ -75,11 +75,11 @@ class DeviceMemory(BlockMemory):
 
     def part(self, start: int, num_bytes: int) -> DeviceMemory:
         narrowed = DeviceMemory([layer[:, start : start + num_bytes] for layer in self._layers])
-        narrowed._lanes = self._lanes  # a thread's stream and page-locked buffers serve every part
+        narrowed._lanes = self._lanes  # a thread's stream and page-locked buffers serve all parts
         return narrowed
 
     def commit(self) -> None:
-        """Nothing: a GPU's memory is there once it is allocated."""
+        """Do nothing: a GPU's memory is resident once it is allocated."""
 
     def _lane(self) -> _Lane:
         lane: _Lane | None = getattr(self._lanes, "lane", None)
@@ -89,7 +89,7 @@ class DeviceMemory(BlockMemory):
 
 
 def weighted_sum(tensor: torch.Tensor) -> int:
-    """A checksum of a contiguous uint8 tensor, computed where it lies; only the sum comes to the host.
+    """Return a checksum of a contiguous uint8 tensor, computed where it lies; only the sum comes to the host.
 
     Words of 32 bits, each times an odd weight of its own. No change within one word and no exchange of two goes
     unnoticed in a tensor of up to 2^29 words: either changes the sum by a product that is not 0 and below 2^63.
@@ -102,7 +102,7 @@ def weighted_sum(tensor: torch.Tensor) -> int:
 
 
 class _Lane:
-    """One thread's stream and buffers. The buffers grow to the largest frame and stay."""
+    """One thread's stream and buffers. The buffers grow to the largest frame and are kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,22 +112,22 @@ class _Lane:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the body on this lane's stream; leave, by an error too, when all it started has ended.
+        """Run the body on this lane's stream; wait at the end, after an error too, until all it started has ended.
 
-        In inference mode, because a cache that was allocated in it may be changed nowhere else.
+        It runs in inference mode, because a cache allocated in inference mode can only be changed there.
         """
         with torch.inference_mode():
             if self._stream is None:
                 yield
                 return
-            with torch.cuda.stream(self._stream):  # which also selects the device: a new thread is on the first one
+            with torch.cuda.stream(self._stream):  # this also selects the device: a new thread starts on the first one
                 try:
                     yield
                 finally:
                     self._stream.synchronize()
 
     def buffers(self, num_blocks: int, block_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 [num_blocks, block_bytes] on the device and on the host. Only while `running`."""
+        """Return uint8 [num_blocks, block_bytes] on the device and on the host. Call it only while `running`."""
         num_bytes = num_blocks * block_bytes
         if self._on_host.numel() < num_bytes:
             self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -136,14 +136,14 @@ class _Lane:
         return self._on_device[:num_bytes].view(shape), self._on_host[:num_bytes].view(shape)
 
     def tensor(self, num_blocks: int, block_bytes: int) -> torch.Tensor:
-        """uint8 [num_blocks, block_bytes] on the device, to be kept. Only while `running`.
+        """Return a new uint8 [num_blocks, block_bytes] on the device. Call it only while `running`.
 
-        Its memory comes from this stream's share: no kernel of the engine can still be using it. It is an ordinary
-        tensor, not one of inference mode, so that it may be written outside of it.
+        Its memory comes from this stream's share, so no kernel of the engine can still be using it. It is an ordinary
+        tensor, not an inference-mode one, so that it can be written outside of inference mode.
         """
         with torch.inference_mode(False):
             return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, device=self._device)
 
     def indices(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """The ids on the device. Only while `running`."""
+        """Return the ids as int64 on the device. Call it only while `running`."""
         return torch.tensor(block_ids, dtype=torch.int64, device=self._device)

@@ -1,9 +1,9 @@
 """Makes glibc keep the memory that frames pass through, instead of returning it to the kernel after each one.
 
-gRPC allocates and frees a megabyte or so per frame. By default glibc maps and unmaps it each time, and the page faults
-cost more than all copies together: measured with 1 MiB frames on loopback, 1.0 CPU seconds per GB in the fetching
-process by default, 0.6 with these settings. The settings hold for the whole process; without glibc this does nothing.
-Called by `kv_transfer.source.grpc_source`, `kv_transfer.fetch.grpc_puller` and `kv_transfer.collective.puller`.
+gRPC allocates and frees about a megabyte per frame. By default glibc maps and unmaps it each time, and the page faults
+cost more than all copies together: with 1 MiB frames on loopback, 1.0 CPU seconds per GB in the fetching process by
+default and 0.6 with these settings. The settings apply to the whole process; without glibc this does nothing. Called by
+`kv_transfer.source.grpc_source`, `kv_transfer.fetch.grpc_puller` and `kv_transfer.collective.puller`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _MIB: Final = 1 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Blocks under 4 MiB come from the heap, of which up to 64 MiB stay when free. True if the settings took."""
+    """Serve allocations under 4 MiB from the heap, and keep up to 64 MiB of it when free.
+
+    True if glibc accepts that.
+    """
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

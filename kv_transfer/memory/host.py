@@ -1,6 +1,6 @@
-"""Where the bytes of a `BlockPool` lie and how they move: the interface, and the one for host memory.
+"""The memory behind a `BlockPool`: the interface for storing and moving bytes, and its version for host memory.
 
-`device_memory` has the one for GPUs. A memory may assume that ids and sizes were checked: only `BlockPool` calls it.
+`device` has the version for GPUs. A memory may assume that ids and sizes were checked: only `BlockPool` calls it.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ import torch
 import xxhash
 
 ByteMatrix: TypeAlias = npt.NDArray[np.uint8]
-"""uint8 [num_blocks, block_bytes]."""
+"""One layer's blocks: uint8 [num_blocks, block_bytes]."""
 
 
 class BlockMemory(ABC):
-    """Layers of blocks; each layer is [num_blocks, block_bytes]. Called from any thread."""
+    """Layers of blocks; each layer is [num_blocks, block_bytes]. Its methods may be called from any thread."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """One for each layer."""
+    """The shape of each layer."""
     device: torch.device
 
     @abstractmethod
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """As `BlockPool.read`."""
+        """Return the blocks' bytes; see `BlockPool.read`."""
 
     @abstractmethod
     def write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
-        """Copy row i of `source` to block `block_ids[i]`; returns when the bytes are there."""
+        """Copy row i of `source` to block `block_ids[i]`; return when the bytes are there."""
 
     @abstractmethod
     def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
-        """As `BlockPool.gather`."""
+        """Return a copy of the blocks; see `BlockPool.gather`."""
 
     @abstractmethod
     def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
-        """Copy row i of `source`, on this device, to block `block_ids[i]`; returns when the bytes are there."""
+        """Copy row i of `source`, on this device, to block `block_ids[i]`; return when the bytes are there."""
 
     @abstractmethod
     def staging(self, num_blocks: int) -> torch.Tensor:
-        """As `BlockPool.staging`."""
+        """Return room for this many blocks; see `BlockPool.staging`."""
 
     @abstractmethod
     def checksum(self, blocks: torch.Tensor) -> int:
-        """As `BlockPool.checksum`."""
+        """Return the blocks' checksum; see `BlockPool.checksum`."""
 
     @abstractmethod
     def part(self, start: int, num_bytes: int) -> BlockMemory:
-        """Views of bytes [start, start + num_bytes) of every block."""
+        """Return views of bytes [start, start + num_bytes) of every block."""
 
     @abstractmethod
     def commit(self) -> None:
-        """As `BlockPool.commit`."""
+        """Touch every page; see `BlockPool.commit`."""
 
 
 class HostMemory(BlockMemory):
-    """Blocks that this process addresses directly: reading them makes no copy. The rows are views into the cache."""
+    """Blocks in this process's address space, so that reading makes no copy. The rows are views into the cache."""
 
     def __init__(self, layers: Sequence[ByteMatrix]) -> None:
         self._layers = tuple(layers)
@@ -92,7 +92,7 @@ class HostMemory(BlockMemory):
         return HostMemory([layer[:, start : start + num_bytes] for layer in self._layers])
 
     def copy_from(self, source: HostMemory, source_first: int, first: int, count: int) -> None:
-        """Neighbouring blocks of all layers in one call: NumPy lets other threads run meanwhile."""
+        """Copy `count` adjacent blocks of all layers in one call, during which NumPy lets other threads run."""
         if len(self._stacks) == len(source._stacks):
             pairs = zip(self._stacks, source._stacks, strict=True)
         else:
@@ -105,14 +105,14 @@ class HostMemory(BlockMemory):
             target[:, first : first + count] = from_[:, source_first : source_first + count]
 
     def commit(self) -> None:
-        """Rewrite one byte of every page with itself: what the cache holds stays, whatever it is."""
+        """Rewrite one byte of every page with itself, which leaves the content as it is."""
         for layer in self._layers:
             for touched in (layer[:, :: mmap.PAGESIZE], layer[:, -1:]):
                 np.bitwise_or(touched, 0, out=touched)
 
 
 def _stacks(layers: Sequence[ByteMatrix]) -> list[npt.NDArray[np.uint8]]:
-    """The layers as one uint8 [layers, num_blocks, block_bytes], if they lie at equal distances; else one by one."""
+    """View equally spaced layers as one uint8 [layers, num_blocks, block_bytes]; otherwise return them one by one."""
     starts = [layer.__array_interface__["data"][0] for layer in layers]
     distances = {after - before for before, after in pairwise(starts)}
     alike = len({(layer.shape, layer.strides) for layer in layers}) == 1
@@ -123,7 +123,7 @@ def _stacks(layers: Sequence[ByteMatrix]) -> list[npt.NDArray[np.uint8]]:
 
 
 def runs(source_ids: Sequence[int], target_ids: Sequence[int], most: int) -> Iterator[tuple[int, int, int]]:
-    """(first source, first target, count) of stretches, at most `most` long, that ascend by one on both sides."""
+    """Yield (first source, first target, count) of runs, at most `most` long, that ascend by one on both sides."""
     start = 0
     for index in range(1, len(source_ids) + 1):
         steps = index - start

@@ -1,9 +1,9 @@
-"""A KV cache in memory that other processes of this host can map: anonymous, named through /proc, gone with its owner.
+"""A KV cache that other processes of this host can map: anonymous, opened through /proc, freed with its owner.
 
-The prefill engine allocates its cache in here (`serving_torch_zeros`), offers it (`offer`), and a decode engine maps it
+The prefill engine allocates its cache here (`serving_torch_zeros`) and offers it (`offer`); a decode engine maps it
 read-only (`MappedPool`). It is a memfd: unlike a file in /dev/shm it leaves nothing behind however the process ends,
 and does not count against the size of /dev/shm, which is 64 MiB in a container by default. A peer opens it by process
-id and descriptor, which the kernel allows to the same user in the same process namespace only.
+id and descriptor, which the kernel allows only to the same user in the same process namespace.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kv_transfer.memory.blocks import BlockPool, byte_rows
 from kv_transfer.memory.host import HostMemory
 
 SMALLEST_BYTES: Final = 1 << 20
-"""`serving_torch_zeros` leaves smaller tensors alone: they are not the cache."""
+"""Smallest allocation that `serving_torch_zeros` serves; smaller tensors are not the cache."""
 
 
 class SharedOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pool lies, in words that a process elsewhere can check before it believes them."""
+    """Where a pool lies, described so that another process can check each claim before it uses it."""
 
     host: str
-    """Boot id and process namespace: equal only for processes that can name each other."""
+    """Boot id and process namespace; equal only for processes that see each other's process ids."""
     pid: int
     descriptor: int
     inode: int
@@ -44,39 +44,39 @@ class SharedOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedMemory:
-    """One region of memory; this process owns it, others may map it."""
+    """One region of memory that this process owns and others may map."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create("ridgeline-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, num_bytes)
-        # A peer that shrank the file would make us fault: forbid it, to ourselves too.
+        # If a peer could shrink the file we would fault, so forbid that to everybody, including ourselves.
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._map = mmap.mmap(self.descriptor, num_bytes)
-        with suppress(OSError):  # a kernel without huge pages for shared memory
+        with suppress(OSError):  # the kernel has no huge pages for shared memory
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._map, dtype=torch.int8)
-        """int8 [num_bytes], all zero; keeps the mapping alive."""
+        """The region as int8 [num_bytes], initially zero; it keeps the mapping alive."""
 
 
 class KvCacheAllocation:
-    """Remembers the shared memory that one KV cache was put in."""
+    """Allocates one KV cache in shared memory and remembers where it is."""
 
     def __init__(self) -> None:
         self.memory: SharedMemory | None = None
 
     @contextmanager
     def serving_torch_zeros(self) -> Iterator[None]:
-        """While this is active, the first large `torch.zeros(int8, cpu)` is served from shared memory.
+        """Serve the first large `torch.zeros(int8, cpu)` from shared memory while this is active.
 
-        That is how vLLM allocates the one buffer behind all layers. If it allocates otherwise nothing is shared, and
-        `offer` says so.
+        This is how vLLM allocates the one buffer behind all layers. If it allocates in another way, nothing is shared
+        and `offer` returns None.
         """
         with _SharedZeros(self):
             yield
 
     def offer(self, layers: Sequence[torch.Tensor]) -> SharedOffer | None:
-        """How to map these layers; None if they do not all lie in the shared memory."""
+        """Describe how to map these layers; None if they do not all lie in the shared memory."""
         if self.memory is None:
             return None
         base = self.memory.tensor.data_ptr()
@@ -128,20 +128,23 @@ def _is_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def host_identity() -> str:
-    """The same for two processes exactly if a process id means the same to both."""
+    """Return a value that is equal for two processes exactly if a process id means the same to both."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
 
 
 class CannotMap(Exception):
-    """The message says what stands in the way."""
+    """A pool cannot be mapped; the message says why."""
 
 
 class MappedPool:
     """Another process's KV cache, read-only in this one."""
 
     def __init__(self, offer: SharedOffer) -> None:
-        """Raises CannotMap. All pages are entered into our page table now, so that no transfer pays for that."""
+        """Map the pool. Raises CannotMap.
+
+        Every page is entered into our page table now, so that no transfer pays for that.
+        """
         if offer.host != host_identity():
             raise CannotMap("it is on another host, or in another container")
         _check_geometry(offer)
@@ -149,7 +152,7 @@ class MappedPool:
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CannotMap(f"{name} cannot be opened ({error.strerror}): it runs as another user?") from error
+            raise CannotMap(f"{name} cannot be opened ({error.strerror}): does it run as another user?") from error
         try:
             found = os.fstat(descriptor)
             if (found.st_ino, found.st_size) != (offer.inode, offer.num_bytes):
@@ -171,7 +174,7 @@ class MappedPool:
 
 
 def _check_geometry(offer: SharedOffer) -> None:
-    """Believe no number that could make us read outside the mapping."""
+    """Raise CannotMap for numbers that would make us read outside the mapping."""
     span = offer.block_stride_bytes * (offer.num_blocks - 1) + offer.block_bytes
     positive = min(offer.num_blocks, offer.block_bytes, len(offer.layer_offsets_bytes)) > 0
     if not positive or offer.block_stride_bytes < offer.block_bytes:

@@ -1,7 +1,7 @@
-"""The prefill engine's end: blocks are promised, served, taken back.
+"""The prefill engine's end: lease blocks, serve them, and take them back.
 
-lease.py         which blocks are promised to whom, until when
-block_server.py  what every source does with a request
+lease.py         which blocks are leased, and until when
+block_server.py  answers a request, for every kind of source
 grpc_source.py   serves blocks over gRPC
-journal.py       the lives of the last hand-offs
+journal.py       the history of recent hand-offs
 """

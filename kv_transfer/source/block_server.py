@@ -1,7 +1,7 @@
-"""What every source does with a request, whatever carries the bytes: check it, pin the blocks, say which are final.
+"""What every source does with a request, whichever transport moves the bytes: check it, pin the blocks, serve them.
 
-Called from a transport's server threads. The peer names a hand-off and positions in its block list; which blocks those
-are is read from the lease table, so a peer can never ask for a block by number.
+It runs on a transport's server threads. The peer names a hand-off and positions in its block list. Which blocks those
+are comes from the lease table, so a peer can never ask for a block by number.
 """
 
 from __future__ import annotations
@@ -25,47 +25,48 @@ PUBLISH_WAIT_S: Final = 1.0
 _WAIT_SLICE_S: Final = 0.25
 
 Wanted = Callable[[], bool]
-"""Asked now and then, while waiting, whether the peer is still there."""
+"""Tells, at intervals during a wait, whether the peer is still there."""
 
 
 LayerFinal = Callable[[int], None]
-"""Returns when that layer may be read."""
+"""Waits until that layer may be read."""
 
 
 def _at_once(_layer: int) -> None:
-    """Of blocks that are final."""
+    """Return immediately, for blocks that are final."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Blocks that became final together; there is always a last one, perhaps empty."""
+    """Blocks that became final together. A read always has a last segment, which may be empty."""
 
     first: int
-    """Position of the first one, relative to the request's."""
+    """Position of the first block, relative to the request's first."""
     block_ids: tuple[int, ...]
     last: bool
     first_token: int | None
-    """Of the last segment, the token that prefill sampled."""
+    """The token that prefill sampled; set on the last segment only."""
     wait_layer: LayerFinal = _at_once
-    """To be called before each layer is read."""
+    """Call this before reading each layer."""
 
 
 class BlockRead:
-    """One request being answered: its blocks stay readable until the read ends."""
+    """One request in progress: its blocks stay readable until the read ends."""
 
     def __init__(self, request: FetchRequest, lease: LeaseRead, pool: BlockPool, codec: Codec) -> None:
         self.pool = pool
-        """Narrowed to the part of each block that was asked for."""
+        """The pool narrowed to the part of each block that was asked for."""
         self.codec = codec
-        """The asker's wish; of no effect where blocks are not put in frames."""
+        """The encoding that the fetcher asked for; without effect where blocks are not put in frames."""
         self._request = request
         self._lease = lease
 
     def segments(self, wanted: Wanted = lambda: True, *, by_layer: bool = False) -> Iterator[Segment]:
-        """In order, as prefill makes them final. `by_layer`: the last step's blocks while it still computes them.
+        """Yield segments in order, as prefill makes them final.
 
-        Raises TransferFailed(`withdrawn`) if prefill gave up, BAD_REQUEST if fewer were published than asked for. Ends
-        early when nobody wants them.
+        With `by_layer`, the last step's blocks come while it still computes their layers. Raises
+        TransferFailed(`withdrawn`) if the prefill withdrew, TransferFailed(`bad_request`) if fewer blocks were
+        published than asked for. Ends early when the peer has gone.
         """
         first, stop = self._request.first_block, self._request.first_block + self._request.num_blocks
         sent = first
@@ -92,7 +93,7 @@ class BlockRead:
 
 
 class BlockServer:
-    """The transport-independent half of a source."""
+    """The part of a source that is the same for all transports."""
 
     def __init__(
         self,
@@ -113,19 +114,19 @@ class BlockServer:
 
     @property
     def bytes_sent_total(self) -> int:
-        """KV bytes handed to transports so far: in frames as encoded, else the blocks' own."""
+        """KV bytes handed to transports so far: encoded for frames, otherwise the blocks' own size."""
         return self._bytes_sent_total
 
     def count_sent(self, num_bytes: int) -> None:
-        """Add to the bytes handed to transports; whatever moves bytes calls it."""
+        """Add to the bytes handed to transports; called by the code that moves them."""
         with self._counter_lock:
             self._bytes_sent_total += num_bytes
 
     @contextmanager
     def read(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Iterator[BlockRead]:
-        """Check the request, wait for the hand-off to be published, pin it while the block runs.
+        """Check the request, wait until the hand-off is published, and pin it while the block runs.
 
-        Raises a HandoffError that says what is wrong.
+        Raises a HandoffError that says what is wrong with the request or the hand-off.
         """
         mismatch = explain_mismatch(self._layout, request.layout)
         if mismatch is not None:
@@ -142,8 +143,10 @@ class BlockServer:
             yield BlockRead(request, lease, pool, codec)
 
     def frames(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Generator[bytes, None, int | None]:
-        """The answer as frames, and the first token as the generator's return value. The blocks stay pinned until the
-        generator is exhausted or closed."""
+        """Yield the answer as frames; the generator returns the first token.
+
+        The blocks stay pinned until the generator is exhausted or closed.
+        """
         with self.read(request, wanted) as read:
             first_token = None
             for segment in read.segments(wanted, by_layer=True):
@@ -156,16 +159,16 @@ class BlockServer:
             return first_token
 
     def renew(self, handoff_id: str) -> None:
-        """Extend a lease or raise why not."""
+        """Extend a lease. Raises LeaseExpired, UnknownHandoff or TransferFailed if it is not open."""
         if not self._leases.renew(handoff_id):
             raise self._leases.refusal(handoff_id)
 
     def release(self, handoff_id: str, reader: int, readers: int, by: str = "a peer") -> None:
-        """Note that a reader is done; an unknown id is none of the caller's faults."""
+        """Record that a reader is done; an unknown id is not an error."""
         self._leases.release(handoff_id, reader, readers, by)
 
     def describe(self) -> SourceDescription:
-        """What a peer may know before it asks for anything."""
+        """Return what a peer needs to know before it asks for blocks."""
         leases = self._leases.stats()
         return SourceDescription(
             layout=self._layout,

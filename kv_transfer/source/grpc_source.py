@@ -1,8 +1,8 @@
 """Serves this engine's published blocks over gRPC.
 
-Lives in the engine's process; `kv_transfer.service` starts and closes it. Calls run on the server's own threads, beside
-the engine's step loop. Back-pressure is gRPC's: the next frame is made only when the last one has left for the socket,
-so a slow reader costs one frame plus the flow-control window.
+It runs in the engine's process; `kv_transfer.service` starts and closes it. Calls run on the server's own threads,
+beside the engine's step loop. gRPC provides the back-pressure: the next frame is made only when the last one has left
+for the socket, so a slow reader costs one frame plus the flow-control window.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kv_transfer.wire.frames import largest_frame_bytes
 
 MAX_CONCURRENT_FETCHES: Final = 24
 CONTROL_THREADS: Final = 4
-"""Threads that fetches never take, so that renewals and releases get through."""
+"""Threads that fetches never occupy, so that renewals and releases get through."""
 
 Parsed = TypeVar("Parsed")
 Slot = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
-"""Room for one stream while the block runs; a HandoffError inside becomes the call's status."""
+"""Reserves one stream while the block runs; a HandoffError inside becomes the call's status."""
 
 _decode_request: Final = msgspec.msgpack.Decoder(FetchRequest).decode
 _decode_id: Final = msgspec.msgpack.Decoder(HandoffId).decode
@@ -47,24 +47,24 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class SourceExtension(ABC):
-    """Another way to have the blocks, whose control side is gRPC methods of its own beside the source's."""
+    """Another way to fetch the blocks, with gRPC methods of its own beside the source's as its control side."""
 
     name: ClassVar[str]
-    """The transport's."""
+    """The transport's name."""
     max_streams: ClassVar[int]
-    """Streams it holds open outside of slots; the server has a thread for each."""
+    """Streams it holds open beside the fetch slots; the server has a thread for each."""
 
     @abstractmethod
     def offer(self) -> dict[str, Any] | None:
-        """What its pullers need to know; None if it is not to be had here."""
+        """Return what its pullers need to know; None if it does not work here."""
 
     @abstractmethod
     def handlers(self, server: BlockServer, slot: Slot) -> Mapping[str, grpc.RpcMethodHandler]:
-        """Its methods, by name."""
+        """Return its methods by name."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what blocks its handlers. Called before the server stops; idempotent."""
+        """Release whatever blocks its handlers; called before the server stops. Calling it again does nothing."""
 
 
 class GrpcKvSource(KvSource):
@@ -82,7 +82,7 @@ class GrpcKvSource(KvSource):
         extensions: Sequence[SourceExtension] = (),
         tls: TlsFiles | None = None,
     ) -> None:
-        """Port 0 takes a free one. `offers`: how else than by streams the blocks can be had."""
+        """Port 0 picks a free one. `offers` describes the ways to fetch other than streams."""
         self._tls = tls
         keep_freed_memory()
         self._extensions = tuple(extensions)
@@ -131,18 +131,21 @@ class GrpcKvSource(KvSource):
         return grpc.method_handlers_generic_handler(grpc_methods.SERVICE, handlers)
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """One thread for the length of the stream. gRPC drops this generator, and so ends the read, on any ending."""
+        """Stream the frames, on one thread.
+
+        When the call ends in any way, gRPC drops this generator, which ends the read.
+        """
         with self._slot(context):
             request = parse(_decode_request, message)
             first_token = yield from self.server.frames(request, context.is_active)
             grpc_methods.end_with_first_token(context, first_token)
 
     def _pin(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Say where the blocks lie and keep them there until the reader closes the stream, or dies."""
+        """Report where the blocks lie and keep them there until the reader closes the stream or dies."""
         closed = threading.Event()
         with self._slot(context):
             if not context.add_callback(closed.set):
-                return  # the call is over already, and nobody would end the wait below
+                return  # the call is already over, so nothing would end the wait below
             request = parse(_decode_request, message)
             with self.server.read(request, context.is_active) as read:
                 for segment in read.segments(context.is_active):
@@ -162,7 +165,7 @@ class GrpcKvSource(KvSource):
 
     @contextmanager
     def _slot(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """Room for one stream; a HandoffError inside becomes the call's status."""
+        """Reserve room for one stream; a HandoffError inside becomes the call's status."""
         if (context.time_remaining() or math.inf) > LONGEST_FETCH_S:
             sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S:g} s"
             grpc_methods.abort(context, errors.TransferFailed(errors.BAD_REQUEST, sentence))
@@ -195,7 +198,7 @@ class GrpcKvSource(KvSource):
 
 
 def parse(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:
-    """Raises TransferFailed(`bad_request`) for what cannot be read."""
+    """Decode a message. Raises TransferFailed(`bad_request`) if it is unreadable."""
     try:
         return decode(message)
     except UNREADABLE as error:

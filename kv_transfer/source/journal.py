@@ -1,10 +1,10 @@
-"""The lives of the last hand-offs, so that one which is left over can say how it got there.
+"""The history of recent hand-offs, so that a report about one that was never released shows how it got there.
 
-Called by `kv_transfer.source.lease`.
+Used by `kv_transfer.source.lease`.
 
-A hand-off that nobody releases costs its blocks for a lease and shows nowhere else. Here every event is one entry of a
-short list; the lists of the newest hand-offs are kept. What lingers is told with a worker's status, and what runs out
-is logged.
+A hand-off that nobody releases costs its blocks for a lease and shows nowhere else. Here each event is one entry in a
+short list, and the lists of the newest hand-offs are kept. Hand-offs that linger are reported in a worker's status;
+those that expire are logged.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from contracts.handoff import shown_id
 
 REMEMBERED_LIVES: Final = 512
 LONGEST_LIFE_EVENTS: Final = 24
-"""Of one hand-off; what comes after them is not kept, but for the last one."""
+"""Events kept for one hand-off; later ones replace the last entry."""
 
 
 class HandoffJournal:
-    """Not locked: its owner calls it under a lock of its own."""
+    """The events of recent hand-offs. It has no lock: its owner calls it under one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lives: OrderedDict[str, list[tuple[float, str]]] = OrderedDict()
 
     def note(self, handoff_id: str, event: str) -> None:
-        """Something happened to this hand-off now."""
+        """Record an event of this hand-off, with the time."""
         life = self._lives.setdefault(handoff_id, [])
         if len(life) >= LONGEST_LIFE_EVENTS:
             life.pop()
@@ -37,7 +37,7 @@ class HandoffJournal:
             self._lives.popitem(last=False)
 
     def life(self, handoff_id: str) -> str:
-        """A sentence: each event with its seconds since the first one."""
+        """Describe the hand-off's events in one sentence, each with its seconds since the first."""
         events = self._lives.get(handoff_id, [])
         began_s = events[0][0] if events else self._clock()
         told = [f"{event} at {at_s - began_s:.3f} s" for at_s, event in events]

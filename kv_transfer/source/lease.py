@@ -1,14 +1,14 @@
-"""Which of this engine's blocks are promised to somebody, and until when.
+"""Which of this engine's blocks are leased to readers, and until when.
 
-vLLM cannot take back the blocks of a finished prefill by itself: somebody must say "sent". That is this table. The
+vLLM cannot reclaim the blocks of a finished prefill by itself: somebody must tell it "sent". This table does. The
 engine's step loop grows, publishes, withdraws and collects (`take_finished`); server threads read, renew and release;
-the service's thread expires. Pure logic under one lock with an injected clock; it never touches a block.
+the service's thread expires. It is pure logic under one lock with an injected clock and never touches a block.
 
-A hand-off's life: announced (its id travels, nothing is here yet) > growing (prefill still computes; the blocks so far
-are final, and in its last step the others become so layer by layer) > complete > released or expired. A growing one has
-no owner to free blocks for and no time limit: its request still runs. It ends early if withdrawn, which fails its
-readers. A complete one closes when every reader has released it or its time is up, but never under a read: then it
-closes when the last read ends.
+A hand-off's life: announced (its id is out, nothing is here yet) > growing (prefill still computes; the blocks so
+far are final, and during its last step the others become final layer by layer) > complete > released or expired. A
+growing one has no owner waiting to free blocks, and no time limit, because its request still runs. It ends early if
+withdrawn, which fails its readers. A complete one closes when every reader has released it or its time is up, but never
+during a read: then it closes when the last read ends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ Clock = Callable[[], float]
 Ending = Literal["released", "expired", "withdrawn"]
 
 REMEMBERED_ENDINGS: Final = 4096
-"""How many closed ids are remembered, to name the reason to a late caller and to honour a release that came first."""
+"""Closed ids that are remembered, to give a late caller the reason and to honour a release that came first."""
 LINGERS_AFTER_S: Final = 2.0
+"""A complete hand-off that is not released for this long is reported as lingering."""
 MOST_LINGERING: Final = 4
-"""Hand-offs that are told about: those that have been complete for so long and are not released, the oldest ones."""
+"""Largest number of lingering hand-offs reported, the oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,13 @@ class LeaseStats:
 
 @dataclass(frozen=True, slots=True)
 class PublishedBlocks:
-    """What a reader may read. More may come while it is not `complete`."""
+    """The blocks that a reader may read. If it is not `complete`, more may follow."""
 
     block_ids: tuple[int, ...]
     num_tokens: int
     complete: bool = True
     first_token: int | None = None
-    """The token that prefill sampled; known when complete, if at all."""
+    """The token that prefill sampled; known only when complete, if at all."""
 
 
 @dataclass(slots=True)
@@ -70,17 +71,17 @@ class _Lease:
     released: bool = False
     withdrawn: bool = False
     all_block_ids: tuple[int, ...] = ()
-    """With those that the owner's last step computes; empty before that step."""
+    """All blocks of the prompt, including those that the owner's last step computes; empty before that step."""
     final_layers: int = 0
-    """How many layers of them that step has computed."""
+    """How many layers of `all_block_ids` that step has computed."""
     complete_since_s: float = math.inf
 
 
 class LeaseTable:
-    """All methods are safe from any thread and never block, but for `wait_published` and `wait_blocks`."""
+    """The leases. All methods are thread-safe; only `wait_published`, `wait_blocks` and `wait_layer` block."""
 
     def __init__(self, clock: Clock = time.monotonic, on_finished: Callable[[], None] = lambda: None) -> None:
-        """`on_finished` is called, without the lock, whenever `take_finished` has something new."""
+        """`on_finished` is called, outside the lock, whenever `take_finished` has something new."""
         self._clock = clock
         self._journal = HandoffJournal(clock)
         self._on_finished = on_finished
@@ -94,9 +95,9 @@ class LeaseTable:
     # --- the engine's side
 
     def grow(self, handoff_id: str, owner: str, block_ids: Sequence[int]) -> None:
-        """These blocks, in token order from the first, are final while the owner computes the next ones.
+        """Offer blocks, in token order from the first, that are final while the owner computes the next ones.
 
-        Nothing happens if the hand-off was released meanwhile: nobody reads it.
+        Does nothing if the hand-off was released in the meantime, because nobody reads it.
         """
         with self._changed:
             if handoff_id in self._endings:
@@ -109,9 +110,9 @@ class LeaseTable:
             self._changed.notify_all()
 
     def begin_last_step(self, handoff_ids: Mapping[str, Sequence[int]]) -> None:
-        """The step that begins now will make these hand-offs' blocks final, all of them, layer by layer.
+        """Announce that the step that begins now makes all blocks of these hand-offs final, layer by layer.
 
-        Those that are not growing are left alone: nobody follows them.
+        Hand-offs that are not growing are skipped: nobody fetches them yet.
         """
         with self._changed:
             self._in_last_step = []
@@ -122,7 +123,7 @@ class LeaseTable:
                     self._in_last_step.append(lease)
 
     def end_layer(self, final_layers: int) -> None:
-        """The running step has computed so many layers. Free when it is nobody's last one."""
+        """Record that the running step has computed this many layers. Costs nothing if it is nobody's last step."""
         if not self._in_last_step:
             return
         with self._changed:
@@ -139,9 +140,9 @@ class LeaseTable:
         lease_s: float,
         first_token: int | None = None,
     ) -> None:
-        """Open a lease, or complete a growing one; from now on its time counts and its owner waits to free the blocks.
+        """Open a lease, or complete a growing one. Its time starts now, and its owner waits to free the blocks.
 
-        If its release came first, the owner is finished at once. An id is published only once.
+        If the release came first, the owner is finished at once. Raises ValueError if the id was published before.
         """
         if lease_s <= 0:
             raise ValueError(f"lease_s must be positive, not {lease_s}")
@@ -168,10 +169,10 @@ class LeaseTable:
         self._tell_if_finished()
 
     def withdraw(self, handoff_id: str) -> None:
-        """The owner of a growing hand-off lost its blocks or will not complete it: every reader fails.
+        """Fail every reader of a growing hand-off whose owner lost its blocks or will not complete it.
 
-        Call it before another request writes to the blocks. A complete one is left alone; one that was withdrawn may
-        still be published, whole, when its owner has computed it again.
+        Call it before another request writes to the blocks. A complete hand-off is left alone. One that was withdrawn
+        may still be published, whole, when its owner has computed it again.
         """
         with self._changed:
             lease = self._open.get(handoff_id)
@@ -180,7 +181,7 @@ class LeaseTable:
                 self._close(handoff_id, "withdrawn")
 
     def take_finished(self) -> set[str]:
-        """Owners whose blocks may be freed now; each is returned exactly once per publication."""
+        """Return the owners whose blocks may be freed now; each is returned exactly once per publication."""
         with self._changed:
             finished, self._finished_owners = self._finished_owners, set()
             return finished
@@ -188,7 +189,7 @@ class LeaseTable:
     # --- the readers' side
 
     def renew(self, handoff_id: str) -> bool:
-        """Extend to a full lease from now, never shorten. False if it is not open."""
+        """Extend to a full lease from now; never shorten. Returns False if the lease is not open."""
         with self._changed:
             lease = self._live(handoff_id)
             if lease is not None and not lease.released:
@@ -198,10 +199,10 @@ class LeaseTable:
         return lease is not None and not lease.released
 
     def release(self, handoff_id: str, reader: int = 0, readers: int = 1, by: str = "a peer") -> bool:
-        """Close when all of `readers` have released: now, or when the last read ends.
+        """Close the lease when all of `readers` have released: now, or when the last read ends.
 
-        True the first time that this closes it; an id not yet published is remembered, and one that was withdrawn,
-        which may be published yet. `by`: for the journal.
+        Returns True the first time this closes it. The release of an id that is not published yet, or was withdrawn
+        and may be published again, is remembered. `by` is for the journal.
         """
         with self._changed:
             self._journal.note(handoff_id, f"released by {by}")
@@ -223,9 +224,9 @@ class LeaseTable:
 
     @contextmanager
     def reading(self, handoff_id: str) -> Iterator[LeaseRead]:
-        """Pin against expiry and release while the block runs; raises LeaseExpired or UnknownHandoff.
+        """Pin against expiry and release while the block runs. Raises LeaseExpired, UnknownHandoff or TransferFailed.
 
-        It also renews the lease: a reader whose connection breaks unnoticed still has that long.
+        This also renews the lease, so that a reader whose connection breaks unnoticed still has that long.
         """
         lease = self._begin_read(handoff_id)
         try:
@@ -234,14 +235,14 @@ class LeaseTable:
             self._end_read(handoff_id, lease)
 
     def wait_published(self, handoff_id: str, timeout_s: float) -> bool:
-        """Wait for an announced hand-off. False if it is still unknown; a growing or closed one counts as known."""
+        """Wait for an announced hand-off; False if it is still unknown. A growing or closed one counts as known."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: handoff_id in self._open or handoff_id in self._endings, timeout=timeout_s
             )
 
     def wait_blocks(self, lease: _Lease, more_than: int, timeout_s: float) -> PublishedBlocks:
-        """Used by `LeaseRead.wait`."""
+        """Wait as `LeaseRead.wait` describes."""
         with self._changed:
             self._changed.wait_for(
                 lambda: len(lease.blocks.block_ids) > more_than or lease.blocks.complete or lease.withdrawn,
@@ -251,7 +252,7 @@ class LeaseTable:
             return lease.blocks
 
     def wait_layer(self, lease: _Lease, layer: int, timeout_s: float) -> bool:
-        """Used by `LeaseRead.wait_layer`."""
+        """Wait as `LeaseRead.wait_layer` describes."""
 
         def final() -> bool:
             return lease.final_layers > layer or lease.blocks.complete
@@ -264,7 +265,7 @@ class LeaseTable:
     # --- time, counts, reasons
 
     def expire(self, now_s: float | None = None) -> int:
-        """Close every lease whose time is up and which nobody reads; returns how many."""
+        """Close every lease whose time is up and that nobody reads; return how many."""
         with self._changed:
             moment_s = self._clock() if now_s is None else now_s
             due = [
@@ -278,13 +279,13 @@ class LeaseTable:
         return len(due)
 
     def stats(self) -> LeaseStats:
-        """Counts at this moment."""
+        """Return the counts at this moment."""
         with self._changed:
             pinned = sum(len(lease.blocks.block_ids) for lease in self._open.values())
             return LeaseStats(len(self._open), pinned, self._expired_total)
 
     def lingering(self) -> list[str]:
-        """The lives of complete hand-offs that have waited long to be released: few, and the oldest first."""
+        """Describe complete hand-offs that have waited long for a release: at most a few, the oldest first."""
         with self._changed:
             if not self._open:
                 return []
@@ -297,7 +298,7 @@ class LeaseTable:
             return [self._journal.life(handoff_id) for _, handoff_id in sorted(old)[:MOST_LINGERING]]
 
     def refusal(self, handoff_id: str) -> errors.HandoffError:
-        """The error for a hand-off that is not open."""
+        """Return the error for a hand-off that is not open."""
         name = shown_id(handoff_id)
         ending = self._endings.get(handoff_id)
         if ending == "expired":
@@ -326,7 +327,7 @@ class LeaseTable:
         self._tell_if_finished()
 
     def _live(self, handoff_id: str) -> _Lease | None:
-        """The open lease, after closing it if its time is up."""
+        """Return the open lease, after closing it if its time is up."""
         lease = self._open.get(handoff_id)
         if lease is not None and lease.active_reads == 0 and lease.expires_at_s <= self._clock():
             self._close(handoff_id, "expired")
@@ -357,7 +358,7 @@ class LeaseTable:
 
 
 class LeaseRead:
-    """One open read: the blocks so far, and a way to wait for more of a growing hand-off."""
+    """One open read: the blocks so far, and methods to wait for more of a growing hand-off."""
 
     def __init__(self, table: LeaseTable, handoff_id: str, lease: _Lease) -> None:
         self._table = table
@@ -366,23 +367,23 @@ class LeaseRead:
 
     @property
     def blocks(self) -> PublishedBlocks:
-        """What is final at this moment."""
+        """The blocks that are final at this moment."""
         return self._lease.blocks
 
     def wait(self, more_than: int, timeout_s: float) -> PublishedBlocks:
-        """Until there are more than this many blocks or all of them, at most `timeout_s`.
+        """Wait until there are more than this many blocks, or all of them; at most `timeout_s`.
 
-        Raises TransferFailed(`withdrawn`) if prefill gave the blocks up: what was read of them means nothing.
+        Raises TransferFailed(`withdrawn`) if the prefill withdrew the blocks: what was read of them is void.
         """
         return self._table.wait_blocks(self._lease, more_than, timeout_s)
 
     @property
     def all_block_ids(self) -> tuple[int, ...]:
-        """Every block of the prompt, once its last step computes; empty before."""
+        """Every block of the prompt once its last step runs; empty before."""
         return self._lease.all_block_ids
 
     def wait_layer(self, layer: int, timeout_s: float) -> bool:
-        """Whether this layer of `all_block_ids` is final, after waiting at most `timeout_s`. Raises as `wait`."""
+        """Wait at most `timeout_s` for this layer of `all_block_ids`; True if it is final. Raises like `wait`."""
         return self._table.wait_layer(self._lease, layer, timeout_s)
 
 

@@ -1,5 +1,5 @@
-"""For tests, ours and those of other transports.
+"""Test doubles, for our tests and for those of other transports.
 
 memory_transport.py  a transport inside one process
-faults.py            a wire that fails on purpose
+faults.py            a puller that fails on purpose
 """

@@ -1,8 +1,8 @@
-"""For tests: a wire that fails on purpose, and fails the same way again for the same seed.
+"""For tests: pulls that fail on purpose, reproducibly for a given seed.
 
-`FaultyPuller` wraps any transport's puller. What happens to the n-th pull depends on the plan's seed and on n alone,
-not on time or on other pulls, so a failure that a test found can be had again. `TransportSettings.faults` wraps every
-puller that `make_transport` builds; nothing in production sets it.
+`FaultyPuller` wraps any transport's puller. What happens to the n-th pull depends only on the plan's seed and on n, not
+on time or on other pulls, so a failure that a test found can be reproduced. `TransportSettings.faults` wraps every
+puller that `make_transport` builds; it is for tests only.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from kv_transfer.interfaces import Pull, Puller, SourceDescription
 FaultKind = Literal["none", "delay", "drop", "corrupt", "cut"]
 _PROBABILITIES: Final[tuple[FaultKind, ...]] = ("delay", "drop", "corrupt", "cut")
 _LOOK_S: Final = 0.001
-"""How often a pull that will be cut is looked at."""
+"""Interval at which a pull that is to be cut is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one pull."""
+    """The fault of one pull."""
 
     kind: FaultKind
     amount: float
-    """In [0, 1): of the longest delay, or of the bytes that come before the cut, or which block is spoiled."""
+    """A fraction in [0, 1): of the longest delay, of the bytes before a cut, or the place of the corrupted block."""
     noise_seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """How often which fault happens. Probabilities; at most one fault for each pull."""
+    """How often each fault happens: probabilities, with at most one fault per pull."""
 
     seed: int = 0
     delay: float = 0.0
-    """The pull begins late."""
+    """Probability that the pull begins late."""
     drop: float = 0.0
-    """Nobody ever answers: `timeout`."""
+    """Probability that nobody answers: `timeout`."""
     corrupt: float = 0.0
-    """The bytes arrive, one block of them wrong, and a checksum says so: `corrupted`."""
+    """Probability that the bytes arrive with one block wrong, and a checksum detects it: `corrupted`."""
     cut: float = 0.0
-    """The connection breaks on the way, after some of the bytes, none or all: `unreachable`."""
+    """Probability that the connection breaks, after none, some or all of the bytes: `unreachable`."""
     longest_delay_s: float = 0.05
     longest_drop_s: float = 1.0
-    """A dropped pull fails at its own deadline, but no later than this."""
+    """A dropped pull fails at its own deadline, but not later than this."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the bad value."""
+        """Check the values. Raises ValueError naming the bad one."""
         for name in _PROBABILITIES:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a probability: it must be from 0 to 1, not {getattr(self, name)}")
@@ -64,9 +64,9 @@ class FaultPlan:
 
     @classmethod
     def parse(cls, text: str) -> FaultPlan:
-        """From a setting such as `seed=7,drop=0.05,delay=0.2`; what is not named keeps its default.
+        """Parse a setting such as `seed=7,drop=0.05,delay=0.2`; missing names keep their defaults.
 
-        Raises ValueError with a sentence that names the bad part.
+        Raises ValueError that names the bad part.
         """
         known = {field.name: int if field.name == "seed" else float for field in fields(cls)}
         values: dict[str, int | float] = {}
@@ -88,7 +88,7 @@ class FaultPlan:
             raise ValueError(f"fault plan: {error}") from error
 
     def fault(self, index: int) -> Fault:
-        """What happens to pull number `index`, from 0."""
+        """Return what happens to pull number `index`, counted from 0."""
         dice = random.Random(f"{self.seed}/{index}")
         rolled, amount, noise_seed = dice.random(), dice.random(), dice.getrandbits(32)
         for kind in _PROBABILITIES:
@@ -99,7 +99,7 @@ class FaultPlan:
 
 
 class FaultyPuller(Puller):
-    """Answers as the puller inside it does, but for the faults; after the end of a pull it too writes nothing."""
+    """Behaves like the puller it wraps, except for the faults; like that one, it writes nothing after a pull's end."""
 
     def __init__(self, wrapped: Puller, plan: FaultPlan) -> None:
         self._wrapped = wrapped
@@ -107,8 +107,8 @@ class FaultyPuller(Puller):
         self._pulls = 0
 
     @property
-    def name(self) -> str:  # type: ignore[override]  # a class's own name elsewhere, the wrapped one's here
-        """Of the transport inside."""
+    def name(self) -> str:  # type: ignore[override]  # elsewhere a class attribute, here the wrapped puller's
+        """The name of the wrapped transport."""
         return self._wrapped.name
 
     def obstacle(self, source: SourceDescription) -> str | None:
@@ -140,7 +140,10 @@ class FaultyPuller(Puller):
         raise errors.TransferFailed(errors.TIMEOUT, f"{pull.address} did not answer (a fault made for a test)")
 
     async def _cut(self, pull: Pull, fault: Fault) -> None:
-        """Small transfers may be over before they can be cut: then it is as if the source's last word had got lost."""
+        """Cut the transfer.
+
+        A small one may be over before that: then it is as if the source's last message was lost.
+        """
         progress = pull.progress
         total_bytes = len(pull.target_block_ids) * pull.pool.num_layers * pull.pool.block_bytes
         enough_bytes = progress.num_bytes + fault.amount * total_bytes
@@ -151,16 +154,16 @@ class FaultyPuller(Puller):
         finally:
             await _end(real)
         if not real.cancelled():
-            real.result()  # what went wrong by itself counts as what it was
-        progress.first_token = None  # it comes with the end, which never came
+            real.result()  # a failure of its own counts as that failure
+        progress.first_token = None  # it comes with the end of the stream, which was cut off
         raise errors.TransferFailed(errors.UNREACHABLE, f"{pull.address} went away (a fault made for a test)")
 
 
 def _corrupt(pull: Pull, fault: Fault) -> None:
-    """Overwrite one target block with another layer's bytes, and say what a checksum would.
+    """Overwrite one target block with another layer's bytes, and fail as a checksum would.
 
-    Not with noise: that may hold NaN, no transport writes what it has not checked, and attention kernels multiply the
-    unused slots of a block by zero, so a NaN left there would reach whoever gets the block next.
+    The bytes are not noise, because noise may hold NaN. Real transports never write unchecked bytes, and attention
+    kernels multiply the unused slots of a block by zero, so a NaN left there would reach the block's next user.
     """
     pool, dice = pull.pool, random.Random(fault.noise_seed)
     if pull.target_block_ids and pool.num_layers > 1:
@@ -173,7 +176,7 @@ def _corrupt(pull: Pull, fault: Fault) -> None:
 
 
 async def _end(task: asyncio.Future[None]) -> None:
-    """Cancel, and come back only when it has ended, also when we are cancelled meanwhile."""
+    """Cancel the task and return only when it has ended, even if we are cancelled meanwhile."""
     task.cancel()
     cancelled = False
     while not task.done():
@@ -182,6 +185,6 @@ async def _end(task: asyncio.Future[None]) -> None:
         except asyncio.CancelledError:
             cancelled = True
     if not task.cancelled():
-        task.exception()  # looked at, so that nothing complains that nobody did
+        task.exception()  # retrieve the exception, so that asyncio does not log it
     if cancelled:
         raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""A transport without a network, for tests: same checks, frames and leases, handed over inside one process."""
+"""A transport without a network, for tests: the same checks, frames and leases, within one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ports: Final = itertools.count(1)
 
 
 class MemoryKvSource(KvSource):
-    """Found by address in a table of this process."""
+    """A source that fetchers find by its address in a table of this process."""
 
     def __init__(self, pool: BlockPool, leases: LeaseTable, layout: KvLayout) -> None:
         self.server = BlockServer(pool, leases, layout)
@@ -45,7 +45,7 @@ class MemoryKvSource(KvSource):
 
 
 class MemoryControl(SourceControl):
-    """Calls the server's methods."""
+    """Calls the server's methods directly."""
 
     async def describe(self, address: str) -> SourceDescription:
         return _server(address).describe()
@@ -57,11 +57,11 @@ class MemoryControl(SourceControl):
         _server(address).release(handoff_id, reader, readers)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 class MemoryPuller(Puller):
-    """Copies frame by frame on a thread."""
+    """Copies frame by frame, on a thread."""
 
     name: ClassVar[str] = "memory"
 
@@ -80,7 +80,7 @@ class MemoryPuller(Puller):
 
 
 def _copy(pull: Pull, stopped: threading.Event) -> None:
-    """Runs on a fetch thread; looks between frames whether both sides are still there."""
+    """Copy on a fetch thread, checking between frames whether both sides are still there."""
     codec = make_codec(pull.request.wire_dtype, pull.request.layout, pull.request.part_bytes)
     reader = FrameReader(pull.pool, pull.target_block_ids, pull.progress, codec)
 

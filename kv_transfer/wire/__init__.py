@@ -1,6 +1,6 @@
-"""What KV looks like while it travels.
+"""The formats of KV in transit.
 
 frames.py        blocks of one layer behind a header with a checksum
-codec.py         as they are, or one byte an element
+codec.py         blocks as they are, or with one byte per element
 grpc_methods.py  names, limits and errors of the gRPC transport
 """

@@ -1,11 +1,11 @@
-"""How KV bytes look while they travel: as they are, or rounded to one byte an element behind one scale for each head.
+"""Encodings of KV in transit: the bytes as they are, or one byte per element with one scale per head.
 
-The source encodes, the target decodes, both for each layer, block and head on their own: neither needs to know more
-than where one head of a block ends. Inside a head elements may lie in any order (CPUs pack them for their instruction
-set), because every element is treated alike; K and V of one head share its scale.
+The source encodes and the target decodes, both separately for each layer, block and head; neither needs to know more
+than where a head ends inside a block. Inside a head elements may lie in any order (CPUs pack them for their instruction
+set), because all elements are treated alike; K and V of one head share its scale.
 
-What cannot be rounded is defined: NaN becomes 0, an infinity the largest finite value of its head with its sign, and a
-head whose values are all below `SMALLEST_PEAK` becomes zeros. So one broken element spoils no other one.
+Values that cannot be rounded are defined: NaN becomes 0, an infinity becomes the largest finite value of its head with
+its sign, and a head whose values are all below `SMALLEST_PEAK` becomes zeros. So a broken element affects no other one.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from contracts.handoff import KvLayout
 from kv_transfer.names import WIRE_DTYPES, WireDtype
 
 SMALLEST_PEAK: Final = 2.0**-110
-"""Below it neither a scale nor its inverse is a normal float32; no model's keys or values are that small."""
+"""Below this, a scale or its inverse is not a normal float32; no model's keys or values are that small."""
 TILE_ELEMENTS: Final = 32768
-"""Elements converted at a time: they stay in a core's second-level cache, and PyTorch splits no operation this small
-over threads, which a transfer must not take from the engine."""
+"""Elements converted at a time. They fit a core's second-level cache, and PyTorch does not use several threads for
+operations this small, which would take cores from the engine."""
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Codec(ABC):
-    """Encodes or decodes the frames of one stream. Not for two threads at a time: it reuses its buffers."""
+    """Encodes or decodes the frames of one stream. It reuses its buffers and must not be shared between threads."""
 
     number: ClassVar[int]
-    """In every frame's header."""
+    """The codec's number in every frame header."""
     name: ClassVar[WireDtype]
 
     @abstractmethod
     def encoded_bytes(self, count: int) -> int:
-        """What `count` blocks take in a frame; never more than their own bytes."""
+        """Return the bytes that `count` blocks take in a frame; never more than the blocks' own."""
 
     @abstractmethod
     def encode(self, blocks: Sequence[memoryview]) -> Sequence[memoryview]:
-        """The blocks as buffers to be sent one after the other, `encoded_bytes(len(blocks))` in all.
+        """Return the blocks as buffers to send one after the other, `encoded_bytes(len(blocks))` in all.
 
-        Valid until the next call. ValueError if a block has another size than this codec was made for.
+        They are valid until the next call. Raises ValueError if a block's size is not the one this codec was made for.
         """
 
     @abstractmethod
     def decode(self, payload: memoryview, count: int) -> memoryview:
-        """The inverse: the bytes of `count` blocks, one after the other; valid until the next call.
+        """Return the bytes of `count` blocks, one after the other, valid until the next call.
 
-        ValueError if `payload` has the wrong size or holds scales that no encoder writes.
+        Raises ValueError if `payload` has the wrong size or holds scales that no encoder writes.
         """
 
 
 class Raw(Codec):
-    """The blocks' own bytes, never copied here."""
+    """The blocks' own bytes, passed through without a copy."""
 
     number: ClassVar[int] = 0
     name: ClassVar[WireDtype] = "none"
@@ -79,25 +79,25 @@ class Raw(Codec):
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """A float format, and how to find the largest magnitude among its bit patterns: as integers, without the sign."""
+    """A float format whose bit patterns, read as integers without the sign, are ordered by magnitude."""
 
     torch_dtype: torch.dtype
     bits_dtype: type[np.signedinteger[Any]]
     infinity_bits: int
-    """Patterns above it, without the sign, are NaN."""
+    """The pattern of infinity; larger ones, without the sign, are NaN."""
 
     @property
     def num_bytes(self) -> int:
-        """Of one element."""
+        """Bytes of one element."""
         return np.dtype(self.bits_dtype).itemsize
 
     @property
     def magnitude_mask(self) -> int:
-        """All bits but the sign."""
+        """A mask of all bits but the sign."""
         return int(np.iinfo(self.bits_dtype).max)
 
     def floats(self, bits: npt.NDArray[Any]) -> Floats:
-        """float32 values of non-negative bit patterns."""
+        """Return non-negative bit patterns as float32 values."""
         values: Floats = torch.from_numpy(bits).view(self.torch_dtype).to(torch.float32).numpy()
         return values
 
@@ -107,23 +107,24 @@ ELEMENT_TYPES: Final = {
     "float16": ElementType(torch.float16, np.int16, 0x7C00),
     "float32": ElementType(torch.float32, np.int32, 0x7F80_0000),
 }
-"""By `KvLayout.kv_dtype`: what can be encoded."""
+"""The element types that can be encoded, by `KvLayout.kv_dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """How the bytes of one block, or of a part of one, divide into heads."""
+    """The heads in one block, or in a part of one."""
 
     heads: int
     elements: int
-    """Of one head, K and V together."""
+    """Elements of one head, K and V together."""
     element_type: ElementType
 
 
 class ScaledCodec(Codec):
-    """Payload: float32 scales [blocks, heads], then one byte an element [blocks, heads, elements]; little-endian.
+    """One scale per head. Payload: float32 scales [blocks, heads], then one byte per element [blocks, heads, elements].
 
-    A scale is the head's largest magnitude over the largest code, so the head's values use the whole range of codes.
+    All is little-endian. A scale is the head's largest magnitude divided by the largest code, so that the head's values
+    use the whole range of codes.
     """
 
     largest_code: ClassVar[float]
@@ -142,11 +143,11 @@ class ScaledCodec(Codec):
 
     @abstractmethod
     def _to_codes(self, scaled: torch.Tensor, codes: torch.Tensor) -> None:
-        """Round float32 [rows, elements] in [-largest_code, largest_code] to int8 patterns; may spoil `scaled`."""
+        """Round float32 [rows, elements] in [-largest_code, largest_code] to int8 patterns; may overwrite `scaled`."""
 
     @abstractmethod
     def _from_codes(self, codes: npt.NDArray[np.int8], scaled: torch.Tensor) -> None:
-        """The inverse, times `_code_unit`: fills `scaled`."""
+        """Fill `scaled` with the values of the codes, times `_code_unit`."""
 
     _code_unit: ClassVar[float] = 1.0
 
@@ -198,17 +199,20 @@ class ScaledCodec(Codec):
         return raw.data
 
     def _tiles(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Some rows of each at a time; one call to split them is cheaper than a slice for each."""
+        """Iterate over groups of rows; one call that splits them is cheaper than a slice for each."""
         return zip(*(torch.split(tensor, self._rows) for tensor in tensors), strict=True)
 
     def _reserve(self, count: int) -> None:
-        """Buffers for this many blocks; they grow to the largest frame and stay."""
+        """Make the buffers large enough for this many blocks; they never shrink."""
         if self._raw.nbytes < count * self._block_bytes:
             self._raw = np.empty(count * self._block_bytes, np.uint8)
             self._encoded = np.empty(self.encoded_bytes(count), np.uint8)
 
     def _peaks(self, bits: npt.NDArray[Any]) -> Floats:
-        """Largest magnitude of each row as float32 [rows], 0 if below SMALLEST_PEAK. Makes `bits` finite in place."""
+        """Return each row's largest magnitude as float32 [rows], 0 if below SMALLEST_PEAK.
+
+        Makes `bits` finite in place.
+        """
         kind = self._shape.element_type
         peaks = np.empty(len(bits), bits.dtype)
         for first in range(0, len(bits), self._rows):
@@ -222,9 +226,9 @@ class ScaledCodec(Codec):
 
 
 class Int8(ScaledCodec):
-    """Whole numbers from -127 to 127: an error of at most half a scale, the same for small and large elements.
+    """Integers from -127 to 127: an error of at most half a scale, the same for small and large elements.
 
-    The result is then rounded to the cache's own format, which for bfloat16 may be as much again.
+    The result is then rounded to the cache's own format, which for bfloat16 may add as much again.
     """
 
     number: ClassVar[int] = 1
@@ -239,7 +243,7 @@ class Int8(ScaledCodec):
 
 
 class Fp8(ScaledCodec):
-    """float8_e4m3fn: an error of at most 1/16 of each element, down to 1/28672 of the head's largest."""
+    """float8_e4m3fn: an error of at most 1/16 of each element, down to 1/28672 of the head's largest one."""
 
     number: ClassVar[int] = 2
     name: ClassVar[WireDtype] = "fp8"
@@ -254,12 +258,12 @@ class Fp8(ScaledCodec):
         codes.view(torch.float8_e4m3fn).copy_(scaled)
 
     def _from_codes(self, codes: npt.NDArray[np.int8], scaled: torch.Tensor) -> None:
-        # PyTorch widens this format element by element. Moved up by 7 bits, exponent and fraction are those of a
-        # float16 that is smaller by 2 ** (15 - 7), the difference of the exponents' offsets: ten times as fast.
+        # PyTorch widens this format element by element. Shifted left by 7 bits, exponent and fraction are those of a
+        # float16 smaller by 2 ** (15 - 7), the difference of the exponent biases; that is ten times as fast.
         halves = self._halves[: len(codes)]
         np.copyto(halves, codes)
         np.left_shift(halves, 7, out=halves)
-        np.bitwise_and(halves, ~0x4000, out=halves)  # where the sign was extended to
+        np.bitwise_and(halves, ~0x4000, out=halves)  # clear the bit that the sign was extended into
         scaled.copy_(torch.from_numpy(halves).view(torch.float16))
 
 
@@ -267,10 +271,10 @@ _SCALED: Final[dict[str, type[ScaledCodec]]] = {codec.name: codec for codec in (
 
 
 def make_codec(wire_dtype: str, layout: KvLayout, part_bytes: int) -> Codec:
-    """For streams that carry `part_bytes` of every block of this layout, which are some of its heads.
+    """Return the codec for streams that carry `part_bytes`, a number of whole heads, of every block of this layout.
 
-    ValueError, with a sentence, for a name that does not exist and for blocks that cannot be divided into heads of a
-    known float format.
+    Raises ValueError for a name that does not exist, and for blocks that cannot be divided into heads of a known
+    float format.
     """
     if wire_dtype == Raw.name:
         return Raw(part_bytes)
@@ -287,7 +291,7 @@ def _head_shape(wire_dtype: str, layout: KvLayout, part_bytes: int) -> HeadShape
             f"KV of type {layout.kv_dtype!r} cannot be sent as {wire_dtype}, only {', '.join(ELEMENT_TYPES)}: set "
             "transfer.wire_dtype to none"
         )
-    heads_per_rank = max(1, layout.num_kv_heads // layout.tensor_parallel_size)  # fewer heads than ranks: one on each
+    heads_per_rank = max(1, layout.num_kv_heads // layout.tensor_parallel_size)  # one each if there are fewer
     head_bytes, rest = divmod(layout.block_bytes, heads_per_rank)
     if rest or head_bytes == 0 or head_bytes % kind.num_bytes:
         raise ValueError(f"a block of {layout.block_bytes} bytes is not {heads_per_rank} heads of {layout.kv_dtype}")
@@ -298,15 +302,15 @@ def _head_shape(wire_dtype: str, layout: KvLayout, part_bytes: int) -> HeadShape
 
 
 def _scales(peaks: Floats, largest_code: float) -> Floats:
-    """peak / largest_code, rounded so that no decoded value exceeds its head's peak and so overflows."""
+    """Return peak / largest_code, rounded so that no decoded value exceeds its head's peak, which could overflow."""
     largest = np.float32(largest_code)
     scales: Floats = peaks / largest
-    with np.errstate(over="ignore"):  # which is what the next line puts right
+    with np.errstate(over="ignore"):  # the next line corrects that
         return np.where(scales * largest > peaks, np.nextafter(scales, np.float32(0)), scales)
 
 
 def _make_finite(bits: npt.NDArray[Any], kind: ElementType) -> int:
-    """NaN to 0 and infinities to the largest finite magnitude, in place; returns that magnitude's bit pattern."""
+    """Set NaN to 0 and infinities to the largest finite magnitude, in place; return that magnitude's bit pattern."""
     magnitudes = bits & kind.magnitude_mask
     finite = magnitudes < kind.infinity_bits
     peak = int(magnitudes[finite].max(initial=0))

@@ -1,9 +1,9 @@
-"""The unit that streaming transports send: some whole blocks of one layer behind a fixed header with a checksum.
+"""The unit that streaming transports send: whole blocks of one layer, behind a fixed header with a checksum.
 
-`write_frames` and the target's `FrameReader` are the only two who know the format. Blocks come in segments, as prefill
-makes them final: each covers the positions after the last one's, layer by layer, positions ascending. So a frame that
-is lost, doubled or out of place is an error at once, and everything a header claims is checked against what is expected
-before a byte is written. How blocks look inside a frame is the codec's matter (`codec`); both ends must use the same.
+Only `write_frames` and `FrameReader` know the format. Blocks come in segments, as prefill makes them final: each
+segment covers the positions after the last one's, layer by layer, positions ascending. So a frame that is lost,
+duplicated or out of order is detected at once, and every claim of a header is checked before a byte is written. The
+codec (`codec`) defines how blocks look inside a frame; both ends must use the same one.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from kv_transfer.wire.codec import Codec, Raw
 
 MAGIC: Final = 0x524B5631
 _PREFIX: Final = struct.Struct("<IHHIIIIQ")
-"""magic, wire version, codec, layer, first position, block count, position after the segment, payload bytes."""
+"""Fields: magic, wire version, codec, layer, first position, block count, position after the segment, payload bytes."""
 _CHECKSUM: Final = struct.Struct("<Q")
-"""xxh3_64 of prefix and payload, the latter as it travels."""
+"""Field: xxh3_64 of prefix and payload, the payload as it travels."""
 HEADER_BYTES: Final = _PREFIX.size + _CHECKSUM.size
 TARGET_FRAME_BYTES: Final = 2 << 20
-"""Large enough that per-frame work disappears (measured), small enough to hold many streams in memory."""
+"""Frame size aimed at: so large that per-frame work is negligible (measured), so small that many streams fit memory."""
 
 
 def blocks_per_frame(block_bytes: int, num_blocks: int, target_bytes: int = TARGET_FRAME_BYTES) -> int:
-    """The largest equal share of `num_blocks` that fits the target size; one block is sent whole whatever its size."""
+    """Return the largest equal share of `num_blocks` that fits the target size, but at least one block."""
     most = max(1, target_bytes // block_bytes)
     frames = -(-num_blocks // most)
     return -(-num_blocks // frames)
 
 
 def largest_frame_bytes(layout: KvLayout) -> int:
-    """What a receiver must be ready to accept, whatever the codec: none makes blocks larger."""
+    """Return the frame size that a receiver must accept with any codec: no codec makes blocks larger."""
     return HEADER_BYTES + max(TARGET_FRAME_BYTES, layout.block_bytes)
 
 
@@ -50,11 +50,11 @@ def write_frames(
     codec: Codec | None = None,
     wait_layer: Callable[[int], None] = lambda _: None,
 ) -> Generator[bytes]:
-    """One segment: all layers of these blocks, the first of which has this position in the hand-off.
+    """Yield the frames of one segment: all layers of these blocks, the first of which has this position.
 
-    Each byte is copied once, when its frame is asked for, or encoded then. `target_bytes` are the blocks' own, before
-    the codec (none: as they are) makes them fewer, so that both ends' buffers are bounded by it too.
-    `wait_layer` is called before a layer is read, and returns when it may be.
+    Each byte is copied or encoded once, when its frame is asked for. `target_bytes` counts bytes before encoding, so
+    that it bounds both ends' buffers. Without a codec, blocks travel as they are. `wait_layer` is called before each
+    layer and returns when that layer may be read.
     """
     if not block_ids:
         return
@@ -68,7 +68,7 @@ def write_frames(
 
 
 def payload_bytes(frame: bytes) -> int:
-    """How much of a frame is KV, as it travels: encoded, with the scales."""
+    """Return the KV bytes in a frame as they travel: encoded, with the scales."""
     return len(frame) - HEADER_BYTES
 
 
@@ -83,7 +83,7 @@ def _frame(codec: Codec, layer: int, first: int, end: int, blocks: Sequence[memo
 
 
 class FrameReader:
-    """Writes the frames of one fetch into the target blocks; any surprise raises TransferFailed(`corrupted`)."""
+    """Writes the frames of one fetch into the target blocks; raises TransferFailed(`corrupted`) for unexpected ones."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class FrameReader:
         progress: FetchProgress,
         codec: Codec | None = None,
     ) -> None:
-        """`codec`: the one that was asked for, for blocks of this pool; none: blocks come as they are."""
+        """`codec` is the one that was asked for, for blocks of this pool; None: blocks come as they are."""
         self._pool = pool
         self._codec = codec or Raw(pool.block_bytes)
         self._targets = target_block_ids
@@ -103,7 +103,7 @@ class FrameReader:
         self._next = 0
 
     def accept(self, frame: bytes) -> None:
-        """Check one frame and write it."""
+        """Check one frame and write its blocks. Raises TransferFailed(`corrupted`)."""
         self._progress.first_byte()
         count, payload = self._check(memoryview(frame))
         blocks = self._decoded(payload, count)
@@ -114,13 +114,13 @@ class FrameReader:
             self._layer += 1
             self._next = self._segment_start
             if self._segment_start or self._layer == self._pool.num_layers:
-                self._progress.segment_ends()  # of what follows a prefill, each layer may come as it is computed
+                self._progress.segment_ends()  # during a prefill, each layer may arrive as it is computed
             if self._layer == self._pool.num_layers:
                 self._layer, self._next = 0, self._segment_end
                 self._segment_start = self._segment_end
 
     def finish(self) -> None:
-        """The stream has ended: everything must have come."""
+        """Check, at the end of the stream, that everything arrived. Raises TransferFailed(`corrupted`)."""
         if self._layer or self._next != len(self._targets):
             raise _corrupted(f"the stream ended at block {self._next} of {len(self._targets)}, layer {self._layer}")
 
@@ -131,7 +131,7 @@ class FrameReader:
             raise _corrupted(f"layer {self._layer} block {self._next}: {error}") from error
 
     def _check(self, frame: memoryview) -> tuple[int, memoryview]:
-        """(blocks in it, its payload). Until the checksum is seen to fit, nothing is kept of what the header says."""
+        """Return (block count, payload). Nothing from the header is kept before the checksum has been verified."""
         if frame.nbytes < HEADER_BYTES:
             raise _corrupted(f"a frame of {frame.nbytes} bytes is shorter than its header")
         magic, version, codec, layer, first, count, end, num_bytes = _PREFIX.unpack_from(frame)

@@ -1,10 +1,10 @@
-"""What both ends of the gRPC transport agree on: names, limits, and how errors travel.
+"""The names, limits and errors that both ends of the gRPC transport share.
 
 Messages are raw bytes: frames for KV, msgpack for the rest. An error travels as a status whose trailing metadata holds
 the reason; gRPC's own failures, which have no reason, are mapped by status code.
 
-The synchronous API is used on purpose. `grpc.aio` has one poller per process, shared by all its event loops: beside the
-worker's own `grpc.aio` data plane in the same process it would wake both for every event, and it is no faster here.
+The synchronous API is used on purpose. `grpc.aio` has one poller per process, shared by all its event loops. Beside the
+worker's own `grpc.aio` server in the same process, every event would wake both loops, and it is no faster here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DESCRIBE: Final = "Describe"
 
 CONTROL_MESSAGE_BYTES: Final = 64 << 10
 MOST_READERS: Final = 1024
-"""Tensor parallel ranks of the reading engine."""
+"""Largest number of tensor-parallel ranks of the reading engine."""
 KEEPALIVE_S: Final = 10
 KEEPALIVE_TIMEOUT_S: Final = 5
 CONNECT_TIMEOUT_S: Final = 3
@@ -55,9 +55,9 @@ Answer = TypeVar("Answer")
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True):
-    """Reader `reader` of `readers` is done with a hand-off.
+    """Says that reader `reader` of `readers` is done with a hand-off.
 
-    Bounded, because a source remembers the ids and readers it was told, also those it does not know.
+    The numbers are bounded, because a source remembers the ids and readers of releases, even for ids it does not know.
     """
 
     handoff_id: HandoffId
@@ -66,7 +66,7 @@ class Release(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PinnedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """One segment of a pin: where the next blocks lie. The blocks stay until the stream is closed by the reader."""
+    """One segment of a pin: where the next blocks lie. They stay there until the reader closes the stream."""
 
     incarnation: str
     block_ids: list[int]
@@ -75,7 +75,7 @@ class PinnedBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_options(largest_message_bytes: int) -> Options:
-    """A taken port is an error, requests are small, answers bounded, and peers may ping as often as they do."""
+    """Return server options: fail on a taken port, bound messages, and accept pings as often as peers send them."""
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_send_message_length", max(largest_message_bytes, CONTROL_MESSAGE_BYTES)),
@@ -86,34 +86,34 @@ def server_options(largest_message_bytes: int) -> Options:
 
 
 def channel_options(largest_message_bytes: int) -> Options:
-    """Accept nothing larger; notice a silent or unreachable peer within seconds."""
+    """Return channel options: bound messages, and notice a silent or unreachable peer within seconds."""
     return [
         ("grpc.max_receive_message_length", max(largest_message_bytes, CONTROL_MESSAGE_BYTES)),
         ("grpc.max_send_message_length", CONTROL_MESSAGE_BYTES),
-        ("SingleThreadedUnaryStream", 1),  # a fetch's thread reads for itself: a sixth less CPU than by gRPC's own
+        ("SingleThreadedUnaryStream", 1),  # the fetch's own thread reads, which takes a sixth less CPU than gRPC's
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
-        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_S * 1000),  # which is also what bounds one connect attempt
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_S * 1000),  # this also bounds one connect attempt
     ]
 
 
 def abort(context: grpc.ServicerContext, error: errors.HandoffError) -> NoReturn:
-    """End the call with this error; raises, as gRPC's own `abort` does."""
+    """End the call with this error. Raises, as gRPC's own `abort` does."""
     context.set_trailing_metadata(((_REASON_KEY, error.reason),))
     context.abort(_STATUS.get(error.reason, grpc.StatusCode.INTERNAL), error.message)
     raise AssertionError("gRPC's abort returned")
 
 
 def end_with_first_token(context: grpc.ServicerContext, first_token: int | None) -> None:
-    """Tell the fetching side, at the end of a stream, what prefill sampled."""
+    """Send the token that prefill sampled to the fetching side, at the end of a stream."""
     if first_token is not None:
         context.set_trailing_metadata(((_FIRST_TOKEN_KEY, str(first_token)),))
 
 
 def first_token_of(call: Any) -> int | None:
-    """The inverse, when the stream has ended. Raises TransferFailed(`corrupted`) for what is no token."""
+    """Return the first token after the stream has ended. Raises TransferFailed(`corrupted`) if it is not a token id."""
     for key, value in call.trailing_metadata() or ():
         if key == _FIRST_TOKEN_KEY:
             if not isinstance(value, str) or not value.isdecimal():
@@ -123,7 +123,7 @@ def first_token_of(call: Any) -> int | None:
 
 
 def read_answer(decode: Callable[[bytes], Answer], message: bytes, address: str) -> Answer:
-    """What a source said; raises TransferFailed(`corrupted`) if it makes no sense."""
+    """Decode a source's answer. Raises TransferFailed(`corrupted`) if it is unreadable."""
     try:
         return decode(message)
     except UNREADABLE as error:
@@ -131,7 +131,7 @@ def read_answer(decode: Callable[[bytes], Answer], message: bytes, address: str)
 
 
 def reason_of(failure: Any) -> str | None:
-    """The reason that the source's handler gave; None if the call failed by itself."""
+    """Return the reason that the source's handler gave; None if the call itself failed."""
     for key, value in failure.trailing_metadata() or ():
         if key == _REASON_KEY:
             return str(value)
@@ -139,7 +139,7 @@ def reason_of(failure: Any) -> str | None:
 
 
 def error_of(failure: Any, address: str) -> errors.HandoffError:
-    """The error that a failed call stands for; `failure` is the RpcError, which is also the call."""
+    """Return the error for a failed call; `failure` is the RpcError, which is also the call."""
     told = reason_of(failure)
     if told is not None:
         return errors.error_for(told, failure.details() or "")

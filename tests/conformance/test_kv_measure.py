@@ -106,7 +106,7 @@ def test_the_list_of_transports_is_the_projects_own():
         ({"layers": -1}, "layers must be 1 or more, not -1"),
         ({"block_bytes": 0}, "block-bytes must be 1 or more, not 0"),
         ({"rounds": 2}, "rounds must be 3 or more, not 2"),
-        ({"transports": ("memory",)}, "transport 'memory' cannot be measured (it joins no two processes): give"),
+        ({"transports": ("memory",)}, "transport 'memory' cannot be measured (it does not connect processes): give"),
         ({"transports": ("tcp",)}, "transport 'tcp' cannot be measured: give one or more of "),
         ({"transports": ()}, "no transport is given: give one or more of "),
         ({"layouts": ("odd",)}, "layout 'odd' cannot be measured: give one or more of contiguous, scattered"),
