@@ -1,4 +1,4 @@
-"""What one engine needs to know. Built by `cluster.runtime.plan` from the one configuration."""
+"""The configuration of one engine, built by `cluster.runtime.plan` from the deployment's configuration."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kv_transfer.names import TransportName, WireDtype
 
 @dataclass(frozen=True)
 class HostSettings:
-    """How long a worker is patient, in seconds."""
+    """A worker's time limits, in seconds."""
 
     stall_timeout_s: float = 60.0
-    """With work and without a step for this long, its engine counts as stalled."""
+    """An engine with work and without a finished step for this long counts as stalled."""
     drain_timeout_s: float = 30.0
-    """How long running tasks may still take after SIGTERM."""
+    """Running tasks may take this much longer after SIGTERM."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One engine of one worker; sizes in the units their names carry."""
+    """One engine of one worker; units are in the names."""
 
     worker_id: str
     incarnation: str
@@ -35,7 +35,7 @@ class EngineConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_bytes_per_rank: int | None
-    """vLLM's own setting is per rank too; None: what is left on the GPU."""
+    """Bytes per rank, like vLLM's own setting; None: what is left on the GPU."""
     tensor_parallel_size: int
     enforce_eager: bool
     host: str
@@ -43,13 +43,13 @@ class EngineConfig:
     lease_s: float
     fetch_deadline_s: float
     faults: str | None
-    """For tests: a plan for `kv_transfer.testing.faults`."""
+    """For tests: a plan for `kv_transfer.testing.faults`; None: no faults."""
     transport: TransportName
-    """What this engine's fetches use; `auto` picks for each source."""
+    """The transport of this engine's fetches; `auto` picks one for each source."""
     on_cpu: bool
     wire_dtype: WireDtype = "none"
-    """How this engine asks for blocks that travel over a network; `shm` copies them as they are."""
+    """The encoding that this engine asks for when blocks travel over a network; `shm` copies them as they are."""
     passed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM's own, as configured: see `engine.passed_args`."""
+    """vLLM's own arguments, as configured: see `engine.passed_args`."""
     tls: TlsFiles | None = None
-    """Between this worker and router and other workers; None: plain text."""
+    """The certificates for connections to the router and to other workers; None: plain text."""

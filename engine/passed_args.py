@@ -1,10 +1,10 @@
-"""Which of vLLM's own arguments a configuration may pass on, by name and type, and why not the others.
+"""vLLM's own arguments that a configuration may pass on, by name and type, and the reasons why others are refused.
 
-Names and types are vLLM's: `vllm_arguments.json` is made from its argument classes by
-`python -m tests.unit.engine.test_passed_args`, and the test fails once either differs, also for an argument that is new
-and in none of the tables here. vLLM itself is not imported, so that a wrong configuration is told at once.
+Names and types are vLLM's: `vllm_arguments.json` is generated from its argument classes by
+`python -m tests.unit.engine.test_passed_args`. The test fails if they change, or if vLLM has a new argument that is in
+none of the tables here. vLLM itself is not imported, so that a wrong configuration is reported at once.
 
-Called by `cluster.config.models`; `words` turns what was accepted into the arguments of vLLM's own parser.
+Called by `cluster.config.models`; `words` turns accepted arguments into a command line for vLLM's own parser.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FOR_THE_MODEL: Final = frozenset(
         "use_fp64_gumbel",
     }
 )
-"""What the same model is: one value for router and all engines, or they would not speak of the same tokens or KV."""
+"""Properties of the model: the router and all engines need the same value, or their tokens and KV would not match."""
 
 READ_BY_THE_ROUTER: Final = FOR_THE_MODEL - {
     "allow_deprecated_quantization",
@@ -59,7 +59,7 @@ READ_BY_THE_ROUTER: Final = FOR_THE_MODEL - {
     "quantization",
     "quantization_config",
 }
-"""The router has tokenizer, templates, limits and defaults of the model, and none of its weights."""
+"""The arguments the router needs too: it has the model's tokenizer, templates, limits and defaults, but no weights."""
 
 FOR_ONE_POOL: Final = frozenset(
     {
@@ -111,7 +111,7 @@ FOR_ONE_POOL: Final = frozenset(
         "use_tqdm_on_load",
     }
 )
-"""How an engine computes and loads; pools may differ in it."""
+"""How an engine computes and loads; pools may differ in these."""
 
 ENGINE_ARGS: Final = FOR_THE_MODEL | FOR_ONE_POOL
 
@@ -149,7 +149,7 @@ SERVER_ARGS: Final = frozenset(
         "trust_request_chat_template",
     }
 )
-"""What vLLM's HTTP front makes of requests and answers."""
+"""What vLLM's HTTP front does with requests and answers."""
 
 OUR_SETTINGS: Final = {
     "allowed_origins": "server.cors_allowed_origins",
@@ -172,25 +172,25 @@ OUR_SETTINGS: Final = {
     "shutdown_timeout": "server.drain_timeout_s",
     "tensor_parallel_size": "pools.*.tensor_parallel",
 }
-"""Arguments that are settings of Ridgeline's, under these names."""
+"""Arguments that are settings of Ridgeline's, with the names of those settings."""
 
 _KV = "a prefill and a decode engine must keep and hand over the same blocks"
 _OTHER_CONNECTOR = "KV travels by Ridgeline's own connector, which is configured under transfer"
 _PROCESSES = "Ridgeline starts, places, pins and ends the engine's processes"
 _SPREAD = "an engine here is one replica; more of them are workers of a pool"
-_CONTEXT = "the blocks of a prompt would be spread over ranks in a way that the hand-over does not know"
-_LORA = "adapters are not supported: a prompt's KV would have to be handed over with its adapter"
+_CONTEXT = "the blocks of a prompt would be spread over ranks in a way that the KV hand-off does not support"
+_LORA = "adapters are not supported: a prompt's KV would have to be handed off with its adapter"
 _IMAGES = "multimodal inputs are not supported: only a prompt's tokens travel with its KV"
 _POOLING = "only generation is served"
-_STATE = "the model's state besides its KV cache would not be handed over"
-_DRAFT = "a draft's KV would not be handed over, so decode would guess from nothing"
-_STEPS = "router and connector count on the scheduler's own order of steps"
+_STATE = "the model's state besides its KV cache would not be handed off"
+_DRAFT = "a draft's KV would not be handed off, so decode would have nothing to draft from"
+_STEPS = "router and connector rely on the scheduler's own order of steps"
 _STATISTICS = "Ridgeline reads the engine's statistics itself, and shows them at /metrics"
 _LOGS = "logs are Ridgeline's, and Ray's"
 _HTTP = "the HTTP port is Ridgeline's: see server and security"
-_TLS = "the HTTP port has no TLS: put a proxy that ends TLS before it"
-_DOORS = "it opens paths that bypass admission and keys"
-_PAGES = "which pages may ask is for server.cors_allowed_origins to say, and pages send keys, no cookies"
+_TLS = "the HTTP port has no TLS: put a proxy that terminates TLS in front of it"
+_DOORS = "it opens paths that bypass admission and API keys"
+_PAGES = "server.cors_allowed_origins says which pages may send requests, and pages send keys, not cookies"
 _WEIGHTS = "weights are read once, at the start"
 
 REFUSED: Final = {
@@ -245,7 +245,7 @@ REFUSED: Final = {
     "ec_transfer_config": _OTHER_CONNECTOR,
     "elastic_ep_max_dp_size": _SPREAD,
     "enable_batch_sharded_sampling": "a token must be sampled alike in both pools",
-    "enable_chunked_prefill": "prompts longer than a step are computed in chunks, and handed over chunk by chunk",
+    "enable_chunked_prefill": "prompts longer than a step are computed in chunks, and handed off chunk by chunk",
     "enable_cumem_allocator": "the KV cache must stay where it is while others read it",
     "enable_dbo": _SPREAD,
     "enable_elastic_ep": _SPREAD,
@@ -265,7 +265,7 @@ REFUSED: Final = {
     "enable_moe_shared_loras": _LORA,
     "enable_nccl_comm_suspend": "the KV cache must stay where it is while others read it",
     "enable_per_request_metrics": _STATISTICS,
-    "enable_prefix_caching": "what is handed over, and what is computed again after a loss, is found by its prefix",
+    "enable_prefix_caching": "transferred KV, and KV computed again after a loss, is found by its prefix",
     "enable_prompt_embeds": "a prompt travels as tokens",
     "enable_return_routed_experts": "what it adds to an answer would not pass the router",
     "enable_scale_out": _DOORS,
@@ -274,10 +274,10 @@ REFUSED: Final = {
     "enable_sleep_mode": "the KV cache must stay where it is while others read it",
     "enable_ssl_refresh": _TLS,
     "enable_tower_connector_lora": _LORA,
-    "enable_trace_replay": "Ridgeline repeats tokens by a processor of its own",
+    "enable_trace_replay": "Ridgeline repeats tokens with a processor of its own",
     "engram_config": _STATE,
     "eplb_config": _SPREAD,
-    "fail_on_environ_validation": "the environment of engines is Ridgeline's",
+    "fail_on_environ_validation": "Ridgeline sets the environment of engines",
     "fault_tolerance_config": "Ridgeline supervises the engines: see supervision",
     "fully_sharded_loras": _LORA,
     "gdn_prefill_backend": _STATE,
@@ -293,7 +293,7 @@ REFUSED: Final = {
     "kda_prefill_backend": _STATE,
     "kv_cache_metrics": _STATISTICS,
     "kv_cache_metrics_sample": _STATISTICS,
-    "kv_events_config": "nobody here listens to KV events, and the engines of a node would share a port",
+    "kv_events_config": "nothing here listens to KV events, and the engines of a node would share a port",
     "kv_offloading_backend": _OTHER_CONNECTOR,
     "kv_offloading_size": _OTHER_CONNECTOR,
     "kv_sharing_fast_prefill": "it leaves the KV of prompts incomplete",
@@ -302,9 +302,9 @@ REFUSED: Final = {
     "log_config_file": _LOGS,
     "log_level": _LOGS,
     "logging_config": _LOGS,
-    "logits_processors": "Ridgeline repeats tokens by a processor of its own",
-    "long_prefill_token_threshold": "a prompt's chunks must be those that the router counts on",
-    "long_prefill_token_threshold_adaptive": "a prompt's chunks must be those that the router counts on",
+    "logits_processors": "Ridgeline repeats tokens with a processor of its own",
+    "long_prefill_token_threshold": "a prompt's chunks must be those that the router expects",
+    "long_prefill_token_threshold_adaptive": "a prompt's chunks must be those that the router expects",
     "lora_dtype": _LORA,
     "lora_modules": _LORA,
     "lora_target_modules": _LORA,
@@ -322,9 +322,9 @@ REFUSED: Final = {
     "max_lora_cls_labels": _LORA,
     "max_lora_rank": _LORA,
     "max_loras": _LORA,
-    "max_num_scheduled_tokens": "a prompt's chunks must be those that the router counts on",
+    "max_num_scheduled_tokens": "a prompt's chunks must be those that the router expects",
     "media_io_kwargs": _IMAGES,
-    "middleware": "the guard must stay outermost, and a stream must not be buffered",
+    "middleware": "the API key check must stay outermost, and a stream must not be buffered",
     "mm_device_do_normalize": _IMAGES,
     "mm_encoder_attn_backend": _IMAGES,
     "mm_encoder_attn_dtype": _IMAGES,
@@ -344,10 +344,10 @@ REFUSED: Final = {
     "model_tag": "the model is model.path",
     "nnodes": _SPREAD,
     "node_rank": _SPREAD,
-    "num_gpu_blocks_override": "the router counts on the blocks that kv_cache_bytes makes",
+    "num_gpu_blocks_override": "the router expects the blocks that kv_cache_bytes gives",
     "otlp_traces_endpoint": _STATISTICS,
     "per_request_spec_decode_metrics": _DRAFT,
-    "pipeline_parallel_size": "the layers of a prompt's KV would be spread over ranks in a way that nothing hands over",
+    "pipeline_parallel_size": "the KV hand-off does not support layers that are spread over ranks",
     "pooler_config": _POOLING,
     "prefill_context_parallel_size": _CONTEXT,
     "prefill_schedule_interval": _STEPS,
@@ -375,10 +375,10 @@ REFUSED: Final = {
     "ssl_certfile": _TLS,
     "ssl_ciphers": _TLS,
     "ssl_keyfile": _TLS,
-    "stream_interval": "the router needs every token when it is made: for stop strings, and to go on after a loss",
+    "stream_interval": "the router needs every token as soon as it is sampled: for stop strings and request migration",
     "swa_bounded_replay": _KV,
     "tokens_only": _DOORS,
-    "tool_server": "the server would call tools by itself, some of which run what a model has written",
+    "tool_server": "the server would call tools itself, and some run code that a model has written",
     "trust_request_mm_kwargs": _IMAGES,
     "ubatch_size": _SPREAD,
     "uds": _HTTP,
@@ -392,13 +392,13 @@ REFUSED: Final = {
     "worker_cls": _PROCESSES,
     "worker_extension_cls": _PROCESSES,
 }
-"""What would break the split, or the server, and why."""
+"""Arguments that would break the split or the server, with the reason."""
 
 Args = Mapping[str, Any]
 
 
 def engine_problems(setting: str, args: Args, *, one_pool: bool) -> Iterator[str]:
-    """A sentence for each argument under `setting` that cannot be passed to the engines, or to those of `one_pool`."""
+    """Yield a sentence for each argument under `setting` that engines, or only those of `one_pool`, cannot be given."""
     for name, value in args.items():
         if one_pool and name in FOR_THE_MODEL:
             yield f"{setting}.{name} must be the same in router and pools: set engine_args.{name} instead."
@@ -407,7 +407,7 @@ def engine_problems(setting: str, args: Args, *, one_pool: bool) -> Iterator[str
 
 
 def server_problems(setting: str, args: Args) -> Iterator[str]:
-    """The same for arguments of the HTTP front."""
+    """Yield a sentence for each argument under `setting` that the HTTP front cannot be given."""
     for name, value in args.items():
         yield from _problems(setting, name, value, "server", SERVER_ARGS, ("engine_args", ENGINE_ARGS))
     parser, plugin = args.get("tool_call_parser"), args.get("tool_parser_plugin")
@@ -420,7 +420,7 @@ def server_problems(setting: str, args: Args) -> Iterator[str]:
 
 
 def reasoning_problems(setting: str, args: Args) -> Iterator[str]:
-    """Whether vLLM has the reasoning parser."""
+    """Yield a sentence if vLLM does not have the reasoning parser."""
     parser = args.get("reasoning_parser")
     if isinstance(parser, str) and parser and not args.get("reasoning_parser_plugin"):
         plugin = f"{setting}.reasoning_parser_plugin"
@@ -428,22 +428,22 @@ def reasoning_problems(setting: str, args: Args) -> Iterator[str]:
 
 
 def words(args: Args) -> list[str]:
-    """Arguments of the engine as the command line of vLLM's own parser, which gives them vLLM's own types."""
+    """Return the arguments as a command line for vLLM's own parser, which converts them to vLLM's types."""
     return [word for name, value in args.items() for word in _words(name.replace("_", "-"), value)]
 
 
 def is_template(chat_template: object) -> bool:
-    """Whether this is a chat template itself; else it is the name of a file with one."""
+    """Return whether this is a chat template itself rather than the name of a file with one."""
     return isinstance(chat_template, str) and ("{" in chat_template or "\n" in chat_template)
 
 
 def for_the_router(args: Args) -> dict[str, Any]:
-    """Of the engines' arguments those that the HTTP front must know too."""
+    """Return those of the engines' arguments that the HTTP front needs too."""
     return {name: value for name, value in args.items() if name in READ_BY_THE_ROUTER}
 
 
 def front(args: Args) -> dict[str, Any]:
-    """The server's arguments, completed: who names a parser of tool calls wants them parsed."""
+    """Return the server's arguments, with tool calls enabled if a parser for them is named."""
     automatic = {"enable_auto_tool_choice": True} if args.get("tool_call_parser") else {}
     return {**automatic, **args}
 
@@ -466,7 +466,7 @@ def _problems(
 ) -> Iterator[str]:
     path = f"{setting}.{name}"
     if name in OUR_SETTINGS:
-        yield f"{path} is a setting of Ridgeline's: set {OUR_SETTINGS[name]} instead."
+        yield f"{path} is one of Ridgeline's own settings: set {OUR_SETTINGS[name]} instead."
     elif name in REFUSED:
         yield f"{path} cannot be passed on, since {REFUSED[name]}: leave it out."
     elif name in other[1]:
@@ -480,7 +480,7 @@ def _problems(
 
 
 def _wrong_type(path: str, value: Any, schema: Any) -> Iterator[str]:
-    import jsonschema  # takes a while, and most configurations pass nothing on
+    import jsonschema  # slow to import, and most configurations pass nothing on
 
     if not jsonschema.Draft202012Validator(schema).is_valid(value):
         yield f"{path} must be {_described(schema)}, not {value!r}."

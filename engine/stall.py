@@ -1,11 +1,11 @@
-"""Tells an engine that stands still from one that is idle.
+"""Distinguishes a hung engine from an idle one.
 
-Kept by `engine.vllm_engine`, which feeds it; `worker_runtime.host` asks it.
+`engine.vllm_engine` feeds the watch; `worker_runtime.host` reads it.
 
-An engine process can hang without ending: stopped by a signal, waiting for a device or a lock. From outside it shows
-only in that steps are no longer reported while there is work. Work may leave before the engine is taken for stalled,
-since clients do not wait for ever; so the time is added up over all work until a step is reported. An engine that runs
-reports one for any work it is given, and rest counts for nothing.
+An engine process can hang without ending: stopped by a signal, or waiting for a device or a lock. From outside this
+shows only as work without reported steps. Work may leave before the engine counts as stalled, since clients give up, so
+the time is added up over all work until a step is reported. A running engine reports a step for any work it is given,
+and idle time does not count.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Callable
 
 
 class StallWatch:
-    """How long work has been waiting for a step."""
+    """Measures how long work has been waiting for a step."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waited_s = 0.0
-        """Before `_since_s`, by work that has gone without a step."""
+        """Seconds before `_since_s` in which work got no step."""
         self._since_s = clock()
 
     def moved(self) -> None:
-        """The engine has reported a step."""
+        """Record that the engine has reported a step."""
         self._waited_s = 0.0
         self._since_s = self._clock()
 
     def work_begins(self) -> None:
-        """The engine gets its first work after a rest."""
+        """Record that the engine gets its first work after being idle."""
         self._since_s = self._clock()
 
     def work_ends(self) -> None:
-        """The last work has gone, done or not."""
+        """Record that the last work has left, finished or not."""
         self._waited_s += self._clock() - self._since_s
 
     def stalled_s(self, *, has_work: bool) -> float:
-        """Seconds with work since the last step, those of now included if there `has_work`."""
+        """Return the seconds with work since the last step, including the time until now if it `has_work`."""
         return self._waited_s + (self._clock() - self._since_s if has_work else 0.0)

@@ -1,4 +1,4 @@
-"""Gives the arguments that a configuration passes on (`engine.passed_args`) the types that vLLM wants them in."""
+"""Converts the arguments that a configuration passes on (`engine.passed_args`) to vLLM's types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.passed_args import words
 
 
 def engine_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs. Raises ValueError with vLLM's own words for what its parser refuses."""
+    """Return keyword arguments of AsyncEngineArgs. Raises ValueError with vLLM's message if its parser refuses them."""
     if not args:
         return {}
     parsed = refusing(AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())).parse_args(words(args))
@@ -20,7 +20,7 @@ def engine_values(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusing(parser: Any) -> Any:
-    """The parser, which raises ValueError instead of ending the process."""
+    """Make the parser raise ValueError instead of ending the process, and return it."""
     parser.error = _refuse
     return parser
 

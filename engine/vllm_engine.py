@@ -1,7 +1,7 @@
 """One vLLM engine: tokens in, token deltas out.
 
-Used by the two handlers through `worker_runtime.host`. vLLM runs the engine in a child process; this object is its
-front end and lives in the worker's event loop.
+Both handlers use it through `worker_runtime.host`. vLLM runs the engine in a child process; this object is its front
+end and runs in the worker's event loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PAIR_POLL_S = 0.02
 
 
 class EngineStats(StatLoggerBase):
-    """Keeps the newest statistics that vLLM sends along with each step's outputs."""
+    """Keeps the newest statistics, which vLLM sends along with each step's outputs."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.running = 0
@@ -53,7 +53,7 @@ class EngineStats(StatLoggerBase):
         self.stall = StallWatch()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
-        """Called by vLLM for every batch of outputs, in this process."""
+        """Store the statistics; vLLM calls it for every batch of outputs, in this process."""
         self.stall.moved()
         if scheduler_stats is None:
             return
@@ -67,11 +67,11 @@ class EngineStats(StatLoggerBase):
             self.counters = stats
 
     def log_engine_initialized(self) -> None:
-        """Nothing to log."""
+        """Do nothing: there is nothing to log."""
 
 
 class VllmEngine:
-    """Start it once; `generate` any number of times at a time; `close` it before the process ends."""
+    """One engine. Start it once, call `generate` concurrently, and `close` it before the process ends."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -81,7 +81,7 @@ class VllmEngine:
         self._releasing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Load the model and make the KV cache; blocks for the 10 to 60 s this takes. Needs a running event loop.
+        """Load the model and allocate the KV cache; blocks for the 10 to 60 s this takes. Needs a running event loop.
 
         Raises UnsupportedModel before anything is loaded.
         """
@@ -111,7 +111,7 @@ class VllmEngine:
         return int(self._llm.vllm_config.cache_config.num_gpu_blocks or 0)
 
     async def describe(self) -> tuple[KvLayout, list[str]]:
-        """The KV layout and the addresses at which this engine's blocks can be fetched, one for each rank.
+        """Return the KV layout, and for each rank the address at which its blocks can be fetched.
 
         Called once, before the first request.
         """
@@ -121,11 +121,10 @@ class VllmEngine:
         return msgspec.convert(described[0][0], KvLayout), [str(address) for _, address in described]
 
     async def pair(self, addresses: list[str], transport: str | None = None) -> dict[str, PairedTransport | str]:
-        """What will carry KV from each of these sources, or a sentence why nothing can; every other one is forgotten.
+        """Pair with these sources and forget all others.
 
-        A `transport` overrules the configured one.
-
-        Of several ranks the first one speaks, unless another has an objection.
+        Returns for each source the transport chosen, or a sentence that says why there is none. `transport` overrides
+        the configured one. Of several ranks the first one's answer counts, unless another refuses. Raises TimeoutError.
         """
         ticket = secrets.token_hex(8)
         async with asyncio.timeout(PAIR_S):
@@ -155,7 +154,7 @@ class VllmEngine:
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield one delta per engine step; closing the generator aborts the request.
 
-        Raises InvalidTask for parameters the engine refuses, EngineFailed when the engine cannot go on.
+        Raises InvalidTask for parameters that the engine refuses, EngineFailed when the engine cannot continue.
         """
         assert self._llm is not None
         require_in_vocabulary(prompt_token_ids, self._llm.model_config.get_vocab_size())
@@ -173,14 +172,14 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             if isinstance(
                 error.__cause__, ValueError | TypeError | OverflowError
-            ):  # a check of vLLM's, made before the engine
+            ):  # a check by vLLM's front end, before the engine
                 raise InvalidTask(str(error.__cause__)) from error
             raise EngineFailed(f"the engine of {self.config.worker_id} failed: {error}") from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidTask(str(error)) from error
 
     def release_own(self, handoff_id: str) -> None:
-        """No router will release this hand-off of ours: free its blocks soon, also if it is published only later."""
+        """Free the blocks of our own hand-off that no router will release, even if it is published only later."""
         self._to_release.append(handoff_id)
         if self._releasing is None:
             self._releasing = asyncio.create_task(self._release_own(), name="release-own-hand-offs")
@@ -191,34 +190,34 @@ class VllmEngine:
                 handoff_ids, self._to_release = self._to_release, []
                 await self._llm.collective_rpc("ridgeline_release", args=(handoff_ids,))
         except EngineDeadError:
-            self._to_release.clear()  # its blocks are gone with it
+            self._to_release.clear()  # its blocks are gone with the engine
         finally:
             self._releasing = None
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False when some are in use. For tests and cold measurements."""
+        """Forget cached prefixes; return False if some are in use. For tests and cold measurements."""
         assert self._llm is not None
         return bool(await self._llm.reset_prefix_cache())
 
     @property
     def notices(self) -> NoticeBoard:
-        """What the connector says about hand-offs while their requests run."""
+        """Messages of the connector about hand-offs whose requests run."""
         return self.stats.notices
 
     @property
     def failed(self) -> bool:
-        """True once the engine process is gone or has reported a fatal error."""
+        """True once the engine process has ended or reported a fatal error."""
         return self._llm is not None and self._llm.errored
 
     def close(self) -> None:
-        """End the engine process; safe to call twice."""
+        """End the engine process. Calling it again does nothing."""
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
 
 
 def require_in_vocabulary(token_ids: list[int], vocabulary_tokens: int) -> None:
-    """Raises InvalidTask: vLLM checks texts and HTTP bodies, not tokens given to its engine, which would break."""
+    """Raise InvalidTask for a token outside the vocabulary: vLLM's engine does not check tokens and would fail."""
     for token in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token < vocabulary_tokens:
             raise InvalidTask(f"token {token} is not one of the model's {vocabulary_tokens}")
@@ -261,7 +260,8 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
         ),
     }
     if config.on_cpu:
-        # On GPUs vLLM may pick its second model runner, whose processors have another interface, not run here yet.
+        # On GPUs vLLM may use its second model runner, whose processors have another interface that has not run here
+        # yet.
         args["logits_processors"] = ["engine.request.forced_tokens:ForcedTokens"]
     if config.kv_cache_bytes_per_rank is not None:
         args["kv_cache_memory_bytes"] = config.kv_cache_bytes_per_rank

@@ -1,4 +1,4 @@
-"""The transports that exist, by the name used in configuration, and how to build them. Used by `TransferService`."""
+"""The transports by their names in configuration, and how to build them. Used by `kv_transfer.service`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Traces, open-loop replay, comparison of the two modes, report. Called by `cluster.commands.loadtest`.
+"""Traces, open-loop replay, comparison of the two modes, and the report. Called by `cluster.commands.loadtest`.
 
-Speaks only HTTP to the server, so the same code loads any OpenAI-compatible server.
+It speaks only HTTP to the server, so the same code can load any OpenAI-compatible server.
 
-compare.py  both modes on the same requests, in rounds
-trace/      what is replayed
-run/        one replay
-report/     what came of it
-errors.py   sentences for the person at the terminal
+compare.py  runs both modes on the same requests, in rounds
+trace/      what is replayed: arrivals, lengths, prompts
+run/        one replay, from the plan to the records
+report/     figures, verdict and page
+errors.py   errors whose messages the command line prints
 """

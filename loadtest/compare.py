@@ -1,9 +1,9 @@
-"""Runs both modes on the same requests, in counterbalanced rounds; writes the result.
+"""Runs both modes on the same requests, in counterbalanced rounds, and writes the result.
 
 Called by `cluster.commands.loadtest`.
 
-Order A B B A: a drift of the machine hits both modes alike. Round r sends the same prompts in both modes, and no two
-rounds share a prompt's beginning, so a server that stays up for two rounds meets both with a cold prefix cache.
+The order A B B A makes a drift of the machine affect both modes alike. Round r sends the same prompts in both modes,
+and no two rounds share a prompt's beginning, so a server that stays up for two rounds has a cold prefix cache in both.
 """
 
 import itertools
@@ -34,7 +34,7 @@ Serve = Callable[[Mode], AbstractAsyncContextManager[str]]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One replay in one mode; rounds of the two modes with equal `index` sent the same requests."""
+    """One replay in one mode; rounds of the two modes with equal `index` send the same requests."""
 
     mode: Mode
     index: int
@@ -43,7 +43,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a comparison found; `summary` is what summary.json holds."""
+    """The result of a comparison; `summary` is the content of summary.json."""
 
     summary: dict[str, Any]
     records: dict[Mode, tuple[RequestRecord, ...]]
@@ -52,10 +52,10 @@ class Comparison:
 
 
 async def compare(serve: Serve, plan: ComparePlan, out: Path, console: Console) -> Comparison:
-    """Run every round, write summary.json, records.jsonl and report.html into `out`, print the table and the verdict.
+    """Run all rounds, write summary.json, records.jsonl and report.html into `out`, print the table and the verdict.
 
-    `serve(mode)` is entered once for each stretch of rounds in one mode and yields the server's base URL. Raises
-    LoadTestError; NotDisaggregatedError after the first disaggregated round that was not.
+    `serve(mode)` is entered once for each sequence of rounds in one mode and yields the server's base URL. Raises
+    LoadTestError, and NotDisaggregatedError after the first disaggregated round that did not use both pools.
     """
     records_file = _fresh_records_file(out)
     rounds: list[Round] = []
@@ -82,13 +82,13 @@ def _fresh_records_file(out: Path) -> Path:
 
 
 def round_schedule(rounds: int) -> list[tuple[Mode, int]]:
-    """Counterbalanced order: A B, B A, A B, ... with the pair's number as round index."""
+    """Return the counterbalanced order A B, B A, A B, ... with the pair's number as round index."""
     pairs = [(COLOCATED, DISAGGREGATED) if index % 2 == 0 else (DISAGGREGATED, COLOCATED) for index in range(rounds)]
     return [(mode, index) for index, pair in enumerate(pairs) for mode in pair]
 
 
 def require_disaggregated(result: ReplayResult) -> None:
-    """Refuse a run that was disaggregated in name only."""
+    """Raise NotDisaggregatedError if too few requests went through both pools."""
     if result.metrics is None:
         raise NotDisaggregatedError(
             "the server publishes no ridgeline_ metrics on /metrics, so nothing shows that this run was disaggregated"
@@ -132,7 +132,7 @@ def _conclude(rounds: Sequence[Round], plan: ComparePlan, out: Path) -> Comparis
 
 
 def _records_of(rounds: Sequence[Round], mode: Mode) -> tuple[RequestRecord, ...]:
-    """Records of one mode in the order of the round index, so that position i is the same request in both modes."""
+    """Return one mode's records in the order of rounds, so that position i is the same request in both modes."""
     chosen = sorted((each for each in rounds if each.mode == mode), key=lambda each: each.index)
     return tuple(record for each in chosen for record in each.result.records)
 

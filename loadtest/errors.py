@@ -1,17 +1,17 @@
-"""The errors a load test raises, each a full sentence for the person at the terminal. Caught by the command line."""
+"""The errors of a load test; each message is a full sentence that the command line prints."""
 
 
 class LoadTestError(Exception):
-    """Anything that stops a load test; its text names the fix where there is one."""
+    """Anything that stops a load test; the message names the fix if there is one."""
 
 
 class TraceError(LoadTestError):
-    """A trace cannot be read: the text names the file and the line."""
+    """A trace cannot be read; the message names the file and the line."""
 
 
 class ServerError(LoadTestError):
-    """The server cannot be used for a run: unreachable, no model, failed warm-up, restarted meanwhile."""
+    """The server cannot be used for a run: it is unreachable, has no model, failed the warm-up, or restarted."""
 
 
 class NotDisaggregatedError(LoadTestError):
-    """A run in mode `disaggregated` sent too few of its requests through both pools to be called that."""
+    """Too few requests of a run in mode `disaggregated` went through both pools."""

@@ -1,16 +1,16 @@
-"""Roofline arithmetic: what a transformer step must compute and move, and what a device can do of each.
+"""Roofline arithmetic: what a transformer step must compute and move, and how fast a device can do both.
 
-Pure functions over model sizes; no engine, no network. Start at `cost` (one step), then `analysis` (what follows).
+Pure functions of model sizes; no engine, no network. Start with `cost` (one step), then `analysis` (what follows).
 
 cost.py          FLOPs and bytes of a step
-analysis.py      floors, batches, transfer, balance
+analysis.py      lower bounds on time, batch sizes, transfer, pool balance
 hardware.py      peaks of known devices
-calibration.py   measures this host's
+calibration.py   measures the peaks of this host
 model_shape.py   the sizes of a model
-hf_config.py     read from its config.json
-known_models.py  without its config.json
+hf_config.py     reads those sizes from a config.json
+known_models.py  well-known models, for use without a config.json
 quantisation.py  bytes of a stored weight
 table.py         the rows of `ridgeline roofline`
-render.py        shows them
-errors.py        names the value at fault
+render.py        prints the rows
+errors.py        errors that name the value at fault
 """

@@ -1,8 +1,8 @@
-"""Measures this host's roofline, for machines that no data sheet describes (CPUs, shared or unusual hosts).
+"""Measures this host's roofline, for machines without a data sheet (CPUs, shared or unusual hosts).
 
-The peaks are what torch reaches here, with the threads and the element type an engine will use: MFU and MBU against
-them say how much of the *attainable* is used. Called by `cluster.node_hardware` and `cluster.commands.roofline`. torch
-is imported only inside, so the rest of the package stays light.
+The peaks are what torch reaches here with the threads and the element type that an engine will use, so MFU and MBU
+relate to what is *attainable*. Called by `cluster.node_hardware` and `cluster.commands.roofline`. torch is imported
+only inside functions, to keep the rest of the package light.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ _MIN_ARRAY_BYTES = 256 * 2**20
 _MAX_ARRAY_BYTES = 1024 * 2**20
 _CACHE_MULTIPLE = 4
 _GEMM_SHAPES = ((256, 576, 1536), (512, 1024, 3072), (512, 4096, 4096), (2048, 4096, 4096))
-"""(tokens, input width, output width) of transformer projections, small to large."""
+"""(tokens, input width, output width) of transformer projections, from small to large."""
 
 
 def calibrate_host(num_threads: int, dtype: str) -> Hardware:
-    """Best GEMM FLOP/s in `dtype` and best streaming byte/s with `num_threads` threads, in under 6 s.
+    """Measure the best GEMM FLOP/s in `dtype` and the best streaming byte/s, in under 6 s.
 
-    Run it on an otherwise idle machine, pinned as the engine will be: a neighbour lowers both peaks.
+    Run it on an otherwise idle machine, pinned like the engine: other load lowers both peaks.
     """
     dtype = dtype.removeprefix("torch.")
     with _torch_threads(num_threads) as torch:
@@ -48,9 +48,9 @@ def calibrate_host(num_threads: int, dtype: str) -> Hardware:
 
 
 def load_or_calibrate_host(cache_dir: Path, num_threads: int, dtype: str, force: bool = False) -> Hardware:
-    """`calibrate_host`, remembered in `cache_dir` per CPU model, thread count, dtype and torch version.
+    """Return `calibrate_host`, cached in `cache_dir` by CPU model, thread count, dtype and torch version.
 
-    `force` measures anew. An unreadable cache file is measured over, since it is only a cache.
+    `force` measures again. An unreadable cache file is replaced.
     """
     key = {
         "format": _CACHE_FORMAT,
@@ -78,7 +78,7 @@ def _read_cache(path: Path, key: dict[str, Any]) -> Hardware | None:
 
 
 def _write_cache(path: Path, key: dict[str, Any], hardware: Hardware) -> None:
-    """Whole or not at all: several workers of one host may calibrate at the same time."""
+    """Write the file atomically, because several workers of one host may calibrate at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     fields = {
@@ -94,7 +94,7 @@ def _write_cache(path: Path, key: dict[str, Any], hardware: Hardware) -> None:
 
 @contextmanager
 def _torch_threads(num_threads: int) -> Iterator[Any]:
-    """torch with its thread count set, gradients off, and both put back afterwards."""
+    """Provide torch with its thread count set and gradients off; restore both afterwards."""
     import torch
 
     previous = torch.get_num_threads()
@@ -107,8 +107,8 @@ def _torch_threads(num_threads: int) -> Iterator[Any]:
 
 
 def _best_gemm_flops_per_s(torch: Any, dtype: str) -> tuple[float, tuple[int, int, int]]:
-    """Small shapes first: a shape that would overrun the budget at the rate seen so far is left out."""
-    dtype_bytes(dtype)  # refuses a name that is no element type before torch is asked for it
+    """Measure from small to large shapes, and skip those that would exceed the budget at the rate seen so far."""
+    dtype_bytes(dtype)  # rejects an invalid name before torch is asked for it
     deadline = time.perf_counter() + _GEMM_BUDGET_S
     best_rate, best_shape = 0.0, _GEMM_SHAPES[0]
     for tokens, width_in, width_out in _GEMM_SHAPES:
@@ -125,7 +125,7 @@ def _best_gemm_flops_per_s(torch: Any, dtype: str) -> tuple[float, tuple[int, in
 
 
 def _best_stream_bytes_per_s(torch: Any) -> tuple[float, str]:
-    """Best of three access patterns over arrays too large for any cache; float32, since bytes are bytes."""
+    """Return the best of three access patterns over arrays too large for any cache, in float32."""
     array_bytes = min(max(_MIN_ARRAY_BYTES, _CACHE_MULTIPLE * _last_level_cache_bytes()), _MAX_ARRAY_BYTES)
     width = 4096
     matrix = torch.ones(array_bytes // (4 * width), width)
@@ -142,7 +142,7 @@ def _best_stream_bytes_per_s(torch: Any) -> tuple[float, str]:
 
 
 def _best_run_s(run: Callable[[], object], budget_s: float) -> float:
-    """Shortest of the runs that fit in the budget, at least two: the first also warms up."""
+    """Return the shortest of the runs that fit the budget, at least two, because the first one warms up."""
     deadline = time.perf_counter() + budget_s
     best_s = float("inf")
     runs = 0
@@ -155,7 +155,7 @@ def _best_run_s(run: Callable[[], object], budget_s: float) -> float:
 
 
 def _cpu_model() -> str:
-    """What tells one CPU from another; hypervisors hide the marketing name, so the numeric identity counts too."""
+    """Return a name for this kind of CPU, with its numeric identity, because hypervisors hide the marketing name."""
     wanted = ("model name", "cpu family", "model", "stepping")
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
@@ -177,7 +177,7 @@ def _last_level_cache_bytes() -> int:
 
 
 def _memory_bytes() -> float | None:
-    """Physical memory, or the container's limit where that is lower."""
+    """Return physical memory, or the container's limit if that is lower; None if unknown."""
     try:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

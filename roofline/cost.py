@@ -1,7 +1,7 @@
-"""FLOPs and bytes of one engine step, from the model's sizes and who is in the batch.
+"""FLOPs and bytes of one engine step, from the model's sizes and the requests in the batch.
 
-The engine calls `StepCostModel.step` once per scheduler step, on its hot loop, to tell each pool's arithmetic
-intensity, MFU and MBU; `roofline.table` calls it with made-up batches. One formula serves them all.
+The engine calls `StepCostModel.step` once per scheduler step, on its hot path, for each pool's arithmetic intensity,
+MFU and MBU; `roofline.table` calls it with example batches. Both use the same formulas.
 
 For a step with segments (c new tokens, p already computed), T = sum of c, on a model with L layers, q query heads
 of dimension d (sources: PaLM appendix B for FLOPs, the vLLM and FlashAttention papers for KV traffic):
@@ -15,10 +15,10 @@ of dimension d (sources: PaLM appendix B for FLOPs, the vLLM and FlashAttention 
 
 Mixture of experts: FLOPs count k experts a token; bytes count the distinct experts T tokens hit, E*(1-(1-k/E)^T).
 MLA (DeepSeek-V2 paper, 2.1): prefill computes 2q(d_nope+d_rope+d_v) per query-key pair on up-projected keys; decode
-works on the latent cache itself, 2q(2*rank+d_rope) per pair. Re-projecting a cached prefix for a later chunk is
+works on the latent cache itself, 2q(2*rank+d_rope) per pair. Projecting a cached prefix again for a later chunk is
 recomputation, not model work, and is not counted.
 
-Not counted: activations (a fused kernel keeps them in cache), embedding rows, norms' FLOPs, sampling.
+Not counted: activations (a fused kernel keeps them in cache), embedding rows, FLOPs of norms, sampling.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ from roofline.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one step must compute and move, summed over all devices. `a + b` is two steps one after the other."""
+    """What one step computes and moves, summed over all devices; `a + b` is two steps in sequence."""
 
     flops: float = 0.0
     weight_bytes: float = 0.0
@@ -38,6 +38,7 @@ class StepCost:
 
     @property
     def bytes(self) -> float:
+        """Bytes of weights and KV that the step moves."""
         return self.weight_bytes + self.kv_read_bytes + self.kv_write_bytes
 
     @property
@@ -57,7 +58,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class MatmulCost:
-    """One matrix product on its own."""
+    """The cost of one matrix product by itself."""
 
     flops: float
     bytes: float
@@ -68,14 +69,14 @@ class MatmulCost:
 
 
 def matmul_cost(m: int, n: int, k: int, bytes_per_element: float) -> MatmulCost:
-    """`X[m,k] @ W[k,n]`: 2mnk FLOPs; both inputs and the output cross memory once, b(mk + kn + mn) bytes."""
+    """Return the cost of `X[m,k] @ W[k,n]`: 2mnk FLOPs, and b(mk + kn + mn) bytes if each matrix is moved once."""
     return MatmulCost(flops=2.0 * m * n * k, bytes=bytes_per_element * (m * k + k * n + m * n))
 
 
 def expected_distinct_experts(num_experts: int, experts_per_token: int, tokens: int) -> float:
-    """Experts of one layer hit by at least one of `tokens` under balanced routing: E * (1 - (1 - k/E)^T).
+    """Return how many experts of a layer at least one of `tokens` uses, if balanced: E * (1 - (1 - k/E)^T).
 
-    A token never picks one expert twice, so an expert is missed by one token with probability 1 - k/E.
+    A token never picks one expert twice, so a token misses a given expert with probability 1 - k/E.
     """
     if not num_experts:
         return 0.0
@@ -83,11 +84,11 @@ def expected_distinct_experts(num_experts: int, experts_per_token: int, tokens: 
 
 
 class StepCostModel:
-    """Coefficients of one model, so that a step costs one short loop over the batch. Immutable once built.
+    """One model's coefficients, so that the cost of a step is a short loop over the batch. Immutable once built.
 
-    With `tensor_parallel_size` t the costs stay summed over the t ranks (divide by t, or compare with
-    `Hardware.times(t)`): FLOPs and weights are split, KV heads too until t exceeds them, then they are replicated;
-    MLA's latent cache is replicated on every rank.
+    With `tensor_parallel_size` t the costs are still summed over the t ranks (divide by t, or compare with
+    `Hardware.times(t)`). FLOPs and weights are split; KV heads are split too, until t exceeds their number and they are
+    replicated. MLA's latent cache is replicated on every rank.
 
     `absorbed_max_new_tokens` is the longest segment an MLA kernel treats as decode: 1, or K+1 with K drafted tokens.
     """
@@ -123,9 +124,10 @@ class StepCostModel:
         self._kv_bytes_per_token = shape.kv_bytes_per_token * _kv_replicas(shape, tensor_parallel_size)
 
     def step(self, segments: Iterable[tuple[int, int]], sampled_tokens: int) -> StepCost:
-        """Cost of one step over `segments` of (new tokens, tokens already computed), one per request.
+        """Return the cost of one step over `segments` of (new tokens, tokens already computed), one per request.
 
-        `sampled_tokens` is the number of positions that go through the LM head. A step without new tokens is free.
+        `sampled_tokens` is the number of positions that go through the LM head. A step without new tokens costs
+        nothing.
         """
         tokens = context_tokens = doubled_pairs = doubled_absorbed_pairs = 0
         absorbed_max = self._absorbed_max_new_tokens
@@ -153,16 +155,16 @@ class StepCostModel:
         )
 
     def prefill(self, prompt_tokens: int, cached_tokens: int = 0) -> StepCost:
-        """One prompt in one step, of which `cached_tokens` are already in the KV cache, and its first token."""
+        """Return the cost of one prompt in one step, with `cached_tokens` in the KV cache, and of its first token."""
         return self.step([(prompt_tokens - cached_tokens, cached_tokens)], 1)
 
     def decode(self, batch: int, context_tokens: int) -> StepCost:
-        """One token for each of `batch` sequences whose context, the new token included, is `context_tokens`."""
+        """Return the cost of one token for each of `batch` sequences of `context_tokens`, the new token included."""
         return self.step([(1, context_tokens - 1)] * batch, batch)
 
 
 def _flops_per_query_key_pair(shape: ModelShape) -> tuple[float, float]:
-    """FLOPs over all layers for one query against one key, on plain and on latent ("absorbed") keys."""
+    """Return FLOPs over all layers for one query and one key, on plain and on latent ("absorbed") keys."""
     per_head = 2.0 * shape.num_layers * shape.num_q_heads
     if not shape.is_mla:
         return 2 * per_head * shape.head_dim, 2 * per_head * shape.head_dim
@@ -171,7 +173,7 @@ def _flops_per_query_key_pair(shape: ModelShape) -> tuple[float, float]:
 
 
 def _kv_replicas(shape: ModelShape, tensor_parallel_size: int) -> float:
-    """How many ranks hold the same KV element."""
+    """Return how many ranks hold the same KV element."""
     if shape.is_mla:
         return float(tensor_parallel_size)
     return max(1.0, tensor_parallel_size / shape.num_kv_heads)

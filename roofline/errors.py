@@ -1,15 +1,15 @@
-"""Errors of this package: each names the value at fault and what would have been valid.
+"""The errors of this package; each names the value at fault and what would be valid.
 
-They are `ValueError`s because every one is caused by an argument: a config, a model name, a hardware name. Raised by
-`roofline.hf_config`, `roofline.model_shape`, `roofline.quantisation` and `roofline.hardware`; the `ridgeline` command
-shows the message as it is.
+They are `ValueError`s because each is caused by an argument: a config, a model name or a hardware name. They are raised
+by `roofline.hf_config`, `roofline.model_shape`, `roofline.quantisation` and `roofline.hardware`; the `ridgeline`
+command prints the message as it is.
 """
 
 from collections.abc import Iterable
 
 
 class RooflineError(ValueError):
-    """Base of the errors below; catch this one to mean "no roofline for this model or hardware"."""
+    """Base class of the errors below: there is no roofline for this model or hardware."""
 
 
 class ModelConfigError(RooflineError):
@@ -25,7 +25,7 @@ class ModelConfigError(RooflineError):
 
 
 class UnknownNameError(RooflineError):
-    """A name is in none of the built-in tables; `valid_names` lists those that are."""
+    """A name is not in a built-in table; `valid_names` lists those that are."""
 
     def __init__(self, kind: str, name: str, valid_names: Iterable[str]) -> None:
         self.kind = kind

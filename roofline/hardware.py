@@ -1,7 +1,7 @@
-"""Peak compute and peak memory bandwidth of accelerators: the two lines of a roofline.
+"""Peak compute and peak memory bandwidth of accelerators, which are the two lines of a roofline.
 
 Peaks are dense (no structured sparsity) and per device; `-fp8` names use the FP8 peak. Public tables disagree (some
-print H100 bf16 as 494 TFLOP/s or 3,072 GB/s), so every entry says which figures it uses. Called by
+print H100 bf16 as 494 TFLOP/s or 3,072 GB/s), so every entry names its figures and their source. Called by
 `cluster.commands.roofline` and `cluster.node_hardware`; hosts without an entry are measured by `roofline.calibration`.
 """
 
@@ -13,7 +13,7 @@ from roofline.errors import UnknownNameError
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device, or several taken as one. `memory_bytes` is None where capacity is not known."""
+    """One device, or several treated as one. `memory_bytes` is None if the capacity is unknown."""
 
     name: str
     peak_flops: float
@@ -27,11 +27,11 @@ class Hardware:
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte at which both limits bind (Williams et al., 2009): peak FLOP/s / peak byte/s."""
+        """FLOP per byte at which both limits meet (Williams et al., 2009): peak FLOP/s / peak byte/s."""
         return self.peak_flops / self.peak_bytes_per_s
 
     def times(self, count: int) -> "Hardware":
-        """`count` such devices working as one, as tensor parallelism does; links between them are not counted."""
+        """Return `count` such devices as one, as in tensor parallelism; the links between them are not modelled."""
         return Hardware(
             f"{count}x {self.name}",
             self.peak_flops * count,
@@ -92,7 +92,7 @@ KNOWN_HARDWARE: Mapping[str, Hardware] = _table()
 
 
 def hardware_by_name(name: str) -> Hardware:
-    """A table entry; case and a missing `-sxm` do not matter (`H100` is `h100-sxm`)."""
+    """Return a table entry; case and a missing `-sxm` do not matter (`H100` is `h100-sxm`). Raises UnknownNameError."""
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     bare, precision = (wanted.removesuffix("-fp8"), "-fp8") if wanted.endswith("-fp8") else (wanted, "")
     for candidate in (wanted, f"{bare}-sxm{precision}"):

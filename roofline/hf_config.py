@@ -1,11 +1,11 @@
-"""Reads the sizes that cost arithmetic needs out of a Hugging Face `config.json` mapping.
+"""Reads the sizes for cost arithmetic from a Hugging Face `config.json` mapping.
 
-Kept apart from `ModelShape` because the same quantity has several spellings across model families, and that is
-knowledge about files, not about arithmetic. Called by `roofline.model_shape`.
+This is separate from `ModelShape` because model families spell the same quantity differently, which is knowledge about
+files and not about arithmetic. Called by `roofline.model_shape`.
 
-Known limits, all of which make the figures an upper bound: sliding-window layers get no credit, and draft (MTP)
-layers, vision towers, projection biases and query/key norms are not counted. Layers that are not attention (Mamba,
-linear attention) are refused, because their cache does not grow with the context at all.
+Known limits, all of which make the figures an upper bound: sliding windows are counted as full attention, and draft
+(MTP) layers, vision towers, projection biases and query/key norms are not counted. Layers without attention (Mamba,
+linear attention) are refused, because their cache does not grow with the context.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class ShapeFields(TypedDict):
-    """The fields of `ModelShape` that come from a config; element sizes and the name come from the caller."""
+    """The fields of `ModelShape` that come from a config; the caller supplies element sizes and the name."""
 
     num_layers: int
     hidden_size: int
@@ -59,7 +59,7 @@ class _MlaFields(TypedDict):
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of `config`: multimodal checkpoints nest it under `text_config`."""
+    """Return the language model's part of `config`: multimodal checkpoints nest it under `text_config`."""
     nested = config.get("text_config")
     if isinstance(nested, Mapping) and "hidden_size" not in config:
         return nested
@@ -67,7 +67,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shape_fields(config: Mapping[str, Any]) -> ShapeFields:
-    """Every size `ModelShape` needs; raises `ModelConfigError` naming the first key that is missing or unusable."""
+    """Return every size `ModelShape` needs. Raises ModelConfigError naming the first key that is missing or invalid."""
     config = text_config(config)
     _refuse_layers_without_attention(config)
     num_layers = _required(config, "num_hidden_layers")
@@ -109,7 +109,7 @@ def _moe_fields(config: Mapping[str, Any], num_layers: int) -> _MoeFields:
 
 
 def _num_dense_layers(config: Mapping[str, Any], num_layers: int) -> int:
-    """Layers of a mixture-of-experts model that keep an ordinary MLP (DeepSeek's first ones, Qwen's listed ones)."""
+    """Return how many layers of a mixture of experts keep a dense MLP (DeepSeek's first ones, Qwen's listed ones)."""
     num_leading = _optional(config, "first_k_dense_replace")
     sparse_step = _optional(config, "decoder_sparse_step") or 1
     listed = frozenset(config.get("mlp_only_layers") or ())
@@ -145,7 +145,7 @@ def _required(config: Mapping[str, Any], *spellings: str) -> int:
 
 
 def _optional(config: Mapping[str, Any], *spellings: str) -> int:
-    """The first spelling present, 0 when none is; configs write an absent quantity as null, 0 or no key."""
+    """Return the first key present, or 0; configs write an absent quantity as null, 0 or no key."""
     for key in spellings:
         value = config.get(key)
         if value is None:

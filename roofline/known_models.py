@@ -1,7 +1,7 @@
-"""Shapes of well-known models, so that a roofline can be drawn without downloading anything.
+"""Shapes of well-known models, so that a roofline needs no download.
 
-Each entry holds the keys of the model's own Hugging Face `config.json` that `hf_config` reads, and no others: there
-is one way to make a shape, and an entry can be checked against the published file line by line.
+Each entry has exactly the keys of the model's Hugging Face `config.json` that `hf_config` reads. So there is only one
+way to make a shape, and an entry can be checked against the published file.
 Used by `roofline.model_shape`.
 """
 
@@ -29,7 +29,7 @@ def _mixture(dense: dict[str, Any], experts: int, per_token: int, expert_mlp: in
 
 
 def _deepseek(heads: int, experts: int, dense_layers: int, vocab: int) -> dict[str, Any]:
-    """DeepSeek-V3's layer, which Kimi-K2 reuses with other counts."""
+    """Return DeepSeek-V3's layer structure, which Kimi-K2 uses with other counts."""
     return _mixture(_dense(61, 7168, heads, heads, 18432, vocab), experts, 8, 2048) | {
         "n_shared_experts": 1,
         "first_k_dense_replace": dense_layers,

@@ -1,6 +1,6 @@
-"""The sizes of one decoder-only transformer, and the byte and parameter counts that follow from them.
+"""The sizes of one decoder-only transformer, and the byte and parameter counts derived from them.
 
-Everything else in this package takes a `ModelShape`; nothing else knows how a layer is built. Used by
+The rest of this package takes a `ModelShape`; nothing else knows how a layer is built. Used by
 `engine.connector` for its step accounting, and by `cluster.commands.roofline`.
 """
 
@@ -20,7 +20,7 @@ _CHECKPOINT_SUFFIXES = ("-hf", "-instruct", "-chat", "-base")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of one model. Counts are exact for Llama-like models; see `hf_config` for what is left out.
+    """Sizes of one model. Counts are exact for Llama-like models; `hf_config` says what is left out.
 
     `num_experts` is 0 for a dense model; `kv_lora_rank` is 0 without multi-head latent attention (MLA).
     `num_dense_layers` and `num_shared_experts` matter only when `num_experts` is not 0.
@@ -54,7 +54,7 @@ class ModelShape:
             problem = f"is {self.num_kv_heads}, which does not divide {self.num_q_heads} query heads"
             raise ModelConfigError("num_key_value_heads", problem)
         if self.experts_per_token > self.num_experts:
-            raise ModelConfigError("num_experts_per_tok", f"exceeds the {self.num_experts} experts there are")
+            raise ModelConfigError("num_experts_per_tok", f"is larger than the number of experts, {self.num_experts}")
 
     @classmethod
     def from_hf_config(
@@ -65,7 +65,7 @@ class ModelShape:
         kv_bytes_per_element: float,
         name: str,
     ) -> "ModelShape":
-        """From a Hugging Face config mapping; raises `ModelConfigError` naming the key that is missing."""
+        """Build a shape from a Hugging Face config mapping. Raises ModelConfigError naming the key at fault."""
         return cls(
             name=name,
             weight_bytes_per_param=weight_bytes_per_param,
@@ -75,22 +75,24 @@ class ModelShape:
 
     @property
     def is_mla(self) -> bool:
+        """Whether attention is multi-head latent attention (MLA)."""
         return self.kv_lora_rank > 0
 
     @property
     def num_moe_layers(self) -> int:
+        """Layers whose MLP is a mixture of experts."""
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
     @property
     def kv_elements_per_token_layer(self) -> int:
-        """GQA stores K and V of each KV head; MLA one latent vector and one rotary key, whatever the heads."""
+        """KV elements of one token in one layer: K and V of each KV head, or MLA's latent vector and rotary key."""
         if self.is_mla:
             return self.kv_lora_rank + self.qk_rope_head_dim
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """KV cache of one token over all layers: 2 * layers * kv_heads * head_dim * bytes (PagedAttention paper)."""
+        """KV bytes of one token over all layers: 2 * layers * kv_heads * head_dim * bytes (PagedAttention paper)."""
         return self.num_layers * self.kv_elements_per_token_layer * self.kv_bytes_per_element
 
     @property
@@ -107,6 +109,7 @@ class ModelShape:
 
     @property
     def dense_mlp_params(self) -> int:
+        """Weights of one layer's dense MLP."""
         return self.mlp_matrices * self.hidden_size * self.intermediate_size
 
     @property
@@ -116,7 +119,7 @@ class ModelShape:
 
     @property
     def always_active_matrix_params(self) -> int:
-        """Matrix weights every token passes through in all layers: no routed experts, no LM head, no norms."""
+        """Matrix weights that every token passes through in all layers: no routed experts, LM head or norms."""
         per_moe_layer = self.num_shared_experts * self.expert_params + self.hidden_size * self.num_experts
         num_dense_mlps = self.num_layers - self.num_moe_layers
         return (
@@ -127,31 +130,33 @@ class ModelShape:
 
     @property
     def norm_params(self) -> int:
-        """Two norms a layer and a final one, plus MLA's two latent norms: read each step, no matrix FLOPs."""
+        """Norm weights: two norms a layer, a final one, and MLA's two latent norms; read each step, no matrix FLOPs."""
         latent = self.kv_lora_rank + self.q_lora_rank
         return (2 * self.num_layers + 1) * self.hidden_size + self.num_layers * latent
 
     @property
     def lm_head_params(self) -> int:
+        """Weights of the LM head."""
         return self.vocab_size * self.hidden_size
 
     @property
     def embedding_params(self) -> int:
-        """The separate input table; 0 when it is the LM head itself."""
+        """Weights of a separate input embedding; 0 if it is tied to the LM head."""
         return 0 if self.tied_embeddings else self.lm_head_params
 
     @property
     def num_params(self) -> int:
+        """All parameters of the model."""
         return self._params_with_experts(self.num_experts)
 
     @property
     def num_active_params(self) -> int:
-        """Parameters one token uses: routed experts counted `experts_per_token` times a layer."""
+        """Parameters that one token uses: `experts_per_token` routed experts in each layer."""
         return self._params_with_experts(self.experts_per_token)
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes all weights take in memory."""
+        """Bytes of all weights in memory."""
         return self.num_params * self.weight_bytes_per_param
 
     def _params_with_experts(self, experts_per_layer: int) -> int:
@@ -166,10 +171,11 @@ def load_model_shape(
     weight_bytes_per_param: float | None = None,
     kv_bytes_per_element: float = 2.0,
 ) -> ModelShape:
-    """A shape from a directory holding `config.json`, or from the built-in table by name.
+    """Load a shape from a directory with a `config.json`, or from the built-in table by name.
 
-    Names ignore case, one organisation prefix and endings such as `-Instruct`. Without `weight_bytes_per_param` a
-    directory's own dtype and quantisation decide, and a built-in model counts as 16-bit.
+    Names ignore case, one organisation prefix and suffixes such as `-Instruct`. Without `weight_bytes_per_param`, a
+    directory's own dtype and quantisation decide, and a built-in model counts as 16-bit. Raises ModelConfigError or
+    UnknownNameError.
     """
     directory = Path(path_or_name)
     if directory.is_dir():

@@ -1,7 +1,7 @@
-"""How many bytes a stored weight takes, read from a model config.
+"""The bytes of a stored weight, read from a model config.
 
-Weight bytes are the numerator of every decode floor, so a wrong guess here is a wrong answer everywhere; an
-unknown scheme is therefore an error rather than a default. Called by `roofline.model_shape`.
+Weight bytes are the numerator of every decode floor, so a wrong guess would make every result wrong. An unknown
+scheme is therefore an error rather than a default. Called by `roofline.model_shape`.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _SCALE_BYTES = 2.0
 
 
 def dtype_bytes(dtype: str) -> float:
-    """Bytes per element of a torch dtype name, with or without the `torch.` prefix."""
+    """Return the bytes per element of a torch dtype name, with or without `torch.`. Raises ModelConfigError."""
     name = dtype.removeprefix("torch.")
     if name not in _DTYPE_BYTES:
         raise ModelConfigError("torch_dtype", f"is {dtype!r}; valid: {', '.join(_DTYPE_BYTES)}")
@@ -24,10 +24,10 @@ def dtype_bytes(dtype: str) -> float:
 
 
 def weight_bytes_per_param(config: Mapping[str, Any]) -> float:
-    """Bytes per stored weight, group scales included; 2 when the config names neither dtype nor scheme.
+    """Return the bytes per stored weight, group scales included; 2 if the config names neither dtype nor scheme.
 
-    Embeddings and the LM head are usually left unquantised; that is not counted here, which understates a
-    quantised model by a few per cent.
+    Embeddings and the LM head are usually not quantised. That is ignored here, which understates a quantised model by
+    a few per cent. Raises ModelConfigError for an unknown scheme.
     """
     scheme = config.get("quantization_config") or text_config(config).get("quantization_config")
     if isinstance(scheme, Mapping) and scheme:
@@ -62,7 +62,7 @@ def _compressed_tensors_weights(scheme: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _grouped_bytes(bits: object, group_size: object) -> float:
-    """`bits`/8 plus one 16-bit scale per group; per-channel and per-tensor scales are too few to count."""
+    """Return `bits`/8 plus one 16-bit scale per group; scales per channel or tensor are too few to count."""
     if not isinstance(bits, int) or not 1 <= bits <= 16:
         raise ModelConfigError("quantization_config.bits", f"must be 1 to 16, not {bits!r}")
     scales = _SCALE_BYTES / group_size if isinstance(group_size, int) and group_size > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Shows a roofline to a person (rich) or to a program (JSON). Called only by `cluster.commands.roofline`."""
+"""Prints a roofline for people (rich) or programs (JSON). Called only by `cluster.commands.roofline`."""
 
 import json
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ _LEGEND = (
 
 
 def render(shape: ModelShape, hardware: Hardware, rows: Sequence[RooflineRow]) -> Group:
-    """Model and hardware facts, the table of steps, and how to read it."""
+    """Render the facts about model and hardware, the table of steps, and a legend."""
     return Group(_facts(shape, hardware), _steps(rows), Text(_LEGEND, style="dim"))
 
 
 def to_json(shape: ModelShape, hardware: Hardware, rows: Sequence[RooflineRow]) -> str:
-    """The same figures, unrounded, as one JSON object with `model`, `hardware` and `rows`."""
+    """Return the same figures, unrounded, as one JSON object with `model`, `hardware` and `rows`."""
     model = asdict(shape) | {
         "num_params": shape.num_params,
         "num_active_params": shape.num_active_params,
@@ -92,7 +92,7 @@ def _hardware_facts(shape: ModelShape, hardware: Hardware) -> list[tuple[str, st
 
 
 def _ridge_batch(shape: ModelShape, hardware: Hardware) -> float | None:
-    """None for a mixture of experts: its weight bytes grow with the batch, so the dense formula does not hold."""
+    """Return the ridge batch; None for a mixture of experts, whose weight bytes grow with the batch."""
     return None if shape.num_experts else ridge_batch(hardware, shape.weight_bytes_per_param)
 
 
@@ -108,7 +108,7 @@ def _memory_fact(shape: ModelShape, memory_bytes: float) -> str:
 
 
 def _steps(rows: Sequence[RooflineRow]) -> Table:
-    """One line per step, 80 columns wide; for decode the new tokens are the batch, so one column serves both."""
+    """Build a table with one line per step, 80 columns wide; in decode rows the new tokens are the batch."""
     table = Table(box=box.SIMPLE, padding=0, pad_edge=False)
     for heading in ("phase", "bound"):
         table.add_column(heading, no_wrap=True)

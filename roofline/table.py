@@ -1,6 +1,6 @@
-"""The rows of `ridgeline roofline`: prefill at several lengths, decode at several batches, on one device.
+"""The rows of `ridgeline roofline`: prefill at several lengths and decode at several batch sizes, on one device.
 
-Rows only: `roofline.render` prints them.
+`roofline.render` prints them.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ DECODE_CONTEXT_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class RooflineRow:
-    """One step: `batch` sequences of `context_tokens`, of which `new_tokens` in all are computed in this step."""
+    """One step: `batch` sequences of `context_tokens`; `new_tokens` is what the step computes for all of them."""
 
     phase: Literal["prefill", "decode"]
     batch: int
@@ -33,7 +33,7 @@ class RooflineRow:
     tokens_per_s: float
     memory_bytes: float
     fits: bool | None
-    """Whether weights and KV fit the device's memory; None where its size is not known."""
+    """Whether weights and KV fit the device's memory; None if its size is unknown."""
 
 
 def roofline_table(
@@ -44,7 +44,7 @@ def roofline_table(
     decode_batches: Iterable[int] = DECODE_BATCHES,
     decode_context_tokens: int = DECODE_CONTEXT_TOKENS,
 ) -> list[RooflineRow]:
-    """Best-case rows: `floor_ms` is the least time a step can take and `tokens_per_s` the most it can give."""
+    """Compute best-case rows: `floor_ms` is the least time of a step, `tokens_per_s` the highest rate."""
     model = StepCostModel(shape)
     rows = [_row(shape, hardware, "prefill", (1, length, length), model.prefill(length)) for length in prefill_tokens]
     rows += [

@@ -1,12 +1,12 @@
-"""vLLM's KV connector. The scheduler side decides, the worker side moves bytes; vLLM calls `facade` with both.
+"""vLLM's KV connector. The scheduler side decides, the worker side moves bytes; vLLM calls both through `facade`.
 
 facade.py               vLLM's hooks
-scheduler_side.py       what is published, fetched and released
+scheduler_side.py       decides what is published, fetched and released
 worker_side.py          owns the transfer service
-messages.py             one object a step between the sides
+messages.py             the messages between the sides, one object a step
 chunks.py               which blocks of growing prompts are final
-events.py               what a handler is told beside the tokens
-accounting.py           FLOPs, bytes and busy seconds of each step
-transferable_cache.py   whether a KV cache can be handed over
-transferable_models.py  whether a model's can, before it loads
+events.py               tells a handler about its hand-off
+accounting.py           counts FLOPs, bytes and busy seconds of each step
+transferable_cache.py   whether a KV cache can be handed off
+transferable_models.py  whether a model's KV can be, before it loads
 """

@@ -1,7 +1,7 @@
-"""FLOPs, bytes and busy seconds of each engine step, from what the scheduler decided.
+"""FLOPs, bytes and busy seconds of each engine step, derived from what the scheduler decided.
 
-Lives in the engine process: `scheduler_side.py` calls `begin` when a step has been scheduled and `end` when its
-outputs are there. The arithmetic is `roofline.cost`; nothing here is measured but time.
+It runs in the engine process: `scheduler_side.py` calls `begin` when a step has been scheduled and `end` when its
+outputs are there. FLOPs and bytes come from the formulas of `roofline.cost`; only time is measured.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ StepKind = Literal["prefill", "decode", "mixed"]
 
 
 class StepAccountant:
-    """Cumulative counters, by kind of step.
+    """Cumulative counters by kind of step.
 
-    A request is in its decode phase when the tokens it computes follow its prompt, or when its prompt's KV came from
-    elsewhere. vLLM's own counters take the first step of a handed-over request for prefill.
+    A request is in its decode phase when the tokens it computes follow its prompt, or when its prompt's KV was
+    transferred. vLLM's own counters count the first step of a transferred request as prefill.
     """
 
     def __init__(self, model: StepCostModel | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`model` None: FLOPs and bytes are not counted, everything else is."""
+        """Without a `model`, FLOPs and bytes are not counted."""
         self._model = model
         self._clock = clock
         self._prompt_tokens: dict[str, int] = {}
@@ -33,22 +33,23 @@ class StepAccountant:
         self.counters: dict[str, float] = {}
 
     def expect(self, request_id: str, num_prompt_tokens: int, num_external_tokens: int) -> None:
-        """A request came in; `num_external_tokens` of its prompt are to be transferred, not computed.
+        """Register a request; `num_external_tokens` of its prompt are to be transferred, not computed.
 
-        Of a wholly transferred prompt vLLM still computes the last token, to sample from it: that step is decode.
+        vLLM still computes the last token of a wholly transferred prompt, to sample from it; that step counts as
+        decode.
         """
         self._prompt_tokens[request_id] = num_external_tokens - 1 if num_external_tokens else num_prompt_tokens
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._prompt_tokens.pop(request_id, None)
 
     def recompute(self, request_id: str, reason: str) -> None:
-        """The transfer did not happen: the prompt is computed here after all, and counted."""
+        """Count a failed transfer by reason; this engine computes the prompt instead."""
         self.count(f"recompute_total.{reason}")
 
     def begin(self, scheduled: Any) -> None:
-        """A step was scheduled; `scheduled` is vLLM's SchedulerOutput."""
+        """Record that a step was scheduled; `scheduled` is vLLM's SchedulerOutput."""
         if scheduled.total_num_scheduled_tokens == 0:
             return
         tokens = scheduled.num_scheduled_tokens
@@ -73,7 +74,7 @@ class StepAccountant:
         self._in_flight.append((self._clock(), kind, cost))
 
     def end(self) -> None:
-        """The oldest step in flight has its outputs. Overlapping steps share the wall clock, they do not double it."""
+        """Record that the oldest step in flight has its outputs. Overlapping steps do not count the same time twice."""
         if not self._in_flight:
             return
         began_s, kind, cost = self._in_flight.popleft()
@@ -89,7 +90,7 @@ class StepAccountant:
         self._add(f"bytes_total.{kind}.kv_write", cost.kv_write_bytes)
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Add to a counter of the scheduler's side, such as `recompute_total.transfer_failed`."""
+        """Add to a counter of the scheduler side, such as `recompute_total.transfer_failed`."""
         self._add(name, amount)
 
     def _add(self, name: str, amount: float) -> None:

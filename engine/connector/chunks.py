@@ -1,8 +1,8 @@
-"""Which blocks of prompts that are still being prefilled are final. Used by `engine.connector.scheduler_side`.
+"""Which blocks of prompts that are still being computed are final. Used by `engine.connector.scheduler_side`.
 
 A long prompt is computed in chunks, one per engine step. Once a step has its outputs, the KV of its tokens never
-changes again, so whole blocks of it can travel while the next chunk is computed. Steps may overlap (on GPUs vLLM
-schedules the next one before the last one's outputs are there): only what has ended counts.
+changes again, so its whole blocks can travel while the next chunk is computed (overlap). Steps may overlap too: on GPUs
+vLLM schedules the next one before the last one's outputs are there. Only finished steps count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Prompt:
 
 
 class GrowingPrompts:
-    """Prompts whose hand-off may be followed."""
+    """The prompts whose hand-off can be fetched while they are computed."""
 
     def __init__(self, block_size_tokens: int) -> None:
         self._block_size_tokens = block_size_tokens
@@ -34,11 +34,11 @@ class GrowingPrompts:
         self._ending: dict[str, list[int]] = {}
 
     def track(self, request_id: str, handoff_id: str, num_tokens: int) -> None:
-        """A prompt of `num_tokens` came in."""
+        """Register a prompt of `num_tokens`."""
         self._prompts[request_id] = _Prompt(handoff_id, num_tokens)
 
     def begin(self, step: int, scheduled: Any) -> None:
-        """Step number `step` was scheduled; `scheduled` is vLLM's SchedulerOutput."""
+        """Record that step number `step` was scheduled; `scheduled` is vLLM's SchedulerOutput."""
         for request_id in scheduled.preempted_req_ids or ():
             self._restart(request_id)
         reached: dict[str, int] = {}
@@ -67,7 +67,10 @@ class GrowingPrompts:
         }
 
     def end(self, step: int) -> list[str]:
-        """This step has its outputs, and with it all before; returns the requests that can be followed from now on."""
+        """Record that this step and all before it have their outputs.
+
+        Returns the requests that can be fetched from now on.
+        """
         begun = []
         while self._in_flight and self._in_flight[0][0] <= step:
             for request_id, tokens in self._in_flight.popleft()[1].items():
@@ -81,7 +84,7 @@ class GrowingPrompts:
         return begun
 
     def take(self) -> list[Grow]:
-        """What became final since the last call."""
+        """Return the blocks that became final since the last call."""
         grown = []
         for request_id, prompt in self._prompts.items():
             count = self._final_blocks(prompt)
@@ -91,38 +94,38 @@ class GrowingPrompts:
         return grown
 
     def take_ending(self) -> dict[str, list[int]]:
-        """Hand-off > all blocks, of prompts that the step begun last computes to the end."""
+        """Return {hand-off id: all blocks} of the prompts that end in the step begun last."""
         ending, self._ending = self._ending, {}
         return ending
 
     def take_withdrawn(self) -> list[str]:
-        """Hand-offs whose blocks vLLM took back or will reuse, since the last call."""
+        """Return the hand-offs whose blocks vLLM took back or will reuse, since the last call."""
         withdrawn, self._withdrawn = self._withdrawn, []
         return withdrawn
 
     def describe(self, request_id: str) -> tuple[str, int]:
-        """(hand-off id, prompt tokens) of a tracked prompt."""
+        """Return (hand-off id, prompt tokens) of a tracked prompt."""
         prompt = self._prompts[request_id]
         return prompt.handoff_id, prompt.num_tokens
 
     def complete(self, request_id: str) -> None:
-        """Its hand-off is published whole now."""
+        """Stop tracking a prompt: its hand-off is now published whole."""
         self._prompts.pop(request_id, None)
 
     def drop(self, request_id: str) -> None:
-        """It ended without a hand-off."""
+        """Stop tracking a prompt that ended without a hand-off, and withdraw the blocks it has offered."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None and prompt.offered_blocks:
             self._withdrawn.append(prompt.handoff_id)
 
     def _restart(self, request_id: str) -> None:
-        """It was preempted and lost its blocks; followers fail, and nobody follows the second attempt."""
+        """Drop a preempted prompt, which lost its blocks: its fetches fail, and its second attempt has no overlap."""
         self.drop(request_id)
         for _, reached in self._in_flight:
             reached.pop(request_id, None)
 
     def _final_blocks(self, prompt: _Prompt) -> int:
-        """None of a prompt that is computed whole: `publish` comes next."""
+        """Return how many blocks to offer; no more once the prompt is computed, because `publish` comes next."""
         if prompt.final_tokens >= prompt.num_tokens:
             return prompt.offered_blocks
         return prompt.final_tokens // self._block_size_tokens

@@ -1,7 +1,7 @@
-"""What the connector has to tell the handler of a running request, outside the token stream.
+"""Messages from the connector to the handler of a running request, beside the token stream.
 
-The connector runs in the engine's process; what it says travels with the statistics that vLLM sends after every step.
-A prefill handler learns so that a hand-off can be followed, a decode handler that following failed.
+The connector runs in the engine's process, so its messages travel with the statistics that vLLM sends after each step.
+They tell a prefill handler that its hand-off can be fetched (overlap), and a decode handler that such a fetch failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contracts.tasks import TokenDelta
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """About one hand-off: it can be followed from now on, or following it failed for this reason."""
+    """A message about one hand-off: it can be fetched from now on, or fetching it failed for this reason."""
 
     handoff_id: str
     handoff: KvHandoff | None = None
@@ -25,14 +25,14 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoticeBoard:
-    """Handlers wait here by hand-off id; the engine's statistics arrive here."""
+    """Delivers messages to the handlers that wait for them, by hand-off id."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, asyncio.Future[Notice]] = {}
 
     @contextmanager
     def expect(self, handoff_id: str) -> Iterator[asyncio.Future[Notice]]:
-        """A future for the first notice about this hand-off."""
+        """Provide a future for the first notice about this hand-off."""
         future: asyncio.Future[Notice] = asyncio.get_running_loop().create_future()
         self._waiting[handoff_id] = future
         try:
@@ -42,7 +42,7 @@ class NoticeBoard:
             future.cancel()
 
     def deliver(self, notices: Iterable[object]) -> None:
-        """As they come out of the statistics, plain data."""
+        """Deliver notices as they come out of the statistics, as plain data."""
         for plain in notices:
             notice = msgspec.convert(plain, Notice)
             future = self._waiting.get(notice.handoff_id)
@@ -53,7 +53,7 @@ class NoticeBoard:
 async def with_notice(
     deltas: AsyncGenerator[TokenDelta, None], notice: asyncio.Future[Notice]
 ) -> AsyncGenerator[TokenDelta | Notice, None]:
-    """The deltas, and the notice in between if it comes; ends with the deltas."""
+    """Yield the deltas, with the notice in between if it comes; end with the deltas."""
     while True:
         following = asyncio.ensure_future(anext(deltas))
         try:
@@ -70,5 +70,5 @@ async def with_notice(
                 with suppress(asyncio.CancelledError):
                     await following
             elif not following.cancelled():
-                following.exception()  # of no interest to who left; unread, asyncio would print it
+                following.exception()  # the caller has left; asyncio would log an exception that nobody retrieves
         yield delta

@@ -1,6 +1,6 @@
-"""What the connector's two sides tell each other, one object a step in each direction.
+"""The messages between the connector's two sides, one object a step in each direction.
 
-With tensor parallelism the worker side is another process, so these are plain data.
+With tensor parallelism the worker side is another process, so they are plain data.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from contracts.handoff import FetchReceipt, KvHandoff
 
 FIRST_TOKEN_FOLLOWS = "first_token_follows"
-"""Key of a decode leg's instructions: the last token of its prompt is a placeholder, which the one that comes with the
-KV replaces."""
+"""Key in a decode leg's instructions: the last token of its prompt is a placeholder for the first token, which comes
+with the KV."""
 PREFIX_CACHE_SKIPPED = "prefix_cache_skipped"
-"""Why a prompt is computed whose KV was there: vLLM reads neither its cache nor ours for this request."""
+"""Why a prompt is computed although its KV was there: vLLM reads neither its cache nor ours for this request."""
 
 
 @dataclass
 class Publish:
-    """Prefill: these blocks stay pinned until fetched, released or expired."""
+    """Prefill: keep these blocks pinned until they are fetched, released or expired."""
 
     request_id: str
     handoff_id: str
@@ -38,7 +38,7 @@ class Publish:
 
 @dataclass
 class Grow:
-    """Prefill: these blocks of a prompt that is still computed are final."""
+    """Prefill: these blocks are final while the rest of the prompt is still computed."""
 
     request_id: str
     handoff_id: str
@@ -47,7 +47,7 @@ class Grow:
 
 @dataclass
 class Fetch:
-    """Decode: pull source blocks from `first_block` on into `target_block_ids`."""
+    """Decode: pull the source's blocks from `first_block` on into `target_block_ids`."""
 
     request_id: str
     handoff: KvHandoff
@@ -57,30 +57,30 @@ class Fetch:
 
 @dataclass
 class StepInstructions(KVConnectorMetadata):
-    """Scheduler side to worker side."""
+    """What the scheduler side tells the worker side in one step."""
 
     step: int = 0
     idle: bool = False
     withdraw: list[str] = field(default_factory=list)
-    """Ids of hand-offs whose blocks this step may overwrite."""
+    """Hand-offs whose blocks this step may overwrite."""
     grow: list[Grow] = field(default_factory=list)
     last_step: dict[str, list[int]] = field(default_factory=dict)
-    """Hand-offs that are whole after this step, with all their blocks."""
+    """Hand-offs that this step completes, with all their blocks."""
     publish: list[Publish] = field(default_factory=list)
     watch: list[KvHandoff] = field(default_factory=list)
     unwatch: list[KvHandoff] = field(default_factory=list)
-    """Renew these no more, without releasing: whoever fetches them next renews them again."""
+    """Hand-offs to stop renewing without releasing them; whoever fetches them next renews them again."""
     fetch: list[Fetch] = field(default_factory=list)
     cancel: list[str] = field(default_factory=list)
     release: list[KvHandoff] = field(default_factory=list)
     applied: bool = False
-    """Set by the worker side: two hooks see the same object, the first one acts."""
+    """Set by the worker side: two hooks see the same object, and the first one acts."""
 
 
 def join_receipts(first: FetchReceipt | None, second: FetchReceipt) -> FetchReceipt:
-    """One request's receipts from two ranks, which may come in different steps.
+    """Join one request's receipts from two ranks, which may come in different steps.
 
-    One failure fails the request; else the slowest rank is what it waited for. The bytes are those of both.
+    A failure of either rank fails the request; otherwise the slower rank's times count. The bytes are added up.
     """
     if first is None:
         return second
@@ -93,25 +93,25 @@ def join_receipts(first: FetchReceipt | None, second: FetchReceipt) -> FetchRece
 
 @dataclass
 class FetchReceipts(KVConnectorWorkerMetadata):
-    """Worker side to scheduler side: how each fetch that ended went, and which step this is the output of."""
+    """What the worker side tells the scheduler side: the results of fetches that ended, and the step of the report."""
 
     by_request: dict[str, FetchReceipt] = field(default_factory=dict)
     step: int | None = None
-    """None for a step that computed nothing."""
+    """The step's number; None for a step that computed nothing."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Join the ranks' receipts of one step."""
+        """Join the receipts of all ranks for one step."""
         assert isinstance(other, FetchReceipts)
         joined = dict(self.by_request)
         for request_id, receipt in other.by_request.items():
             joined[request_id] = join_receipts(joined.get(request_id), receipt)
-        # All ranks run the same step, but one that has nothing to say after an idle one says nothing.
+        # All ranks run the same step, but a rank with no receipts after an idle step reports nothing.
         return FetchReceipts(joined, other.step if self.step is None else self.step)
 
 
 @dataclass
 class Endpoint(KVConnectorHandshakeMetadata):
-    """Where this rank's blocks can be fetched."""
+    """The address where this rank's blocks can be fetched, and their sizes."""
 
     address: str
     layout_hash: str
@@ -120,29 +120,29 @@ class Endpoint(KVConnectorHandshakeMetadata):
 
 
 NOTICES = "notices"
-"""Not a number: a list of `engine.connector.events.Notice` as plain data, from the scheduler side only."""
+"""Key of a list of `engine.connector.events.Notice` as plain data, not a number; from the scheduler side only."""
 LINGERING = "lingering"
-"""Not a number: sentences about hand-offs that nobody has released for long, from the worker side only."""
+"""Key of a list of sentences about hand-offs that were not released for long; from the worker side only."""
 
 
 BYTES = "kv_bytes_total."
-"""Prefix of what the worker side counts in bytes."""
+"""Prefix of the worker side's counters in bytes."""
 
 
 @dataclass
 class CounterStats(KVConnectorStats):
     """Flat counters and gauges, cumulative since the engine's start; the two sides use different names.
 
-    Of several ranks each holds a part of every block. Bytes are summed; whatever is counted in hand-offs, fetches or
-    blocks is the highest rank's, so that one hand-off counts once however many ranks carry it, and nothing is left
-    exactly when nothing is left on any rank.
+    Each rank holds a part of every block. Bytes of ranks are added up. For hand-offs, fetches and blocks the highest
+    rank's value counts, so that one hand-off counts once however many ranks carry it, and a gauge is 0 exactly when it
+    is 0 on every rank.
     """
 
     def reset(self) -> None:
-        """Cumulative: there is nothing to reset."""
+        """Do nothing: the values are cumulative."""
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Join two ranks' values, or the two sides' names."""
+        """Merge another rank's values, or the other side's names, into these."""
         for name, value in other.data.items():
             if name not in self.data:
                 self.data[name] = value
@@ -153,9 +153,9 @@ class CounterStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, Any]:
-        """As they are."""
+        """Return the values unchanged."""
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """True when there is nothing to report."""
+        """Return whether there is nothing to report."""
         return not self.data

@@ -1,7 +1,7 @@
-"""The connector's scheduler side: decides what is published, fetched, released. Moves no bytes.
+"""The connector's scheduler side: decides what is published, fetched and released. It moves no bytes.
 
-Runs on the engine's step loop, so every method is a few dictionary operations. vLLM's hooks have vLLM's names here,
-and `facade` passes them on as they come. Order of calls in one step:
+It runs on the engine's step loop, so each method is only a few dictionary operations. Hooks have the names that vLLM
+gives them, and `facade` passes calls on unchanged. Order of calls in one step:
 `on_new_request`, `get_num_new_matched_tokens`, `update_state_after_alloc`, `build_connector_meta`, (the step),
 `update_connector_output`, `request_finished`.
 """
@@ -38,12 +38,12 @@ PUBLISH = "do_remote_decode"
 
 
 class SchedulerSide:
-    """State of the requests that hand over or take over KV."""
+    """The state of all requests whose KV is handed off, on either end."""
 
     def __init__(
         self, block_size_tokens: int, lease_s: float, vocabulary_tokens: int, accountant: StepAccountant
     ) -> None:
-        """`vocabulary_tokens`: what a peer names as a first token must be below."""
+        """`vocabulary_tokens` is the vocabulary's size: a first token sent by a peer must be below it."""
         self._block_size_tokens = block_size_tokens
         self._vocabulary_tokens = vocabulary_tokens
         self._lease_s = lease_s
@@ -52,46 +52,46 @@ class SchedulerSide:
         self._step = 0
         self._next = StepInstructions(step=1)
         self._incoming: dict[str, KvHandoff] = {}
-        """Requests whose KV lies elsewhere, until their fetch has been asked for."""
+        """Requests whose KV is on another worker, until their fetch has been issued."""
         self._covered: set[str] = set()
         """Those of them whose whole prompt was in the local prefix cache when vLLM last asked."""
         self._fetching: dict[str, bool] = {}
-        """Fetch asked for, its end not yet reported; False once aborted. vLLM holds the blocks as long either way."""
+        """Issued fetches whose end is not yet reported; False if aborted. vLLM holds the blocks in both cases."""
         self._growing_source: dict[str, KvHandoff] = {}
-        """What those of them that wait for no first token follow: if such a fetch fails, nobody else releases it."""
+        """The growing hand-offs among them that bring no first token; if the fetch fails, this side releases them."""
         self._publishing: set[str] = set()
-        """Finished requests whose blocks stay pinned until the worker side says they are sent."""
+        """Finished requests whose blocks stay pinned until the worker side reports them as sent."""
         self._receipts: dict[str, FetchReceipt] = {}
         self._growing = GrowingPrompts(block_size_tokens)
         self._following: dict[str, Any] = {}
-        """vLLM's requests that came before their prompt's first token: it arrives with the KV."""
+        """vLLM's requests whose prompt's first token is not known yet; it arrives with the KV."""
         self._held: set[str] = set()
-        """Those of them that cannot have it. They never run; their handler is told and aborts them."""
+        """Those of them whose first token cannot arrive. They never run; their handler is notified and aborts them."""
         self._notices: list[Notice] = []
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
-        """Where the blocks of each rank can be fetched; told once, before the first request."""
+        """Store where the blocks of each rank can be fetched; called once, before the first request."""
         endpoints = [metadata[rank] for rank in sorted(metadata)]
         self._endpoints = [endpoint for endpoint in endpoints if isinstance(endpoint, Endpoint)]
 
     @property
     def counters(self) -> dict[str, float]:
-        """Cumulative counters of this side, plus requests that still wait for KV."""
+        """This side's cumulative counters, and the number of requests that wait for KV."""
         return {**self._accountant.counters, "waiting_for_kv": float(len(self._incoming) + len(self._fetching))}
 
     def take_notices(self) -> list[Any]:
-        """For handlers, as plain data; each is returned once."""
+        """Return the notices for handlers as plain data, each once."""
         notices, self._notices = self._notices, []
         return [msgspec.to_builtins(notice) for notice in notices]
 
     def get_kv_connector_stats(self) -> CounterStats:
-        """The counters, and the notices since the last call."""
+        """Return the counters, and the notices since the last call."""
         return CounterStats(data={**self.counters, NOTICES: self.take_notices()})
 
     # --- admission
 
     def on_new_request(self, request: Any) -> None:
-        """Start heartbeats at once: the request may wait long before vLLM lets its load begin."""
+        """Start heartbeats at once, because the request may wait long before vLLM starts its load."""
         params = request.kv_transfer_params or {}
         external = 0
         if params.get(FETCH):
@@ -108,9 +108,9 @@ class SchedulerSide:
             self._accountant.count(f"recompute_total.{params['recompute_reason']}")
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the local prefix cache will arrive, and that they arrive asynchronously.
+        """Return how many tokens beyond the local prefix cache will arrive, and that they arrive asynchronously.
 
-        None as the number keeps the request out of every step.
+        None as the number keeps the request out of all steps.
         """
         if request.request_id in self._held:
             return None, False
@@ -128,13 +128,13 @@ class SchedulerSide:
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks are there: ask for the fetch. vLLM calls this again with 0 when the load has ended."""
+        """Issue the fetch: blocks are allocated. vLLM calls this again with 0 when the load has ended."""
         handoff = self._incoming.pop(request.request_id, None)
         if handoff is None:
             return
         if num_external_tokens == 0:
-            # The local prefix cache had it all, or vLLM skipped the cache: the source may let go. What vLLM found is
-            # known from its question alone: it sets request.num_computed_tokens after this call.
+            # The local prefix cache had everything, or vLLM skipped the cache: the source may release. What vLLM found
+            # is known only from its question: it sets request.num_computed_tokens after this call.
             self._next.release.append(handoff)
             if request.request_id not in self._covered:
                 self._accountant.recompute(request.request_id, PREFIX_CACHE_SKIPPED)
@@ -152,9 +152,9 @@ class SchedulerSide:
     # --- the step
 
     def build_connector_meta(self, scheduled: Any) -> StepInstructions:
-        """Everything decided since the last step, and the accounting of this one.
+        """Return everything decided since the last step, and start the accounting of this one.
 
-        Raises RuntimeError, which ends the engine, rather than have a step compute a placeholder.
+        Raises RuntimeError, which ends the engine, rather than let a step compute a placeholder.
         """
         self._forbid_placeholders(scheduled)
         self._accountant.begin(scheduled)
@@ -174,9 +174,9 @@ class SchedulerSide:
                     raise RuntimeError(f"vLLM would run {request_id}, whose first token is not known yet")
 
     def update_connector_output(self, output: Any) -> None:
-        """Read the worker side's report.
+        """Process the worker side's report.
 
-        vLLM reads the same object next and dies on an unknown id, hence the guards.
+        vLLM reads the same object next and fails on an unknown id, so those are removed here.
         """
         if isinstance(output.kv_connector_worker_meta, FetchReceipts):
             self._read(output.kv_connector_worker_meta)
@@ -188,14 +188,14 @@ class SchedulerSide:
             for request_id in output.finished_recving:
                 self._end_growing(request_id, self._receipts.get(request_id))
                 if not self._fetching.pop(request_id):
-                    self._receipts.pop(request_id, None)  # nobody will ask for it any more
+                    self._receipts.pop(request_id, None)  # the request was aborted, so nothing will ask for it
                     continue
                 self._fetched(request_id, self._receipts.get(request_id))
         if output.failed_recving and output.finished_recving:
             output.failed_recving &= output.finished_recving
 
     def _read(self, report: FetchReceipts) -> None:
-        for request_id, receipt in report.by_request.items():  # of one request, ranks may report steps apart
+        for request_id, receipt in report.by_request.items():  # the ranks of one request may report in different steps
             self._receipts[request_id] = join_receipts(self._receipts.get(request_id), receipt)
         if report.step is not None:
             self._accountant.end()
@@ -209,7 +209,10 @@ class SchedulerSide:
             self._accountant.recompute(request_id, receipt.reason)
 
     def _end_growing(self, request_id: str, receipt: FetchReceipt | None) -> None:
-        """The service keeps a hand-off that grew for another leg to fetch, but this one computes the prompt itself."""
+        """Release a growing hand-off whose fetch failed.
+
+        The service keeps it for another leg to fetch, but this leg computes the prompt itself.
+        """
         handoff = self._growing_source.pop(request_id, None)
         if handoff is not None and receipt is not None and receipt.outcome == "failed":
             self._next.release.append(handoff)
@@ -217,7 +220,7 @@ class SchedulerSide:
     # --- the end of a request
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """(keep the blocks?, what the output tells the worker's handler)."""
+        """Return (whether to keep the blocks, what the output carries to the worker's handler)."""
         request_id = request.request_id
         self._accountant.forget(request_id)
         self._covered.discard(request_id)
@@ -249,22 +252,25 @@ class SchedulerSide:
         self._next.publish.append(Publish(request.request_id, handoff_id, used, num_tokens, first_token))
         return self._handoff(handoff_id, num_tokens, complete=True)
 
-    # --- hand-offs that are followed while they grow
+    # --- hand-offs that are fetched while their prompt is computed
 
     def _announce(self, request_id: str) -> None:
-        """Prefill: the first chunk of a long prompt is final."""
+        """Prefill: notify the handler that the first chunk of a long prompt is final."""
         handoff_id, num_tokens = self._growing.describe(request_id)
         handoff = self._handoff(handoff_id, num_tokens, complete=False)
         self._notices.append(Notice(handoff_id=handoff_id, handoff=handoff))
 
     def _complete(self, request_id: str, receipt: FetchReceipt | None) -> None:
-        """Decode: the KV is here, or will not come. Put the first token where its placeholder stood."""
+        """Decode: the fetch has ended.
+
+        Replace the placeholder by the first token, or hold the request if there is none.
+        """
         request = self._following.pop(request_id)
         token = None if receipt is None or receipt.outcome != "ok" else receipt.first_token
         if token is None or not 0 <= token < self._vocabulary_tokens:
             failed = receipt.reason if receipt is not None else ""
             self._held.add(request_id)
-            request.num_computed_tokens = 0  # vLLM asks whether it may run only if nothing of it is computed
+            request.num_computed_tokens = 0  # only then vLLM asks again whether it may run
             handoff_id = request.kv_transfer_params["handoff"]["handoff_id"]
             reason = failed or (errors.INTERNAL if token is None else errors.CORRUPTED)
             self._notices.append(Notice(handoff_id=handoff_id, failed=reason))
@@ -272,13 +278,13 @@ class SchedulerSide:
         request.prompt_token_ids[-1] = token
         request._all_token_ids[-1] = token
         if request.num_tokens % self._block_size_tokens == 0 and request.block_hashes:
-            request.block_hashes.pop()  # it covered the placeholder
+            request.block_hashes.pop()  # its hash covers the placeholder
             request.update_block_hashes()
 
     def _hold(self, request_id: str, handoff: KvHandoff, reason: str) -> None:
         del self._following[request_id]
         del self._incoming[request_id]
-        self._next.unwatch.append(handoff)  # the leg that fetches or releases it is another one, if it comes at all
+        self._next.unwatch.append(handoff)  # another leg, if any, fetches or releases it
         self._held.add(request_id)
         self._notices.append(Notice(handoff_id=handoff.handoff_id, failed=reason))
 

@@ -1,9 +1,9 @@
-"""What a KV cache must look like to be handed over, judged by vLLM's own description of it.
+"""What a KV cache must look like to be handed off, judged by vLLM's own description of it.
 
 Called by `engine.connector.facade`.
 
-A hand-off is one list of blocks, and every layer's part of a block belongs to the same tokens. So there may be one
-group of layers with one block table, which keeps every token: full attention, or a latent cache (MLA).
+A hand-off is one list of blocks, in which every layer's part of a block belongs to the same tokens. So there may be
+only one group of layers with one block table, and it must keep every token: full attention, or a latent cache (MLA).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ NEAREST_TOKENS: Final = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 def require_servable(
     cache: KVCacheConfig, *, block_size_tokens: int, max_model_len_tokens: int, hands_over: bool
 ) -> None:
-    """Raises UnsupportedModel, with a sentence that says what kind of layers stands in the way.
+    """Raise UnsupportedModel if this cache cannot be served; the message names the kind of layers that prevents it.
 
-    `hands_over`: whether this engine's blocks go to another one; in mode colocated they do not.
+    `hands_over` says whether this engine's blocks go to another one; in mode colocated they do not.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     if len(specs) != 1:
@@ -44,7 +44,7 @@ def require_servable(
     [spec] = specs
     kind = type(spec)
     if kind not in (*EVERY_TOKEN, *NEAREST_TOKENS):
-        raise UnsupportedModel(f"the KV cache of this model is of a kind that is not supported ({kind.__name__})")
+        raise UnsupportedModel(f"the KV cache of this model is of an unsupported kind ({kind.__name__})")
     if not hands_over:
         return
     if kind in NEAREST_TOKENS and not _covers(spec, max_model_len_tokens):
@@ -64,31 +64,31 @@ def _reach_tokens(spec: Any) -> int:
 
 
 def _covers(spec: KVCacheSpec, max_model_len_tokens: int) -> bool:
-    """Its window is as long as any request: nothing is ever given back."""
+    """Return whether the window is as long as any request, so that no block is ever given back."""
     return isinstance(spec, SlidingWindowSpec) and _reach_tokens(spec) >= max_model_len_tokens
 
 
 def by_manager_block(caches: dict[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:
-    """The layers' caches with the scheduler's blocks as their first dimension.
+    """View the layers' caches with the scheduler's blocks as their first dimension.
 
-    A backend may want smaller blocks than the scheduler counts in: then vLLM gives views whose first dimension has a
-    multiple as many.
+    A backend may use smaller blocks than the scheduler counts in. vLLM then gives views whose first dimension is a
+    multiple of `num_blocks`. Raises UnsupportedModel if layers differ in size or blocks do not divide evenly.
     """
     shapes = {tuple(cache.shape[1:]) for cache in caches.values()}
     if len(shapes) > 1:
-        raise UnsupportedModel(f"the layers of this model keep KV of different sizes, {sorted(shapes)} for a block")
+        raise UnsupportedModel(f"the layers of this model have KV blocks of different shapes, {sorted(shapes)}")
     grouped = {}
     for name, cache in caches.items():
         if cache.shape[0] % num_blocks:
-            raise UnsupportedModel(f"{name} has {cache.shape[0]} blocks, which are not {num_blocks} or a multiple")
+            raise UnsupportedModel(f"{name} has {cache.shape[0]} blocks, which is not a multiple of {num_blocks}")
         grouped[name] = group_kernel_blocks(cache, num_blocks)
     return grouped
 
 
 def heads_are_runs(cache: torch.Tensor, spec: Any, layout: str) -> bool:
-    """Whether the bytes of neighbouring KV heads lie together in a block, so that ranks can share it by slicing.
+    """Return whether adjacent KV heads lie together in a block, so that ranks can divide it by slicing.
 
-    Not with tokens before heads, not where a block is made of smaller ones, not where all keys precede all values.
+    They do not if tokens come before heads, if a block consists of smaller ones, or if all keys precede all values.
     """
     return (
         layout in ("LBHNC", "BLHNC")

@@ -1,7 +1,7 @@
-"""Which models' KV can be handed over, judged by the model's own configuration before an engine loads.
+"""Which models' KV can be handed off, judged by the model's configuration before an engine loads.
 
-Called by `cluster.doctor.model_support` for a model on disk, and by `engine.vllm_engine` for any model, once its
-configuration is there. `engine.connector.transferable_cache` judges the cache itself, as the last line of defence.
+Called by `cluster.doctor.model_support` for a model on disk, and by `engine.vllm_engine` for any model once its
+configuration is there. As the last line of defence, `engine.connector.transferable_cache` judges the cache itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 ATTENTION: Final = frozenset({"full_attention", "attention", "sliding_attention", "chunked_attention"})
 LOCAL_ATTENTION: Final = frozenset({"sliding_attention", "chunked_attention"})
-"""Layers that see only the nearest tokens. Beside others that see all of them vLLM keeps every token for these too."""
+"""Layers that see only the nearest tokens. Beside layers that see all tokens, vLLM keeps every token for these too."""
 RECURRENT_KEYS: Final = (
     "mamba_d_state",
     "ssm_state_size",
@@ -22,10 +22,10 @@ RECURRENT_KEYS: Final = (
     "linear_num_key_heads",
     "conv_L_cache",
 )
-"""Found in the configurations of models with recurrent layers, and in no others."""
+"""Keys in the configurations of models with recurrent layers, and of no others."""
 MIXES_WINDOWS: Final = ("layer_types", "sliding_window_pattern", "max_window_layers", "_sliding_window_pattern")
 MIXED_TYPES: Final = frozenset({"gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss"})
-"""Models whose layers alternate; older files of theirs do not say so."""
+"""Models with alternating kinds of layers; their older configuration files do not say so."""
 ONLY_COLOCATED: Final = ": serve it with mode colocated, where nothing is handed over"
 
 
@@ -34,14 +34,15 @@ class UnsupportedModel(ValueError):
 
 
 def model_obstacle(config: Mapping[str, Any], *, max_model_len_tokens: int, hands_over: bool) -> str | None:
-    """Which property keeps this model from being served, and what helps; None if nothing is known to.
+    """Return which property prevents this model from being served, and the fix; None if none is known.
 
-    `config` is the contents of `config.json`, or vLLM's idea of it. Without a hand-over (mode colocated) more is right.
+    `config` is the content of `config.json`, or vLLM's version of it. Without hand-offs (mode colocated) more models
+    work.
     """
     text = {**config, **(config.get("text_config") or {})}
     kinds = set(text.get("layer_types") or ())
     if config.get("is_encoder_decoder"):
-        return "it has an encoder and a decoder, and what the decoder reads of the encoder is not in the KV blocks"
+        return "it has an encoder, whose output the decoder reads, and which is not in the KV blocks"
     strange = sorted(kinds - ATTENTION)
     if strange or (not kinds and any(text.get(key) for key in RECURRENT_KEYS)):
         named = ", ".join(strange) or next(key for key in RECURRENT_KEYS if text.get(key))
@@ -55,7 +56,7 @@ def model_obstacle(config: Mapping[str, Any], *, max_model_len_tokens: int, hand
 
 
 def _window_obstacle(text: Mapping[str, Any], kinds: set[str], max_model_len_tokens: int) -> str | None:
-    """Where every layer is local, blocks are given back in the middle of a request, and nothing can read them then."""
+    """Return an obstacle if every layer is local: blocks are then given back during a request and cannot be read."""
     window = text.get("sliding_window") or text.get("attention_chunk_size")
     if not window or text.get("use_sliding_window") is False or window >= max_model_len_tokens:
         return None

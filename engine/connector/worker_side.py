@@ -1,7 +1,7 @@
 """The connector's worker side: owns the transfer service and turns its reports into vLLM's.
 
-Runs in the process that holds the KV cache. The service has a thread of its own; nothing here waits for the network.
-Methods that answer one of vLLM's hooks have its name; `apply` answers two, of which the first comes with every step.
+It runs in the process that holds the KV cache. The service has its own thread; nothing here waits for the network.
+Methods that implement one of vLLM's hooks have its name. `apply` serves two hooks, the first of which comes every step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kv_transfer.memory.shared import SharedOffer
 from kv_transfer.service import PairedTransport, TransferOptions, TransferService
 
 IDLE_WAIT_S = 0.02
-"""How long a step without work waits for a transfer to end.
+"""The time that a step without work waits for a transfer to end.
 
-vLLM would spin at 1 kHz instead and send statistics to the front end every time: on a small machine that is the CPU
-time the copy needs. The end of a transfer wakes it at once; a new request may wait this long.
+Without it vLLM would spin at 1 kHz and send statistics to the front end each time, which on a small machine takes the
+CPU time that the copy needs. The end of a transfer ends the wait at once; a new request may wait this long.
 """
 
 
@@ -33,7 +33,7 @@ WARM_UP_LEASE_S = 5.0
 
 
 class WorkerSide:
-    """One rank's end of the hand-over."""
+    """One rank's end of hand-offs."""
 
     def __init__(
         self,
@@ -47,28 +47,28 @@ class WorkerSide:
         self._num_blocks = int(first.shape[0])
         self._layers = {name: number for number, name in enumerate(layers, start=1)}
         self._writes_at_once = first.device.type == "cpu"
-        """Whether a layer is in the cache when its call returns; on a GPU it is only queued then."""
+        """Whether a layer is in the cache when its call returns; on a GPU the write is only queued then."""
         self._service = TransferService(layers, layout, options, shared)
         self._service.start()
-        if options.faults is None:  # else it would be about the faults, and leave hand-offs to their leases
+        if options.faults is None:  # it would hit the faults and leave its hand-offs to their leases
             self._warm_up()
         self._after_warm_up = self._service.stats()
-        """Counted by nobody: no request's KV was moved."""
+        """The counters so far, to be subtracted: no request's KV was moved."""
         self._receipts = FetchReceipts()
         self._pairing: tuple[str, Future[dict[str, PairedTransport | str]]] | None = None
 
     def _warm_up(self) -> None:
-        """Hand blocks over to ourselves, so that buffers and connections are there before the first client's KV.
+        """Hand blocks off to ourselves, so that buffers and connections exist before the first client's KV arrives.
 
-        The cache is empty yet, and each block is copied onto itself: zeros, which every codec leaves as they are. A
-        failure is not one of ours to judge: the first real transfer will report it.
+        The cache is still empty, and each block is copied onto itself: zeros, which every codec leaves unchanged. A
+        failure is ignored here, because the first real transfer will report it.
         """
         blocks = list(range(1, min(self._num_blocks, WARM_UP_BLOCKS)))
         for number in range(WARM_UP_ROUNDS):
             name = f"warm-up-{number}"
             handoff = KvHandoff(
                 handoff_id=new_handoff_id(),
-                # As many times as there are ranks: of a hand-off of its own size, a rank reads what has its number.
+                # Our own address once per rank: with equal tensor-parallel sizes, rank i fetches from addresses[i].
                 addresses=(self._service.address,) * self.layout.tensor_parallel_size,
                 num_blocks=len(blocks),
                 num_tokens=len(blocks) * self.layout.block_size_tokens,
@@ -88,20 +88,20 @@ class WorkerSide:
     def pair(
         self, ticket: str, addresses: Sequence[str], transport: str | None
     ) -> dict[str, PairedTransport | str] | None:
-        """As `TransferService.pair`, without stopping the step loop: None while it goes on; ask again."""
+        """Pair like `TransferService.pair`, without stopping the step loop: None while it runs; call again then."""
         if self._pairing is None or self._pairing[0] != ticket:
             self._pairing = (ticket, self._service.pair(addresses, transport))
         asked = self._pairing[1]
         return asked.result() if asked.done() else None
 
     def release_own(self, handoff_ids: Sequence[str]) -> None:
-        """Hand-offs of this engine that no router will release."""
+        """Free the blocks of this engine's hand-offs that no router will release."""
         for handoff_id in handoff_ids:
             self._service.release_own(handoff_id)
 
     @property
     def endpoint(self) -> Endpoint:
-        """Told to the scheduler side once."""
+        """This rank's address and block sizes, for the scheduler side."""
         return Endpoint(
             address=self._service.address,
             layout_hash=self.layout.compatibility_hash(),
@@ -110,7 +110,7 @@ class WorkerSide:
         )
 
     def apply(self, instructions: StepInstructions) -> None:
-        """Start what the scheduler side decided. Called before the forward, so that bytes move while it computes."""
+        """Start what the scheduler side decided. Called before the forward, so that bytes move during it."""
         if instructions.applied:
             return
         instructions.applied = True
@@ -135,11 +135,11 @@ class WorkerSide:
             self._service.release(handoff)
 
     def save_kv_layer(self, layer_name: str) -> None:
-        """The running step has written this layer, if it writes at once."""
+        """Report that the running step has written this layer; on a GPU this has no effect."""
         self._service.end_layer(self._layers[layer_name])
 
     def get_transfer_results(self, *, idle: bool) -> KVConnectorTransferResults:
-        """What ended since the last call, each id exactly once."""
+        """Return what ended since the last call, each id exactly once."""
         if idle:
             self._service.wait(IDLE_WAIT_S)
         done = self._service.poll()
@@ -149,13 +149,13 @@ class WorkerSide:
         )
 
     def build_connector_worker_meta(self, step: int | None) -> FetchReceipts | None:
-        """The receipts belonging to the last `get_transfer_results`, of this step; None if there is nothing to say."""
+        """Return the receipts that belong to the last `get_transfer_results`, for this step; None if there are none."""
         receipts, self._receipts = self._receipts, FetchReceipts()
         receipts.step = step
         return None if step is None and not receipts.by_request else receipts
 
     def get_kv_connector_stats(self) -> CounterStats:
-        """Gauges and counters of the transfer service."""
+        """Return gauges and counters of the transfer service."""
         stats = self._service.stats().since(self._after_warm_up)
         data: dict[str, Any] = {
             LINGERING: self._service.lingering(),

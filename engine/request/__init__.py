@@ -1,7 +1,7 @@
-"""What one request asks of vLLM, leg by leg.
+"""A request's parameters for vLLM, leg by leg.
 
-sampling.py        SamplingParams of the two legs
-logprobs.py        vLLM's log-probabilities to and from the wire
-asked_logprobs.py  those of chosen token ids, beside others in one step
-forced_tokens.py   repeats tokens that a client already has
+sampling.py        the SamplingParams of the two legs
+logprobs.py        log-probabilities between vLLM and the wire
+asked_logprobs.py  log-probabilities of chosen token ids, beside others in one step
+forced_tokens.py   makes an engine repeat tokens that a client already has
 """

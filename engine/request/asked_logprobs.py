@@ -1,8 +1,8 @@
-"""Log-probabilities of the likeliest tokens for one request beside those of chosen ids for another, in one step.
+"""Log-probabilities of the likeliest tokens for one request and of chosen ids for another, in the same step.
 
-vLLM's first model runner makes one table of them a step. With a request in it that names ids (`logprob_token_ids`) the
-table holds named ids only, and whoever asked for the likeliest tokens is told token 0 at minus infinity. Here every
-request gets its own kind of row.
+vLLM's first model runner makes one table of log-probabilities a step. If a request in it names ids
+(`logprob_token_ids`), the table holds only named ids, and requests that asked for the likeliest tokens get token 0 at
+minus infinity. With this change each request gets its own kind of row.
 
 Installed by `engine.vllm_workarounds.worker_extension` in each rank, before the first request.
 """
@@ -17,7 +17,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 
 def keep_rows_apart(runner: Any) -> None:
-    """Change this model runner's sampler, if it is one that mixes them up; `runner` is vLLM's GPUModelRunner."""
+    """Change the sampler of this model runner if it mixes rows; `runner` is vLLM's GPUModelRunner."""
     sampler: Any = getattr(runner, "sampler", None)
     gather_asked = getattr(sampler, "gather_specific_token_logprobs", None)
     if gather_asked is None:
@@ -34,7 +34,7 @@ def keep_rows_apart(runner: Any) -> None:
 
 
 def _by_row(named: LogprobsTensors, likeliest: LogprobsTensors, asked: dict[int, list[int]]) -> LogprobsTensors:
-    """The rows in `asked` of the one table, all others of the other; ranks are those of the sampled token in both."""
+    """Take the rows in `asked` from one table and all others from the other; ranks are the sampled token's in both."""
     width = max(named.logprobs.shape[1], likeliest.logprobs.shape[1])
     is_named = torch.zeros(len(named.logprobs), 1, dtype=torch.bool, device=named.logprobs.device)
     is_named[list(asked)] = True

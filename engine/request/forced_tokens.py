@@ -1,10 +1,10 @@
-"""Makes an engine repeat the output tokens that a client already has, before it goes on by itself.
+"""Makes an engine repeat the output tokens that a client already has, before it continues by itself.
 
-A stream is continued on another worker after its own has died. Where sampling depends on the tokens produced so far
-(grammars, penalties, a seeded generator: `sampling.resample_reason`) they cannot become part of the prompt. So the new
-engine runs the request from its prompt and is given no choice for the first tokens: the grammar, the penalty counts and
-the generator are then where the lost engine's were. Loaded by vLLM into the engine process, where `engine.vllm_engine`
-names it among the logits processors.
+A stream continues on another worker after its own has died (request migration). Where sampling depends on the tokens
+produced so far (grammars, penalties, a seeded generator: `sampling.resample_reason`), they cannot become part of the
+prompt. So the new engine runs the request from its prompt and is given no choice for the first tokens. The grammar, the
+penalty counts and the generator then end up where the lost engine's were. `engine.vllm_engine` names this class among
+the logits processors, and vLLM loads it into the engine process.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from engine.request.sampling import FORCED
 
 
 class ForcedTokens(LogitsProcessor):  # type: ignore[misc] # vLLM is untyped here
-    """For every row of the batch that still repeats, all logits but one are minus infinity."""
+    """Sets all logits but one to minus infinity, for every row of the batch that still repeats."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, tuple[list[int], list[int]]] = {}
-        """Row -> (what to repeat, what the request has produced: vLLM's own list, which grows)."""
+        """Row -> (tokens to repeat, tokens produced so far: vLLM's own list, which grows)."""
 
     def is_argmax_invariant(self) -> bool:
-        """It decides the token."""
+        """Return False: this processor decides the token."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Called by vLLM before every step."""
+        """Update the rows that repeat; vLLM calls it before every step."""
         process_dict_updates(self._rows, batch_update, _forced)
         for row in [row for row, (forced, output) in self._rows.items() if len(output) >= len(forced)]:
             del self._rows[row]
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of shape (requests, vocabulary), changed in place."""
+        """Change logits of shape (requests, vocabulary) in place."""
         for row, (forced, output) in self._rows.items():
             logits[row] = -torch.inf
             logits[row, forced[len(output)]] = 0.0

@@ -1,7 +1,7 @@
-"""SamplingParams of a request's two legs, derived from the one the client asked for.
+"""The SamplingParams of a request's two legs, derived from the client's.
 
-Called by `router.front.sampling` (which mode?), and by `prefill_worker.handler` and `decode_worker.handler` (my leg's
-parameters).
+Called by `router.front.sampling` to choose the first-token mode, and by `prefill_worker.handler` and
+`decode_worker.handler` for their leg's parameters.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from contracts.errors import InvalidTask
 from contracts.handoff import UNREADABLE
 
 FORCED = "forced_token_ids"
-"""Key in `extra_args` of what `engine.request.forced_tokens` reads; clients cannot set it."""
+"""Key in `extra_args` that `engine.request.forced_tokens` reads; clients cannot set it."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SamplingParams)
 
 
 def encode(params: SamplingParams) -> bytes:
-    """Bytes for `GenerateTask.sampling`. Raises InvalidTask for values that no message can carry."""
+    """Encode for `GenerateTask.sampling`. Raises InvalidTask for values that no message can carry."""
     return packed(params, "sampling parameters")
 
 
 def packed(value: object, name: str) -> bytes:
-    """As a message carries it. Raises InvalidTask where it cannot: JSON knows larger numbers, and half characters."""
+    """Encode any value.
+
+    Raises InvalidTask for what msgpack cannot carry: JSON has larger numbers and lone surrogates.
+    """
     try:
         return _encoder.encode(value)
     except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
@@ -38,7 +41,7 @@ def packed(value: object, name: str) -> bytes:
 
 
 def decode(data: bytes) -> SamplingParams:
-    """Inverse of `encode`; raises InvalidTask on anything else."""
+    """Decode what `encode` produced. Raises InvalidTask on anything else."""
     try:
         return cast(SamplingParams, _decoder.decode(data))
     except (*UNREADABLE, VLLMClientError) as error:
@@ -46,7 +49,7 @@ def decode(data: bytes) -> SamplingParams:
 
 
 def resample_reason(params: SamplingParams) -> str | None:
-    """Why decode must sample the first token itself, or None when it can go on from the one prefill sampled.
+    """Return why decode must sample the first token itself; None if it can continue from the one prefill sampled.
 
     Decode sees prefill's token as part of its prompt. That is wrong where sampling depends on the tokens produced so
     far: penalties on output tokens, grammars, banned sequences, repetition detection, custom processors, and a seeded
@@ -66,9 +69,9 @@ def resample_reason(params: SamplingParams) -> str | None:
 
 
 def without_client_transfer_keys(params: SamplingParams) -> SamplingParams:
-    """Drop what a client put into `kv_transfer_params` or `vllm_xargs`.
+    """Return the parameters without what a client put into `kv_transfer_params` or `vllm_xargs`.
 
-    Those name hosts, ports and other people's KV.
+    These could name hosts, ports and other clients' KV.
     """
     if params.extra_args is None:
         return params
@@ -78,23 +81,23 @@ def without_client_transfer_keys(params: SamplingParams) -> SamplingParams:
 
 
 def _for_engine(params: SamplingParams) -> SamplingParams:
-    """Tokens in, tokens out: text, stop strings and aggregation over steps are the router's."""
+    """Return a copy that takes and returns tokens only: the router does text, stop strings, aggregation."""
     leg = copy(params)
     leg.detokenize = False
     leg.stop = []
     leg.n = 1
     leg.output_kind = RequestOutputKind.DELTA
-    leg.stream_interval = None  # a stop string must be seen at once, and a lost worker must not take tokens along
+    leg.stream_interval = None  # stop strings must be seen at once, and a lost worker must not lose unsent tokens
     leg.skip_clone = True
     leg.extra_args = None
     return leg
 
 
 def _without_prompt_logprobs(leg: SamplingParams) -> None:
-    """The client has them, or gets them from the other leg.
+    """Do not ask this leg for the prompt's log-probabilities: the client has them, or gets them from the other leg.
 
-    Where they are asked for vLLM sets a second field, which keeps it from reading any KV that is there already: copied
-    along, it would have the transferred KV thrown away.
+    When they are requested vLLM sets a second field, which stops it from reading any existing KV. If that were copied
+    along, the transferred KV would be thrown away.
     """
     leg.prompt_logprobs = None
     leg.prompt_logprob_token_ids = None
@@ -102,15 +105,16 @@ def _without_prompt_logprobs(leg: SamplingParams) -> None:
 
 
 def prefill_leg(params: SamplingParams, *, emitted_token_ids: Sequence[int], resample: bool) -> SamplingParams:
-    """One token. In resample mode that token is thrown away, so nothing may end the request before the hand-off.
+    """Return the parameters of a prefill leg: one token.
 
-    `emitted_token_ids`: what the client has, whether or not this leg computes it.
+    In resample mode that token is thrown away, so nothing may end the request before the hand-off. `emitted_token_ids`
+    is what the client already has.
     """
     leg = _for_engine(params)
     leg.max_tokens = 1
     leg.min_tokens = min(max(0, params.min_tokens - len(emitted_token_ids)), 1)
     if emitted_token_ids:
-        _without_prompt_logprobs(leg)  # they came with the first token
+        _without_prompt_logprobs(leg)  # the client got them with the first token
     if resample:
         leg.structured_outputs = None
         leg.bad_words = None
@@ -126,9 +130,10 @@ def prefill_leg(params: SamplingParams, *, emitted_token_ids: Sequence[int], res
 def decode_leg(
     params: SamplingParams, *, emitted_token_ids: Sequence[int], has_handoff: bool, repeats: bool = False
 ) -> SamplingParams:
-    """What is left after `emitted_token_ids`, which the engine gets as part of its prompt, or makes once more.
+    """Return the parameters for what is left after `emitted_token_ids`.
 
-    With a hand-off the prompt's own log-probabilities come from prefill.
+    The engine gets those tokens as part of its prompt, or with `repeats` produces them once more. With a hand-off the
+    prompt's log-probabilities come from prefill.
     """
     leg = _for_engine(params)
     if has_handoff or emitted_token_ids:
@@ -149,6 +154,6 @@ def with_transfer(leg: SamplingParams, transfer: dict[str, object]) -> SamplingP
 
 
 def with_forced_tokens(leg: SamplingParams, token_ids: list[int]) -> SamplingParams:
-    """Have the engine produce these tokens first; `leg` must be one of the copies made above."""
+    """Make the engine produce these tokens first; `leg` must be one of the copies made above."""
     leg.extra_args = {**(leg.extra_args or {}), FORCED: token_ids}
     return leg

@@ -1,8 +1,8 @@
-"""What vLLM does otherwise than we need; `README.md` says what, why, and how to see that it can go.
+"""Workarounds for vLLM; `README.md` says what each one is for and how to see that it can go.
 
-seeded_chunks.py     seeds with prompts of several steps on CPU
-queue_names.py       shared memory that outlives a killed engine
-orphan_watch.py      ends a child whose parent is gone
-cores.py             which cores a CPU engine computes on
-worker_extension.py  puts the others into vLLM's worker, and asks its connector
+seeded_chunks.py     makes seeds work with prompts of several steps on CPU
+queue_names.py       frees shared memory that would outlive a killed engine
+orphan_watch.py      ends a child process whose parent is gone
+cores.py             decides which cores a CPU engine computes on
+worker_extension.py  installs the others in vLLM's worker, and asks its connector
 """

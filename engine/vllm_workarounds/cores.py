@@ -1,6 +1,6 @@
-"""Which cores each rank of a CPU engine computes on, in the words of vLLM's VLLM_CPU_OMP_THREADS_BIND.
+"""The cores on which each rank of a CPU engine computes, in the format of vLLM's VLLM_CPU_OMP_THREADS_BIND.
 
-The worker actor writes it before the engine starts (`bind_list`); each rank's connector reads its own part
+The worker actor sets it before the engine starts (`bind_list`); each rank's connector reads its own part
 (`cores_of_rank`).
 """
 
@@ -14,7 +14,10 @@ BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def bind_list(cores: Sequence[int], ranks: int) -> str:
-    """Equal neighbouring shares, one for each rank: `0,1|2,3`. vLLM binds each rank's OpenMP threads to its share."""
+    """Divide the cores into equal adjacent shares, one per rank: `0,1|2,3`. Raises ValueError if they do not divide.
+
+    vLLM binds each rank's OpenMP threads to its share.
+    """
     share, rest = divmod(len(cores), ranks)
     if rest or not share:
         raise ValueError(f"{len(cores)} cores cannot be shared evenly by {ranks} ranks")
@@ -22,7 +25,7 @@ def bind_list(cores: Sequence[int], ranks: int) -> str:
 
 
 def cores_of_rank(bound: str, rank: int) -> set[int]:
-    """The rank's share; empty if vLLM was not given lists of cores like those of `bind_list`."""
+    """Return the rank's share; empty if the variable is not a list as `bind_list` makes it."""
     shares = bound.split("|")
     try:
         return {int(core) for core in shares[rank].split(",")}
@@ -32,10 +35,10 @@ def cores_of_rank(bound: str, rank: int) -> set[int]:
 
 @contextmanager
 def helpers_on_all_cores_of(rank: int) -> Iterator[None]:
-    """Threads started in here may run on any of the rank's cores.
+    """Let threads started inside this block run on any of the rank's cores.
 
-    OpenMP binds a rank's main thread to the first core of its share, which threads started from it would inherit: then
-    fetching and serving KV would slow down the one thread that every forward waits for.
+    OpenMP binds a rank's main thread to the first core of its share, and threads started from it would inherit that.
+    Fetching and serving KV would then slow down the one thread that every forward waits for.
     """
     cores = cores_of_rank(os.environ.get(BIND_VARIABLE, ""), rank)
     if not cores:

@@ -1,8 +1,8 @@
 """Ends a child process when its parent is gone.
 
 vLLM's engine process does not watch the process that started it: after a SIGKILL of the worker it would keep its memory
-and its core for ever. Called from the connector, which lives in that process, and in the process of each rank if there
-are several: those would notice only between two steps.
+and its core forever. The connector starts the watch in that process and, if there are several ranks, in the process of
+each rank: ranks would notice only between two steps.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ def exit_with_parent() -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    # No clean-up: the process that would want it is dead, and leases and streams end with the sockets.
+    # There is nothing to clean up for: the parent is dead, and leases and streams end with the sockets.
     os._exit(1)

@@ -1,8 +1,8 @@
-"""Seeded requests on CPU whose prompt takes several engine steps.
+"""Makes seeded requests work on CPU when their prompt takes several engine steps.
 
-vLLM samples for every sequence of a step, also for one whose prompt is not complete yet. It throws that token away and
-winds the sequence's random generator back, by an offset that only GPU generators have. On CPU that raises, which ends
-the engine: a seed and a prompt longer than a step were enough. Here the generator's state is put back instead.
+vLLM samples for every sequence of a step, even if its prompt is not complete yet. It throws that token away and winds
+the sequence's random generator back by an offset that only GPU generators have. On CPU this raises an error, which ends
+the engine, so any seeded request with a prompt longer than a step did. Here the generator's state is restored instead.
 
 Installed by `engine.vllm_workarounds.worker_extension` in each rank, before the first request.
 """
@@ -17,7 +17,7 @@ import torch
 
 
 def put_generators_back(runner: Any) -> None:
-    """Change this model runner, if it is on CPU; `runner` is vLLM's GPUModelRunner or a subclass."""
+    """Change this model runner if it runs on CPU; `runner` is vLLM's GPUModelRunner or a subclass."""
     if torch.device(runner.device).type != "cpu":
         return
     sample, bookkeep = runner._sample, runner._bookkeeping_sync
@@ -31,7 +31,7 @@ def put_generators_back(runner: Any) -> None:
 
     def bookkeep_without_generators(*args: Any, **kwargs: Any) -> Any:
         batch = runner.input_batch
-        generators, batch.generators = batch.generators, {}  # all that is done with them there is to wind them back
+        generators, batch.generators = batch.generators, {}  # the original only winds them back
         try:
             return bookkeep(*args, **kwargs)
         finally:

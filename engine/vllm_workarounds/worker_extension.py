@@ -1,4 +1,4 @@
-"""Methods added to vLLM's worker, which the front end calls at start: to prepare it and to ask its connector."""
+"""Methods added to vLLM's worker, which the front end calls through vLLM: to prepare it and to ask its connector."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from engine.vllm_workarounds.seeded_chunks import put_generators_back
 
 
 class RidgelineWorkerExtension:
-    """vLLM mixes this into its worker class (`worker_extension_cls`)."""
+    """The methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
 
     model_runner: Any
 
     def ridgeline_prepare(self) -> None:
-        """Make vLLM's model runner fit to serve; once, before the first request."""
+        """Install the workarounds in vLLM's model runner; called once, before the first request."""
         put_generators_back(self.model_runner)
         keep_rows_apart(self.model_runner)
 
     def ridgeline_describe(self) -> tuple[dict[str, Any], str]:
-        """The KV layout as plain data, and the address of this rank's blocks."""
+        """Return the KV layout as plain data, and the address of this rank's blocks."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, RidgelineConnector)
         return msgspec.to_builtins(connector.worker.layout), connector.worker.endpoint.address
 
     def ridgeline_release(self, handoff_ids: list[str]) -> None:
-        """Free, on this rank, the blocks of hand-offs that no router will release, published or not yet."""
+        """Free this rank's blocks of hand-offs that no router will release, even if they are published only later."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, RidgelineConnector)
         connector.worker.release_own(handoff_ids)
 
     def ridgeline_pair(self, ticket: str, addresses: list[str], transport: str | None) -> dict[str, Any] | None:
-        """What will carry KV from each of these sources to this rank, or a sentence why nothing can; None: not yet."""
+        """Return the transport chosen for each source, or why there is none; None while pairing still runs."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, RidgelineConnector)
         paired: dict[str, Any] | None = msgspec.to_builtins(connector.worker.pair(ticket, addresses, transport))

@@ -118,7 +118,7 @@ class BlockServer:
         return self._bytes_sent_total
 
     def count_sent(self, num_bytes: int) -> None:
-        """Add to the bytes handed to transports; called by the code that moves them."""
+        """Add to the bytes handed to transports, whenever some have been."""
         with self._counter_lock:
             self._bytes_sent_total += num_bytes
 

@@ -1,11 +1,11 @@
-"""What came of a run: figures with their formulas, a verdict, a page.
+"""The results of a run: figures with their formulas, a verdict, a page.
 
-summary.py        figures under vLLM bench's names
-bootstrap.py      how far a figure would move with other requests
-verdict.py        which mode won, how surely
-pools.py          intensity, MFU and MBU of each pool
-tables.py         for the terminal
-plots.py          for the page
-page.py           report.html
-replay_output.py  what `ridgeline replay` writes and prints
+summary.py        computes figures under vLLM bench's names
+bootstrap.py      computes confidence intervals
+verdict.py        decides which mode won, and how surely
+pools.py          computes intensity, MFU and MBU of each pool
+tables.py         prints tables on the terminal
+plots.py          makes the plots of the page
+page.py           writes report.html
+replay_output.py  writes and prints the result of `ridgeline replay`
 """

@@ -1,8 +1,8 @@
-"""Bootstrap intervals: how far a figure would move if other requests had been drawn.
+"""Bootstrap intervals: how much a figure would vary if other requests had been drawn.
 
 Called by `loadtest.report.summary` and `loadtest.report.verdict`.
 
-Requests are resampled with replacement by a seeded generator, so the same records give the same interval.
+Requests are resampled with replacement by a seeded generator, so equal records give equal intervals.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 def interval(
     values: Sequence[float], statistic: Callable[[Floats], Floats], seed: int = 0
 ) -> tuple[float, float] | None:
-    """Interval of `statistic`, a function along the last axis; absent without values."""
+    """Return the interval of `statistic`, a function along the last axis; None without values."""
     if not values:
         return None
     data = np.asarray(values, dtype=np.float64)
@@ -27,12 +27,12 @@ def interval(
 
 
 def mean_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
-    """Interval of the mean."""
+    """Return the interval of the mean; None without values."""
     return interval(values, lambda sample: np.mean(sample, axis=-1), seed)
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
-    """Interval of the median."""
+    """Return the interval of the median; None without values."""
     return interval(values, lambda sample: np.median(sample, axis=-1), seed)
 
 
@@ -42,9 +42,9 @@ def paired_ratio_interval(
     statistic: Callable[[Floats], Floats],
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Interval of statistic(above) / statistic(below), where position i of both is the same request in the two modes.
+    """Return the interval of statistic(above) / statistic(below); position i is the same request in both modes.
 
-    Resamples where both are 0 count as 1, and where only `below` is 0 as infinity.
+    Resamples in which both are 0 count as 1, and those in which only `below` is 0 as infinity. None without values.
     """
     if not above:
         return None
@@ -63,6 +63,6 @@ def _picks(count: int, seed: int) -> npt.NDArray[np.int64]:
 
 def _ends(samples: Floats) -> tuple[float, float]:
     tail = (1 - CONFIDENCE) / 2
-    # "nearest" takes a sample as it is: interpolating towards infinity would give nothing useful.
+    # "nearest" uses a sample as it is: interpolating towards infinity would give no useful number.
     low, high = np.quantile(samples, [tail, 1 - tail], method="nearest")
     return float(low), float(high)

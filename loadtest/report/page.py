@@ -1,4 +1,4 @@
-"""Writes report.html: one file that opens anywhere, offline, plotly.js inside. Called at the end of `compare`."""
+"""Writes report.html, a single file with plotly.js inside, which opens offline. Called at the end of `compare`."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Summary = Mapping[str, Any]
 
 
 def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
-    """Fill the template with the verdict, the tables and the plots."""
+    """Fill the template with the verdict, the tables and the plots; return the path."""
     verdict = summary["verdict"]
     template = Template(TEMPLATE_FILE.read_text(encoding="utf-8"))
     headline, _, details = verdict["sentence"].partition(". Median ")
@@ -62,7 +62,7 @@ def _plot(figure: go.Figure) -> str:
 
 
 def _legend(figure: go.Figure) -> str:
-    """Takes as many lines as the page's width makes it, and pushes the plot down."""
+    """Return the legend as HTML outside the plot, where it can wrap to the width of the page."""
     entries = [
         f'<span><i style="background:{trace.marker.color or trace.line.color}"></i>{html.escape(trace.name)}</span>'
         for trace in figure.data

@@ -1,4 +1,4 @@
-"""The plots of report.html, each a plotly figure made from records or from the summary.
+"""The plots of report.html; each is a plotly figure made from the records or from the summary.
 
 Called by `loadtest.report.page`.
 """
@@ -29,7 +29,7 @@ Records = Mapping[Mode, Sequence[RequestRecord]]
 
 
 def latency_cdf(records: Records, name: str, title: str, limit_ms: float) -> go.Figure:
-    """Share of finished requests at or below each latency, with the limit of the SLO."""
+    """Plot the share of finished requests at or below each latency, with the SLO's limit."""
     figure = go.Figure()
     for mode, mode_records in records.items():
         values_s = latency_series([record for record in mode_records if record.ok])[name]
@@ -50,7 +50,7 @@ def latency_cdf(records: Records, name: str, title: str, limit_ms: float) -> go.
 
 
 def goodput_curve(records: Records, slo: Slo) -> go.Figure:
-    """Share of requests within the SLO as both of its limits are scaled; failures are misses."""
+    """Plot the share of requests within the SLO as both limits are scaled; a failed request is a miss."""
     figure = go.Figure()
     for mode, mode_records in records.items():
         figure.add_scatter(
@@ -68,7 +68,7 @@ def goodput_curve(records: Records, slo: Slo) -> go.Figure:
 
 
 def stage_bars(modes: Mapping[Mode, Mapping[str, Any]]) -> go.Figure | None:
-    """Where a request's time goes, in the order of its stages; absent when the server counted none."""
+    """Plot where a request's time goes, in the order of its stages; None if the server counted none."""
     names = [mode for mode in modes if modes[mode]["stage_seconds"]]
     if not names:
         return None
@@ -92,7 +92,7 @@ def stage_bars(modes: Mapping[Mode, Mapping[str, Any]]) -> go.Figure | None:
 
 
 def roofline(pools: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
-    """Each pool under the roof of one of its workers; absent when the server published no peaks."""
+    """Plot each pool under the roofline of one of its workers; None if the server published no peaks."""
     drawn = {name: pool for name, pool in pools.items() if pool["arithmetic_intensity"] and pool["ridge"]}
     if not drawn:
         return None
@@ -131,13 +131,13 @@ def roofline(pools: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
 
 
 def _mark(figure: go.Figure, x: float, text: str, *, log: bool = False) -> None:
-    """A dotted vertical line with its name at the top."""
+    """Draw a dotted vertical line with its name at the top."""
     figure.add_vline(x=x, line={"color": MUTED, "dash": "dot"})
     _name_line(figure, x, text, log=log)
 
 
 def _name_line(figure: go.Figure, x: float, text: str, *, log: bool, y: float = 1) -> None:
-    """On a log axis plotly wants an annotation's logarithm, but a line's own value."""
+    """Label a line; on a log axis plotly wants the logarithm for an annotation, but the plain value for a line."""
     figure.add_annotation(
         x=float(np.log10(x)) if log else x,
         y=y,
@@ -150,7 +150,7 @@ def _name_line(figure: go.Figure, x: float, text: str, *, log: bool, y: float = 
 
 
 def _style(figure: go.Figure, title: str, x_title: str, y_title: str) -> None:
-    """Title and legend are the page's to show (`report`): in the plot a legend of several lines would cover others."""
+    """Style the figure; `page` shows title and legend, because a legend of several lines would cover the plot."""
     figure.update_layout(
         meta={"title": title},
         showlegend=False,

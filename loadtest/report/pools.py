@@ -1,8 +1,8 @@
-"""What each pool of workers did in a run, from the server's counters: intensity, MFU, MBU, stages.
+"""What each pool of workers did in a run, from the server's counters: intensity, MFU, MBU and stages.
 
 Called by `loadtest.compare`, `loadtest.report.replay_output` and `cluster.commands.top`.
 
-Peaks are per worker, as the server publishes them; a pool's busy seconds are the sum over its workers.
+Peaks are per worker, as the server publishes them; a pool's busy seconds are summed over its workers.
 """
 
 from typing import Any
@@ -24,12 +24,12 @@ POOL_FORMULAS = {
 
 
 def describe_pools(delta: MetricsDelta) -> dict[str, dict[str, Any]]:
-    """Figures by pool; a figure that cannot be formed is absent as None, never 0."""
+    """Return the figures of each pool; a figure that cannot be computed is None, never 0."""
     return {pool: _pool(delta, pool) for pool in delta.label_values("ridgeline_busy_seconds_total", "pool")}
 
 
 def stage_seconds(delta: MetricsDelta) -> dict[str, float]:
-    """Mean seconds by stage, in the order a request passes them; stages that nobody passed are left out."""
+    """Return mean seconds by stage, in the order a request passes them; stages without requests are left out."""
     means = {}
     for stage in STAGES:
         count = delta.total("ridgeline_stage_seconds_count", stage=stage)
@@ -39,7 +39,7 @@ def stage_seconds(delta: MetricsDelta) -> dict[str, float]:
 
 
 def disaggregated_fraction(delta: MetricsDelta) -> float | None:
-    """Share of the finished requests that went through both pools; absent when none finished."""
+    """Return the share of finished requests that went through both pools; None if none finished."""
     finished = {
         path: delta.total("ridgeline_requests_total", path=path, outcome="finished")
         for path in ("disaggregated", "fallback", "colocated")
@@ -48,7 +48,7 @@ def disaggregated_fraction(delta: MetricsDelta) -> float | None:
 
 
 def recomputes(delta: MetricsDelta) -> dict[str, float]:
-    """Prompts computed again, by reason; empty when none was."""
+    """Return the number of recomputed prompts by reason; empty if there were none."""
     name = "ridgeline_recompute_total"
     counts = {reason: delta.total(name, reason=reason) for reason in delta.label_values(name, "reason")}
     return {reason: count for reason, count in counts.items() if count}
@@ -85,5 +85,5 @@ def _pool(delta: MetricsDelta, pool: str) -> dict[str, Any]:
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """Quotient of two figures; absent when either is, or when nothing stands below."""
+    """Return the quotient; None if either figure is None or the divisor is 0."""
     return above / below if above is not None and below else None

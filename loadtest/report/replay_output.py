@@ -1,4 +1,4 @@
-"""Writes and prints what one replay found. Called by `cluster.commands.loadtest` after the replay."""
+"""Writes and prints the result of one replay. Called by `cluster.commands.loadtest` after the replay."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from loadtest.run.replay import ReplayResult
 
 
 def replay_summary(result: ReplayResult, plan: ReplayPlan) -> dict[str, Any]:
-    """vLLM bench's names at the top; pools and stages only from a server that publishes them."""
+    """Return the summary: vLLM bench's names at the top; pools and stages only if the server publishes them."""
     summary = summarise(result.records, result.duration_s, plan.slo, plan.seed)
     if result.metrics is not None:
         summary |= {
@@ -36,7 +36,7 @@ def replay_summary(result: ReplayResult, plan: ReplayPlan) -> dict[str, Any]:
 
 
 def report_replay(result: ReplayResult, plan: ReplayPlan, out: Path | None, console: Console) -> dict[str, Any]:
-    """Print the table; with `out`, write summary.json and records.jsonl there. Returns the summary."""
+    """Print the table; with `out`, write summary.json and records.jsonl there. Return the summary."""
     summary = replay_summary(result, plan)
     print_replay(summary, summary["formulas"], console)
     for change in result.trace.notes:

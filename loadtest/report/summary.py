@@ -1,4 +1,4 @@
-"""Sums up request records under vLLM bench's names, each with its formula.
+"""Summarises request records under vLLM bench's names, each with its formula.
 
 Called by `loadtest.compare` and `loadtest.report.replay_output`.
 """
@@ -31,7 +31,7 @@ FORMULAS = {
 
 
 def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Slo, seed: int = 0) -> dict[str, Any]:
-    """Every figure of one or several replays. Figures without data are None, never 0."""
+    """Compute every figure of one or several replays. Figures without data are None, never 0."""
     done = [record for record in records if record.ok]
     good = [record.meets(slo.ttft_ms / 1e3, slo.tpot_ms / 1e3) for record in records]
     input_tokens = sum(record.input_tokens for record in done)
@@ -61,7 +61,7 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Slo, see
 
 
 def latency_series(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """Seconds by vLLM bench's short names, from finished requests."""
+    """Return the latencies of finished requests in seconds, by vLLM bench's short names."""
     return {
         "ttft": [record.ttft_s for record in done if record.ttft_s is not None],
         "ttst": [
@@ -76,7 +76,7 @@ def latency_series(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
 
 
 def attainment(records: Sequence[RequestRecord], slo: Slo, scale: float) -> float:
-    """Share of the requests that meet both limits multiplied by `scale`."""
+    """Return the share of requests that meet both limits multiplied by `scale`."""
     met = sum(record.meets(scale * slo.ttft_ms / 1e3, scale * slo.tpot_ms / 1e3) for record in records)
     return met / len(records) if records else 0.0
 

@@ -1,4 +1,4 @@
-"""Tables for the terminal, the formula beside each figure. Called at the end of `replay` and `compare`."""
+"""Tables for the terminal, with the formula beside each figure. Called at the end of `replay` and `compare`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,12 +37,12 @@ POOL_ROWS = (
 
 
 def format_figure(value: float | None, form: str) -> str:
-    """A figure for people; a dash where there is none."""
+    """Format a figure for people; a dash if there is none."""
     return "-" if value is None else format(value, form)
 
 
 def figure_text(summary: Summary, key: str, form: str) -> str:
-    """One cell: the figure, with its interval or its failures where it has them."""
+    """Format one cell: the figure, with its interval or its failures if it has them."""
     if key == "completed":
         return f"{summary['completed']} / {summary['failed']}"
     text = format_figure(summary[key], form)
@@ -51,12 +51,12 @@ def figure_text(summary: Summary, key: str, form: str) -> str:
 
 
 def formula_of(key: str, formulas: Mapping[str, str]) -> str:
-    """The formula behind a key such as `p90_tpot_ms` or `request_goodput`."""
+    """Return the formula of a key such as `p90_tpot_ms` or `request_goodput`."""
     return formulas.get(key) or next((formulas[part] for part in key.split("_") if part in formulas), "")
 
 
 def print_comparison(summary: Summary, console: Console) -> None:
-    """Both modes side by side, the pools, and the verdict."""
+    """Print both modes side by side, the pools, and the verdict."""
     modes, formulas = summary["modes"], summary["formulas"]
     cells = {label: [figure_text(modes[mode], key, form) for mode in MODES] for label, key, form in ROWS}
     _print_table("Colocated against disaggregated", MODES, cells, row_formulas(ROWS, formulas), console)
@@ -71,20 +71,20 @@ def print_comparison(summary: Summary, console: Console) -> None:
 
 
 def print_replay(figures: Summary, formulas: Mapping[str, str], console: Console) -> None:
-    """One replay's figures."""
+    """Print one replay's figures."""
     cells = {label: [figure_text(figures, key, form)] for label, key, form in ROWS}
     _print_table("Replay", ["value"], cells, row_formulas(ROWS, formulas), console)
 
 
 def pools_of(summary: Summary) -> dict[str, Summary]:
-    """Figures of every pool of either mode, in a fixed order."""
+    """Return the figures of all pools of both modes, in a fixed order."""
     found = {pool: figures for mode in summary["modes"].values() for pool, figures in mode["pools"].items()}
     known = [pool for pool in POOL_ORDER if pool in found]
     return {pool: found[pool] for pool in [*known, *sorted(found.keys() - set(known))]}
 
 
 def row_formulas(rows: Sequence[tuple[str, str, str]], formulas: Mapping[str, str]) -> dict[str, str]:
-    """The formula beside each label, said once for neighbours that share it."""
+    """Return the formula of each label; empty if a label above has the same one."""
     said: set[str] = set()
     texts = {}
     for label, key, _ in rows:
@@ -97,7 +97,7 @@ def row_formulas(rows: Sequence[tuple[str, str, str]], formulas: Mapping[str, st
 def _print_table(
     title: str, columns: Sequence[str], cells: Mapping[str, list[str]], formulas: Mapping[str, str], console: Console
 ) -> None:
-    """The formula is a column where the terminal is wide enough, and a list below the table elsewhere."""
+    """Print a table. Formulas are a column if the terminal is wide enough, else a list below."""
     wide = console.width >= WIDE_COLUMNS
     table = Table("", *columns, *(["formula"] if wide else []), title=title, title_justify="left")
     for label, row in cells.items():

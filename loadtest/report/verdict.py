@@ -1,6 +1,6 @@
-"""Says in one sentence which mode won, under which limits, by how much, how surely. Called by `loadtest.compare`.
+"""States in one sentence which mode won, under which limits, by how much and how surely. Called by `loadtest.compare`.
 
-Request i of round r is the same request in both modes, so the modes are compared pair by pair.
+Request i of round r is the same request in both modes, so the modes are compared request by request.
 """
 
 import math
@@ -18,7 +18,7 @@ Basis = Literal["goodput", "latency"]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """`ratio` is disaggregated over colocated, None where infinite; no `winner` means no clear difference."""
+    """The verdict; `ratio` is disaggregated over colocated, None if infinite. No `winner` means no clear difference."""
 
     sentence: str
     winner: Mode | None
@@ -28,7 +28,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def judge(colocated: Sequence[RequestRecord], disaggregated: Sequence[RequestRecord], slo: Slo, seed: int) -> Verdict:
-    """Compare goodput; where neither mode met the limits at all, compare the medians of TTFT and TPOT instead."""
+    """Compare goodput; if neither mode met the limits for any request, state the medians of TTFT and TPOT only."""
     limits = slo.ttft_ms / 1e3, slo.tpot_ms / 1e3
     good_colocated = [float(record.meets(*limits)) for record in colocated]
     good_disaggregated = [float(record.meets(*limits)) for record in disaggregated]
@@ -83,7 +83,7 @@ def _medians_text(colocated: Sequence[RequestRecord], disaggregated: Sequence[Re
 def _median_text(
     name: str, attribute: str, colocated: Sequence[RequestRecord], disaggregated: Sequence[RequestRecord], seed: int
 ) -> str | None:
-    """One sentence on a latency, over the requests that finished in both modes."""
+    """Return one sentence about a latency, over the requests that finished in both modes; None if there are none."""
     pairs: list[tuple[float, float]] = []
     for one, other in zip(disaggregated, colocated, strict=True):
         values = getattr(one, attribute), getattr(other, attribute)

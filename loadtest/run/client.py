@@ -1,4 +1,4 @@
-"""One streamed completion over HTTP, timed. Called by `loadtest.run.replay` for each request, warm-up or not."""
+"""One streamed completion over HTTP, timed. Called by `loadtest.run.replay` for each request, warm-ups included."""
 
 import asyncio
 import itertools
@@ -36,12 +36,12 @@ class _Chunk(msgspec.Struct):
 
 
 class _RequestError(Exception):
-    """The server answered, but not with a whole completion."""
+    """The server's answer is not a whole completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request ready to be sent: its encoded body, and what the record should say about it."""
+    """A request ready to send: its encoded body, and what its record will say about it."""
 
     index: int
     scheduled_s: float
@@ -52,7 +52,7 @@ class Completion:
 
 @dataclass(slots=True)
 class _Progress:
-    """What has been seen of one answer so far; times are seconds since the sending."""
+    """What has arrived of one answer so far; times are seconds since it was sent."""
 
     chunk_times_s: list[float] = field(default_factory=list)
     usage: _Usage | None = None
@@ -77,7 +77,7 @@ _chunk_decoder = msgspec.json.Decoder(_Chunk)
 
 
 def encode_body(model: str, prompt: list[int], output_tokens: int) -> bytes:
-    """A completion request whose token counts are fixed on both sides, greedy and streamed."""
+    """Encode a streamed, greedy completion request whose input and output token counts are fixed."""
     return msgspec.json.encode(
         {
             "model": model,
@@ -93,19 +93,19 @@ def encode_body(model: str, prompt: list[int], output_tokens: int) -> bytes:
 
 
 def key_headers() -> dict[str, str]:
-    """What shows the server the API key in RIDGELINE_API_KEY; empty without one."""
+    """Return the HTTP header with the API key in RIDGELINE_API_KEY; empty without one."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def open_client(base_url: str) -> httpx.AsyncClient:
-    """A client without limits of its own: open-loop load must not queue on this side, and deadlines are per request."""
+    """Open a client without limits: open-loop load must not queue on this side, and deadlines are per request."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits, trust_env=False, headers=key_headers())
 
 
 async def first_model(client: httpx.AsyncClient, name: str | None = None) -> ModelCard:
-    """The served model, or the one called `name`."""
+    """Return the first served model, or the one called `name`. Raises ServerError if there is none."""
     try:
         response = await client.get("/v1/models", timeout=30.0)
         if response.status_code == httpx.codes.UNAUTHORIZED:
@@ -122,7 +122,10 @@ async def first_model(client: httpx.AsyncClient, name: str | None = None) -> Mod
 
 
 async def complete(client: httpx.AsyncClient, request: Completion, start: float, deadline_s: float) -> RequestRecord:
-    """Send one request and time its answer; failures are records, never exceptions. `start` is the run's zero."""
+    """Send one request and time its answer; a failure becomes a record, not an exception.
+
+    `start` is the run's start on time.perf_counter's scale.
+    """
     progress = _Progress()
     sent = time.perf_counter()
     error: str | None = None
@@ -152,7 +155,7 @@ async def _stream(client: httpx.AsyncClient, body: bytes, sent: float, progress:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of each server-sent event; comments and other fields are skipped."""
+    """Yield the data of each server-sent event, without comments and other fields."""
     buffer = b""
     async for part in response.aiter_bytes():
         buffer = (buffer + part).replace(b"\r\n", b"\n")

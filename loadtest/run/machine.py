@@ -1,4 +1,4 @@
-"""Which machine a run was made on; written into summary.json.
+"""Describes the machine of a run for summary.json.
 
 Called by `loadtest.compare` and `loadtest.report.replay_output`.
 """
@@ -12,7 +12,7 @@ import psutil
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory and software of the machine that sends the load (locally: also the server's)."""
+    """Return processor, cores, memory and software of the machine that sends the load (locally also the server's)."""
     return {
         "processor": _processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

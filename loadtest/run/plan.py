@@ -1,8 +1,8 @@
-"""What to run, checked before anything starts.
+"""The settings of a run, checked before anything starts.
 
 Built by `cluster.commands.loadtest`; read by `loadtest.run.replay` and `loadtest.compare`.
 
-Each field is an option of the commands, and its description their help (`cluster.commands.plan_options`).
+Each field is an option of the commands, and its description is the help text (`cluster.commands.plan_options`).
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ MIN_ROUNDS = 2
 
 
 class Slo(BaseModel):
-    """The two limits a request must meet to count as goodput."""
+    """The two limits that a request must meet to count as goodput."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,28 +38,32 @@ class ReplayPlan(BaseModel):
     time_scale: float = Field(1.0, description="multiply the gaps between arrivals")
     rate: float | None = Field(None, description="rescale time to this mean rate, requests per second")
     limit: int | None = Field(None, description="first N requests only")
-    duration_s: float | None = Field(None, description="only the requests of the trace's first so many seconds")
+    duration_s: float | None = Field(None, description="only the requests of the trace's first this many seconds")
     length_scale: float = Field(1.0, description="multiply the lengths of prompts and outputs")
-    max_input_tokens: int | None = Field(None, description="longest prompt; what is longer goes by --too-long")
-    max_output_tokens: int | None = Field(None, description="longest output; what is longer goes by --too-long")
-    too_long: Literal["clip", "drop"] = Field(
-        "clip", description="what becomes of a request that is too long: cut to fit, or left out; either is counted"
+    max_input_tokens: int | None = Field(
+        None, description="longest prompt; --too-long says what happens to longer ones"
     )
-    jitter_s: float = Field(0.0, description="delay each arrival by up to so many seconds, drawn by the seed")
-    seed: int = Field(0, description="seed of prompts and jitter")
-    warmup_requests: int = Field(2, description="sent before, one at a time, and in no figure")
-    deadline_s: float = Field(120.0, description="a request that takes longer has failed")
-    settle_s: float = Field(1.0, description="between two readings of /metrics, which are repeated until two agree")
+    max_output_tokens: int | None = Field(
+        None, description="longest output; --too-long says what happens to longer ones"
+    )
+    too_long: Literal["clip", "drop"] = Field(
+        "clip", description="cut a request that is too long, or leave it out; the report counts both"
+    )
+    jitter_s: float = Field(0.0, description="delay each arrival by a random time of up to this many seconds")
+    seed: int = Field(0, description="seed for prompts and jitter")
+    warmup_requests: int = Field(2, description="requests sent first, one at a time, and not counted")
+    deadline_s: float = Field(120.0, description="a request that takes longer counts as failed")
+    settle_s: float = Field(1.0, description="seconds between two readings of /metrics, repeated until two agree")
     slo_ttft_ms: float = Field(2000.0, description="goodput: TTFT at most this many ms")
     slo_tpot_ms: float = Field(100.0, description="goodput: TPOT at most this many ms")
-    served_name: str | None = Field(None, description="of the models that the server has; without it the first")
+    served_name: str | None = Field(None, description="which of the server's models to use; by default the first")
     tokenizer: str | None = Field(
-        None, description="directory or hub name of the model's tokenizer; without it what the server says"
+        None, description="directory or hub name of the model's tokenizer; by default the server's"
     )
 
     @property
     def slo(self) -> Slo:
-        """The limits as one value."""
+        """The two limits as one value."""
         return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms)
 
     @field_validator("time_scale", "rate", "duration_s", "length_scale", "deadline_s", "slo_ttft_ms", "slo_tpot_ms")
@@ -91,7 +95,7 @@ class ReplayPlan(BaseModel):
 
 
 class ComparePlan(ReplayPlan):
-    """The same trace replayed against both modes, in counterbalanced rounds."""
+    """A plan that replays the same trace against both modes, in counterbalanced rounds."""
 
     rounds: int = Field(MIN_ROUNDS, description=f"rounds of each mode, at least {MIN_ROUNDS}")
 

@@ -1,4 +1,4 @@
-"""Shows how a replay is going: a bar on a terminal, a plain line every five seconds elsewhere.
+"""Shows the progress of a replay: a bar on a terminal, otherwise a plain line every five seconds.
 
 Used by `loadtest.run.replay`.
 """
@@ -17,7 +17,7 @@ LINE_EVERY_S = 5.0
 
 
 class ReplayProgress:
-    """Counts that a replay updates and a display reads."""
+    """Counts that a replay updates and a display shows."""
 
     def __init__(self, label: str, total: int) -> None:
         self.label = label
@@ -33,7 +33,7 @@ class ReplayProgress:
 
     @property
     def text(self) -> str:
-        """What is going on besides the number done."""
+        """The requests in flight and failed, in words."""
         failures = f", {self.failed} failed" if self.failed else ""
         return f"{self.sent - self.finished} in flight{failures}"
 

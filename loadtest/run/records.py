@@ -1,4 +1,4 @@
-"""What is kept of each request: one record, one line of records.jsonl.
+"""The record of one request, which is one line of records.jsonl.
 
 Made by `loadtest.run.client`; read by `loadtest.report` and `loadtest.compare`.
 """
@@ -7,7 +7,7 @@ import msgspec
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """One request as its client saw it. Times are seconds; `*_s` after `sent_s` are counted from the sending."""
+    """One request as its client saw it. Times are in seconds; those after `sent_s` count from when it was sent."""
 
     index: int
     scheduled_s: float
@@ -25,28 +25,28 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Whether the request finished: everything asked for came, and nothing went wrong."""
+        """Whether the request finished: everything asked for came, without an error."""
         return self.error is None
 
     @property
     def send_lag_s(self) -> float:
-        """How late the request left; large values mean that the client, not the server, set the pace."""
+        """Seconds by which the request was sent late; if large, the client and not the server set the pace."""
         return self.sent_s - self.scheduled_s
 
     @property
     def tpot_s(self) -> float | None:
-        """vLLM's time per output token; absent for a single token."""
+        """vLLM's time per output token, in seconds; None for a single token."""
         if self.ttft_s is None or self.latency_s is None or self.output_tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
 
     def meets(self, ttft_s: float, tpot_s: float) -> bool:
-        """Whether this request is goodput. As in vLLM, one with a single output token has no TPOT to miss."""
+        """Return whether this request is goodput. As in vLLM, one with a single output token has no TPOT to miss."""
         if not self.ok or self.ttft_s is None:
             return False
         return self.ttft_s <= ttft_s and (self.tpot_s or 0.0) <= tpot_s
 
     def as_line(self, **labels: str | int) -> bytes:
-        """One JSON line, with the derived figures and the labels of the run."""
+        """Return one JSON line, with derived figures and the labels of the run."""
         derived = {"send_lag_s": self.send_lag_s, "tpot_s": self.tpot_s}
         return msgspec.json.encode(labels | msgspec.to_builtins(self) | derived) + b"\n"

@@ -1,8 +1,8 @@
-"""Open-loop replay of a trace: requests leave at their time whatever the server does.
+"""Open-loop replay of a trace: requests are sent at their time, whatever the server does.
 
 Called by `cluster.commands.loadtest` and `loadtest.compare`.
 
-Open-loop, because a load that waits for the server hides the queue it is meant to measure.
+It is open-loop because a load that waits for the server would hide the queue it is meant to measure.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ WARMUP_OUTPUT_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """One replay: the records in the trace's order, how long it took, and what the server counted meanwhile."""
+    """One replay: the records in the trace's order, its duration, and what the server counted meanwhile."""
 
     trace: Trace
     records: tuple[RequestRecord, ...]
@@ -41,14 +41,14 @@ class ReplayResult:
 
     @property
     def p99_send_lag_s(self) -> float:
-        """How late the slowest hundredth of the requests left."""
+        """The 99th percentile of how late requests were sent, in seconds."""
         return float(np.percentile([record.send_lag_s for record in self.records], 99))
 
 
 async def run_replay(
     base_url: str, plan: ReplayPlan, console: Console, *, label: str = "replay", round_index: int = 0
 ) -> ReplayResult:
-    """Warm up, scrape, replay, scrape. Raises LoadTestError; failed requests are records, not errors."""
+    """Warm up, scrape, replay, scrape. Raises LoadTestError; failed requests become records, not errors."""
     trace = shape_trace(load_trace(plan.trace), plan)
     async with open_client(base_url) as client:
         card = await first_model(client, plan.served_name)
@@ -79,7 +79,7 @@ def _prompt_maker(trace: Trace, plan: ReplayPlan, card: ModelCard) -> PromptMake
 async def _warm_up(
     client: httpx.AsyncClient, plan: ReplayPlan, model: str, maker: PromptMaker, trace: Trace, round_index: int
 ) -> None:
-    """A few requests of the trace's sizes, smallest to largest, one at a time; excluded from every figure."""
+    """Send a few requests of the trace's sizes, from small to large, one at a time; no figure counts them."""
     sizes = sorted(row.input_tokens for row in trace.rows)
     count = plan.warmup_requests
     for number in range(count):
@@ -110,7 +110,7 @@ async def _send_all(
 
     async with asyncio.TaskGroup() as group:
         for index, row in enumerate(trace.rows):
-            # The body is made before the wait, so that making it never delays the sending.
+            # The body is made before the wait, so that encoding never delays sending.
             body = encode_body(model, maker.prompt(index, round_index), row.output_tokens)
             request = Completion(index, row.arrival_s, row.input_tokens, row.output_tokens, body)
             await asyncio.sleep(max(0.0, row.arrival_s - (time.perf_counter() - start)))
@@ -131,7 +131,7 @@ def _warnings(records: Sequence[RequestRecord]) -> tuple[str, ...]:
         )
     wrong = sum(record.ok and record.output_tokens != record.requested_output_tokens for record in records)
     if wrong:
-        warnings.append(f"{wrong} finished requests have another number of output tokens than was asked for")
+        warnings.append(f"{wrong} finished requests do not have the number of output tokens that was asked for")
     failed = [record for record in records if not record.ok]
     if failed:
         warnings.append(f"{len(failed)} of {len(records)} requests failed; the first: {failed[0].error}")

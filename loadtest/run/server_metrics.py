@@ -1,9 +1,9 @@
-"""Differences of the server's own counters over a run.
+"""The differences of the server's own counters over a run.
 
 Called by `loadtest.run.replay`, which scrapes; read by `loadtest.report.pools`.
 
-Values are kept as they were scraped, keyed by sample name and labels, so that rounds can be added up before any ratio
-is formed.
+Values are kept as scraped, keyed by sample name and labels, so that rounds can be added up before any ratio is
+computed.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ SampleKey = tuple[str, frozenset[tuple[str, str]]]
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One reading of /metrics: what only grows, and what is a level."""
+    """One reading of /metrics: counters, which only grow, and gauges."""
 
     counters: Mapping[SampleKey, float]
     gauges: Mapping[SampleKey, float]
@@ -30,31 +30,31 @@ class Scrape:
 
 @dataclass(frozen=True, slots=True)
 class MetricsDelta:
-    """What the counters gained during a run of `wall_s` seconds, and the levels at its end."""
+    """The growth of the counters during a run of `wall_s` seconds, and the gauges at its end."""
 
     counters: Mapping[SampleKey, float]
     gauges: Mapping[SampleKey, float]
     wall_s: float
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum of a counter over every label not given."""
+        """Return the sum of a counter over all labels not given."""
         return _total(self.counters, name, labels)
 
     def level(self, name: str, **labels: str) -> float | None:
-        """Mean of a gauge over the samples that match; absent when there is none."""
+        """Return the mean of a gauge over the samples that match; None if there is none."""
         wanted = set(labels.items())
         values = [value for (sample, found), value in self.gauges.items() if sample == name and wanted <= found]
         return sum(values) / len(values) if values else None
 
     def label_values(self, name: str, label: str) -> list[str]:
-        """Values that `label` takes in samples called `name`, sorted."""
+        """Return the values of `label` in samples called `name`, sorted."""
         return sorted(
             {value for sample, found in self.counters for key, value in found if sample == name and key == label}
         )
 
 
 def parse_metrics(text: str) -> Scrape:
-    """Read the Prometheus text format; samples that are not Ridgeline's are left out."""
+    """Parse the Prometheus text format, leaving out samples that are not Ridgeline's."""
     counters: dict[SampleKey, float] = {}
     gauges: dict[SampleKey, float] = {}
     for family in text_string_to_metric_families(text):
@@ -68,7 +68,7 @@ def parse_metrics(text: str) -> Scrape:
 
 
 async def scrape(client: httpx.AsyncClient) -> Scrape | None:
-    """Read /metrics; absent for a server that has no such page or no metric of Ridgeline's."""
+    """Read /metrics; None if the server has no such page or no metric of Ridgeline's. Raises ServerError."""
     try:
         response = await client.get("/metrics", timeout=30.0, follow_redirects=True)
     except httpx.HTTPError as error:
@@ -80,7 +80,7 @@ async def scrape(client: httpx.AsyncClient) -> Scrape | None:
 
 
 async def scrape_settled(client: httpx.AsyncClient, settle_s: float) -> Scrape | None:
-    """Scrape until two readings agree: workers report late, and the last request's counts must be in."""
+    """Scrape until two readings agree: workers report late, and the last request must be counted."""
     last = await scrape(client)
     for _ in range(SETTLE_TRIES if last else 0):
         await asyncio.sleep(settle_s)
@@ -91,7 +91,7 @@ async def scrape_settled(client: httpx.AsyncClient, settle_s: float) -> Scrape |
 
 
 def difference(before: Scrape, after: Scrape, wall_s: float) -> MetricsDelta:
-    """What was gained between two scrapes; a counter that fell means that a worker restarted."""
+    """Return the growth between two scrapes. Raises ServerError if a counter fell, since the server then restarted."""
     gained: dict[SampleKey, float] = {}
     for key, value in after.counters.items():
         gained[key] = value - before.counters.get(key, 0.0)
@@ -101,7 +101,7 @@ def difference(before: Scrape, after: Scrape, wall_s: float) -> MetricsDelta:
 
 
 def add_up(deltas: Iterable[MetricsDelta]) -> MetricsDelta:
-    """One delta for several rounds: counters and wall time add, levels are the last ones seen."""
+    """Add up several rounds: counters and wall time are summed, gauges are the last ones."""
     counters: dict[SampleKey, float] = {}
     gauges: dict[SampleKey, float] = {}
     wall_s = 0.0

@@ -1,8 +1,8 @@
-"""Traces: what arrives when, how long.
+"""Traces: when requests arrive and how long they are.
 
-trace.py    arrivals and lengths
-readers.py  one reader per format
-shape.py    changes before a replay
-prompts.py  token-exact prompts of real English
+trace.py    the data types
+readers.py  reads each format
+shape.py    changes a trace before a replay
+prompts.py  makes token-exact prompts of real English
 demo.py     writes the trace of `make demo`
 """

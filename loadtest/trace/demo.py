@@ -1,7 +1,7 @@
-"""Writes data/demo.jsonl, the synthetic trace that `make demo` replays. To run it: `python -m loadtest.trace.demo`.
+"""Writes data/demo.jsonl, the synthetic trace that `make demo` replays. Run it with `python -m loadtest.trace.demo`.
 
 Lengths follow quantiles of the Azure conversation trace (2023), divided by ten so that two CPU cores can serve them,
-and clipped. Draws are stratified: eighteen requests follow the distribution as well as eighteen can.
+and clipped. Draws are stratified, so that the few requests follow the distribution as well as they can.
 """
 
 import itertools
@@ -23,7 +23,7 @@ OUTPUT_BOUNDS = (8, 40)
 
 
 def demo_rows(count: int = 18, rate: float = 0.5, seed: int = 2023) -> list[TraceRow]:
-    """Synthetic rows with the Azure conversation trace's shape, a tenth of its lengths, Poisson arrivals at `rate`."""
+    """Return rows like the Azure conversation trace's at a tenth of its lengths, with Poisson arrivals at `rate`."""
     source = random.Random(seed)
     inputs = [_at_quantile(u, AZURE_INPUT_TOKENS, INPUT_BOUNDS) for u in _strata(count, source)]
     outputs = [_at_quantile(u, AZURE_OUTPUT_TOKENS, OUTPUT_BOUNDS) for u in _strata(count, source)]
@@ -39,7 +39,7 @@ def _strata(count: int, source: random.Random) -> Iterator[float]:
 
 
 def _at_quantile(level: float, values: Sequence[int], bounds: tuple[int, int]) -> int:
-    """Read the inverse distribution at `level`: straight between the known quantiles, held flat outside them."""
+    """Return the inverse distribution at `level`: linear between the known quantiles, constant outside them."""
     points = list(zip(QUANTILES, values, strict=True))
     value = float(values[0] if level < QUANTILES[0] else values[-1])
     for (low, low_value), (high, high_value) in itertools.pairwise(points):

@@ -1,4 +1,4 @@
-"""Token-exact prompts of real English. Called by `loadtest.run.replay`, once per request.
+"""Token-exact prompts of real English. Called by `loadtest.run.replay` for each request.
 
 Prompts are windows of one shipped text, tokenised with the served model's tokenizer, and are sent as token ids. Each
 window has an ordinal, and no two ordinals begin alike, so a prefix cache hits only where the trace says it should.
@@ -18,7 +18,10 @@ TEXT_FILE = Path(__file__).parents[1] / "data" / "opticks.txt"
 
 @functools.lru_cache(maxsize=4)
 def load_text_tokens(tokenizer: str) -> tuple[int, ...]:
-    """Tokenise the shipped text with the tokenizer at this path or hub name; about a second, once per process."""
+    """Tokenise the shipped text with the tokenizer at this path or hub name; takes about a second, once per process.
+
+    Raises LoadTestError if the tokenizer cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -33,14 +36,17 @@ def load_text_tokens(tokenizer: str) -> tuple[int, ...]:
 
 
 class TextWindows:
-    """Endless distinct windows of a token sequence: `window(ordinal, tokens)` is a pure function of its arguments."""
+    """Endless distinct windows of a token sequence; `window(ordinal, tokens)` is a pure function of its arguments."""
 
     def __init__(self, tokens: tuple[int, ...], seed: int) -> None:
         self._tokens = np.asarray(tokens, dtype=np.int64)
         self._starts = np.random.default_rng(seed).permutation(len(tokens))
 
     def window(self, ordinal: int, tokens: int) -> list[int]:
-        """Exactly `tokens` ids. Each start serves once a lap; lap k puts the text's first token 2k times in front."""
+        """Return exactly `tokens` ids.
+
+        Each start position is used once per lap; lap k puts the text's first token 2k times in front.
+        """
         lap, turn = divmod(ordinal, len(self._starts))
         lead = [int(self._tokens[0])] * min(2 * lap, tokens)
         positions = np.arange(self._starts[turn], self._starts[turn] + tokens - len(lead))
@@ -49,7 +55,7 @@ class TextWindows:
 
 
 class PromptMaker:
-    """Prompts of one trace. Rounds use disjoint windows, so a server that stays up meets each with a cold cache."""
+    """Makes the prompts of one trace. Rounds use disjoint windows, so that each meets a cold prefix cache."""
 
     def __init__(self, windows: TextWindows, trace: Trace, warmup_requests: int) -> None:
         most_id = max((max(row.prefix_ids, default=0) for row in trace.rows), default=0)
@@ -59,7 +65,7 @@ class PromptMaker:
         self._round_ordinals = self._shared_ids + len(trace.rows) + warmup_requests
 
     def prompt(self, index: int, round_index: int) -> list[int]:
-        """The prompt of the trace's row `index`: shared blocks where the row names them, its own window otherwise."""
+        """Return the prompt of the trace's row `index`: shared blocks where the row names them, then its own window."""
         base = round_index * self._round_ordinals
         row = self._trace.rows[index]
         prompt = self._shared_blocks(row, base)
@@ -67,7 +73,7 @@ class PromptMaker:
         return prompt + self._windows.window(base + self._shared_ids + index, own_tokens)
 
     def warmup_prompt(self, number: int, round_index: int, tokens: int) -> list[int]:
-        """A prompt that no request of any round begins with."""
+        """Return a prompt whose beginning no request of any round shares."""
         ordinal = round_index * self._round_ordinals + self._shared_ids + len(self._trace.rows) + number
         return self._windows.window(ordinal, tokens)
 

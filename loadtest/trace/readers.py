@@ -1,8 +1,8 @@
-"""Reads traces, one reader per format; a malformed row is named by file and line.
+"""Reads traces, one reader per format; an error about a malformed row names file and line.
 
 Called by `loadtest.run.replay` and `cluster.commands.loadtest`.
 
-A trace is named by a file (Azure CSV or Mooncake JSONL, told apart by their content), by the word `demo`, or by a
+A trace is named by a file (Azure CSV or Mooncake JSONL, distinguished by content), by the word `demo`, or by a
 specification such as `poisson:rate=2,input=512,output=64,n=100,seed=1`.
 """
 
@@ -31,7 +31,7 @@ class _MooncakeLine(msgspec.Struct):
 
 
 def load_trace(name: str) -> Trace:
-    """Read the trace that `name` stands for; raises TraceError."""
+    """Read the trace called `name`. Raises TraceError."""
     if name.startswith("poisson:"):
         return Trace(name, tuple(poisson_rows(name)))
     path = DEMO_FILE if name == "demo" else Path(name)
@@ -47,7 +47,7 @@ def load_trace(name: str) -> Trace:
 
 
 def detect_reader(path: Path) -> Callable[[Path], Iterator[TraceRow]]:
-    """Choose the reader by the first line's content, whatever the file is called."""
+    """Choose the reader by the content of the first line, whatever the file's name. Raises TraceError."""
     try:
         with path.open(encoding="utf-8") as lines:
             first = next((line.strip() for line in lines if line.strip()), "")
@@ -68,7 +68,7 @@ def detect_reader(path: Path) -> Callable[[Path], Iterator[TraceRow]]:
 
 
 def azure_rows(path: Path) -> Iterator[TraceRow]:
-    """Azure's `TIMESTAMP,ContextTokens,GeneratedTokens`; arrivals are relative to the first row."""
+    """Read Azure's `TIMESTAMP,ContextTokens,GeneratedTokens`; arrivals are relative to the first row."""
     first: datetime | None = None
     with path.open(encoding="utf-8", newline="") as lines:
         table = csv.reader(lines)
@@ -91,7 +91,7 @@ def azure_rows(path: Path) -> Iterator[TraceRow]:
 
 
 def mooncake_rows(path: Path) -> Iterator[TraceRow]:
-    """Mooncake's JSONL: milliseconds, lengths, and optional `hash_ids`, one for each 512-token block of the prompt."""
+    """Read Mooncake's JSONL: milliseconds, lengths, and optional `hash_ids`, one per 512-token block of the prompt."""
     decoder = msgspec.json.Decoder(_MooncakeLine)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -106,7 +106,7 @@ def mooncake_rows(path: Path) -> Iterator[TraceRow]:
 
 
 def poisson_rows(spec: str) -> Iterator[TraceRow]:
-    """`poisson:rate=..,input=..,output=..,n=..,seed=..`: n requests of one size with exponential gaps."""
+    """Generate `poisson:rate=..,input=..,output=..,n=..,seed=..`: n requests of one size with exponential gaps."""
     values = dict(POISSON_DEFAULTS)
     for item in filter(None, spec.removeprefix("poisson:").split(",")):
         key, _, text = item.partition("=")

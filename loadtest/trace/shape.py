@@ -1,8 +1,8 @@
-"""Changes to a trace before it is replayed: time, lengths, number.
+"""Changes a trace before it is replayed: times, lengths, number of requests.
 
-Called by `loadtest.run.replay`; every change leaves a note.
+Called by `loadtest.run.replay`.
 
-Nothing is dropped or cut silently: the notes travel with the trace into the summary and the report.
+Nothing is dropped or cut silently: each change leaves a note, and the notes are in the summary and the report.
 """
 
 import random
@@ -16,7 +16,10 @@ MIN_BLOCK_TOKENS = 16
 
 
 def shape_trace(trace: Trace, plan: ReplayPlan) -> Trace:
-    """Apply the plan's controls: jitter, limit, lengths, then time, so that `rate` is the rate actually offered."""
+    """Apply the plan's controls: jitter, lengths, limit, then time, so that `rate` is the rate actually offered.
+
+    Raises TraceError if no request is left.
+    """
     shaped = _jitter(trace, plan.jitter_s, plan.seed)
     shaped = _scale_lengths(shaped, plan.length_scale)
     shaped = _drop_long(shaped, plan)
@@ -32,7 +35,10 @@ def shape_trace(trace: Trace, plan: ReplayPlan) -> Trace:
 
 
 def fit_context(trace: Trace, max_model_tokens: int | None) -> Trace:
-    """Drop what the model cannot hold; the server would refuse it anyway."""
+    """Drop requests that the model cannot hold, since the server would refuse them.
+
+    Raises TraceError if none is left.
+    """
     if max_model_tokens is None:
         return trace
     kept = tuple(row for row in trace.rows if row.input_tokens + row.output_tokens <= max_model_tokens)

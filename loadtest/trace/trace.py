@@ -1,4 +1,4 @@
-"""What a trace is: arrivals and lengths.
+"""The data types of a trace: arrivals and lengths.
 
 Read by `loadtest.trace.readers`, changed by `loadtest.trace.shape`, sent by `loadtest.run.replay`.
 """
@@ -12,7 +12,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request: when it arrives, how long it is, and which shared prefix blocks its prompt is made of."""
+    """One request: its arrival time, its lengths, and the shared prefix blocks that its prompt begins with."""
 
     arrival_s: float
     input_tokens: int
@@ -22,7 +22,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Rows sorted by arrival, the first at 0 s. `notes` says everything that was done to them since they were read."""
+    """Rows sorted by arrival, the first at 0 s. `notes` lists all changes made to them since they were read."""
 
     name: str
     rows: tuple[TraceRow, ...]
@@ -36,5 +36,5 @@ class Trace:
 
     @property
     def mean_rate(self) -> float | None:
-        """Mean arrivals per second; absent for fewer than two rows or when all arrive at once."""
+        """Mean arrivals per second; None for fewer than two rows or if all arrive at once."""
         return (len(self.rows) - 1) / self.span_s if self.span_s > 0 else None

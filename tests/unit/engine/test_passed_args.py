@@ -158,7 +158,7 @@ def test_what_vllms_parser_refuses_is_an_error_and_does_not_end_the_process():
         ({"engine_args.revision": "[a]"}, "engine_args.revision must be text or null, not ['a']."),
         (
             {"engine_args.block_size": "16"},
-            "engine_args.block_size is a setting of Ridgeline's: set model.block_size_tokens instead.",
+            "engine_args.block_size is one of Ridgeline's own settings: set model.block_size_tokens instead.",
         ),
         ({"engine_args.tool_call_parser": "hermes"}, "it belongs in server_args.tool_call_parser."),
         (
@@ -169,12 +169,12 @@ def test_what_vllms_parser_refuses_is_an_error_and_does_not_end_the_process():
             {"pools.decode.engine_args.kv_cache_dtype": "fp8"},
             "kv_cache_dtype must be the same in router and pools: set engine_args.kv_cache_dtype instead.",
         ),
-        ({"server_args.port": "80"}, "server_args.port is a setting of Ridgeline's: set server.port instead."),
+        ({"server_args.port": "80"}, "server_args.port is one of Ridgeline's own settings: set server.port instead."),
         (
             {"server_args.middleware": "[x.y]"},
-            "server_args.middleware cannot be passed on, since the guard must stay outermost",
+            "server_args.middleware cannot be passed on, since the API key check must stay outermost",
         ),
-        ({"server_args.ssl_keyfile": "k.pem"}, "put a proxy that ends TLS before it"),
+        ({"server_args.ssl_keyfile": "k.pem"}, "put a proxy that terminates TLS in front of it"),
         ({"server_args.enable_auto_tool_choice": "true"}, "set server_args.tool_call_parser, for example hermes."),
         (
             {"server_args.tool_call_parser": "hermis"},

@@ -76,12 +76,12 @@ def test_a_cache_in_smaller_blocks_is_seen_in_the_schedulers():
     assert seen.shape == (4, 2, 2, 16, 4)
     assert torch.equal(seen[1].flatten(), kernel[2:4].flatten()), "block 1 is the kernel's 2 and 3"
     assert seen.untyped_storage().data_ptr() == kernel.untyped_storage().data_ptr()
-    with pytest.raises(UnsupportedModel, match="8 blocks, which are not 3"):
+    with pytest.raises(UnsupportedModel, match="8 blocks, which is not a multiple of 3"):
         by_manager_block({"a": kernel}, 3)
 
 
 def test_layers_of_different_sizes_are_refused_by_name():
-    with pytest.raises(UnsupportedModel, match="different sizes"):
+    with pytest.raises(UnsupportedModel, match="different shapes"):
         by_manager_block({"a": torch.zeros(4, 2, 32, 64), "b": torch.zeros(4, 2, 32, 128)}, 4)
 
 
