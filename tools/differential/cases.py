@@ -13,6 +13,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 
 STEPS = 4
 SCHEMA = {
@@ -34,6 +35,17 @@ STRUCTURED: dict[str, Any] = {
     "grammar": 'root ::= "yes" | "no" | "maybe " root',
     "structural_tag": json.dumps(_TAG),
 }
+
+
+class _SeedAlone(HypothesisProvider):
+    """Draws as Hypothesis does, but no constants: it takes those from every module of ours that happens to be imported,
+    so that a seed would make other requests in each program."""
+
+    def _maybe_draw_constant(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+AVAILABLE_PROVIDERS["seed_alone"] = _SeedAlone
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ def drawn(material: Material, at: int, count: int) -> list[Case]:
 
         @seed(at * 1_000_003 + turn)  # hypothesis varies what it has drawn before, and draws much of it again
         @settings(
+            backend="seed_alone",
             max_examples=count,
             database=None,
             deadline=None,

@@ -144,6 +144,8 @@ class Judge:
             if theirs.failed:  # as it does now and then in a stream with n, `echo` and log-probabilities
                 theirs = await self._said("plain vLLM", _in_one_piece(case))
                 theirs.usage = ours.usage
+                for choice in theirs.choices.values():
+                    choice.prompt_logprobs = None  # a field that no stream has; `echo` tells the same there
             verdict.status = theirs.status
             if theirs.failed:
                 verdict.plain_failed = "" if ours.failed else theirs.error

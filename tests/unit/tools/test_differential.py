@@ -189,6 +189,8 @@ class Undecided:
         bias = json.get("logit_bias", {})
         second = bias.get("8", 0.0) - self.behind_nat > bias.get("7", 0.0)
         choice = {"index": 0, "text": "", "token_ids": [5, 8 if second else 7], "prompt_token_ids": [1]}
+        if "stream" not in json and "prompt_logprobs" in json:  # which no stream has
+            choice["prompt_logprobs"] = [None]
         return httpx.Response(200, json={"choices": [choice]})
 
 
@@ -252,7 +254,7 @@ async def test_a_plain_server_that_fails_is_asked_for_one_piece_and_is_no_differ
     ours: str, plain: str, found: str
 ):
     judge = Judge(Broken(ours), Broken(plain), "m", "float32")  # type: ignore[arg-type]
-    body = {"prompt": [1], "stream": True, "stream_interval": 2}
+    body = {"prompt": [1], "stream": True, "stream_interval": 2, "prompt_logprobs": 0}
     verdict = await judge.verdict(Case(0, "/v1/completions", body, again=False))
     assert verdict.plain_failed == ("29" if found == "plain failed" else "")
     assert bool(verdict.difference) == (found == "difference")
