@@ -9,7 +9,7 @@ MODEL_READY := $(VENV)/.model-ready
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit conformance transports hostile fuzz lint bench-unloaded chaos differential scored kill-decode stress soak clean
+.PHONY: help setup model demo test test-all starts unit conformance transports hostile fuzz lint bench-unloaded bench-idle chaos differential scored kill-decode stress soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -60,6 +60,9 @@ test-all: test   ## `make test`, then everything else: faults, chaos, hostile cl
 
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
 	@$(BIN)/python -m tools.bench.unloaded_ttft
+
+bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)
+	@$(BIN)/python -m tools.bench.idle_cpu
 
 chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds $(SECONDS) --seed $(SEED)
