@@ -1,13 +1,13 @@
-"""The way of a request: HTTP in, through the queues, to the workers, tokens out. Run by `cluster.runtime.actors`.
+"""The router: takes HTTP requests, queues them, sends them to workers, returns tokens. Run by `cluster.runtime.actors`.
 
-A request passes the folders in this order.
+A request passes through these packages in this order.
 
-server.py           builds all of it and runs it
-front/              HTTP, vLLM's API server app, the paths
-dispatch/           one request: its legs, its retries, its end
-flow/               who may start: admission, queues, rates
-fleet/              the workers: load, pairing, choice
+server.py           builds the parts and runs them
+front/              HTTP, vLLM's API server app, the routes
+dispatch/           one request: its legs, its retries, its outcome
+flow/               admission, queues and rates: which request may start, and when
+fleet/              the workers: load, pairing, choice of a worker
 observe/            timelines and metrics
-settings.py         what the router needs to know
-client_identity.py  who sent the request being served
+settings.py         the router's configuration
+client_identity.py  names clients by key or address
 """

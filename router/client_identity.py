@@ -1,4 +1,4 @@
-"""What clients are called: by the hash of their API key, else by their address, through proxies that are trusted."""
+"""The names of clients: a hash of their API key, or else their address, taken through trusted proxies."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from contracts.rpc.address import IpAddress, ip_address
 ANONYMOUS: Final = "anonymous"
 CLIENT_HASH_CHARACTERS: Final = 12
 MAX_KEY_BYTES: Final = 1024
-"""Longer ones are nobody's, and not hashed."""
+"""Longest key that is hashed; a longer one is treated as unknown."""
 IPV6_CLIENT_BITS: Final = 64
-"""A network of this prefix is what one customer is given, with more addresses in it than anybody could count."""
+"""A network with a prefix this long is what one customer usually gets, with more addresses than could be counted."""
 MAX_FORWARDED: Final = 16
-"""Addresses of X-Forwarded-For that are looked at, the last ones. More trusted proxies in a row nobody has."""
+"""Addresses in X-Forwarded-For that are read, from the end; nobody has more trusted proxies in a row."""
 
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def hash_key(key: bytes) -> bytes:
-    """What is kept of an API key. Keys are long and random, so a fast hash without salt is enough."""
+    """Return the hash that is kept of an API key. Keys are long and random, so a fast hash without salt is enough."""
     return hashlib.sha256(key).digest()
 
 
 def key_client(key_hash: bytes) -> str:
-    """The name of who shows this key."""
+    """Return the name of the client that uses this key."""
     return key_hash.hex()[:CLIENT_HASH_CHARACTERS]
 
 
 @dataclass(frozen=True)
 class AddressClients:
-    """Names clients without keys by their addresses, through proxies that are trusted to tell them."""
+    """Names clients without keys by their address, which trusted proxies may report."""
 
     trusted_proxies: Sequence[IpNetwork] = ()
 
     def name(self, peer: str | None, forwarded_for: Sequence[bytes]) -> str:
-        """The client whose request came from the socket's `peer` with these X-Forwarded-For headers, in order.
+        """Return the client's name, given the socket's `peer` and the X-Forwarded-For headers in order.
 
-        Each proxy adds the address it was called from at the end. So reading from there, the first address that is no
-        trusted proxy's was told by one, and what stands before it was written by whoever has that address.
+        Each proxy appends the address that it was called from. So, reading from the end, the first address that is not
+        a trusted proxy's was reported by one, and anything before it could have been written by that client itself.
         """
         address = ip_address(peer or "")
         if address is None:
@@ -70,7 +70,7 @@ def _client(address: IpAddress) -> str:
 
 
 def _forwarded_address(text: bytes) -> IpAddress | None:
-    """With or without a port, which some proxies add: 192.0.2.7, 192.0.2.7:80, 2001:db8::7, [2001:db8::7]:80."""
+    """Parse an address with or without a port: 192.0.2.7, 192.0.2.7:80, 2001:db8::7, [2001:db8::7]:80."""
     written = text.decode("latin-1")
     if written.startswith("["):
         written = written[1:].partition("]")[0]

@@ -1,7 +1,7 @@
-"""The router's one object: puts its parts together, runs them, and ends them.
+"""The router as one object, which builds its parts, runs them and ends them.
 
-Two steps, so that the slow one (importing vLLM, loading the tokenizer) runs while the engines load: `Router(settings)`,
-then `serve(worker addresses)`. Owned by `cluster.runtime.actors`.
+It starts in two steps, so that the slow one (importing vLLM, loading the tokenizer) runs while the engines load:
+`Router(settings)`, then `serve(worker addresses)`. Owned by `cluster.runtime.actors`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from router.settings import PoolHardware, RouterSettings
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 2
 TCP_NOTSENT_LOWAT = 25
-"""Linux's number; `socket` has no name for it yet."""
+"""Linux's number for this option; `socket` has no name for it yet."""
 KERNEL_UNSENT_BYTES = 128 << 10
-"""Of one connection, so that what a client does not read is counted here and not hidden in megabytes of the kernel."""
+"""Unsent bytes that the kernel may hold per connection; by default it hides megabytes that a client has not read."""
 KEEP_ALIVE_S = 75
-"""Longer than clients and proxies keep an idle connection (5 to 60 s): who closes first must not be the one that is
-asked next, or a request is lost between the two."""
+"""Longer than clients and proxies keep an idle connection (5 to 60 s). If the server closed first, a request sent at
+the same moment would be lost."""
 
 
 class _Stopped(Exception):
@@ -53,7 +53,7 @@ class _Stopped(Exception):
 
 
 class Router:
-    """The router process's one object; make it inside a running event loop."""
+    """The router. There is one per process; create it inside a running event loop."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -101,29 +101,29 @@ class Router:
 
     @property
     def workers(self) -> list[WorkerDescription]:
-        """The workers it is connected to."""
+        """The workers that it is connected to."""
         return [worker.description for worker in self._fleet.workers]
 
     @property
     def kv_pairs(self) -> list[KvPair]:
-        """What carries KV between which workers."""
+        """The pairs of workers that can exchange KV, and the transport between them."""
         return self._fleet.kv_pairs
 
     async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
-        """Connect to the workers, open the port, return the URL. Raises PairingRefused, WorkerLost, OSError.
+        """Connect to the workers, open the port and return the URL. Raises PairingRefused, WorkerLost or OSError.
 
-        `hardware` has the peaks of one worker of each pool, for the metrics.
+        `hardware` holds the peaks of one worker of each pool, for the metrics.
         """
         self._hardware = hardware
         self._running = asyncio.create_task(self._run(worker_addresses), name="router")
         waiting: list[asyncio.Future[Any]] = [self._running, self._url]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
-            await self._running  # raises what went wrong
+            await self._running  # raises the cause
         return await self._url
 
     async def replace_worker(self, address: str, reason: str) -> None:
-        """Take in a worker that was started again because of `reason`, in place of its older incarnation.
+        """Add a worker that was started again because of `reason`, in place of its older incarnation.
 
         Raises WorkerLost or PairingRefused.
         """
@@ -136,26 +136,26 @@ class Router:
         self._dispatch()
 
     def unreached(self, for_s: float) -> list[str]:
-        """Addresses of the workers that it has not reached for so long."""
+        """Return the addresses of workers that it has not reached for this many seconds."""
         return self._fleet.unreached(for_s)
 
     def _dispatch(self) -> None:
-        """The fleet has changed: who waits for a worker may find one."""
+        """Let waiting prompts look for a worker again, after the fleet has changed."""
         for queue in self._queues.values():
             queue.dispatch()
 
     @property
     def loop_silent_s(self) -> float:
-        """For how long the event loop has done nothing but one thing; may be asked from another thread."""
+        """Seconds for which the event loop has been stuck in one callback; may be read from another thread."""
         return self._lag.silent_s
 
     @property
     def ended(self) -> bool:
-        """Whether it has served and does not any more, asked to or not."""
+        """Whether it served and has stopped, on request or not."""
         return self._running is not None and self._running.done()
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests and wait for the accepted ones; returns how many did not end in time."""
+        """Refuse new requests and wait for the accepted ones; return how many did not end in time."""
         self._client.close_admission()
         try:
             async with asyncio.timeout(timeout_s):
@@ -166,9 +166,9 @@ class Router:
         return 0
 
     async def stop(self) -> None:
-        """Refuse new requests, end the running ones with an error that says why, close the port and every connection.
+        """Refuse new requests, end the running ones with an error, close the port and all connections.
 
-        Clients get `LAST_WORDS_S` to read it.
+        Clients get `LAST_WORDS_S` to read the error.
         """
         self._client.close_admission()
         self._client.end_all("the router is shutting down")
@@ -184,7 +184,7 @@ class Router:
         except* _Stopped:
             pass
         except* (EngineError, PairingRefused, OSError) as errors:
-            raise errors.exceptions[0] from None  # one cause: the caller shows its sentence
+            raise errors.exceptions[0] from None  # there is one cause, whose message the caller shows
 
     async def _serve_until_stopped(self, worker_addresses: list[str], group: asyncio.TaskGroup) -> None:
         with _bound_socket(self._settings.host, self._settings.port) as sock:
@@ -205,7 +205,7 @@ class Router:
             server = uvicorn.Server(self._uvicorn_config(app))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
             group.create_task(self._watch_unread(server), name="unread")
-            while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for it, not an event
+            while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag for this, not an event
                 await asyncio.sleep(0.01)
             host, port = sock.getsockname()[:2]
             self._url.set_result(http_url(host, port))
@@ -227,7 +227,7 @@ class Router:
         )
 
     def _make_readiness(self) -> Readiness:
-        """Once connected: the canary is made to the workers' measure."""
+        """Build the readiness check; the canary's size depends on the connected workers."""
         settings = self._settings
         canary = Canary(
             self._orchestrator,
@@ -249,7 +249,7 @@ class Router:
             ws="none",
             log_level="warning",
             access_log=False,
-            proxy_headers=False,  # the guard reads them, from trusted proxies only, and leaves the real peer as it is
+            proxy_headers=False,  # the key guard reads them, from trusted proxies only, and keeps the real peer
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=LAST_WORDS_S,
         )
@@ -260,7 +260,7 @@ def _bound_socket(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with suppress(OSError):  # its connections inherit it; Linux and macOS have it
+        with suppress(OSError):  # connections inherit it; Linux and macOS have this option
             sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
         try:
             sock.bind(address)

@@ -1,4 +1,4 @@
-"""What the router needs to know. Built by `cluster.runtime.plan` from the one configuration."""
+"""The router's configuration, built by `cluster.runtime.plan` from the deployment's configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.client_identity import IpNetwork
 
 @dataclass(frozen=True)
 class PoolHardware:
-    """The measured or published peaks of one worker of a pool."""
+    """The peak figures of one worker of a pool, measured or published."""
 
     name: str
     peak_flops: float
@@ -22,7 +22,7 @@ class PoolHardware:
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Limits, addresses, and how the model is presented."""
+    """Limits, addresses, and how the model is presented to clients."""
 
     model_path: str
     served_name: str
@@ -34,41 +34,41 @@ class RouterSettings:
     request_deadline_s: float
     max_outstanding_requests: int
     overlap: bool
-    """Whether decode may fetch the KV of a long prompt while its later chunks are prefilled."""
+    """Whether decode may fetch the KV of a long prompt while its later chunks are computed."""
     min_remote_prefill_tokens: int
     prefill_window_tokens: Mapping[Pool, int]
-    """Prompt tokens a worker of each pool is given at a time; further prompts wait in the router, in fair order."""
+    """Prompt tokens that a worker of each pool gets at a time; further prompts wait in the router, in fair order."""
     max_prompt_wait_s: float
-    """A prompt that would wait longer than this to be started is refused."""
+    """A prompt that would wait longer than this to start is refused."""
     recovery_timeout_s: float
-    """How long accepted requests wait for a pool that has lost all of its workers."""
+    """Time that accepted requests wait for a pool that has lost all its workers."""
     ready_deadline_s: float
-    """How long the canary of /ready may take."""
+    """Time that the canary of /ready may take."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Of the arguments that the engines get, those that say what the model is."""
+    """Those of the engines' arguments that say what the model is."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM's own for its HTTP front."""
+    """vLLM's own arguments for its HTTP front."""
     max_logprobs_per_request: int = 250_000
-    """Log-probabilities that one answer may have."""
+    """Largest number of log-probabilities in one answer."""
     max_client_share: float = 1.0
-    """Of the requests and KV blocks that other clients leave, what one client may hold."""
+    """The fraction that one client may hold of the requests and KV blocks that other clients leave."""
     write_deadline_s: float = 30.0
-    """A client that takes nothing of its answer for so long is not waited for."""
+    """A connection whose client takes nothing of its answer for this long is closed."""
     max_unread_stream_bytes: int = 4 << 20
-    """What may be kept of one stream that its client has not read."""
+    """Bytes of one stream that may be kept until its client reads them."""
     max_unread_bytes: int = 256 << 20
-    """And of all answers."""
+    """Bytes of all answers together that may be kept until their clients read them."""
     max_request_bytes: int = 8 << 20
-    """Longest body of an HTTP request."""
+    """Largest body of an HTTP request."""
     api_key_hashes: frozenset[bytes] = frozenset()
-    """`client_identity.hash_key` of each key that is let in; none: everybody is."""
+    """`client_identity.hash_key` of each client's key; if empty, everybody may call."""
     admin_key_hashes: frozenset[bytes] = frozenset()
-    """Of each key that opens the operator's paths; none: see `admin_access`."""
+    """Hashes of the keys that open the operator's routes; if empty, see `admin_access`."""
     trusted_proxies: tuple[IpNetwork, ...] = ()
-    """Whose X-Forwarded-For is believed."""
+    """Proxies whose X-Forwarded-For is believed."""
     cors_allowed_origins: tuple[str, ...] = ()
-    """Of web pages that may use the server from a browser."""
+    """Origins of web pages that may use the server from a browser."""
     stall_timeout_s: float = 60.0
-    """An engine with work and without a step for so long is replaced; it gets no more for a part of that."""
+    """An engine with work and without a step for this long is replaced; it gets no new work after a third of it."""
     tls: TlsFiles | None = None
-    """Between router and workers; None: plain text."""
+    """The certificates for connections between router and workers; None: plain text."""

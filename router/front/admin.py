@@ -1,7 +1,7 @@
-"""What an operator asks of the router: which workers there are, and that one of them leaves. Built into the HTTP app.
+"""The operator's routes: list the workers, and drain one of them. Part of the HTTP app.
 
-Who may is decided by `router.front.middleware.admin_access`; without its word nobody may. `ridgeline drain`
-is the client.
+`router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline drain`
+is a client.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from router.front.shared_answer import Shared
 logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S = 30.0
 REFRESH_EVERY_S = 0.5
-"""So often are workers asked for their figures when many want the list."""
+"""Interval at which workers are asked for their figures when many callers want the list."""
 
 
 class DrainWish(BaseModel):
-    """Body of POST /ridgeline/drain."""
+    """The body of POST /ridgeline/drain."""
 
     model_config = ConfigDict(extra="forbid")
 
     worker: str
     timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0)
-    """How long running requests may still take there; then they are cut off."""
+    """Time that requests running on the worker still get; then they are cut off."""
     force: bool = False
-    """Also the last worker of its pool. Needs an admin key: without decode workers the deployment ends."""
+    """Drain even the last worker of its pool. Needs an admin key: without decode workers nothing can be served."""
 
 
 def admin_routes(fleet: Fleet) -> APIRouter:
-    """GET /ridgeline/workers and POST /ridgeline/drain."""
+    """Return the routes GET /ridgeline/workers and POST /ridgeline/drain."""
     routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
 
     refreshed = Shared(fleet.refresh, REFRESH_EVERY_S)
@@ -53,7 +53,7 @@ def admin_routes(fleet: Fleet) -> APIRouter:
 
     @routes.post("/drain", status_code=HTTPStatus.ACCEPTED)
     async def drain(wish: DrainWish) -> dict[str, Any]:
-        async with one_at_a_time:  # else two at once would each see the other's worker staying
+        async with one_at_a_time:  # two drains at once would each count on the other's worker staying
             return await _drain(fleet, wish)
 
     return routes
@@ -68,7 +68,7 @@ async def _drain(fleet: Fleet, wish: DrainWish) -> dict[str, Any]:
         await worker.client.drain(wish.timeout_s)
     except WorkerLost as error:
         raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{wish.worker} does not answer: {error}") from error
-    await fleet.refresh()  # from now on nothing new is sent there
+    await fleet.refresh()  # from now on, nothing new is sent to it
     return _row(worker)
 
 
@@ -77,13 +77,13 @@ def _refuse_last(worker: Worker, *, force: bool) -> None:
     if not force:
         raise HTTPException(
             HTTPStatus.CONFLICT,
-            f"{worker.worker_id} is the last {worker.pool} worker, and without it {without}: start another one, or say "
+            f"{worker.worker_id} is the last {worker.pool} worker, and without it {without}: start another one, or use "
             "--force",
         )
     if current().admin != "key":
         raise HTTPException(
             HTTPStatus.FORBIDDEN,
-            f"{worker.worker_id} is the last {worker.pool} worker, and without it {without}: to force that takes an "
+            f"{worker.worker_id} is the last {worker.pool} worker, and without it {without}: forcing that takes an "
             "admin key (security.admin_keys_file); to end the server, end `ridgeline serve`",
         )
 
@@ -124,6 +124,6 @@ def _row(worker: Worker) -> dict[str, Any]:
 
 
 async def _only_operators() -> None:
-    """However the path was written and whatever stands before the app: who was not let in as an operator is none."""
+    """Refuse a caller who was not let in as an operator, however the path was written."""
     if not current().admin:
         raise HTTPException(HTTPStatus.FORBIDDEN, "this path is for operators")

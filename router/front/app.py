@@ -1,4 +1,4 @@
-"""vLLM's API server app on our engine client, and what stands before it."""
+"""vLLM's API server app on our engine client, and the layers before it."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ Layer = Callable[[Asgi], Asgi]
 
 @dataclass(frozen=True)
 class Gates:
-    """What requests wait for, or are refused by, before vLLM's app."""
+    """The checks and queues that requests pass before vLLM's app."""
 
     check_share: Callable[[str, int], None]
-    """Raises Refused if a client holds its whole share, counting so many requests that are not taken in yet."""
+    """Raises Refused if a client holds its whole share, counting this many requests that are not taken in yet."""
     most_sequences: int
-    """What one client may have served at a time."""
+    """Sequences that one client may have served at the same time."""
     on_refused: Callable[[str], None]
-    """Counts a refusal, by its reason."""
+    """Counts a refusal by its reason."""
     bodies: HeldBodies
     intake: Intake = field(default_factory=Intake)
 
 
 def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
-    """Everything that a request passes before vLLM's app, outermost first."""
+    """Return the layers that a request passes before vLLM's app, outermost first."""
     return (
         WithContext,
         partial(Cors, allowed_origins=settings.cors_allowed_origins),
@@ -80,7 +80,7 @@ def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
 
 
 def behind(app: Asgi, outermost_first: tuple[Layer, ...]) -> Asgi:
-    """The app with these layers before it."""
+    """Wrap the app in these layers."""
     for layer in reversed(outermost_first):
         app = layer(app)
     return app
@@ -95,7 +95,7 @@ async def build_app(
     gates: Gates,
     registry: CollectorRegistry,
 ) -> Asgi:
-    """Build the whole HTTP application: vLLM's app with our paths, behind the layers."""
+    """Build the whole HTTP application: vLLM's app with our routes, behind the layers."""
     with app_gaps.root_logger_kept():
         app = vllm_app.build_app(args, SUPPORTED_TASKS, client.model_config)
     app_gaps.install(app)
@@ -103,7 +103,7 @@ async def build_app(
     request_fields.install(app.state, gates.most_sequences)
     app_gaps.name_settings(app.state)
     app.include_router(admin_routes(fleet))
-    app.state.server = SimpleNamespace()  # vLLM's error handler touches it; uvicorn is ours
+    app.state.server = SimpleNamespace()  # vLLM's error handler accesses it, but we run uvicorn ourselves
     app.add_route("/ready", ready_endpoint(readiness, lambda: client.draining), methods=["GET"])
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/metrics"]
     app.add_route("/metrics", metrics_endpoint(fleet.refresh, registry), methods=["GET"])
@@ -123,11 +123,14 @@ def _access(settings: RouterSettings) -> Access:
 
 
 def server_args(settings: RouterSettings) -> Namespace:
-    """Make vLLM's own server arguments with its own parser, so that every default is vLLM's."""
+    """Build vLLM's server arguments with vLLM's own parser, so that every default is vLLM's."""
     parser = refusing(make_arg_parser(FlexibleArgumentParser()))
     args: Namespace = parser.parse_args(
         [
-            *("--renderer-num-workers", str(AT_A_TIME)),  # else one long text keeps everybody's from being tokenised
+            *(
+                "--renderer-num-workers",
+                str(AT_A_TIME),
+            ),  # one thread would let a long text hold up all others
             *words(settings.engine_args),
             *("--model", settings.model_path),
             *("--served-model-name", settings.served_name),
@@ -145,7 +148,7 @@ def server_args(settings: RouterSettings) -> Namespace:
 
 
 def frontend_config(args: Namespace) -> VllmConfig:
-    """Make a configuration for rendering and sampling parameters only, as vLLM's own GPU-less render server does."""
+    """Build a configuration for rendering and sampling parameters only, as vLLM's own GPU-less render server does."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
     model_config.quantization = None

@@ -1,7 +1,8 @@
-"""vLLM's EngineClient without an engine: renders nothing itself, generates through the orchestrator.
+"""vLLM's EngineClient without an engine: vLLM renders, and requests run through the orchestrator.
 
-vLLM's API server app calls `generate`; its own InputProcessor and OutputProcessor make tokens and text, so templates,
-tool parsers, stop strings, log-probabilities and usage counts are vLLM's. What this class adds is the way in between.
+vLLM's API server app calls `generate`. vLLM's own InputProcessor and OutputProcessor make tokens and text, so
+templates, tool parsers, stop strings, log-probabilities and usage counts are vLLM's. This class does what lies in
+between.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED_TASKS = ("generate",)
 _UNREAD = (
-    "the client has not read what was sent, and too much of it has come together (server.max_unread_stream_bytes, "
-    "server.max_unread_bytes): read as it comes"
+    "the client has not read what was sent, and too much has accumulated (server.max_unread_stream_bytes, "
+    "server.max_unread_bytes): read the answer as it comes"
 )
 MAX_REQUEST_ID_CHARACTERS = 256
-"""Of the client's own id, which is in every chunk of a stream."""
+"""Longest request id that a client may set, since every chunk of a stream repeats it."""
 
 
 class RouterEngineClient(EngineClient):
-    """One per router process."""
+    """The engine client; one per router process."""
 
     def __init__(
         self,
@@ -72,27 +73,27 @@ class RouterEngineClient(EngineClient):
         self._groups: dict[str, list[asyncio.Task[None]]] = {}
         self._collectors: set[BoundedCollector] = set()
         self._unread: set[BoundedCollector] = set()
-        """Of requests whose sequences have ended, and whose clients have not read all of it."""
+        """Collectors of requests whose sequences have ended, but whose clients have not read everything."""
         self._max_unread_stream_bytes = max_unread_stream_bytes
         self._on_unread = on_unread
 
     def close_admission(self) -> None:
-        """From now on every new request gets 503."""
+        """Refuse every new request with 503 from now on."""
         self._admission.state = "draining"
 
     @property
     def draining(self) -> bool:
-        """Whether admission has been closed."""
+        """Whether admission was closed."""
         return self._admission.state == "draining"
 
     @property
     def accepted(self) -> int:
-        """Sequences that have not ended, and requests whose clients do not have everything yet."""
+        """The number of sequences that have not ended, plus requests whose clients have not read everything."""
         return self._admission.sequences + len(self._unread)
 
     @property
     def streams(self) -> list[BoundedCollector]:
-        """Of the requests that are being answered."""
+        """The collectors of all requests that are being answered."""
         return list(self._collectors)
 
     def end_all(self, reason: str) -> None:
@@ -101,14 +102,14 @@ class RouterEngineClient(EngineClient):
             collector.put(GracefulHTTPError(reason, HTTPStatus.SERVICE_UNAVAILABLE))
 
     def bind(self, orchestrator: Orchestrator) -> None:
-        """Give it the workers; until then every request gets 503."""
+        """Connect the workers; until then every request gets 503."""
         self._orchestrator = orchestrator
         self._admission.state = "open"
 
     # --- what serving calls for every request
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse before the prompt is even tokenised, and before a streaming response has begun.
+        """Refuse a request before its prompt is tokenised and before a streaming response has begun.
 
         Raises GracefulHTTPError (429, 503) or VLLMValidationError (400).
         """
@@ -132,10 +133,10 @@ class RouterEngineClient(EngineClient):
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Take the request in and return its outputs; closing or cancelling them aborts it on every worker.
+        """Admit the request and return its outputs; closing or cancelling them aborts it on all workers.
 
-        Raises at once, not at the first output, so that a refusal has its HTTP status in a streaming response too:
-        GracefulHTTPError (429, 503) or VLLMValidationError (400).
+        Raises at once rather than with the first output, so that a refusal has its HTTP status in a streaming
+        response too: GracefulHTTPError (429, 503) or VLLMValidationError (400).
         """
         _check_request_id(request_id)
         request = self.input_processor.process_inputs(
@@ -150,11 +151,11 @@ class RouterEngineClient(EngineClient):
             raise VLLMValidationError("LoRA adapters and multimodal inputs are not supported by this server")
         request.reasoning_ended = reasoning_ended
         request.reasoning_parser_kwargs = reasoning_parser_kwargs
-        with _as_http():  # now, while a streaming response can still have a status
+        with _as_http():  # while a streaming response can still have a status
             wanted = sampling_of(request.params)
             sampling.packed(reasoning_parser_kwargs, "chat_template_kwargs")
-        self.input_processor.assign_request_id(request)  # keeps the client's id for the answer
-        request.request_id = f"r-{secrets.token_hex(8)}"  # on every token between router and workers
+        self.input_processor.assign_request_id(request)  # this keeps the client's id for the answer
+        request.request_id = f"r-{secrets.token_hex(8)}"  # short: every token between router and workers carries it
         if prompt_text is None:
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
         client = current().client
@@ -172,12 +173,12 @@ class RouterEngineClient(EngineClient):
         client: str,
         permit: Permit,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a request that was taken in. Never started if its client has left already."""
+        """Yield the outputs of an admitted request. It is never started if its client has left already."""
         tasks: list[asyncio.Task[None]] = []
         finished = False
 
         def end(why: Why) -> None:
-            if why == "stream_bytes":  # who ends it for another reason counts that
+            if why == "stream_bytes":  # other reasons are counted by the code that ends it
                 self._on_unread(why)
             for task in tasks:
                 task.cancel()
@@ -208,13 +209,13 @@ class RouterEngineClient(EngineClient):
             self._unread.discard(collector)
             for task in tasks:
                 task.cancel()
-            # By the parent's id: aborting the n children one by one would leave the parent in vLLM's table for ever.
+            # By the parent's id: aborting the n children one by one would leave the parent in vLLM's table forever.
             self._outputs.abort_requests([request.request_id], internal=True)
 
     def _register(
         self, request: EngineCoreRequest, prompt_text: str | None, collector: RequestOutputCollector
     ) -> list[EngineCoreRequest]:
-        """Tell the output processor what comes: the request, or its n children."""
+        """Register the request, or its n children, with the output processor."""
         if request.params.n == 1:
             self._outputs.add_request(request, prompt_text, None, 0, collector)
             return [request]
@@ -230,7 +231,7 @@ class RouterEngineClient(EngineClient):
     async def _run(
         self, request: EngineCoreRequest, wanted: Sampling, collector: RequestOutputCollector, client: str
     ) -> None:
-        """One sequence. Errors go to the collector, which raises them in `generate`."""
+        """Run one sequence. Errors go to the collector, which raises them in `generate`."""
         assert self._orchestrator is not None
         sequence = SequenceRequest(
             request_id=request.request_id,
@@ -257,7 +258,7 @@ class RouterEngineClient(EngineClient):
             text.close()
 
     async def abort(self, request_id: str | list[str], internal: bool = False) -> None:
-        """Cancel a request by the id `generate` was given."""
+        """Cancel a request by the id that `generate` was given."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             for task in self._groups.pop(one, []):
                 task.cancel()
@@ -302,7 +303,7 @@ class RouterEngineClient(EngineClient):
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         if args or kwargs:
             raise VLLMValidationError("pooling is not supported by this server")
-        yield  # makes it the generator that vLLM's contract asks for
+        yield  # makes this function the generator that vLLM expects
 
     async def _not_offered(self, *args: Any, **kwargs: Any) -> Any:
         raise VLLMValidationError("this operation belongs to one engine; the router serves several")
@@ -318,11 +319,11 @@ class RouterEngineClient(EngineClient):
 
 
 def _check_request_id(request_id: str) -> None:
-    """Raises VLLMValidationError."""
+    """Raise VLLMValidationError if the id is too long."""
     if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise VLLMValidationError(
-            f"the request id (X-Request-Id or request_id) has {len(request_id)} characters with what stands before and "
-            f"after it, the limit is {MAX_REQUEST_ID_CHARACTERS}: send a shorter one"
+            f"the request id (X-Request-Id or request_id) has {len(request_id)} characters, with what vLLM adds "
+            f"before and after it; the limit is {MAX_REQUEST_ID_CHARACTERS}: send a shorter one"
         )
 
 
@@ -332,17 +333,17 @@ def _ask(request: EngineCoreRequest, vocabulary_size: int) -> Ask:
     prompt_tokens, output_tokens = len(request.prompt_token_ids or []), params.max_tokens or 0
 
     def entries(wanted: int | None) -> int:
-        """At each position: the token's own and those asked for."""
+        """Return the entries at each position: the token's own and those asked for."""
         return 0 if wanted is None else vocabulary_size if wanted < 0 else wanted + 1
 
     each = prompt_tokens * entries(params.prompt_logprobs)
-    if params.output_kind is RequestOutputKind.FINAL_ONLY:  # a stream's come token by token, and not in one piece
+    if params.output_kind is RequestOutputKind.FINAL_ONLY:  # a stream's entries come token by token, not in one piece
         each += output_tokens * entries(params.num_logprobs)
     return Ask(params.n, prompt_tokens, output_tokens, logprobs=params.n * each)
 
 
 def _tell_of_a_failure(collector: RequestOutputCollector, task: asyncio.Task[None]) -> None:
-    """What nobody has foreseen ends the request too: its client must not wait for ever."""
+    """End a request on an unexpected error, since its client would otherwise wait forever."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("request %s failed", task.get_name(), exc_info=error)
         collector.put(GracefulHTTPError("the router failed to serve this request", HTTPStatus.INTERNAL_SERVER_ERROR))
@@ -350,7 +351,7 @@ def _tell_of_a_failure(collector: RequestOutputCollector, task: asyncio.Task[Non
 
 @contextmanager
 def _as_http() -> Iterator[None]:
-    """A refusal as vLLM's server understands it."""
+    """Convert a refusal to the exception that vLLM's server understands."""
     try:
         yield
     except InvalidTask as error:

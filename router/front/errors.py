@@ -1,4 +1,4 @@
-"""The one body that every error of the router's own has: as OpenAI's API and vLLM write it."""
+"""The body of every error that the router itself returns, in the format of OpenAI's API and of vLLM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _KINDS: Final[dict[int, str]] = {
     HTTPStatus.REQUEST_TIMEOUT: "invalid_request_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "invalid_request_error",
 }
-"""What `type` says; for other statuses, their phrase, as vLLM does."""
+"""The value of `type` by status; for other statuses it is the status's phrase, as in vLLM."""
 
 
 def error_body(status: int, sentence: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an answer with this status, as a JSON object; `param` names what is wrong in the request."""
+    """Return the body of an error as a JSON object; `param` names what is wrong in the request."""
     kind = _KINDS.get(status, HTTPStatus(status).phrase)
     return {"error": {"message": sentence, "type": kind, "param": param, "code": int(status)}}
 
@@ -34,7 +34,7 @@ async def send_error(
     headers: Sequence[tuple[bytes, bytes]] = (),
     more_body: bool = False,
 ) -> None:
-    """Answer with an error. With `more_body` the caller ends the answer itself."""
+    """Send an error as the answer. With `more_body` the caller ends the answer itself."""
     body = json.dumps(error_body(status, sentence, param)).encode()
     standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": int(status), "headers": [*standard, *headers]})

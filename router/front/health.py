@@ -1,7 +1,7 @@
-"""GET /ready: can each pool make a token now? Shown by tokens of real requests, else by a canary of two tokens.
+"""GET /ready: whether each pool can make a token now, shown by recent tokens, or else by a canary of two tokens.
 
-The canary is a request as any other, through every worker, queue and hand-over, but it goes before all that waits, is
-not asked for admission, and does not count among the requests. Its prompt is new each time, so that no cache answers.
+The canary is a request like any other, through every worker, queue and hand-off. But it goes ahead of all waiting
+requests, skips admission, and is not counted among the requests. Its prompt is random, so that no cache answers.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
 
 RECENT_S = 2.0
-"""A token this young shows that its pool makes progress."""
+"""A pool whose last token is younger than this makes progress."""
 REUSE_S = 1.0
-"""A verdict is told again for so long."""
+"""A verdict is reused for this long."""
 CANARY_CLIENT = "canary"
-DECODE_SERVES = "all of its workers were drained or stay away; decode computes the prompts"
+DECODE_SERVES = "all of its workers were drained or have left; decode computes the prompts"
 
 
 @dataclass(frozen=True)
 class PoolVerdict:
-    """One pool: ready, or why not; `why` of one that is ready is a note."""
+    """Whether one pool is ready; `why` is the reason if not, otherwise a note."""
 
     ready: bool
     last_token_s_ago: float | None
@@ -50,7 +50,7 @@ Verdict = Mapping[Pool, PoolVerdict]
 
 
 class Readiness:
-    """Answers whether each pool makes progress; asked any number of times, it looks at most once at a time."""
+    """Checks whether each pool makes progress. Concurrent callers share one check."""
 
     def __init__(
         self,
@@ -71,14 +71,17 @@ class Readiness:
         self._looked_at_s = 0.0
 
     async def check(self) -> Verdict:
-        """The verdict by pool, within the deadline and a moment. A caller that leaves does not end the look."""
+        """Return the verdict by pool, shortly after the deadline at the latest.
+
+        A caller that leaves does not end the check.
+        """
         look = self._look
         if look is None or (look.done() and self._clock() - self._looked_at_s >= REUSE_S):
             look = self._look = asyncio.create_task(self._timed_look(), name="readiness")
         return await asyncio.shield(look)
 
     def close(self) -> None:
-        """End a look in progress."""
+        """End a check in progress."""
         if self._look is not None:
             self._look.cancel()
 
@@ -115,7 +118,7 @@ class Readiness:
         return PoolVerdict(age_s is not None and age_s <= RECENT_S, age_s)
 
     def _judge(self, workers: Sequence[Worker], problem: str | None, began_s: float, computed: bool) -> PoolVerdict:
-        """After the canary. A pool that computed meanwhile is busy with a long prompt, not stuck."""
+        """Judge a pool after the canary. One that computed tokens meanwhile is busy with a long prompt, not stuck."""
         age_s = self._token_age_s(workers)
         progressed = computed or (age_s is not None and self._clock() - age_s >= began_s)
         if problem is None or progressed:
@@ -124,7 +127,7 @@ class Readiness:
         return PoolVerdict(False, age_s, f"no token {since}: {problem}")
 
     async def _try_canary(self) -> str | None:
-        """What went wrong with it, or None."""
+        """Run the canary; return what went wrong, or None."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 await self._canary()
@@ -142,7 +145,7 @@ class Readiness:
         return self._clock() - max(last_s) if last_s else None
 
     def _computed(self) -> dict[Pool, float]:
-        """Tokens the engines of each pool have computed, as they last said."""
+        """Return how many tokens the engines of each pool have computed, as last reported."""
         return {
             pool: sum(
                 value
@@ -156,20 +159,20 @@ class Readiness:
 
 
 def _gone_for_good(pool: Pool, workers: Sequence[Worker]) -> bool:
-    """The prefill pool may be drained on purpose, and everything is still served. One that is lost comes back."""
+    """Return whether the prefill pool was drained on purpose, so that all is still served. A lost worker comes back."""
     return pool == "prefill" and all(worker.leaves for worker in workers)
 
 
 @dataclass(frozen=True)
 class Canary:
-    """Sends one canary through the workers."""
+    """Sends canaries through the workers."""
 
     orchestrator: Orchestrator
     vocabulary_size: int
     prompt_tokens: int
 
     async def __call__(self) -> None:
-        """Raises what a request would."""
+        """Run one canary; raises what any request would."""
         prompt = [random.randrange(self.vocabulary_size) for _ in range(self.prompt_tokens)]
         wish = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         request = SequenceRequest(
@@ -188,12 +191,12 @@ def _discard(delta: TokenDelta) -> bool:
 
 
 def canary_prompt_tokens(block_size_tokens: int) -> int:
-    """A bit more than a KV block, so that one is handed over; no more, since it goes before all prompts."""
+    """Return a little more than a KV block: one block is handed off, and no prompt waits long behind a canary."""
     return block_size_tokens + block_size_tokens // 4
 
 
 def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callable[[Request], Awaitable[JSONResponse]]:
-    """The HTTP side: 200, or 503 that names the pool and how long it has been without a token, or the shutting down."""
+    """Return the endpoint: 200, or 503 naming the pool and the time since its last token, or the shutdown."""
 
     async def ready(request: Request) -> JSONResponse:
         if draining():

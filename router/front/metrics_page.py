@@ -1,6 +1,6 @@
-"""GET /metrics: open to all, so what it costs must not grow with how often it is asked.
+"""GET /metrics, which is open to all, so its cost must not grow with the number of calls.
 
-In place of vLLM's, which renders for every request; installed by `router.front.app`.
+It replaces vLLM's, which renders for every request; installed by `router.front.app`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from router.front.shared_answer import Shared
 
 EVERY_S = 0.5
-"""So often is a page made, and so old may one be, when many ask. Workers are asked as often for the policy."""
+"""Interval at which the page is rendered, and its greatest age, when many ask for it."""
 
 
 def metrics_endpoint(
@@ -24,7 +24,7 @@ def metrics_endpoint(
     registry: CollectorRegistry,
     clock: Callable[[], float] = time.monotonic,
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The page of all series, rendered once in `EVERY_S` after the workers were asked for theirs."""
+    """Return the endpoint: the page of all series, rendered at most once in `EVERY_S` after asking the workers."""
 
     async def render() -> bytes:
         await refresh()

@@ -1,9 +1,10 @@
-"""What becomes of each field that a client can send: honoured, refused with 400, or without effect here, and why.
+"""How each field that a client can send is treated: honoured, refused with 400, or without effect here, and why.
 
 The names are vLLM's. `tests/unit/router/front/test_request_fields.py` walks the routes of the app and the schemas of
-their bodies, and fails on a field that is not here, so that the next vLLM cannot add one that is silently dropped; it
-also sends every field to a router and holds it against what is said here. `docs/request_fields.md` is made from this
-table, and the refusals are taken from it (`install`). A field that has its default value, or is null, was not sent.
+their bodies, and fails on a field that is not listed here, so that a new vLLM version cannot add one that is silently
+dropped. It also sends every field to a router and compares the result with this table. `docs/request_fields.md` is
+generated from the table, and `install` enforces its refusals. A field with its default value, or null, counts as not
+sent.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ CHUNKS = "tests/unit/router/front/test_http.py::test_text_comes_in_the_clients_c
 
 @dataclass(frozen=True)
 class Honoured:
-    """The answer is vLLM's to this field. `test` shows it."""
+    """The field has its effect as in vLLM; `test` shows it."""
 
     test: str = SHOWN
 
 
 @dataclass(frozen=True)
 class Refused:
-    """400 with this sentence, before any work. vLLM's own refusals are told by a part of theirs."""
+    """The field is refused with this sentence before any work is done. For vLLM's refusals it is a part of vLLM's."""
 
     sentence: str
     by: Literal["the router", "vLLM"] = "the router"
     but_for: tuple[Any, ...] = ()
-    """Values besides the default that ask for nothing."""
+    """Values, besides the default, that ask for nothing and are accepted."""
     status: int = 400
 
 
 @dataclass(frozen=True)
 class WithoutEffect:
-    """Accepted, and the answer is the same without it."""
+    """The field is accepted, and the answer is the same without it."""
 
     why: str
 
@@ -172,7 +173,7 @@ FIELDS: dict[str, Verdict] = {
     "ec_transfer_params": _OTHER_KV,
     "vllm_xargs": Refused("it is for extensions of vLLM's engine, and this server offers clients none"),
 }
-"""What becomes of each field, in all bodies but those below."""
+"""The treatment of each field in all bodies except those below."""
 
 SPECIAL: dict[tuple[str, str], Verdict] = {
     ("ResponsesRequest", "prompt"): Refused("prompt template is not supported", by="vLLM"),
@@ -201,7 +202,7 @@ FOREIGN: dict[str, Refused] = {
     "web_search_options": Refused("this server runs no tools"),
     "lora_request": Refused("this server has no LoRA adapters"),
 }
-"""Fields of other servers and of older vLLMs: nothing reads them, so the answer would not be what was asked for."""
+"""Fields of other servers and of older vLLM versions, which would have no effect here."""
 
 HEADERS: dict[str, Verdict] = {
     "authorization": Honoured("tests/unit/router/front/middleware/test_auth.py"),
@@ -238,16 +239,16 @@ SAMPLING: dict[str, Verdict] = {
     "flat_logprobs": _NOT_OVER_HTTP,
     "trace_decode_token_ids": _NOT_OVER_HTTP,
 }
-"""Of vLLM's SamplingParams, those that no body has under the same name."""
+"""Fields of vLLM's SamplingParams that no body has under the same name."""
 
 
 def verdict(model: str, field: str) -> Verdict | None:
-    """What becomes of a field of a body of vLLM's, by the names of both; None if nobody has said."""
+    """Return how a field of one of vLLM's bodies is treated; None if it is not listed."""
     return SPECIAL.get((model, field)) or FIELDS.get(field)
 
 
 def refusal(request: BaseModel) -> VLLMValidationError | None:
-    """Why this body is refused, if it is."""
+    """Return why this body is refused; None if it is not."""
     fields = type(request).model_fields
     for name in request.model_fields_set:
         said = verdict(type(request).__name__, name) if name in fields else FOREIGN.get(name)
@@ -260,7 +261,7 @@ def refusal(request: BaseModel) -> VLLMValidationError | None:
 
 
 def beyond_share(request: BaseModel, most_sequences: int) -> VLLMValidationError | None:
-    """Why a list of prompts can never be answered in one request: each is admitted by itself, the last one never."""
+    """Return why a list of prompts can never be answered in one request: each needs a place at the same time."""
     prompt, n = getattr(request, "prompt", None), getattr(request, "n", None) or 1
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
     if prompts == 1 or prompts * n <= most_sequences:
@@ -273,12 +274,16 @@ def beyond_share(request: BaseModel, most_sequences: int) -> VLLMValidationError
 
 
 def install(state: Any, most_sequences: int) -> None:
-    """Have each handler in the state of vLLM's app ask here before it does anything.
+    """Make each handler in the state of vLLM's app check its body here first.
 
-    `most_sequences` is what one client may have served at a time.
+    `most_sequences` is how many sequences one client may have served at the same time.
     """
     for serving in vars(state)["_state"].values():
-        for name in ("_check_model", "create_messages", "count_tokens"):  # Anthropic's convert their body, then ask
+        for name in (
+            "_check_model",
+            "create_messages",
+            "count_tokens",
+        ):  # Anthropic's convert the body first
             asked = getattr(serving, name, None)
             if asked is not None:
                 vars(serving)[name] = _refusing(serving, asked, most_sequences)
@@ -295,13 +300,13 @@ def _refusing(
 
 
 class RefusedHeaders:
-    """Refuses headers that ask for what this server does not do."""
+    """Refuses headers that ask for something this server does not do."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
+        """Serve one request by the ASGI protocol."""
         for raw_name, value in scope.get("headers", ()) if scope["type"] == "http" else ():
             said = HEADERS.get(raw_name.decode("latin-1"))
             if isinstance(said, Refused) and value.strip() not in (b"", b"0"):
@@ -311,7 +316,7 @@ class RefusedHeaders:
 
 
 def as_markdown() -> str:
-    """The tables of `docs/request_fields.md`."""
+    """Return the tables of `docs/request_fields.md`."""
     rows = [
         (f"`{name}`", "" if not (models := _special(name)) else f"all but {models}", FIELDS[name]) for name in FIELDS
     ]

@@ -1,8 +1,8 @@
-"""Every path that the server has, and who may call it.
+"""Every route of the server, and who may call it.
 
-vLLM's app decides by variables, arguments and plugins which routes it adds, and a next version may have others. What is
-not in this table is taken away when the app is built, and said; `tests/unit/router/front/middleware/test_front_door.py`
-compares both.
+vLLM's app decides by variables, arguments and plugins which routes it adds, and a next version may add others. Routes
+that are not in this table are removed when the app is built, with a warning;
+`tests/unit/router/front/middleware/test_front_door.py` compares the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 logger = logging.getLogger(__name__)
 
 Callers = Literal["everybody", "clients", "operators"]
-"""`everybody` by GET only: for load balancers, orchestrators and Prometheus; other methods are for clients."""
+"""`everybody` means GET only, for load balancers, orchestrators and Prometheus; other methods are for clients."""
 
 ROUTES: Final[Mapping[str, Callers]] = {
     "/health": "everybody",
@@ -71,16 +71,16 @@ GENERATING: Final = frozenset(
         "/v1/responses",
     }
 )
-"""What is asked for here runs on workers."""
+"""Routes whose requests run on workers."""
 ON_WISH: Final = frozenset({"/static", "/tokenizer_info"})
-"""Made for server_args enable_offline_docs and enable_tokenizer_info_endpoint only."""
+"""Routes that exist only with server_args enable_offline_docs and enable_tokenizer_info_endpoint."""
 OPEN_PATHS: Final = frozenset(path for path, callers in ROUTES.items() if callers == "everybody")
 
 
 def keep_known_routes(app: Any) -> None:
-    """On vLLM's FastAPI app, once it is whole."""
+    """Remove all other routes from vLLM's FastAPI app, once it is complete."""
     known = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     for route in app.router.routes:
         if route not in known:
-            logger.warning("%s is not offered: the table of routes does not have it", getattr(route, "path", route))
+            logger.warning("%s is not offered: it is not in the table of routes", getattr(route, "path", route))
     app.router.routes[:] = known

@@ -1,4 +1,4 @@
-"""What a client asked vLLM's API for, as the router's core and its messages carry it."""
+"""A client's sampling parameters in the form that dispatch and its messages carry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from router.dispatch.request import Sampling
 
 
 def sampling_of(params: SamplingParams) -> Sampling:
-    """Encode them, and tell what dispatch has to know. Raises InvalidTask for values that no message can carry."""
+    """Encode the parameters and extract what dispatch needs.
+
+    Raises InvalidTask for values that no message can carry.
+    """
     return Sampling(
         encoded=sampling.encode(params),
         max_tokens=params.max_tokens or 0,

@@ -1,5 +1,4 @@
-"""A costly answer for many callers: computed once for all who ask at a time, and told again for a moment if they are
-many."""
+"""An expensive answer for many callers: concurrent callers share one computation, and a burst reuses the last one."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ BURST: Final = 4
 
 
 class Shared(Generic[T]):
-    """Asked any number of times it computes at most one answer at a time, and one in `every_s`.
+    """Computes at most one answer at a time, and in the long run at most one in `every_s`.
 
-    Who asks seldom has a new answer each time: `BURST` of them are free before the last one is told again.
+    Occasional callers get a new answer each time: `BURST` computations are allowed before the last one is reused.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class Shared(Generic[T]):
         self._counted_s = clock()
 
     def __call__(self) -> Awaitable[T]:
-        """The answer, or what computing it raised. A caller that leaves does not end it for the others."""
+        """Return the answer, or raise what computing it raised. A caller that leaves does not end it for the others."""
         task = self._computing
         if task is None or (task.done() and self._may_compute()):
             task = self._computing = asyncio.create_task(self._compute(), name="shared-answer")

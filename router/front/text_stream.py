@@ -1,9 +1,8 @@
-"""Feeds the deltas of one sequence to vLLM's output processor, which makes text; long work is done in short slices.
+"""Feeds the deltas of one sequence to vLLM's output processor, which makes text; long work is cut into short slices.
 
-vLLM turns every log-probability of a prompt into an object and a text of its own: a second of the event loop for
-4,000 tokens with 20 each, in which every stream of every client would stand still. Here that is done a few
-milliseconds at a time, for one request at a time and for at most half of the loop's time; what the workers send
-meanwhile is held back.
+vLLM turns every log-probability of a prompt into an object with a text: for 4,000 tokens with 20 each, this takes the
+event loop a second, during which all streams would stand still. Here it is done a few milliseconds at a time, for one
+request at a time, and for at most half of the loop's time; what workers send meanwhile is held back.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from router.dispatch.request import SequenceRequest
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 SLICE_ENTRIES = 512
-"""About 5 ms."""
+"""Log-probabilities converted in one slice, which takes about 5 ms."""
 
 
 class TextSink:
-    """Of one sequence. `turns` is shared by all: whose log-probabilities are converted now."""
+    """Turns one sequence's deltas into text. `turns` is shared by all, so that one prompt is converted at a time."""
 
     def __init__(
         self, outputs: OutputProcessor, sequence: SequenceRequest, params: SamplingParams, turns: asyncio.Lock
@@ -43,11 +42,11 @@ class TextSink:
         self._stopped = False
 
     def emit(self, delta: TokenDelta) -> bool:
-        """True when a stop string ended the sequence: what the workers still make is not wanted."""
+        """Process a delta. True when a stop string has ended the sequence, so that further tokens are not wanted."""
         if delta.prompt_logprobs and self._params.prompt_logprobs is not None:
             self._prompt_logprobs = [position for position in delta.prompt_logprobs if position is not None]
         if self._cached_tokens is None:
-            # The first leg's count is the one that saved work; decode's would count the transferred KV as cached.
+            # The first leg's count is the one that saved work; decode's would include the transferred KV.
             self._cached_tokens = delta.num_cached_tokens
         if not delta.token_ids and not delta.finished:
             return False
@@ -60,12 +59,12 @@ class TextSink:
         return self._stopped
 
     async def flushed(self) -> None:
-        """Wait until nothing is held back."""
+        """Wait until no delta is held back."""
         if self._conversion is not None:
             await self._conversion
 
     def close(self) -> None:
-        """Nobody waits for it any more."""
+        """Stop the conversion: the answer is not wanted any more."""
         if self._conversion is not None:
             self._conversion.cancel()
 

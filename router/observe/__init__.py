@@ -1,6 +1,6 @@
-"""What operators see.
+"""What operators see of the router.
 
 timeline.py  one record per request
-metrics.py   every Prometheus series but one
-loop_lag.py  that one: how late the event loop is
+metrics.py   every Prometheus series except one
+loop_lag.py  the series about delays of the event loop
 """

@@ -1,4 +1,4 @@
-"""How late the router's event loop is: while it is blocked, every stream of every client stands still."""
+"""Measures how late the router's event loop is: while it is blocked, all streams stand still."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WINDOW_S = 60.0
 
 
 class LoopLag(Collector):
-    """The worst of the last minute, as a gauge; `watch` must run in the loop."""
+    """The longest delay of the last minute, as a gauge; `watch` must run in the loop."""
 
     def __init__(self) -> None:
         self._lags_s: deque[tuple[float, float]] = deque()
         self._looked_s: float | None = None
 
     async def watch(self) -> None:
-        """Look every tenth of a second, until cancelled."""
+        """Measure every tenth of a second, until cancelled."""
         try:
             while True:
                 self._looked_s = time.monotonic()
@@ -33,7 +33,7 @@ class LoopLag(Collector):
             self._looked_s = None
 
     def note(self, now_s: float, lag_s: float) -> None:
-        """The loop came so late; what is older than a minute, or was less bad than this, is forgotten."""
+        """Record a delay; forget those that are older than a minute, or shorter than this one."""
         while self._lags_s and (self._lags_s[0][0] < now_s - WINDOW_S):
             self._lags_s.popleft()
         while self._lags_s and self._lags_s[-1][1] <= lag_s:
@@ -42,17 +42,20 @@ class LoopLag(Collector):
 
     @property
     def silent_s(self) -> float:
-        """How late the loop is now; 0 while nobody watches. Any thread may ask: a loop that is stuck cannot answer."""
+        """Seconds that the loop is late now; 0 if nothing watches.
+
+        Any thread may ask, since a stuck loop cannot answer.
+        """
         looked_s = self._looked_s
         return 0.0 if looked_s is None else max(0.0, time.monotonic() - looked_s - LOOK_EVERY_S)
 
     @property
     def worst_s(self) -> float:
-        """0 before the first look."""
+        """Longest delay of the last minute, in seconds; 0 before the first measurement."""
         return self._lags_s[0][1] if self._lags_s else 0.0
 
     def collect(self) -> Iterator[Metric]:
-        """One gauge."""
+        """Yield the gauge; prometheus-client calls it at each scrape."""
         yield GaugeMetricFamily(
             "ridgeline_loop_lag_seconds",
             "Longest time that the router's event loop was blocked within the last minute; every stream stands still "

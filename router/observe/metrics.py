@@ -1,8 +1,8 @@
-"""The Prometheus series of Ridgeline but for the loop's lag; the names are a contract with dashboards.
+"""The Prometheus series of Ridgeline, except the event loop's lag; the names are a contract with dashboards.
 
-Request series are observed here: a token's latencies as it goes to the client, the rest when its sequence ends. Worker
-series are read from the workers' last status at scrape time: their counters are cumulative since the worker's start. No
-data is an absent series, never a zero.
+Request series are observed here: a token's latencies when it goes to the client, the rest when its sequence ends.
+Worker series are read from the workers' last status at scrape time; their counters are cumulative since the worker's
+start. A series without data is absent, never zero.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ STAGE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0,
 
 
 class RequestMetrics:
-    """Series about requests."""
+    """The series about requests."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
-        """Register them; without a registry they are counted and nobody reads them."""
+        """Register the series. Without a registry they are counted but not published."""
         pool = ("pool",)
         self.ttft = Histogram(
             "ridgeline_ttft_seconds",
@@ -129,10 +129,10 @@ class RequestMetrics:
         )
 
         self._latencies: dict[tuple[Latency, Pool], Histogram] = {}
-        """The children, kept: this is for each token, and `labels` would cost more than `observe`."""
+        """The children, cached because `labels` costs more than `observe`, and both run for each token."""
 
     def observe(self, latency: Latency, pool: Pool, seconds: float) -> None:
-        """Record that a token, which a worker of `pool` made, has gone to its client."""
+        """Record the latency of a token that a worker of `pool` made and that has gone to its client."""
         child = self._latencies.get((latency, pool))
         if child is None:
             series = {"ttft": self.ttft, "second_token": self.second_token, "itl": self.itl}[latency]
@@ -140,7 +140,7 @@ class RequestMetrics:
         child.observe(seconds)
 
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
-        """Observe a sequence that has ended."""
+        """Record a sequence that has ended."""
         self.requests.labels(timeline.path, outcome).inc()
         for state, pause_s in timeline.pauses_s:
             self.pause.labels(state).observe(pause_s)
@@ -223,7 +223,7 @@ _WORKER_GAUGES = {
 
 
 class WorkerCollector(Collector):
-    """Turns the workers' last status into series; registered once."""
+    """Publishes the workers' last status as series; registered once."""
 
     def __init__(
         self,
@@ -359,7 +359,7 @@ class QueueView(Protocol):
 
 
 class QueueCollector(Collector):
-    """Series about prompts that wait in the router; registered once."""
+    """The series about prompts that wait in the router; registered once."""
 
     def __init__(self, queues: Iterable[QueueView]) -> None:
         self._queues = list(queues)
@@ -388,7 +388,7 @@ class QueueCollector(Collector):
 
 
 def _state(load: WorkerLoad) -> str:
-    """The first reason why it is not usable."""
+    """Return "usable", or the first reason why the worker is not."""
     if not load.connected:
         return "detached"
     if not load.healthy:

@@ -1,8 +1,8 @@
-"""One record per request that joins both legs: it hears what happens, `metrics.py` reads it when it closes.
+"""One record per request that joins both legs; events are recorded here, and `metrics.py` reads it at the end.
 
-Nothing is decided on it; where a request is, and what follows from that, is `router/dispatch/request.py`.
+Nothing is decided by it: the request's state and what follows from it are in `router/dispatch/request.py`.
 
-All times are durations, taken on one clock each: the router's for what a client sees, the worker's for its stages.
+All times are durations, each on one clock: the router's for what a client sees, the worker's for its stages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from router.fleet.policy import Path
 
 Outcome = Literal["finished", "failed", "cancelled"]
 State = Literal["queued", "prefilling", "handoff", "decoding"]
-"""Where a request is. `handoff`: its first token is out, decode has not produced one yet."""
+"""The state of a request. `handoff`: its first token was sent, and decode has not produced one yet."""
 Latency = Literal["ttft", "second_token", "itl"]
-"""From arrival to the first delta with tokens; from that to the second one; from each to the next."""
+"""From arrival to the first delta with tokens; from the first to the second; from each delta to the next."""
 Observe = Callable[[Latency, Pool, float], None]
-"""A latency, the pool that made the token which ended it, and its seconds."""
+"""Receives a latency, the pool that made the token at its end, and its seconds."""
 
 
 def _nobody(_latency: Latency, _pool: Pool, _seconds: float) -> None: ...
@@ -29,7 +29,7 @@ def _nobody(_latency: Latency, _pool: Pool, _seconds: float) -> None: ...
 
 @dataclass
 class RequestTimeline:
-    """What happened to one sequence, as it happens."""
+    """The events of one sequence, recorded as they happen."""
 
     clock: Callable[[], float]
     request_id: str
@@ -38,22 +38,22 @@ class RequestTimeline:
     head_read_s: float | None = None
     """When the head of its HTTP request had been read; None: it arrives now."""
     observe: Observe = _nobody
-    """Told of each latency in the moment it is known."""
+    """Receives each latency as soon as it is known."""
     router_queue_s: float = 0.0
-    """The prompt waited so long in the router for a worker."""
+    """Seconds that the prompt waited in the router for a worker."""
     num_output_tokens: int = 0
     prefill_timing: LegTiming | None = None
     decode_timing: LegTiming | None = None
     overlapped: bool = False
-    """The KV was fetched while prefill went on: waiting for it cost nothing but the last segment."""
+    """The KV was fetched during prefill (overlap), so that waiting for it cost only the last segment."""
     pauses_s: list[tuple[State, float]] = field(default_factory=list)
-    """What each loss of a worker cost the client, and where the request was: from the token before the loss, or the
-    arrival, to the token after it."""
+    """For each loss of a worker, the request's state and the pause that the client saw: from the last token before the
+    loss, or from arrival, to the next token."""
     last_pool: Pool | None = None
-    """Made the last token so far."""
+    """The pool that made the last token so far."""
     arrived_s: float = field(init=False)
     preprocess_s: float | None = field(init=False)
-    """From the head to the orchestrator: body, template, tokenising, admission."""
+    """Seconds from the head to the orchestrator: body, template, tokenising, admission."""
     _first_token_s: float = 0.0
     _last_token_s: float = 0.0
     _num_deltas: int = 0
@@ -65,7 +65,7 @@ class RequestTimeline:
         self.preprocess_s = None if self.head_read_s is None else now_s - self.head_read_s
 
     def tokens(self, count: int, pool: Pool) -> None:
-        """Record that `count` tokens, which a worker of `pool` made, go to the client now."""
+        """Record that `count` tokens made by a worker of `pool` go to the client now."""
         if not count:
             return
         now_s = self.clock()
@@ -85,28 +85,30 @@ class RequestTimeline:
         self.observe("itl", pool, now_s - before_s)
 
     def decode_reported(self, timing: LegTiming | None) -> None:
-        """Hear how the leg that decodes went. Where it had to compute the prompt after all, the request was not split,
-        whatever was planned."""
+        """Record the timing of the leg that decodes.
+
+        If it had to compute the prompt, the request counts as a fallback.
+        """
         self.decode_timing = timing
         receipt = None if timing is None else timing.receipt
         if self.path == "disaggregated" and receipt is not None and receipt.outcome != "ok":
             self.path = "fallback"
 
     def interrupted(self, state: State) -> None:
-        """Hear that it was taken from its worker in this state, and begins again where it was."""
+        """Record that the request was taken from its worker in this state and goes on elsewhere."""
         self._interrupted = state
         self.overlapped = False
         self.prefill_timing = self.decode_timing = None
 
     @property
     def tpot_s(self) -> float | None:
-        """(latency - TTFT) / (output tokens - 1), vLLM's definition."""
+        """Seconds per output token after the first, vLLM's definition: (latency - TTFT) / (output tokens - 1)."""
         if self.num_output_tokens < 2:
             return None
         return (self._last_token_s - self._first_token_s) / (self.num_output_tokens - 1)
 
     def stages_s(self) -> dict[str, float]:
-        """Seconds in each stage; a stage that did not happen is absent, not zero."""
+        """Return the seconds in each stage; a stage that did not happen is absent, not zero."""
         stages = self._split_stages_s() if self.path == "disaggregated" else self._whole_stages_s()
         return {"preprocess": self.preprocess_s} | stages if self.preprocess_s is not None else stages
 

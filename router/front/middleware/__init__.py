@@ -1,13 +1,13 @@
-"""The layers before vLLM's app, and uvicorn's limits under them. `layers` in `router/front/app.py` is their order.
+"""The layers before vLLM's app, and uvicorn's limits below them. `layers` in `router/front/app.py` defines their order.
 
-types.py          ASGI's types
-http_protocol.py  uvicorn's parser with limits
-auth.py           API keys, and what each client is called
-body_limit.py     the longest body
-admin_access.py   who may use operators' paths
-cors.py           which web pages may call
-deadline.py       how long a client gives
-retry_after.py    when to come again
-json_cost.py      how much work a body is
-fair_order.py     refuses early, and lets in by turns
+types.py          the types of ASGI
+http_protocol.py  uvicorn's parser, with limits
+auth.py           checks API keys and names each client
+body_limit.py     limits the length of bodies
+admin_access.py   decides who may use the operator's routes
+cors.py           decides which web pages may call
+deadline.py       reads the time that a client allows
+retry_after.py    adds the Retry-After header
+json_cost.py      limits the work that a body causes
+fair_order.py     refuses early, and takes requests in by turns
 """

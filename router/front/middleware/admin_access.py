@@ -1,9 +1,9 @@
-"""Who may use the operator's paths. Asked by `router.front.middleware.auth` before anything of such a request is read.
+"""Who may use the operator's routes. `router.front.middleware.auth` asks before anything else of a request is read.
 
-Those are the paths of `router.front.admin`, with which the service can be ended. A client's key never opens them. With
-`security.admin_keys_file` its keys do, from wherever. Without it a caller on the server's own machine may, but only as
-long as nobody else can look like one: not if clients have keys or come through proxies, and not if the request shows
-that it was passed on, or comes from a page in a browser.
+These are the routes of `router.front.admin`, which can end the service. A client's key never opens them. If
+`security.admin_keys_file` is set, its keys do, from anywhere. Otherwise a caller on the server's own machine may use
+them, but only while nobody else can look like one: not if clients have keys or come through proxies, and not if the
+request shows that it was forwarded or comes from a page in a browser.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from router.front.middleware.types import Scope
 
 ADMIN_PATH: Final = "/ridgeline"
 AdminRight = Literal["", "local", "key"]
-"""Nothing; a caller on this machine; a caller who has shown an admin key."""
+"""No right; that of a caller on this machine; that of a caller with an admin key."""
 _PASSED_ON: Final = frozenset({b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"forwarded", b"via"})
 _SET_FILE: Final = "set security.admin_keys_file and send a key of that file"
 
 
 @dataclass(frozen=True)
 class AdminRefusal:
-    """What the caller is told."""
+    """The answer to a caller without the right."""
 
     status: HTTPStatus
     sentence: str
@@ -33,16 +33,16 @@ class AdminRefusal:
 
 @dataclass(frozen=True)
 class AdminAccess:
-    """The rule above. `clients_are_remote`: they have keys or come through proxies."""
+    """The rule described above. `clients_are_remote`: clients have keys or come through proxies."""
 
     key_hashes: frozenset[bytes] = frozenset()
     clients_are_remote: bool = False
 
     def right(self, scope: Scope, shown_keys: tuple[bytes, ...]) -> AdminRight | AdminRefusal:
-        """What this caller may do, or why nothing."""
+        """Return the caller's right, or the refusal."""
         headers = {name for name, _ in scope["headers"]}
         if b"origin" in headers:
-            return AdminRefusal(HTTPStatus.FORBIDDEN, "a page in a browser may not use the paths of operators")
+            return AdminRefusal(HTTPStatus.FORBIDDEN, "a page in a browser may not use the operator's routes")
         if self.key_hashes:
             if any(hash_key(key) in self.key_hashes for key in shown_keys):
                 return "key"
@@ -66,13 +66,15 @@ class AdminAccess:
 
 
 def is_admin_path(path: str) -> bool:
-    """Whether a path belongs to the operator, existing or not."""
+    """Return whether the path is one of the operator's, whether it exists or not."""
     return path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/")
 
 
 def _from_this_machine(scope: Scope) -> bool:
-    """By the socket's real peer, which no header changes, and by the name that the caller knows the server by: a page
-    whose own name has been made to lead here has that one."""
+    """Check the socket's real peer, which no header changes, and the host name that the caller used.
+
+    The name excludes web pages whose own host name was made to resolve to this machine.
+    """
     client = scope.get("client")
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     if client is None or len(hosts) != 1:

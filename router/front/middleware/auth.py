@@ -1,10 +1,10 @@
-"""Who is let in, by API keys, and what each client is called.
+"""Checks API keys, and names each client.
 
-Nothing of a request's body is read before its key is known to be good. Only hashes of keys are in this process;
+Nothing of a request's body is read before its key has been checked. This process holds only hashes of keys;
 `cluster.config.api_keys` reads the keys themselves.
 
-A key is found by its hash in a set. How long that takes may tell something of the hash, but a caller can no more steer
-the hash of a guess towards a known one than find the key, so there is nothing to learn from it.
+A key is found by its hash in a set. The time this takes may reveal something about the hash, but a caller who could
+steer the hash of a guess towards a known one could also find the key, so nothing useful can be learned.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _NO_KEY: Final = (
 
 @dataclass(frozen=True)
 class Access:
-    """Who is let in, and what they are called."""
+    """Who may call, and how clients are named."""
 
     key_hashes: frozenset[bytes] = frozenset()
-    """Of clients' keys; none: open to all."""
+    """Hashes of clients' keys; if empty, everybody may call."""
     admin: AdminAccess = field(default_factory=AdminAccess)
     addresses: AddressClients = field(default_factory=AddressClients)
 
 
 class KeyGuard:
-    """Refuses whoever shows no key for what is asked, and says who is being served."""
+    """Refuses callers without the key that a route needs, and records which client is being served."""
 
     def __init__(self, app: Asgi, access: Access) -> None:
         self._app = app
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
-        if scope["type"] not in ("http", "websocket"):  # the app's own start and end
+        """Serve one request by the ASGI protocol."""
+        if scope["type"] not in ("http", "websocket"):  # lifespan events
             await self._app(scope, receive, send)
         elif is_admin_path(scope["path"]):
             await self._serve_operator(scope, receive, send)
@@ -78,12 +78,12 @@ class KeyGuard:
 
 
 def _is_open(scope: Scope) -> bool:
-    """By exactly these names: some of the app's routes are patterns."""
+    """Check for exactly these paths, because some of the app's routes are patterns."""
     return scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in OPEN_PATHS
 
 
 def _shown_keys(scope: Scope) -> tuple[bytes, ...]:
-    """Two at most, the first of each header: to try more would be work that anybody could ask for."""
+    """Return at most two keys, the first of each header: hashing more would be work that anyone could cause."""
     bearer, plain = _first(scope, b"authorization"), _first(scope, b"x-api-key")
     scheme, _, key = bearer.strip().partition(b" ")
     shown = (key.strip() if scheme.lower() == b"bearer" else b"", plain.strip())

@@ -1,4 +1,4 @@
-"""How long a body may be, and how long its parts may take to come."""
+"""Limits the length of a body, and the time that each of its parts may take to arrive."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from router.front.middleware.types import Asgi, Message, Receive, Scope, Send
 
 LINGER_BYTES: Final = 64 << 20
 BODY_PART_WITHIN_S: Final = 30.0
-"""A client that sends its body slower, part by part, is not waited for."""
+"""Longest time to wait for the next part of a body."""
 LINGER_S: Final = 2.0
 
 
 class BodyLimit:
-    """Refuses with 413 a body that is too long, by what it announces or as soon as it is; keeps nothing of it."""
+    """Refuses a body that is too long with 413, by its announced length or as soon as it exceeds the limit."""
 
     def __init__(self, app: Asgi, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
+        """Serve one request by the ASGI protocol."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -41,7 +41,7 @@ class BodyLimit:
 
 
 class _CountedBody:
-    """One request's messages. After the refusal its app reads a client that left, and what it sends goes nowhere."""
+    """One request's messages. After a refusal the app sees a client that left, and what the app sends is dropped."""
 
     def __init__(self, max_bytes: int, receive: Receive, send: Send) -> None:
         self._left_bytes = max_bytes
@@ -53,7 +53,7 @@ class _CountedBody:
         self.refused = False
 
     async def receive(self) -> Message:
-        """Give the app the next part of the body."""
+        """Return the next part of the body to the app."""
         if self.refused:
             return {"type": "http.disconnect"}
         try:
@@ -71,21 +71,20 @@ class _CountedBody:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Pass on the app's answer."""
+        """Pass the app's answer on."""
         if not self.refused:
             self._answering = True
             await self._send(message)
 
     async def refuse_length(self, *, more_to_come: bool = True) -> None:
-        """Refuse a body that is too long with 413."""
+        """Refuse a body that is too long, with 413."""
         sentence = (
-            f"The request body is longer than {self._max_bytes} bytes: send less, or have server.max_request_bytes "
-            "raised."
+            f"The request body is longer than {self._max_bytes} bytes: send less, or raise server.max_request_bytes."
         )
         await self._refuse(413, sentence, more_to_come=more_to_come)
 
     async def _refuse(self, status: int, sentence: str, *, more_to_come: bool = False) -> None:
-        """Refuse, and end the connection, since the rest of the body will not be read."""
+        """Refuse, and close the connection, since the rest of the body will not be read."""
         self.refused = True
         if self._answering:
             return
@@ -96,8 +95,10 @@ class _CountedBody:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _linger(self) -> None:
-        """Throw away some of what still comes: closing at once would reset the connection of a client that sends its
-        whole body before it reads, and it would never see the answer."""
+        """Read and drop some of what still arrives.
+
+        A client that sends its whole body before it reads would otherwise get a reset connection instead of the answer.
+        """
         left_bytes = LINGER_BYTES
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -109,6 +110,6 @@ class _CountedBody:
 
 
 def announced_bytes(scope: Scope) -> int:
-    """Zero for a body whose length is not told, which is then counted, and for nonsense, which the parser refuses."""
+    """Return the announced length; 0 if there is none (the body is then counted) or if it is not a number."""
     announced = [value for name, value in scope["headers"] if name == b"content-length"]
     return max((int(value) for value in announced if value.isdigit()), default=0)

@@ -1,7 +1,7 @@
-"""Which web pages may use the server from a browser: none, but for `server.cors_allowed_origins`.
+"""Which web pages may use the server from a browser: none except `server.cors_allowed_origins`.
 
-Outside the keys' guard, because a browser asks first and without a key (preflight), and because a page can read a
-refusal only with these headers. The operators' paths are for no page.
+It comes before the key guard, because a browser first asks without a key (preflight), and because a page can read a
+refusal only with these headers. No page may use the operator's routes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _READABLE: Final = ("retry-after", "www-authenticate", "x-request-id")
 
 
 class Cors:
-    """Answers pages of these origins; without any, leaves the app as it is, so that a browser refuses them all."""
+    """Answers pages of these origins. Without any it changes nothing, so that browsers refuse all pages."""
 
     def __init__(self, app: Asgi, allowed_origins: Sequence[str]) -> None:
         self._app = app
         self._for_pages = app
         if allowed_origins:
             pages = CORSMiddleware(
-                cast(ASGIApp, app),  # Starlette's types are any mappings, ours are dictionaries
+                cast(ASGIApp, app),  # Starlette accepts any mapping, ours are dictionaries
                 allow_origins=allowed_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
@@ -37,6 +37,6 @@ class Cors:
             self._for_pages = cast(Asgi, pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
+        """Serve one request by the ASGI protocol."""
         for_pages = scope["type"] == "http" and not is_admin_path(scope["path"])
         await (self._for_pages if for_pages else self._app)(scope, receive, send)

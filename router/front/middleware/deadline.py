@@ -1,4 +1,4 @@
-"""How long a client gives one request: the header `x-ridgeline-timeout-s`, read for every HTTP request."""
+"""Reads the header `x-ridgeline-timeout-s`, the time that a client allows for one request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ HEADER: Final = b"x-ridgeline-timeout-s"
 
 
 class Deadline:
-    """Notes each request's own deadline, and refuses one that makes no sense with 400."""
+    """Records each request's own deadline, and refuses an invalid one with 400."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
+        """Serve one request by the ASGI protocol."""
         given = dict(scope.get("headers", ())).get(HEADER) if scope["type"] == "http" else None
         if given is not None:
             timeout_s = _positive_seconds(given)

@@ -1,7 +1,7 @@
-"""Requests enter in fair order (`router.flow.intake`), and those of a client that holds its whole share do not.
+"""Takes requests in fair order (`router.flow.intake`), and refuses early those of clients that hold their whole share.
 
-Its share of the places, and of the memory for bodies. Those are refused before they are parsed, at a fraction of what
-it costs to take them in.
+The share is of places and of memory for bodies. These requests are refused before they are parsed, at a fraction of
+the cost of taking them in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from router.front.routes import GENERATING
 
 
 class EarlyRefusal:
-    """Refuses requests of clients whose share is taken; `check_share` raises Refused for one more than so many."""
+    """Refuses requests of clients whose share is used up. `check_share` raises Refused, given how many are coming."""
 
     def __init__(self, app: Asgi, intake: Intake, check_share: Callable[[str, int], None]) -> None:
         self._app = app
@@ -27,7 +27,7 @@ class EarlyRefusal:
         self._check_share = check_share
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
+        """Serve one request by the ASGI protocol."""
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in GENERATING:
             client = current().client
             try:
@@ -39,9 +39,9 @@ class EarlyRefusal:
 
 
 class BoundedBodies:
-    """Counts what is kept of bodies until their requests are answered, and refuses those for which there is no room.
+    """Counts the bytes of bodies until their requests are answered, and refuses bodies for which there is no room.
 
-    `on_refused` is told the reason.
+    `on_refused` gets the reason.
     """
 
     def __init__(self, app: Asgi, bodies: HeldBodies, on_refused: Callable[[str], None]) -> None:
@@ -50,7 +50,7 @@ class BoundedBodies:
         self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it. The app reads a whole body before it does anything else."""
+        """Serve one request by the ASGI protocol. The app reads a whole body before it does anything else."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -72,14 +72,14 @@ class BoundedBodies:
 
 
 class FairOrder:
-    """Lets requests wait for their turn; their bodies have come."""
+    """Makes requests wait for their turn, with their bodies complete."""
 
     def __init__(self, app: Asgi, intake: Intake) -> None:
         self._app = app
         self._intake = intake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
+        """Serve one request by the ASGI protocol."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -95,7 +95,7 @@ class FairOrder:
 
 
 async def _refuse(refused: Refused, receive: Receive, send: Send, *, more_to_come: bool = True) -> None:
-    while more_to_come:  # to close before the body's end would reset the connection
+    while more_to_come:  # closing before the end of the body would reset the connection
         more_to_come = (await receive()).get("more_body", False)
     again = (b"retry-after", str(refused.retry_after_s).encode())
     await send_error(send, refused.status, str(refused), headers=[again])

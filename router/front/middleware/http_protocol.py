@@ -1,7 +1,7 @@
-"""uvicorn's fast HTTP parser, with the limits it lacks: on connections, on heads and their time, on unread answers.
+"""uvicorn's fast HTTP parser, with the limits it lacks: on connections, heads, their arrival time and unread answers.
 
-httptools collects headers until they end, so a client that never ends them would fill our memory before anything of
-ours is asked. uvicorn's other parser, h11, stops at 64 KiB, and so does this; it costs the router more for each token.
+httptools collects headers until they end, so a client that never ends them would fill our memory before any code of
+ours runs. uvicorn's other parser, h11, stops at 64 KiB, as this one does, but costs the router more for each token.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from router.front.context import note_head_read
 from router.front.errors import error_body
 
 MAX_HEAD_BYTES: Final = 64 << 10
-"""A head may exceed it by what one read of a socket brings, 256 KiB at most."""
+"""Largest request head; it may be exceeded by one read of a socket, 256 KiB at most."""
 LINGER_S: Final = 1.0
-"""How long what is still on its way is taken in and dropped: to close at once would reset the connection, and with it
-the answer that the client has not read."""
+"""Time in which data still arriving is read and dropped: closing at once would reset the connection, and the client
+would lose the answer it has not read."""
 HEAD_WITHIN_S: Final = 30.0
-"""How long a client may take from its connection, or from the first byte of a later request, to the end of the head."""
+"""Longest time from the connection, or from the first byte of a later request, to the end of the head."""
 MOST_CONNECTIONS: Final = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16_384)
-"""The other files are for workers and the rest. One that only waits takes some 20 KB."""
+"""Largest number of connections; the other files are for workers and the rest. An idle one takes about 20 KB."""
 
 
 def _last_words(status: HTTPStatus, sentence: str) -> bytes:
-    """Write a whole answer, after which the connection is closed."""
+    """Build a whole answer, after which the connection is closed."""
     body = json.dumps(error_body(status, sentence))
     head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
@@ -41,22 +41,20 @@ _TOO_LARGE: Final = _last_words(
     "The request line and headers are longer than 64 KiB: send less in them.",
 )
 _TOO_LATE: Final = _last_words(
-    HTTPStatus.REQUEST_TIMEOUT, f"No whole request head came within {HEAD_WITHIN_S:g} s: send it at once."
+    HTTPStatus.REQUEST_TIMEOUT, f"The request head was not complete within {HEAD_WITHIN_S:g} s: send it at once."
 )
-_TOO_MANY: Final = _last_words(
-    HTTPStatus.SERVICE_UNAVAILABLE, "The server has as many connections as it may have: try again later."
-)
+_TOO_MANY: Final = _last_words(HTTPStatus.SERVICE_UNAVAILABLE, "The server has no free connections: try again later.")
 
 
 class _Counted:
-    """A transport that knows how much was written to it."""
+    """A transport that counts what is written to it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self.written_bytes = 0
 
     def write(self, data: bytes) -> None:
-        """Count, and write."""
+        """Count the bytes and write them."""
         self.written_bytes += len(data)
         self._transport.write(data)
 
@@ -65,7 +63,7 @@ class _Counted:
 
 
 class BoundedHeads(HttpToolsProtocol):
-    """One connection."""
+    """One connection, with limits."""
 
     _part_ended = False
     _head_bytes = 0
@@ -77,7 +75,7 @@ class BoundedHeads(HttpToolsProtocol):
     _head_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count what is written from now on, and begin to wait for a head."""
+        """Count writes from now on, and start to wait for a head."""
         self._counted = _Counted(transport)
         self._taken_s = time.monotonic()
         super().connection_made(cast(asyncio.Transport, self._counted))
@@ -87,7 +85,7 @@ class BoundedHeads(HttpToolsProtocol):
             self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting for a head."""
         self._head_came()
         super().connection_lost(exc)
 
@@ -101,7 +99,7 @@ class BoundedHeads(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._wait_for_head()  # the head of the next request; the answer to this one goes on
+            self._wait_for_head()  # the next request's head is late, but this answer goes on
         else:
             self._end_with(_TOO_LATE)
 
@@ -112,11 +110,11 @@ class BoundedHeads(HttpToolsProtocol):
 
     @property
     def unread_bytes(self) -> int:
-        """Written, and not taken by the client's socket."""
+        """Bytes written and not yet taken by the client's socket."""
         return 0 if self._counted is None else int(self._counted.get_write_buffer_size())
 
     def silent_s(self, now_s: float) -> float:
-        """For how long the client has taken nothing of what there is for it, as far as has been asked."""
+        """Return for how long the client has taken nothing of what is waiting for it, as of the last call."""
         if self._counted is None:
             return 0.0
         unread_bytes = self.unread_bytes
@@ -126,14 +124,16 @@ class BoundedHeads(HttpToolsProtocol):
         return now_s - self._taken_s
 
     def give_up(self, why: str) -> None:
-        """Close at once and forget what the client has not read; what makes its answer is cancelled."""
+        """Close at once and drop what the client has not read; the code that makes its answer is cancelled."""
         del why
         if self._counted is not None:
             self._counted.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse, then count what may belong to a head, or to the trailer of a body in chunks, that has not ended; not
-        what a read has besides the end of one."""
+        """Parse, then count the bytes of a request head (or chunked trailer) that has not ended yet.
+
+        Bytes that arrive in the same read as its end are not counted.
+        """
         if self._refused:
             return
         self._part_ended = False
@@ -143,14 +143,14 @@ class BoundedHeads(HttpToolsProtocol):
         else:
             self._head_bytes += len(data)
             if self._awaits_head and self._head_due is None and not self.transport.is_closing():
-                self._wait_for_head()  # once anything of it has come, uvicorn waits without end
+                self._wait_for_head()  # after the first byte of a head, uvicorn itself would wait without end
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refused = True
             self.transport.write(_TOO_LARGE)
             self.loop.call_later(LINGER_S, self.transport.close)
 
     def on_headers_complete(self) -> None:
-        """A body follows, or the next request's head."""
+        """Record the end of a head; a body or the next head follows."""
         self._part_ended = True
         self._awaits_head = False
         self._head_came()
@@ -158,12 +158,12 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A body ends the head; how long it may be is `router.front.middleware.body_limit`'s to say."""
+        """Record that a body has begun; `router.front.middleware.body_limit` limits its length."""
         self._part_ended = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """What comes now is a head."""
+        """Record the end of a message; the next bytes belong to a head."""
         self._part_ended = True
         self._awaits_head = True
         super().on_message_complete()

@@ -1,8 +1,8 @@
-"""How much work a request's body may be to read: counted in C before anything of it is parsed.
+"""Limits the work of reading a request's body, which is estimated before any of it is parsed.
 
-A body of a few megabytes may hold millions of numbers, or hundreds of thousands of messages, each of which pydantic
-looks at in the one event loop: seconds in which every stream stands still. So the parts are counted first, by what each
-costs; an ordinary body of that length (a long text) costs next to nothing. It stands behind the key guard.
+A body of a few megabytes may hold millions of numbers or hundreds of thousands of messages. pydantic checks each of
+them in the one event loop, and for seconds every stream would stand still. So the parts are counted first, weighted by
+cost; an ordinary body of that length (a long text) costs very little. This layer is behind the key guard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.front.errors import send_error
 from router.front.middleware.types import Asgi, Message, Receive, Scope, Send
 
 MAX_COST: Final = 1_000_000
-"""About 0.15 s of the loop. As numbers: a context of a million tokens, or eight of 128,000."""
+"""Largest cost, about 0.15 s of the loop. In numbers: a context of a million tokens, or eight of 128,000."""
 STRING_COST: Final = 20
 OBJECT_COST: Final = 100
 LIST_COST: Final = 2
@@ -23,9 +23,9 @@ _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 def cost(body: bytes) -> int:
-    """Estimate what a JSON text costs: one for each number, and what strings, lists and objects cost more than that."""
+    """Estimate the cost of a JSON text: 1 for each number, and the weights above for strings, lists and objects."""
     if _cost(body, body.count(b'"') // 2) <= MAX_COST:
-        return _cost(body, body.count(b'"') // 2)  # what looks like parts within strings is counted too
+        return _cost(body, body.count(b'"') // 2)  # overestimates, because it also counts punctuation inside strings
     bare, strings = _STRING.subn(b"", body)
     return _cost(bare, strings)
 
@@ -35,13 +35,13 @@ def _cost(body: bytes, strings: int) -> int:
 
 
 class WholeBodies:
-    """Calls the app once a body is there, and gives it in one piece."""
+    """Calls the app when a body is complete, and passes it on in one piece."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
+        """Serve one request by the ASGI protocol."""
         if not _may_have_body(scope):
             await self._app(scope, receive, send)
             return
@@ -60,13 +60,13 @@ class WholeBodies:
 
 
 class BoundedJson:
-    """Refuses with 400 a body that would cost too much. Bodies have come in one piece."""
+    """Refuses with 400 a body that would cost too much; expects bodies in one piece."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
+        """Serve one request by the ASGI protocol."""
         if not _may_have_body(scope):
             await self._app(scope, receive, send)
             return
@@ -74,7 +74,7 @@ class BoundedJson:
         found = cost(message.get("body", b""))
         if found > MAX_COST:
             sentence = (
-                f"The request body has too many parts to be read beside others: {found} counting each number once, "
+                f"The request body has too many parts to be read beside others: {found}, counting each number once, "
                 f"each string {STRING_COST} times and each object {OBJECT_COST} times, where {MAX_COST} are allowed. "
                 "Send several requests."
             )

@@ -1,4 +1,4 @@
-"""The Retry-After header of refusals; vLLM's errors carry no headers, so the estimate is in the request's context."""
+"""The Retry-After header of refusals. vLLM's errors carry no headers, so the estimate is in the request's context."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _RETRYABLE: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABL
 
 
 class RetryAfter:
-    """Puts Retry-After on every 429 and 503."""
+    """Adds Retry-After to every 429 and 503."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
+        """Serve one request by the ASGI protocol."""
         context = current()
 
         async def sending(message: Message) -> None:

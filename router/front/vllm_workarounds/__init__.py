@@ -1,6 +1,6 @@
-"""What vLLM's API server app does otherwise than we need; `README.md` says what, why, and how to see that it can go.
+"""Workarounds for vLLM's API server app; `README.md` says what each one is for and how to see that it can go.
 
-app_gaps.py     answers of routes that would be wrong or missing
-text_length.py  texts that are too long to be tokenised
-unread.py       outputs that a client has not read yet
+app_gaps.py     corrects answers of routes that would be wrong or missing
+text_length.py  refuses texts that are too long to tokenise
+unread.py       limits outputs that clients have not read
 """

@@ -1,6 +1,6 @@
-"""What vLLM's API server app leaves open between a malformed request and its answer. Installed by `router.front.app`.
+"""Corrects how vLLM's API server app answers malformed requests. Installed by `router.front.app`.
 
-The app is written for a server with one engine, and some of its checks of a body fail instead of refusing it.
+The app is written for a server with one engine, and some of its checks of a body crash instead of refusing it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from router.front.middleware.types import Asgi, Message, Receive, Scope, Send
 logger = logging.getLogger(__name__)
 
 NOT_OFFERED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone")
-"""Resizing the server's own engine, of which the router has none, and an interface that this model type lacks."""
+"""Routes that resize the server's own engine, which the router does not have, or that no generating model serves."""
 _FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 _READING_BODIES = ("loads", "validate_python", "validate_json", "model_validate", "model_validate_json")
 _READING = {
     "json": _READING_BODIES,
     "pydantic": _READING_BODIES,
-    "vllm": ("construct_chat_messages_with_tool_call",),  # expects that an earlier answer has a text
+    "vllm": ("construct_chat_messages_with_tool_call",),  # assumes that an earlier answer has text
 }
-"""Functions, by package, in which a body is read."""
+"""Functions, by package, that read a body."""
 _ROUTES_OF_LONG_ANSWERS = (chat_routes, completion_routes)
 _RAISED_BY_READING = (AttributeError, LookupError, AssertionError, RecursionError, ArithmeticError)
-"""By nesting without end, and by checks that take a value's type for granted; pydantic refuses only ValueErrors."""
+"""Errors caused by endless nesting, and by checks that assume a value's type; pydantic refuses only ValueErrors."""
 
 
 class QuickJson(JSONResponse):
-    """An answer with log-probabilities is written in a tenth of the time, in which every stream stands still."""
+    """JSON encoded ten times faster: with log-probabilities, encoding would otherwise stop every stream meanwhile."""
 
     def render(self, content: Any) -> bytes:
-        """The same JSON."""
+        """Encode the same JSON."""
         try:
             return msgspec.json.encode(content)
         except (TypeError, ValueError, RecursionError):
@@ -53,8 +53,11 @@ class QuickJson(JSONResponse):
 
 @contextmanager
 def root_logger_kept() -> Iterator[None]:
-    """A library that vLLM's app imports, for SageMaker, raises the root logger and its handlers to ERROR: from then on
-    none of our warnings would be heard."""
+    """Restore log levels that importing vLLM's app changes.
+
+    A library that the app imports, for SageMaker, raises the root logger and its handlers to ERROR, which would silence
+    our warnings.
+    """
     root, levels = logging.root.level, [(handler, handler.level) for handler in logging.root.handlers]
     try:
         yield
@@ -65,17 +68,17 @@ def root_logger_kept() -> Iterator[None]:
 
 
 def install(app: Any) -> None:
-    """On vLLM's FastAPI app: take away paths that can only fail; refuse bodies on which validation itself fails."""
+    """Remove routes of vLLM's FastAPI app that can only fail, and refuse bodies on which validation itself fails."""
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in NOT_OFFERED]
     for module in _ROUTES_OF_LONG_ANSWERS:
         vars(module)["JSONResponse"] = QuickJson
     for kind in _RAISED_BY_READING:
         app.add_exception_handler(kind, _refuse_unreadable)
-    app.middleware_stack = None  # vLLM has built it by now, without these; the first request builds it anew
+    app.middleware_stack = None  # vLLM has already built it without these; the first request builds it again
 
 
 def name_settings(state: Any) -> None:
-    """On the state of vLLM's app: what a client is told to set is named as it is in this server's configuration."""
+    """Make errors of vLLM's app name settings as they are called in this server's configuration."""
     renderer = state.online_renderer
     answer = renderer.create_error_response
 
@@ -92,7 +95,7 @@ def _our_name(flag: re.Match[str]) -> str:
 
 
 async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:
-    """400 if the error was raised while a body was read; else it goes on to be a 500, as it was."""
+    """Answer 400 if the error was raised while a body was read; otherwise raise it again, which gives a 500."""
     if not any(_reads(frame) for frame, _ in walk_tb(error.__traceback__)):
         raise error
     answer = create_error_response(f"the request cannot be understood: {error}")
@@ -105,13 +108,13 @@ def _reads(frame: FrameType) -> bool:
 
 
 class EndedStreams:
-    """Ends a stream whose generator fails after the status has been sent with an error event, not in the middle."""
+    """Ends a stream with an error event if its generator fails after the status was sent, instead of cutting it off."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as ASGI asks for it."""
+        """Serve one request by the ASGI protocol."""
         streams = False
 
         async def sending(message: Message) -> None:

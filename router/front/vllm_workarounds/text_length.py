@@ -1,7 +1,7 @@
-"""How long a text may be to be tokenised at all: seconds of a core for each megabyte, whatever becomes of the tokens.
+"""Limits the length of texts to tokenise: a megabyte takes seconds of a core, whatever happens to the tokens.
 
-vLLM refuses what could not fit if every token were the longest of the vocabulary, which may have a hundred characters,
-and looks at no length where the text is only to be tokenised or will be cut. So one client's texts would keep the
+vLLM refuses only what could not fit if every token were the longest of the vocabulary, which may have a hundred
+characters, and checks no length if the text is only tokenised or will be cut. So one client's texts could keep the
 router's cores busy for minutes. Installed by `router.front.engine_client`.
 """
 
@@ -12,11 +12,11 @@ from typing import Any, Final
 from vllm.exceptions import VLLMValidationError
 
 CHARACTERS_PER_TOKEN: Final = 16
-"""On average of a whole prompt; ordinary text and code have three to five."""
+"""Average over a whole prompt; ordinary text and code have three to five."""
 
 
 def bound_texts(renderer: Any, max_model_len_tokens: int) -> None:
-    """Make vLLM's renderer refuse longer texts with VLLMValidationError (400), before it tokenises them."""
+    """Make vLLM's renderer refuse longer texts with VLLMValidationError (400) before it tokenises them."""
     tokenize = renderer._tokenize_prompt_async
     most = CHARACTERS_PER_TOKEN * max_model_len_tokens
 

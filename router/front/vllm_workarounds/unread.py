@@ -1,8 +1,8 @@
-"""What is kept for clients that have not read it yet, and when that ends: by time, and by bytes of one and of all.
+"""Limits what is kept for clients that have not read it yet: by time, by bytes of one stream, and by bytes of all.
 
-A client that does not read takes memory and nothing else: its place in admission is given back when its sequences have
-ended on the workers. A stream that falls too far behind is ended there and then (`router/front/engine_client.py`); a
-connection that takes nothing for `write_deadline_s`, and the largest while all are too much together, end here.
+A client that does not read takes memory and nothing else: its place in admission is free once its sequences have
+ended on the workers. A stream that falls too far behind is ended at once (`router/front/engine_client.py`). A
+connection that takes nothing for `write_deadline_s` is ended here, and so are the largest while the total is too large.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 250
-"""About what one entry takes in memory."""
+"""Approximate size of one entry in memory."""
 
 Why = Literal["stream_bytes", "total_bytes", "deadline"]
 
 
 class Holder(Protocol):
-    """A stream or a connection."""
+    """A stream or a connection that may hold unread bytes."""
 
     @property
     def unread_bytes(self) -> int:
-        """What its client has not read."""
+        """Bytes that its client has not read."""
         ...
 
     def give_up(self, why: Why) -> None:
-        """Forget that, and end it."""
+        """Drop the unread bytes and end it."""
         ...
 
 
 class Connection(Holder, Protocol):
-    """One that has a socket."""
+    """A holder that has a socket."""
 
     def silent_s(self, now_s: float) -> float:
-        """For how long its client has taken nothing of what there is for it."""
+        """Return for how long its client has taken nothing of what is waiting for it."""
         ...
 
 
 class BoundedCollector(RequestOutputCollector):  # type: ignore[misc]
-    """One request's outputs, merged while its client does not read them, up to `max_bytes` of a stream."""
+    """One request's outputs, merged while its client does not read them; a stream may hold up to `max_bytes`."""
 
     def __init__(
         self, output_kind: RequestOutputKind, request_id: str, max_bytes: int, end: Callable[[Why], None]
@@ -59,33 +59,33 @@ class BoundedCollector(RequestOutputCollector):  # type: ignore[misc]
         self.unread_bytes = 0
 
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
-        """As vLLM does, and count. A whole answer in one piece is as long as admission has let it become."""
+        """Store an output as vLLM does, and count it. A whole answer in one piece is limited by admission only."""
         unread = self.output
         super().put(output)
         if isinstance(unread, RequestOutput) and isinstance(output, RequestOutput):
-            # vLLM's merging drops those of a sequence that comes first now, and `echo` would find none for it.
+            # vLLM's merging drops those of a sequence that comes first now, and `echo` would not find them.
             unread.prompt_logprobs = unread.prompt_logprobs or output.prompt_logprobs
         if not isinstance(output, RequestOutput):
-            self.unread_bytes = 0  # an error takes the place of all before
+            self.unread_bytes = 0  # an error replaces everything before it
             return
         self.unread_bytes += _bytes(output)
         if self.aggregate and self.unread_bytes > self._max_bytes:
             self.give_up("stream_bytes")
 
     async def get(self) -> RequestOutput | PoolingRequestOutput:
-        """What has come since the last call; waits for some."""
+        """Return what has come since the last call, waiting if there is nothing."""
         output = await super().get()
         self.unread_bytes = 0
         return output
 
     def get_nowait(self) -> RequestOutput | PoolingRequestOutput | None:
-        """The same, or None."""
+        """Return what has come since the last call; None if there is nothing."""
         output = super().get_nowait()
         self.unread_bytes = 0
         return output
 
     def give_up(self, why: Why) -> None:
-        """End the request everywhere; the client, should it read on, finds an error."""
+        """End the request everywhere; if the client reads on, it gets an error."""
         self._end(why)
 
 
@@ -102,7 +102,7 @@ async def watch(
     max_unread_bytes: int,
     on_end: Callable[[Why], None],
 ) -> None:
-    """Look every second, until cancelled."""
+    """Look once a second, or more often for a short `write_deadline_s`, until cancelled."""
     while True:
         await asyncio.sleep(min(LOOK_EVERY_S, write_deadline_s / 4))
         look(list(connections()), list(streams()), write_deadline_s, max_unread_bytes, on_end)
@@ -116,7 +116,7 @@ def look(
     on_end: Callable[[Why], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """End what has been silent for too long, then the largest until the rest is no more than it may be."""
+    """End connections that are silent for too long, then the largest holders until the rest is within the limit."""
     now_s = clock()
     silent = [connection for connection in connections if connection.silent_s(now_s) > write_deadline_s]
     for connection in silent:

@@ -113,7 +113,7 @@ async def test_a_prefill_pool_that_was_drained_leaves_a_server_that_is_ready_and
         assert (status, body["ready"]) == (200, True)
         assert body["pools"]["prefill"] == {
             "ready": True,
-            "why": "all of its workers were drained or stay away; decode computes the prompts",
+            "why": "all of its workers were drained or have left; decode computes the prompts",
         }
         deployment.clock.now_s += 10
     assert deployment.canaries == 2, "decode is tried all the same"
