@@ -1,7 +1,7 @@
-"""Programs for the people who work on Ridgeline; the product imports none of them.
+"""Programs for developers of Ridgeline; the product imports none of them.
 
-bench/         measurements beside those of `ridgeline bench`
-chaos/         faults under load: is anything lost, does anything stay behind
-differential/  random requests to Ridgeline and to plain vLLM
+bench/         measurements in addition to those of `ridgeline bench`
+chaos/         faults under load: what is lost, what stays behind
+differential/  random requests to Ridgeline and to plain vLLM, compared
 fuzz/          malformed requests, messages and frames
 """

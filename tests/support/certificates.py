@@ -1,4 +1,4 @@
-"""Certificates for tests, as docs/security.md makes them with openssl."""
+"""Certificates for tests, made as docs/security.md makes them with openssl."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DAY = datetime.timedelta(days=1)
 
 
 class Authority:
-    """One certificate authority, with what it signs in one folder."""
+    """A certificate authority; the files that it signs are in one folder."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._folder = folder
@@ -26,7 +26,7 @@ class Authority:
         self.ca_file = self._write("authority.pem", _pem(self._certificate))
 
     def issue(self, name: str = "node", server_name: str = SERVER_NAME, valid_days: float = 1.0) -> TlsFiles:
-        """A certificate and its key."""
+        """Write a certificate and its key; return the paths."""
         key = ec.generate_private_key(ec.SECP256R1())
         signed = _sign(name, key, self._name, self._key, [server_name], valid_days=valid_days)
         return TlsFiles(self.ca_file, self._write(f"{name}.pem", _pem(signed)), self._write(f"{name}.key", _key(key)))

@@ -1,7 +1,7 @@
-"""What happens to a request in each state on each fault: one row each. `docs/failures.md` and tests are made from it.
+"""What happens to a request in each state on each fault, one row each. Source of `docs/failures.md` and of tests.
 
-`tests/unit/router/dispatch/test_failure_table.py` runs every row on real gRPC hosts and checks what it says; a row that it cannot bring
-about fails the suite. Real engines meet some of these faults in `tests/engines`, by tests of their own.
+`tests/unit/router/dispatch/test_failure_table.py` runs every row on real gRPC hosts and checks it; a row that it cannot
+bring about fails the suite. Real engines meet some of these faults in tests of their own, in `tests/engines`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Fault = Literal[
     "router_restarted",
 ]
 Ending = Literal["whole", "error", "gone"]
-"""What the client has at the end: the whole answer, one error, or nobody is there to see it."""
+"""What the client has at the end: the whole answer, one error, or it has left."""
 STATES: tuple[State, ...] = get_args(State)
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One state and one fault."""
+    """The outcome of one fault in one state."""
 
     state: State
     fault: Fault
@@ -41,7 +41,7 @@ class Row:
     client: str
     """What the client sees."""
     counted: str
-    """A series of /metrics that grows; empty: nothing went wrong for this request."""
+    """A series of /metrics that grows; empty if nothing went wrong for this request."""
 
 
 def _retries(state: str, cause: str) -> str:
@@ -66,7 +66,7 @@ ROWS: tuple[Row, ...] = (
     Row("queued", "router_restarted", "nothing", _NOTHING, "gone", _BROKEN, _CANCELLED),
     Row("prefilling", "prefill_lost", "prefill elsewhere", "its blocks end with it", "whole", _PAUSE, _retries("prefilling", "worker_lost")),
     Row("prefilling", "decode_lost", "noticed at the hand-off: prefill again from its prefix cache, decode elsewhere", "the hand-off", "whole", _PAUSE, _retries("handoff", "worker_lost")),
-    Row("prefilling", "transfer_failed", "decode that followed begins again after prefill", "what it had fetched", "whole", "nothing", 'ridgeline_followed_handoffs_total{result="unreachable"}'),
+    Row("prefilling", "transfer_failed", "the overlapped decode leg begins again after prefill", "what it had fetched", "whole", "nothing", 'ridgeline_followed_handoffs_total{result="unreachable"}'),
     Row("prefilling", "deadline", "nothing", "prefill is aborted", "error", "504", _FAILED),
     Row("prefilling", "client_gone", "nothing", "prefill is aborted", "gone", "", _CANCELLED),
     Row("prefilling", "draining", "runs to its end there; after the drain time, prefill elsewhere", "prefill is aborted", "whole", _PAUSE, _retries("prefilling", "draining")),
@@ -100,7 +100,7 @@ CANNOT_HAPPEN: dict[tuple[State, Fault], str] = {
 
 
 def as_markdown() -> str:
-    """The table of `docs/failures.md`."""
+    """Return the table of `docs/failures.md`."""
     head = "| state | fault | then | released | client sees | counted |\n|---|---|---|---|---|---|\n"
     rows = [
         f"| {row.state} | {row.fault} | {row.then} | {row.released} | {row.client or 'nobody is there'} | "

@@ -1,7 +1,7 @@
-"""A deterministic engine without a model, with VllmEngine's methods; the engine's own tests and the router's use it.
+"""A deterministic engine without a model, with VllmEngine's methods, for tests of workers and of the router.
 
-Importing this module also imports vLLM, once, with its import-time deprecation warnings silenced: pytest turns warnings
-into errors, and these are not ours.
+Importing this module also imports vLLM, with its import-time deprecation warnings silenced: pytest turns warnings into
+errors, and these are not ours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TIMING = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
 
 
 class FakeClock:
-    """Stands still until told."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self, now_s: float = 100.0) -> None:
         self.now_s = now_s
@@ -82,7 +82,7 @@ def make_handoff(handoff_id: str = "h1", num_tokens: int = 70) -> KvHandoff:
 
 
 def make_task(request_id: str = "r", leg: str = "decode", max_tokens: int = 3, **fields: Any) -> GenerateTask:
-    """A task; `params` replaces the sampling parameters that `max_tokens` would make."""
+    """Make a task; `params` replaces the sampling parameters that `max_tokens` would give."""
     params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return GenerateTask(
         request_id=request_id,
@@ -94,13 +94,13 @@ def make_task(request_id: str = "r", leg: str = "decode", max_tokens: int = 3, *
 
 
 def next_token(context: list[int]) -> int:
-    """What this engine "samples": a function of the whole context, so that a lost token shows in all that follow."""
+    """Return the next token as a function of the whole context, so that a lost token changes all that follow."""
     return (sum(context) * 31 + len(context) * 7) % 1000
 
 
 @dataclass
 class Call:
-    """One call of `generate`."""
+    """The arguments of one call of `generate`."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -111,7 +111,7 @@ class Call:
 
     @property
     def transfer(self) -> dict[str, Any] | None:
-        """What the connector would see."""
+        """The instructions that the connector would see."""
         return (self.params.extra_args or {}).get("kv_transfer_params")
 
 
@@ -126,7 +126,7 @@ class FakeStats:
 
 
 class FakeEngine:
-    """Makes one token per `step()` for every request in it; with `stepping="auto"` each request runs by itself."""
+    """Makes one token per `step()` for every running request; with `stepping="auto"` each request runs by itself."""
 
     num_kv_blocks = 100
 
@@ -138,24 +138,24 @@ class FakeEngine:
         self.calls: list[Call] = []
         self.aborted: list[str] = []
         self.kept: set[str] = set()
-        """Hand-offs whose blocks it keeps: those of requests that have finished, told or not."""
+        """Hand-offs whose blocks it keeps: those of finished requests, whether anything was notified or not."""
         self.released: list[str] = []
         self.error: Exception | None = None
-        """Raised by the next steps instead of a token."""
+        """Raised by the next steps instead of making a token."""
         self.notices = NoticeBoard()
         self.timing = TIMING
         self._stepping = stepping
         self.output_delay: asyncio.Event | None = None
-        """What an output waits for between the engine's step and the worker, if anything."""
+        """If set, outputs wait for it between the engine's step and the worker."""
         self._waiting: dict[str, asyncio.Semaphore] = {}
 
     @property
     def running(self) -> set[str]:
-        """Requests that wait for a step."""
+        """The requests that wait for a step."""
         return set(self._waiting)
 
     def step(self, *only: str) -> None:
-        """One engine step: wakes every request in this turn of the loop, as vLLM's output handler does; or some."""
+        """Run one engine step: wake all requests, or some, in this turn of the loop, as vLLM's output handler does."""
         for request_id, steps in self._waiting.items():
             if not only or request_id in only:
                 steps.release()

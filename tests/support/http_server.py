@@ -1,4 +1,4 @@
-"""Any app behind a real uvicorn, without the tenths of a second that uvicorn's own loop waits."""
+"""Serves any app with a real uvicorn, without the tenths of a second that uvicorn's own loop waits."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +9,7 @@ import uvicorn
 
 @asynccontextmanager
 async def listening(app: Any, **options: Any) -> AsyncIterator[str]:
-    """Serve on a free port of this machine for as long as the block runs; yields its URL."""
+    """Serve on a free port of this machine while the block runs; yield the URL."""
     config = uvicorn.Config(app, port=0, ws="none", lifespan="off", **{"log_level": "error", **options})
     config.load()
     server = uvicorn.Server(config)

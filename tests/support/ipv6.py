@@ -1,4 +1,4 @@
-"""Whether this machine has IPv6."""
+"""Tells whether this machine has IPv6."""
 
 import socket
 

@@ -1,7 +1,7 @@
-"""Two engines without a model that hand over for real: real transfer services, leases and gRPC, random delays.
+"""Two engines without a model that hand KV off for real, with transfer services, leases, gRPC and random delays.
 
-What the connector and vLLM do, in the order in which they do it: an engine acts a moment after it was told, goes on a
-moment after it was told to stop, and finishes a prompt, blocks kept, before anybody in the worker has heard of it.
+They do what the connector and vLLM do, in the same order: an engine acts shortly after it is told, continues for a
+moment after it is told to stop, and finishes a prompt, keeping its blocks, before the worker knows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.support.samples import kv_layout
 NUM_BLOCKS = 64
 LAYOUT = kv_layout(kv_dtype="auto", block_size_tokens=32, num_layers=1, block_bytes=64)
 STEP_TOKENS = 64
-"""Longer prompts are computed in two steps, and can be followed."""
+"""Longer prompts are computed in two steps, so that their transfer can overlap."""
 LEASE_S = 30.0
 
 
 class LeaseEngine:
-    """What both have: a transfer service, polled as an engine's step loop does, and delays."""
+    """The common part: a transfer service, polled as an engine's step loop does, and delays."""
 
     num_kv_blocks = NUM_BLOCKS
 
@@ -53,7 +53,7 @@ class LeaseEngine:
         self.unsent: set[str] = set()
         """Prompts whose blocks are kept."""
         self.given_up = 0
-        """How many hand-offs its worker released itself."""
+        """Number of hand-offs that its worker released itself."""
 
     async def describe(self) -> tuple[KvLayout, list[str]]:
         return LAYOUT, [self.service.address]
@@ -65,7 +65,7 @@ class LeaseEngine:
         return True
 
     async def step_for_ever(self) -> None:
-        """Collect what the service has to tell."""
+        """Collect the service's results until cancelled."""
         while True:
             await asyncio.sleep(0.002)
             done = self.service.poll()
@@ -104,7 +104,7 @@ class LeaseEngine:
     async def _prefill(self, request_id: str, name: str, prompt: list[int], handoff_id: str) -> TokenDelta:
         blocks = list(range(-(-len(prompt) // 32)))
         if len(prompt) > STEP_TOKENS:
-            await self._delay()  # aborted in its first step: nothing was offered
+            await self._delay()  # if it is aborted in its first step, nothing was offered
             self.service.grow(name, handoff_id, blocks[:2])
             self.notices.deliver([_notice(handoff_id, handoff=self._handoff(handoff_id, prompt, complete=False))])
         try:
@@ -112,7 +112,7 @@ class LeaseEngine:
         except asyncio.CancelledError:
             self._soon(self.service.withdraw, handoff_id)
             raise
-        # Here the engine finishes: from now on no abort has an effect on these blocks.
+        # The engine finishes here: from now on, an abort has no effect on these blocks.
         self.unsent.add(name)
         self._soon(self.service.publish, name, handoff_id, blocks, len(prompt), 7)
         await self._delay()
@@ -145,7 +145,7 @@ class LeaseEngine:
         except asyncio.CancelledError:
             self._soon(self.service.release, handoff)
             raise
-        if self._rng.random() < 0.1:  # the local prefix cache has it all
+        if self._rng.random() < 0.1:  # the local prefix cache has everything
             if follows:
                 self.service.unwatch(handoff)
                 await self._never("already_cached", handoff)
@@ -165,7 +165,7 @@ class LeaseEngine:
                 self.service.release(handoff)
 
     async def _never(self, reason: str, handoff: KvHandoff) -> None:
-        """It waits to be aborted: its handler is told."""
+        """Notify the handler that the first token cannot come, and wait to be aborted."""
         self.notices.deliver([_notice(handoff.handoff_id, failed=reason)])
         await asyncio.Event().wait()
 

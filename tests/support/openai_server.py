@@ -1,6 +1,6 @@
-"""A server with known timing for the load generator's tests: completions over SSE, /v1/models, /metrics.
+"""A server with known timing for tests of the load generator: completions over SSE, /v1/models, /metrics.
 
-Runs in a thread with its own event loop, so that the client's lag is the client's own.
+It runs in a thread with its own event loop, so that delays of the client are the client's own.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.support.patience import PATIENCE_S, eventually
 
 @dataclass
 class Behaviour:
-    """What the fake does; `faults` maps the number of a completion request (warm-up included) to what befalls it."""
+    """What the server does; `faults` maps the number of a completion request (warm-up included) to its fault."""
 
     ttft_s: float = 0.05
     tpot_s: float = 0.01
@@ -34,7 +34,7 @@ class Behaviour:
     max_model_len: int = 8192
     tokenizer: str | None = None
     answers_after_requests: int = 0
-    """No answer begins before so many requests have come."""
+    """Number of requests that must have come before any answer begins."""
     faults: dict[int, str] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     bodies: list[dict] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Behaviour:
 
 
 class FakeMetrics:
-    """Ridgeline's metric names, counted as a server of 10 GFLOP/s and 1 GB/s a worker would."""
+    """Ridgeline's metrics as a server of 10 GFLOP/s and 1 GB/s per worker would count them."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
@@ -68,7 +68,7 @@ class FakeMetrics:
             workers.labels(pool).set(count)
 
     def finished(self, behaviour: Behaviour, fallback: bool, output_tokens: int) -> None:
-        """Count one request: its prefill at 50 FLOP/byte, its decode at 2."""
+        """Count one request: its prefill at 50 FLOP/byte and its decode at 2."""
         prefill, decode = ("prefill", "decode") if self.mode == "disaggregated" else ("colocated", "colocated")
         way = "colocated" if self.mode == "colocated" else "fallback" if fallback else "disaggregated"
         self.requests.labels(way, "finished").inc()
@@ -87,7 +87,7 @@ class FakeMetrics:
 
 
 def make_app(behaviour: Behaviour) -> Starlette:
-    """The application; `behaviour` may be changed while it runs."""
+    """Build the application; `behaviour` may be changed while it runs."""
     metrics = FakeMetrics(behaviour.mode)
 
     async def models(_: Request) -> Response:
@@ -118,7 +118,7 @@ def make_app(behaviour: Behaviour) -> Starlette:
 
 
 async def answer(behaviour: Behaviour, metrics: FakeMetrics, body: dict, number: int) -> AsyncIterator[bytes]:
-    """One streamed completion, each token a pause after the last, or the fault planned for this request."""
+    """Stream one completion with a pause before each token, or the fault planned for this request."""
     total, fault = body["max_tokens"], behaviour.faults.get(number, "")
     await eventually(lambda: len(behaviour.bodies) >= behaviour.answers_after_requests)
     for token in range(total):
@@ -140,13 +140,13 @@ async def answer(behaviour: Behaviour, metrics: FakeMetrics, body: dict, number:
 
 
 def event(payload: dict) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
 @contextlib.contextmanager
 def running(behaviour: Behaviour) -> Iterator[str]:
-    """Serve on a free port of this machine; yields the base URL."""
+    """Serve on a free port of this machine; yield the base URL."""
 
     async def serve() -> None:
         async with listening(make_app(behaviour), log_level="critical") as url:

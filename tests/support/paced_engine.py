@@ -1,4 +1,4 @@
-"""A fake engine that makes its steps by itself, each as long as a real one's."""
+"""A fake engine that makes its steps by itself, each as long as a real engine's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP_TOKENS = 2048
 
 
 class PacedEngine(FakeEngine):
-    """Run `pace` beside it."""
+    """An engine whose steps take time; run `pace` beside it."""
 
     num_kv_blocks = 4000
 
@@ -31,7 +31,7 @@ class PacedEngine(FakeEngine):
         self._prompt_tokens: dict[str, int] = {}
 
     async def pace(self) -> None:
-        """Steps without end: one token for each of the oldest sequences; their prompts take time, if that is given."""
+        """Step forever: one token for each of the oldest sequences. Prompts take time if a rate is given."""
         while True:
             batch = self._batch()
             tokens = sum(self._prompt_tokens[request_id] for request_id in batch)
@@ -42,7 +42,7 @@ class PacedEngine(FakeEngine):
                 self.step(*batch)
 
     def _batch(self) -> list[str]:
-        """The oldest, up to a number of prompt tokens where those take time; at least one."""
+        """Return the oldest sequences, at least one; if prompts take time, up to a number of prompt tokens."""
         batch: list[str] = []
         tokens = 0
         for request_id in list(self._waiting)[: self._max_num_seqs]:
@@ -55,7 +55,7 @@ class PacedEngine(FakeEngine):
     async def generate(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, **more: Any
     ) -> AsyncGenerator[TokenDelta, None]:
-        """As the fake does, and the log-probabilities of a prompt."""
+        """Generate like the fake, with log-probabilities of the prompt if asked for."""
         self._prompt_tokens[request_id] = len(prompt_token_ids)
         async for delta in super().generate(request_id, prompt_token_ids, params, **more):
             if params.prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""Waiting for what other tasks, threads or processes bring about."""
+"""Waits for other tasks, threads or processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 PATIENCE_S = 120.0
-"""Ends a test that would never end. Decides nothing: longer than any machine needs, however long it stands still."""
+"""Ends a test that would hang. It decides nothing else: longer than any machine needs, even if it stalls."""
 
 
 async def eventually(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> None:
-    """Wait for something that other tasks bring about."""
+    """Wait until other tasks make the condition true."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"
@@ -20,7 +20,7 @@ async def eventually(condition: Callable[[], Any], timeout_s: float = PATIENCE_S
 
 
 def in_the_end(condition: Callable[[], Any]) -> None:
-    """The same without a loop, for what threads and processes bring about."""
+    """Wait without a loop until threads or processes make the condition true."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"

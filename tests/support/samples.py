@@ -1,4 +1,4 @@
-"""Valid values of the types with many fields; a test says only what it is about."""
+"""Valid values of the types with many fields, so that a test names only the fields it is about."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.settings import RouterSettings
 
 
 def kv_layout(**changes: Any) -> KvLayout:
-    """Of a small model, but for `changes`."""
+    """Return the layout of a small model, with `changes`."""
     fields = {
         "model": "m",
         "dtype": "bfloat16",
@@ -27,7 +27,7 @@ def kv_layout(**changes: Any) -> KvLayout:
 
 
 def router_settings(**changes: Any) -> RouterSettings:
-    """Of a disaggregated router on a free loopback port, but for `changes`."""
+    """Return the settings of a disaggregated router on a free loopback port, with `changes`."""
     fields = {
         "model_path": "m",
         "served_name": "m",

@@ -1,6 +1,6 @@
-"""The table of series in docs/architecture.md: as it stands there, and as the router's collectors would have it.
+"""The table of series in docs/architecture.md: as documented, and as the router's collectors define it.
 
-`python -m tests.support.series_table` writes it anew.
+`python -m tests.support.series_table` writes it again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
 
 
 def documented() -> dict[str, tuple[str, str, set[str]]]:
-    """name -> (type, meaning, labels), as the document says."""
+    """Return name -> (type, meaning, labels) from the document."""
     table = METRICS_TABLE.search(ARCHITECTURE.read_text())
     assert table is not None
     return {
@@ -34,9 +34,9 @@ def documented() -> dict[str, tuple[str, str, set[str]]]:
 
 
 def metric_rows() -> list[tuple[str, str, str, str]]:
-    """(name as scraped, type, labels, meaning) of every series of the router's collectors, each with some data.
+    """Return (name as scraped, type, labels, meaning) of every series of the router's collectors, with sample data.
 
-    `tests/unit/router/front/test_http.py` holds them against what a router publishes.
+    `tests/unit/router/front/test_http.py` compares them with what a router publishes.
     """
     rows = []
     for series in vars(RequestMetrics(CollectorRegistry())).values():
@@ -60,7 +60,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
 
 
 def worker_counters() -> dict[str, float]:
-    """One of each figure that a worker may report."""
+    """Return one value of each figure that a worker may report."""
     counters = {".".join([prefix, *labels]): 1.0 for prefix, (_, _, labels) in _WORKER_COUNTERS.items()}
     return counters | dict.fromkeys(_WORKER_GAUGES, 1.0)
 

@@ -1,4 +1,4 @@
-"""The real router, vLLM's real app in it, over a real socket and real gRPC, before two fake engines."""
+"""The real router with vLLM's real app, over a real socket and real gRPC, with two fake engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = 200
 
 
 def make_model(directory: Path) -> None:
-    """Configuration and tokenizer of a model without weights: one word, one token."""
+    """Write configuration and tokenizer of a model without weights, in which each word is a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -47,7 +47,7 @@ async def serving(
     workers_host: str = "127.0.0.1",
     **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Any, FakeEngine, FakeEngine]]:
-    """(HTTP client, router, prefill engine, decode engine). Without other engines prefill steps when it is told to."""
+    """Yield (HTTP client, router, prefill engine, decode engine). By default prefill steps only when told to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from router.server import Router

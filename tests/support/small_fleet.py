@@ -1,4 +1,4 @@
-"""Worker hosts with fake engines on loopback, and a router's fleet connected to them: real gRPC in between."""
+"""Worker hosts with fake engines on loopback, and a router's fleet connected to them by real gRPC."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker_runtime.host import WorkerHost
 
 @contextlib.asynccontextmanager
 async def hosts(**layouts):
-    """Hosts on loopback: pool -> layout; the second worker of a pool is called decode_1."""
+    """Start hosts on loopback, given pool -> layout; the second worker of a pool is called decode_1."""
     started = []
     for name, layout in layouts.items():
         pool, _, number = name.partition("_")
@@ -37,12 +37,12 @@ async def hosts(**layouts):
 
 
 class Done(Exception):
-    """Ends the task group that a fleet lives in."""
+    """Ends the task group that a fleet runs in."""
 
 
 @contextlib.asynccontextmanager
 async def a_fleet(addresses):
-    """A connected fleet, for as long as the block runs."""
+    """Provide a connected fleet while the block runs."""
     fleet = Fleet("router")
     try:
         async with asyncio.TaskGroup() as group:

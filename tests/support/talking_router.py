@@ -1,6 +1,6 @@
-"""A router over HTTP with vLLM's app, and engines without a model that tell log-probabilities too.
+"""A router over HTTP with vLLM's app, and engines without a model that also give log-probabilities.
 
-Import `fake_engine` before anything of vLLM's.
+Import `fake_engine` before anything of vLLM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 
 def make_model(directory: Path) -> None:
-    """Configuration and tokenizer of a model without weights: one word, one token; a chat template that shows much."""
+    """Write configuration and tokenizer of a model without weights, with a chat template that shows its inputs."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -59,7 +59,7 @@ def make_model(directory: Path) -> None:
 
 
 class TalkingEngine(FakeEngine):
-    """Also tells log-probabilities, where it is asked for them."""
+    """Also gives log-probabilities if asked for them."""
 
     async def generate(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, **options: Any
@@ -82,7 +82,7 @@ def _position(token: int, others: Any) -> PositionLogprobs:
 
 @asynccontextmanager
 async def talking_router(model: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Any, list[TalkingEngine]]]:
-    """(HTTP client, vLLM's app, prefill and decode engine)."""
+    """Yield (HTTP client, vLLM's app, prefill and decode engine)."""
     engines = [TalkingEngine("prefill"), TalkingEngine("decode")]
     for engine in engines:
         engine.num_kv_blocks = 10_000
@@ -94,7 +94,7 @@ async def talking_router(model: Path) -> AsyncIterator[tuple[httpx.AsyncClient, 
         from router.front.vllm_workarounds import app_gaps
         from router.server import Router
 
-        # There is one router in a process elsewhere.
+        # Elsewhere there is one router in a process.
         stack.enter_context(patch("router.server.REGISTRY", CollectorRegistry()))
         installed = app_gaps.install
         stack.enter_context(patch("router.front.app.app_gaps.install", lambda app: (installed(app), apps.append(app))))

@@ -1,10 +1,10 @@
-"""Measurements of a running server, or of one part.
+"""Measurements of a running server, or of one part of it.
 
-answers.py        what a server answers to a fixed set of requests, to be compared
-clocks.py         a client's clock against the server's histograms
-codec_speed.py    how fast KV is encoded and decoded
-idle_cpu.py       CPU time of a deployment that has nothing to do, by process
-overload.py       more load than a server can take, and fairness between clients
-unloaded_ttft.py  TTFT of both modes without load, in alternation
-wire_accuracy.py  what quantised KV on the wire does to answers
+answers.py        prints a server's answers to a fixed set of requests, for comparison
+clocks.py         compares a client's clock with the server's histograms
+codec_speed.py    measures how fast KV is encoded and decoded
+idle_cpu.py       measures the CPU time of an idle deployment, by process
+overload.py       sends more load than a server can take, and checks fairness
+unloaded_ttft.py  measures TTFT of both modes without load, in alternation
+wire_accuracy.py  measures what quantised KV on the wire does to answers
 """

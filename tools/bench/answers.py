@@ -1,4 +1,4 @@
-"""Prints what a server answers to a fixed set of requests: text, finish reason, usage. Run it against two and diff.
+"""Prints a server's answers to a fixed set of requests: text, finish reason, usage; to be compared by diff.
 
 usage: python -m tools.bench.answers URL      (Ridgeline and a plain `vllm serve` with the same model and dtype)
 """
@@ -27,7 +27,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def streamed(text: str) -> dict[str, Any]:
-    """One answer from a stream of server-sent events."""
+    """Return one answer, joined from a stream of server-sent events."""
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     choices = [choice for event in events for choice in event["choices"]]
     return {
@@ -38,7 +38,7 @@ def streamed(text: str) -> dict[str, Any]:
 
 
 def whole(answer: dict[str, Any]) -> dict[str, Any]:
-    """The parts of an answer that must not depend on the server."""
+    """Return the parts of an answer that must not depend on the server."""
     if "choices" not in answer:
         return {"text": answer["content"][0]["text"], "finish": answer["stop_reason"], "usage": answer["usage"]}
     choices = answer["choices"]
@@ -50,7 +50,7 @@ def whole(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(url: str) -> None:
-    """Print one line of JSON a request."""
+    """Print one line of JSON for each request."""
     with httpx.Client(base_url=url, timeout=120) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
         for path, body in REQUESTS:

@@ -1,4 +1,4 @@
-"""A client's own clock against /metrics: TTFT and ITL of the same streams, by the buckets of the server's histograms.
+"""Compares a client's clock with /metrics: TTFT and ITL of the same streams, by the buckets of the server's histograms.
 
 usage: python -m tools.bench.clocks URL [--prompt-tokens 300] [--output-tokens 40]
 """
@@ -23,25 +23,25 @@ from loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
 
 STREAMS = (1, 20)
 ROUNDS = {1: 4, 20: 1}
-"""One stream at a time has fewer gaps to compare."""
+"""Rounds by number of streams; one stream at a time gives fewer gaps to compare."""
 DEADLINE_S = 300.0
 SMALLEST_TOKEN, LARGEST_TOKEN = 10, 190
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """What both have of one latency."""
+    """One latency, as measured by the client and by the server."""
 
     name: str
     client_s: Sequence[float]
     bounds_s: Sequence[float]
-    """Upper bounds of the server's buckets, the last one infinite."""
+    """Upper bounds of the server's buckets; the last one is infinite."""
     server: Sequence[float]
-    """Observations in each of them."""
+    """Number of observations in each bucket."""
 
     @property
     def share_within_a_bucket(self) -> float:
-        """Of the observations, both sides sorted: how many are in the same bucket, or in one beside it."""
+        """Fraction of observations, both sides sorted, that are in the same bucket or in adjacent ones."""
         theirs = [index for index, count in enumerate(self.server) for _ in range(round(count))]
         ours = sorted(bisect_left(self.bounds_s, seconds) for seconds in self.client_s)
         near = sum(abs(a - b) <= 1 for a, b in zip(ours, theirs, strict=False))
@@ -66,7 +66,7 @@ class Latencies:
 
 
 async def measure(url: str, streams: int, prompt_tokens: int, output_tokens: int) -> dict[str, Latencies]:
-    """Run so many streams at a time, by both clocks. Raises ServerError."""
+    """Run this many streams at a time, timed by both clocks. Raises ServerError."""
     async with open_client(url) as client:
         model = (await first_model(client)).id
         before = await _scraped(client)
@@ -97,7 +97,7 @@ async def _scraped(client: httpx.AsyncClient) -> Scrape:
 
 
 def _prompt(tokens: int) -> list[int]:
-    """One that no cache has."""
+    """Return a random prompt, which no cache has."""
     return [random.randint(SMALLEST_TOKEN, LARGEST_TOKEN) for _ in range(tokens)]
 
 

@@ -1,4 +1,4 @@
-"""How fast KV is encoded and decoded: GB of raw bytes per second of one core. No engine, a few seconds.
+"""Measures how fast KV is encoded and decoded: GB of raw bytes per second of one core. No engine, a few seconds.
 
 usage: python -m tools.bench.codec_speed
 """
@@ -17,12 +17,12 @@ from kv_transfer.wire.codec import ELEMENT_TYPES, make_codec
 from kv_transfer.wire.frames import TARGET_FRAME_BYTES
 
 HEADS, HEAD_ELEMENTS = 3, 2 * 32 * 64
-"""SmolLM2-135M in blocks of 32 tokens."""
+"""The heads of SmolLM2-135M in blocks of 32 tokens."""
 ROUNDS = 51
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """Median of this thread's own CPU time, so that what else runs on the machine counts little."""
+    """Return the median of this thread's own CPU time, on which other load has little influence."""
     work()
     seconds = []
     for _ in range(ROUNDS):
@@ -33,7 +33,7 @@ def cpu_s(work: Callable[[], object]) -> float:
 
 
 def measure(wire_dtype: str, kv_dtype: str) -> str:
-    """One line for one codec: a frame of scattered blocks of noise."""
+    """Measure one codec on a frame of scattered blocks of noise; return the result as a line."""
     kind = ELEMENT_TYPES[kv_dtype]
     block_bytes = HEADS * HEAD_ELEMENTS * kind.num_bytes
     layout = KvLayout(
@@ -63,7 +63,7 @@ def measure(wire_dtype: str, kv_dtype: str) -> str:
 
 
 def main() -> None:
-    """All that can be combined."""
+    """Measure all combinations."""
     for wire_dtype in ("int8", "fp8"):
         for kv_dtype in ELEMENT_TYPES:
             sys.stdout.write(measure(wire_dtype, kv_dtype) + "\n")

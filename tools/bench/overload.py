@@ -1,13 +1,13 @@
-"""What a running server does with more than it can serve, and whether one client can crowd out another.
+"""Tests how a running server handles more load than it can serve, and whether one client can crowd out another.
 
     python -m tools.bench.overload http://127.0.0.1:8000 --rate-multiple 3 --seconds 120
     python -m tools.bench.overload http://127.0.0.1:8000 --fairness --seconds 60
 
-The first sends open-loop Poisson traffic at a multiple of the rate the server holds (measured before, or `--rate`):
-what is accepted must have its first token within the bound, the rest must get 429 at once with Retry-After, and the
-memory of the server's processes must stay flat. The second floods with 2,000-token prompts from one client while
-another sends short ones, which must start within the stated bound. Clients are told apart by source address, or by
-`--api-keys A,B`. Prints a table, writes JSON with `--json`, exits 1 on a violation.
+The first command sends open-loop Poisson traffic at a multiple of the rate that the server sustains (measured first, or
+`--rate`). Accepted requests must have their first token within the bound, the others must get 429 at once with
+Retry-After, and the memory of the server's processes must stay flat. The second floods with 2,000-token prompts from
+one client while another sends short ones, which must start within the stated bound. Clients are told apart by source
+address, or by `--api-keys A,B`. Prints a table, writes JSON with `--json`, and exits with 1 on a violation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Answer:
 
     status: int
     first_s: float
-    """To the first token, or to the whole refusal."""
+    """Seconds to the first token, or to the whole refusal."""
     retry_after: str | None = None
     finished: bool = False
     problem: str = ""
@@ -55,7 +55,7 @@ class Answer:
 
 @dataclass
 class Findings:
-    """Rows of the table, and what is wrong."""
+    """The rows of the table, and the violations."""
 
     rows: dict[str, Any] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Findings:
 
 
 class Sender:
-    """One client of the server: its address or key, and prompts no cache has seen."""
+    """One client of the server, with its address or key; its prompts are in no cache."""
 
     def __init__(self, http: httpx.AsyncClient, model: str, seed: int) -> None:
         self._http = http
@@ -74,7 +74,7 @@ class Sender:
         self._random = random.Random(seed)
 
     async def send(self, prompt_tokens: int, output_tokens: int) -> Answer:
-        """One streamed completion; nothing is raised."""
+        """Send one streamed completion; every failure becomes an Answer."""
         body = {
             "model": self._model,
             "prompt": [self._random.randrange(1000, 40000) for _ in range(prompt_tokens)],
@@ -103,7 +103,7 @@ class Sender:
 
 @asynccontextmanager
 async def sender(args: argparse.Namespace, model: str, number: int) -> AsyncIterator[Sender]:
-    """Client 0 or 1: its own API key, else its own source address."""
+    """Open client 0 or 1 with its own API key, or else its own source address."""
     keys: list[str] = args.api_keys.split(",") if args.api_keys else []
     transport = httpx.AsyncHTTPTransport(
         local_address=None if keys or not args.fairness else f"127.0.0.{2 + number}",
@@ -115,7 +115,7 @@ async def sender(args: argparse.Namespace, model: str, number: int) -> AsyncIter
 
 
 async def held_rate(client: Sender, args: argparse.Namespace, seconds: float) -> float:
-    """Requests per second that are answered with a few always under way."""
+    """Return the requests per second that the server answers with a few always in progress."""
     end_s, finished = time.perf_counter() + seconds, 0
 
     async def one_after_the_other() -> None:
@@ -127,12 +127,12 @@ async def held_rate(client: Sender, args: argparse.Namespace, seconds: float) ->
     began_s = time.perf_counter()
     await asyncio.gather(*(one_after_the_other() for _ in range(CONCURRENT)))
     if not finished:
-        sys.exit("the server answered nothing: is it up, and are prompts of --prompt-tokens accepted?")
+        sys.exit("the server answered nothing: is it running, and does it accept prompts of --prompt-tokens?")
     return finished / (time.perf_counter() - began_s)
 
 
 async def poisson(client: Sender, args: argparse.Namespace, rate: float) -> list[Answer]:
-    """Open loop: when each is sent does not depend on what came back."""
+    """Send in an open loop: the time of each request does not depend on answers."""
     chance, sent = random.Random(args.seed), []
     began_s = next_s = time.perf_counter()
     while (next_s := next_s + chance.expovariate(rate)) < began_s + args.seconds:
@@ -142,7 +142,7 @@ async def poisson(client: Sender, args: argparse.Namespace, rate: float) -> list
 
 
 def server_processes(args: argparse.Namespace) -> list[psutil.Process]:
-    """Those of `--pids`, else what listens on the port, with all its parent (a raylet) has started."""
+    """Return those of `--pids`, or else the process on the port and all that its parent, a raylet, started."""
     if args.pids:
         return [psutil.Process(int(pid)) for pid in args.pids.split(",")]
     port = urlsplit(args.url).port
@@ -155,7 +155,7 @@ def server_processes(args: argparse.Namespace) -> list[psutil.Process]:
 
 
 def rss_bytes(processes: Sequence[psutil.Process]) -> int:
-    """Of those that live."""
+    """Return the memory of those that are still alive."""
     total = 0
     for process in processes:
         try:
@@ -166,7 +166,7 @@ def rss_bytes(processes: Sequence[psutil.Process]) -> int:
 
 
 async def overload(args: argparse.Namespace, model: str) -> Findings:
-    """More than the server holds, for a while."""
+    """Send more than the server sustains, for a while."""
     findings, processes = Findings(), server_processes(args)
     async with sender(args, model, 0) as client:
         rate = args.rate or await held_rate(client, args, WARMUP_S)
@@ -206,7 +206,7 @@ async def overload(args: argparse.Namespace, model: str) -> Findings:
 
 
 async def fairness(args: argparse.Namespace, model: str) -> Findings:
-    """One client floods with long prompts, another sends short ones."""
+    """Flood with long prompts from one client while another sends short ones."""
     findings = Findings()
     async with AsyncExitStack() as stack:
         flood, other = [await stack.enter_async_context(sender(args, model, number)) for number in range(2)]
@@ -247,7 +247,7 @@ async def fairness(args: argparse.Namespace, model: str) -> Findings:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """0 for none."""
+    """Return the q-quantile; 0 without values."""
     return sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0
 
 
@@ -285,7 +285,7 @@ async def run(args: argparse.Namespace) -> Findings:
 
 
 def main() -> None:
-    """Run, print, exit 1 on a violation."""
+    """Run, print, and exit with 1 on a violation."""
     args = arguments()
     findings = asyncio.run(run(args))
     table = Table("what", "value", title="fairness" if args.fairness else f"{args.rate_multiple:g} x the held rate")

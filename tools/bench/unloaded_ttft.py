@@ -1,8 +1,8 @@
-"""Unloaded TTFT and first-to-second-token gap, disaggregated against colocated, in alternation on the same cores.
+"""Unloaded TTFT and first-to-second-token gap, disaggregated against colocated, alternating on the same cores.
 
-Both deployments are up at once; the idle one's engines sleep. On a slow CPU the prompt's own arithmetic takes seconds
-and varies by more than the two modes differ, so TTFT is also told without it: the engine says how long it computed for
-the first token, and what is left is all that a mode can add. Run: `make bench-unloaded`.
+Both deployments are up at once; the idle one's engines sleep. On a slow CPU computing the prompt takes seconds and
+varies by more than the modes differ. So TTFT is also given without it: the engine reports how long it computed for the
+first token, and the rest is all that a mode can add. Run it with `make bench-unloaded`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Timing:
 
     ttft_ms: float
     beside_compute_ms: float
-    """TTFT without the engine's computing of the first token, by the engine's own clock."""
+    """TTFT minus the engine's own time for computing the first token."""
     second_token_ms: float
     itl_ms: float
 
 
 async def measure(client: httpx.AsyncClient, url: str, seed: int) -> Timing:
-    """One streamed request with a prompt no cache has seen."""
+    """Send one streamed request with a prompt that no cache has, and time it."""
     body = {
         "model": "smollm2-135m",
         "prompt": [1000 + (seed * 7919 + position * 104729) % 40000 for position in range(PROMPT_TOKENS)],
@@ -63,14 +63,14 @@ async def measure(client: httpx.AsyncClient, url: str, seed: int) -> Timing:
                 arrived_s.append(time.perf_counter())  # noqa: PERF401 - each line is timed as it comes
     after = parse_metrics((await client.get(f"{url}/metrics")).text)
     compute_s = difference(before, after, wall_s=1.0).total("ridgeline_stage_seconds_sum", stage="prefill")
-    assert compute_s > 0, "the server told no time of the first token's computing"
+    assert compute_s > 0, "the server reported no time for computing the first token"
     ttft_ms = 1e3 * (arrived_s[0] - began_s)
     gaps_ms = [1e3 * (later - earlier) for earlier, later in pairwise(arrived_s)]
     return Timing(ttft_ms, ttft_ms - 1e3 * compute_s, gaps_ms[0], statistics.median(gaps_ms[1:]))
 
 
 async def run() -> None:
-    """Start both modes, alternate, print medians."""
+    """Start both modes, alternate between them, and print medians."""
     console = Console(width=140)
     loaded = {mode: load_config("deploy/local.yaml", {"mode": mode, "server.port": "0"}).config for mode in MODES}
     timings: dict[Mode, list[Timing]] = {mode: [] for mode in MODES}
@@ -81,7 +81,7 @@ async def run() -> None:
         started(loaded["disaggregated"], console) as other,
     ):
         urls = dict(zip(MODES, (one.url, other.url), strict=True))
-        for pair in range(-2, PAIRS):  # two pairs of warm-up; colocated has two replicas
+        for pair in range(-2, PAIRS):  # two pairs warm up, since colocated has two replicas
             order = MODES if pair % 2 else MODES[::-1]
             for mode in order:
                 timing = await measure(client, urls[mode], seed=pair + 100)

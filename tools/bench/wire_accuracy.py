@@ -1,15 +1,15 @@
-"""What quantised KV on the wire does to answers, against a second Ridgeline whose `transfer.wire_dtype` is none.
+"""Measures what quantised KV on the wire does to answers, against a second Ridgeline with `transfer.wire_dtype` none.
 
 usage: python -m tools.bench.wire_accuracy BASE_URL OTHER_URL --prompts 100 --out FILE.json
 
 BASE_URL is the reference (`none`). Both must serve the same model and dtype in mode disaggregated with
-`--set transfer.transport=grpc` or its equal in the file: shared memory would copy the blocks as they are. Prompts are
-stretches of the shipped book, each sent to both servers, one at a time, greedily and with logprobs: so batches are
-equal, and all that differs is what the KV went through. No two prompts begin alike; after a run start both servers
-anew, or use another --seed, because what a decode worker still has cached is not fetched again.
+`--set transfer.transport=grpc` or the same in the file: shared memory would copy the blocks as they are. Prompts are
+passages of the shipped book, sent to both servers one at a time, greedily and with logprobs, so that batches are equal
+and only the KV's encoding differs. No two prompts begin alike. After a run, restart both servers or use another --seed,
+because KV that a decode worker still has cached is not fetched again.
 
-The first token comes from prefill and has seen no transferred KV. The second is the first that has. Where the first
-tokens differ already, the servers differ by more than the wire, and the prompt counts for nothing but that.
+The first token comes from prefill and has seen no transferred KV; the second is the first that has. If the first
+tokens already differ, the servers differ by more than the wire, and the prompt counts for nothing else.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ NUM_TOKENS = 16
 NUM_LOGPROBS = 5
 SHORTEST_WORDS = 30
 LONGEST_WORDS = 700
-"""About 1000 tokens."""
+"""Longest prompt in words, about 1000 tokens."""
 STATUS_LAG_S = 1.5
-"""Workers report their counters every half second."""
+"""Time to wait for counters, which workers report every half second."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens, and the logprob of each."""
+    """The tokens of an answer, with the logprob of each."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -51,20 +51,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt's two answers."""
+    """The comparison of one prompt's two answers."""
 
     first_agrees: bool
     second_agrees: bool
     whole_agrees: bool
     first_difference: int | None
-    """Position, from 0; None if there is none."""
+    """The position of the first difference, from 0; None if there is none."""
     errors_nat: tuple[float, ...]
-    """|difference| of the reference token's logprob at positions from 1 up to the first that differs."""
+    """|difference| of the reference token's logprob, at positions from 1 up to the first difference."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """All prompts together. Shares are of the prompts whose first tokens agree; None where there is nothing to tell."""
+    """The figures of all prompts. Shares are of prompts whose first tokens agree; None without such prompts."""
 
     prompts: int
     first_tokens_agree: int
@@ -78,7 +78,7 @@ class Report:
 
 
 def compare(reference: Answer, other: Answer) -> Comparison:
-    """ValueError unless both have the same number of tokens, at least 2."""
+    """Compare two answers. Raises ValueError unless both have the same number of tokens, at least 2."""
     if len(reference.token_ids) != len(other.token_ids) or len(reference.token_ids) < 2:
         raise ValueError(f"answers of {len(reference.token_ids)} and {len(other.token_ids)} tokens cannot be compared")
     pairs = list(zip(reference.token_ids, other.token_ids, strict=True))
@@ -95,7 +95,7 @@ def compare(reference: Answer, other: Answer) -> Comparison:
 
 
 def summarise(comparisons: Sequence[Comparison]) -> Report:
-    """The figures of a run."""
+    """Compute the figures of a run."""
     comparable = [each for each in comparisons if each.first_agrees]
     errors = [error for each in comparable for error in each.errors_nat]
     second = sum(each.second_agrees for each in comparable)
@@ -114,7 +114,7 @@ def summarise(comparisons: Sequence[Comparison]) -> Report:
 
 
 def make_prompts(text: str, count: int, seed: int, longest_words: int = LONGEST_WORDS) -> list[str]:
-    """Stretches of a text, of many lengths, no two of which begin alike. ValueError if it is too short for that."""
+    """Cut passages of many lengths from a text, no two of which begin alike. Raises ValueError if it is too short."""
     words = text.split()
     chosen = random.Random(seed)
     places = (len(words) - LONGEST_WORDS) // SHORTEST_WORDS
@@ -125,12 +125,12 @@ def make_prompts(text: str, count: int, seed: int, longest_words: int = LONGEST_
 
 
 def answer_of(choice: dict[str, Any]) -> Answer:
-    """From one choice of /v1/completions that was asked for token ids and logprobs."""
+    """Read an answer from a choice of /v1/completions with token ids and logprobs."""
     return Answer(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
 
 
 class Server:
-    """One deployment."""
+    """One deployment that is asked."""
 
     def __init__(self, url: str, client: httpx.Client) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -139,7 +139,7 @@ class Server:
         self._before = self._counters()
 
     def ask(self, prompt: str) -> Answer:
-        """Greedily, exactly NUM_TOKENS tokens."""
+        """Ask greedily for exactly NUM_TOKENS tokens."""
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -153,7 +153,7 @@ class Server:
         return answer_of(reply.json()["choices"][0])
 
     def counted(self) -> dict[str, float]:
-        """Since the start: fetches that brought KV, prompts computed again instead, bytes put in frames, bytes got."""
+        """Return the counts since the start: successful fetches, recomputed prompts, bytes sent, bytes received."""
         after = self._counters()
         gained = {key: value - self._before.get(key, 0.0) for key, value in after.items()}
         delta = MetricsDelta(gained, {}, wall_s=0.0)
@@ -171,7 +171,7 @@ class Server:
 
 
 def print_report(report: Report, counted: dict[str, dict[str, float]], console: Console) -> None:
-    """As a table, and one line for each server, by which to see that KV did travel, and how small."""
+    """Print a table, and for each server a line that shows whether KV travelled, and how many bytes."""
 
     def share(part: int, value: float | None) -> str:
         return "-" if value is None else f"{part} of {report.first_tokens_agree} ({100 * value:.1f} %)"
@@ -192,7 +192,7 @@ def print_report(report: Report, counted: dict[str, dict[str, float]], console: 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ask, compare, print, write."""
+    """Ask both servers, compare, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base_url")
     parser.add_argument("other_url")

@@ -1,16 +1,16 @@
-"""Real deployments under load while something happens to them. Four programs, and what they share.
+"""Real deployments under load and faults: four programs, and the parts they share.
 
-chaos.py        workers are killed, stopped and cut off: is anything lost
-kill_decode.py  a decode worker is killed in the middle of its streams
-soak.py         does memory grow with requests
-stress.py       does anything stay behind when clients leave
-running.py      a deployment, a client and a text to cut prompts from
-deployment.py   a deployment as an operator sees it
-drive.py        clients at work
-wishes.py       what clients ask for
-faults.py       what is done to processes, and in which order
+chaos.py        kills, stops and cuts off workers: is anything lost
+kill_decode.py  kills a decode worker in the middle of its streams
+soak.py         checks whether memory grows with requests
+stress.py       checks whether anything stays behind when clients leave
+running.py      starts a deployment, with a client and a text to cut prompts from
+deployment.py   observes a deployment as an operator would
+drive.py        runs clients
+wishes.py       plans the clients' requests
+faults.py       injects faults into processes, in a seeded order
 records.py      one request as its client saw it
-verify.py       what must hold for every answer
-scoring.py      how far each token is from the best one
-memory.py       memory of each part of a deployment
+verify.py       checks what must hold for every answer
+scoring.py      measures how far each token is from the best one
+memory.py       measures the memory of each part of a deployment
 """

@@ -1,13 +1,13 @@
-"""Real engines under a mixed load while workers are killed, stopped and cut off: is anything lost?
+"""Runs real engines under a mixed load while workers are killed, stopped and cut off: is anything lost?
 
 usage: python -m tools.chaos.chaos --seconds 1800 --seed 1 --out runs/chaos
 
-`ridgeline serve` with two prefill and two decode workers, a lossy KV link, clients that think, arrive at random and
-sometimes leave; and every few seconds a fault. The router is never touched. Afterwards every answer is checked
-(`verify`), greedy ones are scored by a single engine (`scoring`), and nothing may be held, left over or replaced that
-should not be. Prints a line every 10 s, a table at the end; writes report.json; exit 1 if anything was violated.
+It runs `ridgeline serve` with two prefill and two decode workers, a lossy KV link, and clients that think, arrive at
+random and sometimes leave; every few seconds it injects a fault. The router is never touched. Afterwards every answer
+is checked (`verify`), greedy ones are scored by a single engine (`scoring`), and nothing may be left over, or replaced
+without a fault. Prints a line every 10 s and a table at the end, writes report.json, and exits with 1 on a violation.
 
-The same seed sends the same requests and the same order of faults in each pool; when each meets which is up to time.
+The same seed sends the same requests and the same order of faults in each pool; how they coincide depends on timing.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from tools.chaos.wishes import MIXED, Mix
 PROGRESS_EVERY_S: Final = 10.0
 LEASE_S: Final = 10.0
 IDLE_WITHIN_S: Final = LEASE_S + 10.0
-"""What a dead decode worker had not fetched is held until its lease ends."""
+"""Time to become idle: a hand-off that a dead decode worker had not fetched is held until its lease ends."""
 ENDS_WITHIN_S: Final = 240.0
-"""After the last request was sent."""
+"""Time for all requests to end after the last one was sent."""
 SHARED_MEMORY: Final = Path("/dev/shm")
 MIB: Final = 2**20
 
 
 @dataclass
 class Outcome:
-    """All that a run found out."""
+    """The findings of a run."""
 
     violations: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -64,16 +64,16 @@ class Outcome:
     wall_s: float = 0.0
 
     def kills_s(self) -> list[float]:
-        """When a worker was taken from what ran on it."""
+        """Return when a worker was taken away from its requests."""
         return [fault.at_s for fault in self.faults if fault.kills]
 
     def failed_before_an_answer(self) -> int:
-        """429 and 503 that the router did not count as refusals: accepted, and failed before the first event."""
+        """Count 429 and 503 that the router did not count as refusals: accepted, then failed before the first event."""
         return max(0, sum(record.refused for record in self.records) - round(self.refused_before_work))
 
 
 def settings(options: argparse.Namespace) -> list[str]:
-    """What `ridgeline serve` is told besides deploy/local.yaml."""
+    """Return the settings for `ridgeline serve` in addition to deploy/local.yaml."""
     found = pool_settings(options.prefill, options.decode, options.cores, options.kv_cache, options.step_tokens)
     found.append(f"transfer.lease_s={LEASE_S:g}")
     if options.kv_faults != "none":
@@ -86,7 +86,7 @@ def settings(options: argparse.Namespace) -> list[str]:
 
 
 async def run(options: argparse.Namespace, console: Console) -> Outcome:
-    """Start, load, hurt, stop, check."""
+    """Start a deployment, load it, inject faults, stop it and check."""
     outcome = Outcome()
     shared_before = set(os.listdir(SHARED_MEMORY))
     began_s = time.monotonic()
@@ -135,7 +135,7 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
         await asyncio.gather(*helpers, return_exceptions=True)
     outcome.violations += injector.violations
     if setup.deployment.serve.process.poll() is not None:
-        return  # `stop` says so
+        return  # `stop` reports it
     await _check_afterwards(setup, outcome, say)
     after = await setup.deployment.metrics()
     outcome.refused_before_work = after.sum("ridgeline_rejected_total") - before.sum("ridgeline_rejected_total")
@@ -151,7 +151,7 @@ async def _until_over(setup: Running, end_s: float) -> None:
 
 
 async def _check_afterwards(setup: Running, outcome: Outcome, say: Any) -> None:
-    """Nothing held, every answer right."""
+    """Check that nothing is held and every answer is right."""
     for record in outcome.records:
         found = verify.violations(record, setup.decode)
         outcome.violations += [f"request {record.wish.number} ({record.wish.kind}): {each}" for each in found]
@@ -177,7 +177,7 @@ async def _router_lag_s(setup: Running) -> float:
 
 
 async def _progress(setup: Running, load: Load, injector: Injector, lag: LoopLag, say: Any) -> None:
-    """What is late in the last minute: the router's event loop, and ours, which would delay what we measure."""
+    """Print progress, and the last minute's delays of the router's event loop and of our own."""
     while True:
         await asyncio.sleep(PROGRESS_EVERY_S)
         ends = verify.endings(load.records)
@@ -189,11 +189,11 @@ async def _progress(setup: Running, load: Load, injector: Injector, lag: LoopLag
         )
 
 
-# --- what is told
+# --- the report
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """For report.json and the table."""
+    """Return the content of report.json and of the table."""
     pauses_s = verify.pauses_s(outcome.records, outcome.kills_s())
     whole_s = sorted(fault.whole_after_s for fault in outcome.faults if fault.whole_after_s is not None and fault.kills)
     ends = verify.endings(outcome.records)
@@ -228,7 +228,7 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def print_summary(found: dict[str, Any], console: Console) -> None:
-    """As a table; the violations below it."""
+    """Print the summary as a table, with the violations below."""
 
     def spread(values: dict[str, float] | None) -> str:
         return "-" if values is None else "{count:.0f}: p50 {p50:.2f} s, max {max:.2f} s".format(**values)
@@ -260,7 +260,7 @@ def print_summary(found: dict[str, Any], console: Console) -> None:
 
 
 def write(outcome: Outcome, found: dict[str, Any], folder: Path) -> None:
-    """report.json, faults.json, and records.jsonl with a line for each request."""
+    """Write report.json, faults.json, and records.jsonl with one line per request."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     (folder / "faults.json").write_text(json.dumps([asdict(fault) for fault in outcome.faults], indent=1) + "\n")
@@ -270,7 +270,7 @@ def write(outcome: Outcome, found: dict[str, Any], folder: Path) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--seed", type=int, default=1)
@@ -281,17 +281,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--think-s", type=float, default=2.0)
     parser.add_argument("--arrivals-per-s", type=float, default=0.1)
     parser.add_argument("--kv-cache", default="512 MiB")
-    parser.add_argument("--step-tokens", type=int, default=128, help="small steps: a stall is noticed against them")
+    parser.add_argument("--step-tokens", type=int, default=128, help="small, so that a stall stands out")
     parser.add_argument("--mean-gap-s", type=float, default=6.0, help="between faults in a pool, once it is whole")
-    parser.add_argument("--stall-timeout-s", type=float, default=6.0, help="0: serve's own")
-    parser.add_argument("--max-restarts", type=int, default=1000, help="so that no worker is given up for our kills")
+    parser.add_argument("--stall-timeout-s", type=float, default=6.0, help="0: the default of serve")
+    parser.add_argument("--max-restarts", type=int, default=1000, help="enough for our kills")
     parser.add_argument(
         "--kv-faults",
         default="seed={seed},drop=0.02,cut=0.02,corrupt=0.01,delay=0.15,longest_delay_s=0.3,longest_drop_s=1",
         help="transfer.faults, or none",
     )
-    parser.add_argument("--faults", default=",".join(KINDS), help="kinds, by commas; or none")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more for ridgeline serve")
+    parser.add_argument("--faults", default=",".join(KINDS), help="kinds separated by commas, or none")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings for ridgeline serve")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
     options = parser.parse_args(arguments)
     options.kinds = _kinds(parser, options.faults)
@@ -308,14 +308,14 @@ def _kinds(parser: argparse.ArgumentParser, text: str) -> list[Kind]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run, tell, write; exit 1 if anything was violated."""
+    """Run, print, write; exit with 1 on a violation."""
     options = parse(arguments)
     console = Console(width=160)
     if any(kind.startswith("cut") for kind in options.kinds) and not can_cut_connections():
         options.kinds = [kind for kind in options.kinds if not kind.startswith("cut")]
-        console.print("TCP connections are not cut: `ss -K` is not there or not permitted")
+        console.print("TCP connections are not cut: `ss -K` is missing or not permitted")
     if not options.kinds:
-        console.print("no faults are done to processes")
+        console.print("no faults are injected into processes")
     outcome = asyncio.run(run(options, console))
     found = summary(outcome)
     print_summary(found, console)

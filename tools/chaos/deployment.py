@@ -1,7 +1,7 @@
 """A deployment seen from outside: the processes of `ridgeline serve` and its /metrics, whatever has been restarted.
 
-No part of it knows about our object model: actors are found by their process name, and who they are by asking every
-port they listen on. So what is checked is what an operator could see.
+Nothing here uses our object model: actors are found by their process name, and identified by asking every port they
+listen on. So the checks see only what an operator could see.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLL_S: Final = 0.5
 
 @dataclass(frozen=True)
 class Member:
-    """One worker: its actor process and who it says it is."""
+    """One worker: its actor process, and how it describes itself."""
 
     description: WorkerDescription
     address: str
@@ -49,7 +49,7 @@ class Member:
         return self.description.pool
 
     def engine(self) -> psutil.Process | None:
-        """Its engine process, if that runs."""
+        """Return its engine process if that runs, else None."""
         try:
             children = self.actor.children()
         except psutil.NoSuchProcess:
@@ -64,7 +64,7 @@ class Member:
 
 
 class Deployment:
-    """Made once `serve` is ready."""
+    """A running deployment; create it once `serve` is ready."""
 
     def __init__(self, serve: Serve, url: str, http: httpx.AsyncClient) -> None:
         self.serve = serve
@@ -73,7 +73,7 @@ class Deployment:
         self._members: dict[psutil.Process, Member] = {}
 
     async def members(self, pool: str | None = None) -> list[Member]:
-        """The workers whose actors run, by name. One that does not answer, because it still starts, is left out."""
+        """Return the workers whose actors run, sorted by name; one that is still starting is left out."""
         if self.serve.process.poll() is not None:
             return []
         actors = await asyncio.to_thread(self._actors)
@@ -87,30 +87,33 @@ class Deployment:
         return [member for member in members if pool in (None, member.pool)]
 
     def _actors(self) -> list[psutil.Process]:
-        """On a thread: the command line of a process that maps memory cannot be read until it has, for seconds."""
+        """Return the worker actors.
+
+        Run it on a thread: reading the command line of a process that maps memory can block.
+        """
         actors = [process for process in descendants(self.serve.process.pid) if alive(process)]
         return [process for process in actors if name_of(process).startswith(WORKER)]
 
     def router(self) -> psutil.Process:
-        """The process that serves HTTP."""
+        """Return the process that serves HTTP."""
         return next(p for p in descendants(self.serve.process.pid) if name_of(p).startswith(ROUTER))
 
     async def metrics(self) -> Metrics:
-        """What /metrics says now."""
+        """Return what /metrics says now."""
         return Metrics((await self.http.get("/metrics", follow_redirects=True, timeout=30)).text)
 
     async def full(self, pool: str, size: int, without: frozenset[int] = frozenset()) -> bool:
-        """Whether `size` whole workers of that pool run, none of these processes among them, and the router has all."""
+        """Return whether `size` whole workers of the pool run, none of them in `without`, and the router has all."""
         members, pids = await asyncio.to_thread(_whole, await self.members(pool))
         if len({member.worker_id for member in members}) != size or pids & without:
             return False
         try:
             return (await self.metrics()).sum("ridgeline_workers", pool=pool) == size
         except httpx.TransportError:
-            return False  # a router that is busy, or gone; the caller has a deadline
+            return False  # the router is busy or gone; the caller has a deadline
 
     async def wait_full(self, pool: str, size: int, within_s: float, without: frozenset[int] = frozenset()) -> bool:
-        """Wait until it is so a few times in a row: what the router says may be half a second old. False: too late."""
+        """Wait until `full` holds a few times in a row, since the router's figures lag; False if it takes too long."""
         deadline_s, in_a_row = time.monotonic() + within_s, 0
         while in_a_row < STEADY_POLLS and time.monotonic() < deadline_s and self.serve.process.poll() is None:
             in_a_row = in_a_row + 1 if await self.full(pool, size, without) else 0
@@ -119,7 +122,7 @@ class Deployment:
 
     @asynccontextmanager
     async def past_the_router(self, model: str, model_path: str, tokenizer: Any) -> AsyncIterator[list[Engines]]:
-        """Every decode worker beside a prefill worker, asked directly; every worker is in at least one pair."""
+        """Connect to the workers directly, as pairs of a decode and a prefill worker that include every worker."""
         members = await self.members()
         async with AsyncExitStack() as stack:
             clients = await stack.enter_async_context(connected([member.address for member in members]))
@@ -136,7 +139,7 @@ class Deployment:
 
 
 def _whole(members: list[Member]) -> tuple[list[Member], set[int]]:
-    """Those of which both processes run, and the pids of these."""
+    """Return the members of which both processes run, and the pids of those processes."""
     engines = [(member, engine) for member in members if alive(member.actor) and (engine := member.engine())]
     pids = {process.pid for member, engine in engines for process in (member.actor, engine)}
     return [member for member, _ in engines], pids
@@ -147,7 +150,7 @@ def _listening(actor: psutil.Process) -> list[int]:
 
 
 async def _described(actor: psutil.Process) -> tuple[WorkerDescription, str] | None:
-    """Ask every port it listens on; one is ours, the others are Ray's and do not know the question."""
+    """Ask every port it listens on; one is the worker's, the others are Ray's and cannot answer."""
     try:
         ports = await asyncio.to_thread(_listening, actor)
     except psutil.NoSuchProcess:
@@ -166,7 +169,7 @@ async def _described(actor: psutil.Process) -> tuple[WorkerDescription, str] | N
 
 
 def can_cut_connections() -> bool:
-    """Whether this kernel lets us end other processes' TCP connections: tried on one of our own."""
+    """Return whether this kernel lets us end TCP connections of other processes; tried on one of our own."""
     import socket
 
     if shutil.which("ss") is None:
@@ -183,6 +186,6 @@ def can_cut_connections() -> bool:
 
 
 def cut_connections(port: int) -> None:
-    """End every TCP connection of this host to or from that port, as a broken network would; listeners stay."""
+    """End all TCP connections of this host from or to that port, like a broken network; listeners stay."""
     command = ["ss", "-K", "-t", "state", "established", f"( sport = :{port} or dport = :{port} )"]
     subprocess.run(command, capture_output=True, timeout=10, check=False)

@@ -1,4 +1,4 @@
-"""Clients at work: a closed loop of users who think between requests, and arrivals that wait for nobody."""
+"""Runs clients: a closed loop of users who think between requests, and arrivals that wait for nobody."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.chaos.wishes import Mix
 
 
 class Load:
-    """What was sent so far and what came back; the wishes are numbered in the order they are sent."""
+    """The requests sent so far and their records; requests are numbered in the order they are sent."""
 
     def __init__(self, http: httpx.AsyncClient, mix: Mix, seed: int) -> None:
         self._http = http
@@ -26,11 +26,11 @@ class Load:
         self.records: list[Record] = []
 
     def stop(self) -> None:
-        """Send nothing more; what runs may end."""
+        """Send nothing more; running requests may end."""
         self._stopped.set()
 
     async def run(self, users: int, think_s: float, arrivals_per_s: float) -> None:
-        """Until stopped and all answers have ended."""
+        """Send until stopped, and return when all answers have ended."""
         async with asyncio.TaskGroup() as group:
             for user in range(users):
                 group.create_task(self._user(random.Random(f"{self._seed}/user/{user}"), think_s))
@@ -38,7 +38,7 @@ class Load:
                 group.create_task(self._arrivals(random.Random(f"{self._seed}/arrivals"), arrivals_per_s, group))
 
     async def exactly(self, total: int, concurrency: int, after_each: Callable[[int], Awaitable[None]]) -> None:
-        """So many requests, so many at a time; `after_each` gets how many have ended."""
+        """Send `total` requests, `concurrency` at a time; `after_each` receives how many have ended."""
         left = iter(range(total))
         done = count(1)
 

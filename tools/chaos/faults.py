@@ -1,6 +1,6 @@
-"""Faults done to the processes of a deployment, one after the other in each pool, in an order that a seed decides.
+"""Injects faults into the processes of a deployment, one after the other in each pool, in a seeded order.
 
-At most one worker of a pool is down by our hand: the next one is not touched before the pool is whole again.
+It takes down at most one worker of a pool: the next fault waits until the pool is whole again.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ WEIGHTS: Final[dict[Kind, float]] = {
 SHORTEST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 8.0
 WHOLE_WITHIN_S: Final = 180.0
-"""A pool that is not whole again by then is a violation; a start takes 10 to 60 s."""
+"""Time for a pool to be whole again, after which it is a violation; a start takes 10 to 60 s."""
 GONE_WITHIN_S: Final = 20.0
-"""A wedged process that has been replaced must not stay for longer."""
+"""Time for a wedged process to end after it has been replaced."""
 
 Say = Callable[[str], None]
 
 
 @dataclass
 class Fault:
-    """One fault and what came of it."""
+    """One fault and its consequences."""
 
     kind: Kind
     pool: str
     worker_id: str
     at_s: float
-    """On the monotonic clock."""
+    """Time of the fault on the monotonic clock."""
     pause_s: float = 0.0
     whole_after_s: float | None = None
-    """Until the pool had all of its workers again; None: not within the limit."""
+    """Seconds until the pool had all its workers again; None: not within the limit."""
     replaced: bool = False
-    """Whether another process took over. A worker that was only paused may go on instead."""
+    """Whether another process took over. A worker that was only paused may continue instead."""
     stayed: str = ""
-    """A wedged process that has been replaced and still exists."""
+    """The wedged process that was replaced but still exists, if any."""
 
     @property
     def kills(self) -> bool:
-        """Whether what ran on that worker had to go on elsewhere."""
+        """Whether requests on that worker had to continue elsewhere."""
         return self.kind.startswith(("kill", "wedge"))
 
 
 class Injector:
-    """`run` does faults until `stop`, then finishes the ones under way: nothing stays paused."""
+    """Injects faults until `stop`, then finishes those in progress, so that nothing stays paused."""
 
     def __init__(
         self, deployment: Deployment, sizes: dict[str, int], kinds: Sequence[Kind], seed: int, mean_gap_s: float
@@ -80,11 +80,11 @@ class Injector:
         self.violations: list[str] = []
 
     def stop(self) -> None:
-        """No new fault from now on."""
+        """Start no new fault from now on."""
         self._stopped.set()
 
     async def run(self, say: Say) -> None:
-        """Return once every pool is whole after its last fault."""
+        """Inject faults; return once every pool is whole after its last one."""
         if not self._kinds:
             await self._stopped.wait()
             return

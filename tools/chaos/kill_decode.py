@@ -1,12 +1,12 @@
-"""A decode worker is killed in the middle of its streams, twenty times: all of them must be completed by the other one.
+"""Kills a decode worker in the middle of its streams, twenty times: the other worker must complete all of them.
 
 usage: python -m tools.chaos.kill_decode --rounds 20 --seed 1 --out runs/kill-decode
 
-One prefill and two decode workers. In each round four greedy streams of 60 tokens; when the last of them has reached a
-random token, SIGKILL of the actor or of the engine process of one decode worker. A round in which the router had no
-stream to continue, because that worker had none, does not count and is done again. All four must come to their end with
-every token, in order, each the model's best one; then both decode workers must be back before the next round. Prints a
-line for each round and the pauses; exit 1 unless all rounds were complete.
+There are one prefill and two decode workers. Each round sends four greedy streams of 60 tokens. When the last of them
+has reached a random token, the actor or the engine process of one decode worker gets SIGKILL. A round in which that
+worker had no stream does not count and is repeated. All four streams must end with every token, in order, each the
+model's best one, and both decode workers must be back before the next round. Prints a line for each round and the
+pauses; exits with 1 unless all rounds were complete.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ Part = Literal["actor", "engine"]
 
 @dataclass(frozen=True)
 class Round:
-    """What one kill did."""
+    """The result of one kill."""
 
     number: int
     part: Part
     at_token: int
-    """Tokens that the stream with the fewest had when the kill was done."""
+    """Tokens of the shortest stream at the time of the kill."""
     worker_id: str
     continued: int
-    """Streams that lost their worker and were continued by the other one, as the router counts them."""
+    """Streams that lost their worker and continued on the other one, as the router counts them."""
     pause_s: float
-    """The largest gap between tokens of any stream from the kill on."""
+    """The largest gap between tokens of any stream after the kill, in seconds."""
     back_after_s: float | None
     wrong: list[str]
 
 
 class Rounds:
-    """One after the other on a running deployment."""
+    """Rounds, one after the other, on a running deployment."""
 
     def __init__(self, setup: Running, seed: int) -> None:
         self._setup = setup
@@ -68,10 +68,10 @@ class Rounds:
         self._asked = 0
 
     async def one(self, number: int) -> Round:
-        """Start, wait for the token, kill, wait for the end, check."""
+        """Run one round: start streams, wait for the token, kill, wait for the end, check."""
         part: Part = self._rng.choice(("actor", "engine"))
         at_token = self._rng.randint(1, LAST_KILL_TOKEN)
-        # Found now: once the streams run, looking for processes would take longer than they do.
+        # Look it up now: once the streams run, that would take longer than they do.
         victim = self._rng.choice([one for one in await self._setup.deployment.members("decode") if one.whole])
         process = victim.actor if part == "actor" else victim.engine()
         assert process is not None, f"{victim.worker_id} has lost its engine before the kill"
@@ -91,17 +91,17 @@ class Rounds:
         if not back:
             wrong.append(f"two decode workers were not back within {BACK_WITHIN_S:.0f} s")
         else:
-            wrong += await self.score(records)  # on both workers, so not before the killed one is back
+            wrong += await self.score(records)  # it uses both workers, so the killed one must be back
         return Round(number, part, had, victim.worker_id, continued, max(gaps_s, default=0.0), back_after_s, wrong)
 
     async def score(self, records: Sequence[Record]) -> list[str]:
-        """Sentences about tokens that are not the model's best."""
+        """Return sentences about tokens that are not the model's best."""
         setup = self._setup
         async with setup.deployment.past_the_router(setup.model, setup.model_path, setup.tokenizer) as pairs:
             return (await score(pairs, records)).wrong
 
     def _start(self, num_tokens: int) -> tuple[Record, asyncio.Task[Record]]:
-        """A greedy stream; its record fills while it runs."""
+        """Start a greedy stream; its record is filled while it runs."""
         body: dict[str, Any] = {
             "model": self._setup.model,
             "prompt": self._windows.window(self._asked, 40),
@@ -118,7 +118,7 @@ class Rounds:
         return record, asyncio.create_task(ask(self._setup.http, wish, record))
 
     async def _continued(self) -> int:
-        """Streams that have been continued since the router's start."""
+        """Return how many streams have been continued since the router's start."""
         return int((await self._setup.deployment.metrics()).sum("ridgeline_continuation_pause_seconds_count"))
 
 
@@ -129,7 +129,7 @@ async def _until(condition: Any) -> None:
 
 
 async def run(options: argparse.Namespace, console: Console) -> tuple[list[Round], list[str]]:
-    """All rounds; and what else was wrong."""
+    """Run all rounds; return them, and what else was wrong."""
     settings = pool_settings(1, 2, options.cores, options.kv_cache, options.step_tokens)
     settings.append(f"supervision.max_restarts={4 * options.rounds}")
     rounds: list[Round] = []
@@ -148,21 +148,21 @@ async def run(options: argparse.Namespace, console: Console) -> tuple[list[Round
 
 def _line(done: Round) -> str:
     back = "NOT BACK" if done.back_after_s is None else f"back after {done.back_after_s:.1f} s"
-    met = "complete" if done.continued else "complete, but the kill met no stream: to be done again"
+    met = "complete" if done.continued else "complete, but the worker had no stream: repeated"
     verdict = met if not done.wrong else f"WRONG: {done.wrong}"
     killed = f"{done.part} of {done.worker_id} killed at token {done.at_token}, {done.continued} of {STREAMS} continued"
     return f"{done.number:3d}  {killed}: {verdict}, pause {done.pause_s:.2f} s, {back}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit 1 unless every round was complete."""
+    """Run all rounds; exit with 1 unless every round was complete."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--kv-cache", default="512 MiB")
     parser.add_argument("--step-tokens", type=int, default=512)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more for ridgeline serve")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings for ridgeline serve")
     parser.add_argument("--out", type=Path, default=Path("runs/kill-decode"))
     options = parser.parse_args(arguments)
     console = Console(width=160)

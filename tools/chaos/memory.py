@@ -1,4 +1,4 @@
-"""Memory of each part of a deployment: resident (RSS, shared pages included) and its own alone (USS), in bytes."""
+"""Memory of each part of a deployment, in bytes: resident (RSS, with shared pages) and unique (USS)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tools.chaos.deployment import Deployment
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one process."""
+    """The memory of one process."""
 
     rss_bytes: int
     uss_bytes: int
 
 
 def footprint(process: psutil.Process) -> Footprint:
-    """Raises psutil.NoSuchProcess."""
+    """Measure a process. Raises psutil.NoSuchProcess."""
     info = process.memory_full_info()
     return Footprint(info.rss, info.uss)
 
 
 async def parts(deployment: Deployment) -> dict[str, psutil.Process]:
-    """Driver, router, and each worker's actor and engine, by name."""
+    """Return the driver, the router, and each worker's actor and engine, by name."""
     found = {"driver": psutil.Process(deployment.serve.process.pid), "router": deployment.router()}
     for member in await deployment.members():
         found[f"{member.worker_id} actor"] = member.actor

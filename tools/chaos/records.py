@@ -1,4 +1,4 @@
-"""One request as its client saw it: every token, every ending, every time. Failures are records, never exceptions."""
+"""One request as its client saw it: all tokens, endings and times. Failures are recorded, not raised."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import httpx
 from tools.chaos.wishes import Wish
 
 CLIENT_DEADLINE_S: Final = 300.0
-"""Far above anything that is right: a request that is still open then has been lost."""
+"""Far above any correct duration: a request that is still open then has been lost."""
 REFUSED: Final = (429, 503)
 
 
 @dataclass
 class Choice:
-    """One of the n answers."""
+    """One of the n choices of an answer."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -29,7 +29,7 @@ class Choice:
 
 @dataclass
 class Record:
-    """Times are seconds on the monotonic clock."""
+    """The record of one request. Times are seconds on the monotonic clock."""
 
     wish: Wish
     sent_s: float
@@ -38,34 +38,34 @@ class Record:
     prompt_token_ids: list[int] = field(default_factory=list)
     usage_tokens: int | None = None
     dones: int = 0
-    """How often `[DONE]` came; a whole answer that is no stream counts as one."""
+    """How often `[DONE]` came; a whole answer without a stream counts as one."""
     errors: list[str] = field(default_factory=list)
-    """Error events of a stream, or the error a request was answered with."""
+    """Error events of a stream, or the error that answered the request."""
     after_end: int = 0
-    """Events that came after `[DONE]`."""
+    """Number of events after `[DONE]`."""
     token_times_s: list[float] = field(default_factory=list)
     left: bool = False
     broken: str = ""
-    """How the connection ended, if without any ending of the answer."""
+    """How the connection ended, if the answer had no ending."""
     ended_s: float = 0.0
 
     @property
     def refused(self) -> bool:
-        """Turned away with 429 or 503 instead of an answer. (Also what a failed request gets that was no stream.)"""
+        """Whether it was answered with 429 or 503; a failed request without a stream gets these too."""
         return self.status in REFUSED
 
     @property
     def ended_by_error(self) -> bool:
-        """Accepted, and told in the end that it failed."""
+        """Whether it was accepted and then reported as failed."""
         return bool(self.errors) and not self.refused
 
     @property
     def num_tokens(self) -> int:
-        """Over all choices."""
+        """Number of tokens over all choices."""
         return sum(len(choice.token_ids) for choice in self.choices.values())
 
     def gap_after_s(self, moment_s: float) -> float | None:
-        """Its largest gap between tokens from this moment on; None unless it was in mid-stream then."""
+        """Return its largest gap between tokens after this moment; None if no stream was running then."""
         times_s = self.token_times_s
         if not times_s or not times_s[0] < moment_s < times_s[-1]:
             return None
@@ -73,7 +73,7 @@ class Record:
 
 
 async def ask(http: httpx.AsyncClient, wish: Wish, into: Record | None = None) -> Record:
-    """Send it and note what comes back, until the end or until this client leaves; `into` can be watched meanwhile."""
+    """Send a request and record the answer until it ends or the client leaves; `into` can be watched meanwhile."""
     record = into or Record(wish, sent_s=time.monotonic())
     try:
         async with asyncio.timeout(CLIENT_DEADLINE_S):
@@ -128,7 +128,7 @@ def _take_event(record: Record, data: str) -> None:
 
 
 def _take(record: Record, event: dict[str, Any]) -> None:
-    """A chunk of a stream or a whole answer: the fields are the same but for where the text is."""
+    """Record a chunk of a stream or a whole answer; only the place of the text differs."""
     record.prompt_token_ids = event.get("prompt_token_ids") or record.prompt_token_ids
     if event.get("usage"):
         record.usage_tokens = event["usage"]["completion_tokens"]

@@ -1,4 +1,4 @@
-"""What every driver here begins with: a deployment by `ridgeline serve`, a client, and the text to cut prompts from."""
+"""Starts a deployment by `ridgeline serve`, with a client and a text to cut prompts from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOPPED_WITHIN_S: Final = 90.0
 
 @dataclass(frozen=True)
 class Running:
-    """A deployment and what a driver needs to talk to it."""
+    """A running deployment and what is needed to use it."""
 
     deployment: Deployment
     http: httpx.AsyncClient
@@ -33,26 +33,26 @@ class Running:
     text_tokens: tuple[int, ...]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of an answer, as the server makes it."""
+        """Return the text of an answer, as the server makes it."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 @asynccontextmanager
 async def running(settings: Sequence[str]) -> AsyncIterator[Running]:
-    """`ridgeline serve` on the shipped configuration with these `--set` values, until the block ends."""
+    """Run `ridgeline serve` on the shipped configuration with these `--set` values until the block ends."""
     arguments = [word for setting in settings for word in ("--set", setting)]
     with serving(*arguments) as serve:
         url = await asyncio.to_thread(serve.wait_ready)
         async with open_client(url) as http:
             card = await first_model(http)
-            assert card.root is not None, "the server does not say where its model lies"
+            assert card.root is not None, "the server does not say where its model is"
             tokenizer = AutoTokenizer.from_pretrained(card.root)
             tokens = load_text_tokens(card.root)
             yield Running(Deployment(serve, url, http), http, card.id, card.root, tokenizer, tokens)
 
 
 async def stop(running: Running) -> str:
-    """Ctrl-C, as an operator would; what was wrong with its end, or nothing."""
+    """Stop it with Ctrl-C, as an operator would; return what went wrong, or an empty string."""
     serve = running.deployment.serve
     if serve.process.poll() is not None:
         last = next((line for line in reversed(serve.lines) if line.strip()), "")
@@ -66,7 +66,7 @@ async def stop(running: Running) -> str:
 
 
 def pool_settings(prefill: int, decode: int, cores: int, kv_cache: str, step_tokens: int) -> list[str]:
-    """Workers of each pool; engines share cores if there are more of them than cores."""
+    """Return settings for each pool's workers; engines share cores if there are fewer cores than engines."""
     found = [f"pools.prefill.workers={prefill}", f"pools.decode.workers={decode}"]
     for pool in ("prefill", "decode"):
         found += [f"pools.{pool}.kv_cache_bytes={kv_cache}", f"pools.{pool}.max_num_batched_tokens={step_tokens}"]

@@ -1,4 +1,4 @@
-"""Greedy answers scored by a single engine: how far each token is from the best one it could have been."""
+"""Scores greedy answers with a single engine: how far each token is from the best one."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tools.chaos.records import Record
 
 @dataclass(frozen=True)
 class Scores:
-    """Of all greedy answers together."""
+    """The scores of all greedy answers."""
 
     answers: int
     tokens: int
     worst_nat: float
     wrong: list[str]
-    """A sentence for each answer with a token farther than a tie from the best one."""
+    """A sentence for each answer with a token that is farther from the best one than a tie."""
 
 
 def scorable(record: Record) -> bool:
-    """Greedy, begun, and its prompt known; also what an error or a leaving client cut short."""
+    """Return whether the answer is greedy, has begun and its prompt is known, even if it was cut short."""
     return record.wish.greedy and record.num_tokens > 0 and bool(record.prompt_token_ids)
 
 
 async def score(engines: Sequence[Engines], records: Sequence[Record]) -> Scores:
-    """One prefill for each answer, on each decode worker one at a time."""
+    """Score each answer with one prefill; each decode worker takes one at a time."""
     waiting = iter([record for record in records if scorable(record)])
     answers, tokens, worst_nat = 0, 0, 0.0
     wrong: list[str] = []

@@ -1,14 +1,14 @@
-"""Does memory grow with requests? 2,000 small mixed ones, a tenth of whose clients leave, through one prefill and one
-decode worker, after a warm-up.
+"""Does memory grow with requests? Sends 2,000 small mixed ones after a warm-up, a tenth of whose clients leave.
 
 usage: python -m tools.chaos.soak --requests 2000 --out runs/soak
 
-USS and RSS of driver, router, actors and engines are read every 50 requests. Flat means: the mean of the last quarter
-of the samples is at most 2 % above that of the first quarter. Prints a table; exit 1 if a part has grown.
+There are one prefill and one decode worker. USS and RSS of driver, router, actors and engines are read every 50
+requests. Memory counts as flat if the mean of the last quarter of samples is at most 2 % above that of the first
+quarter. Prints a table; exits with 1 if a part has grown.
 
-The warm-up must go once through the whole KV cache, whose pages become resident when they are first written: hence its
-small size here. And through as many lengths of steps as vLLM keeps kernels for, 32 a layer: 40 MB in the first hundreds
-of prompts.
+The warm-up must use the whole KV cache once, since pages become resident when first written; so the cache is small
+here. It must also cover as many step lengths as vLLM keeps kernels for, 32 a layer: 40 MB in the first few hundred
+prompts.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ SEED: Final = 2000
 
 
 class Samples:
-    """Footprints of every part, in the order they were taken."""
+    """Footprints of all parts, in the order they were taken."""
 
     def __init__(self, processes: dict[str, psutil.Process]) -> None:
         self._processes = processes
         self.taken: dict[str, list[Footprint]] = {name: [] for name in processes}
 
     def take(self) -> None:
-        """Raises psutil.NoSuchProcess when a part has ended."""
+        """Take a sample. Raises psutil.NoSuchProcess when a part has ended."""
         for name, process in self._processes.items():
             self.taken[name].append(footprint(process))
 
 
 def quarters(values: Sequence[float]) -> tuple[float, float]:
-    """Means of the first and of the last quarter."""
+    """Return the means of the first and of the last quarter."""
     size = max(1, len(values) // 4)
     return statistics.fmean(values[:size]), statistics.fmean(values[-size:])
 
 
 def growth(values: Sequence[float]) -> float:
-    """Of the last quarter over the first; 0.02 is 2 %."""
+    """Return the growth from the first quarter to the last; 0.02 is 2 %."""
     first, last = quarters(values)
     return last / first - 1.0
 
 
 async def soak(setup: Running, options: argparse.Namespace, console: Console) -> tuple[Samples, list[str]]:
-    """Warm up, then load and sample; what was violated."""
+    """Warm up, then load and sample; return the samples and the violations."""
     mix = Mix(SEED, SMALL, setup.model, setup.text_tokens, setup.tokenizer)
     load = Load(setup.http, mix, SEED)
     samples = Samples(await parts(setup.deployment))
@@ -98,7 +98,7 @@ async def soak(setup: Running, options: argparse.Namespace, console: Console) ->
 
 
 def tell(samples: Samples, console: Console) -> list[str]:
-    """A table; the parts that have grown."""
+    """Print a table and return a sentence for each part that has grown."""
     table = Table("process", "USS, first quarter", "last quarter", "growth", "RSS, first quarter", "last", "growth")
     grown = []
     for name, taken in samples.taken.items():
@@ -114,7 +114,7 @@ def tell(samples: Samples, console: Console) -> list[str]:
 
 
 async def run(options: argparse.Namespace, console: Console) -> list[str]:
-    """Everything; what was violated."""
+    """Run everything and return the violations."""
     settings = [*pool_settings(1, 1, 2, options.kv_cache, 512), *options.set]
     async with running(settings) as setup:
         samples, found = await soak(setup, options, console)
@@ -128,14 +128,14 @@ async def run(options: argparse.Namespace, console: Console) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit 1 if anything was violated."""
+    """Run; exit with 1 on a violation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--warm-up", type=int, default=800)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--every", type=int, default=50, help="requests between samples")
     parser.add_argument("--kv-cache", default="256 MiB")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more for ridgeline serve")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings for ridgeline serve")
     parser.add_argument("--out", type=Path, default=Path("runs/soak"))
     console = Console(width=140)
     found = asyncio.run(run(parser.parse_args(arguments), console))

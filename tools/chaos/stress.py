@@ -1,14 +1,14 @@
-"""Does anything stay behind? Thousands of mixed requests, half of whose clients leave, at every moment of their lives.
+"""Does anything stay behind? Sends thousands of mixed requests, half of whose clients leave, at any moment.
 
 usage: python -m tools.chaos.stress --requests 3000 --seed 1 --rounds 1
 
-`ridgeline serve` with one prefill and one decode worker and a tiny random model, whose steps are short: so much happens
-in a minute that a hand-off between two owners meets a client that leaves. Two seconds after the last request of a
-round nothing may be held: no task, block, lease, fetch or heartbeat. Prints what is, with the lives of the hand-offs
-that are left; exit 1 if anything was held or any request failed.
+It runs `ridgeline serve` with one prefill and one decode worker and a tiny random model with short steps, so that many
+hand-offs coincide with a client that leaves. Two seconds after the last request of a round nothing may be held: no
+task, block, lease, fetch or heartbeat. Prints what is held, with the history of such hand-offs; exits with 1 if
+anything was held or any request failed.
 
-Clients that leave aim: most of them at the moment at which their first token is due, where the request has just changed
-hands. The same seed plans the same requests; when each is left is up to time.
+Most clients that leave do so around the moment at which their first token is due, when the request is being handed
+off. The same seed plans the same requests; when each one is left depends on timing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LEASE_S: Final = 30.0
 HELD_WITHIN_S: Final = 2.0
 WAITED_OUT_WITHIN_S: Final = LEASE_S + 10.0
 ENDS_WITHIN_S: Final = 120.0
-"""Any request, far above anything that is right."""
+"""Time for any request to end, far above any correct duration."""
 LEAVE_SHARE: Final = 0.5
 PROGRESS_EVERY: Final = 250
 
@@ -55,18 +55,18 @@ Moment = Literal["at once", "before the first token", "at the first token", "aft
 
 @dataclass(frozen=True)
 class Leave:
-    """When a client goes away."""
+    """The moment at which a client leaves."""
 
     moment: Moment
     factor: float = 0.0
-    """Of what is usual now: of the time to a first token, or of a whole request's."""
+    """Fraction of the usual time to a first token, or of a whole request, after which it leaves."""
     events: int = 0
     delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One request; a function of the seed and its number."""
+    """One planned request, a function of the seed and its number."""
 
     number: int
     kind: str
@@ -76,7 +76,7 @@ class Plan:
 
 @dataclass
 class Tally:
-    """What came of a round."""
+    """The result of a round."""
 
     ends: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Tally:
 
 
 def plan(seed: int, number: int, text: Sequence[int], longest_tokens: int = LONGEST_PROMPT_TOKENS) -> Plan:
-    """Short prompts mostly, some of several steps, some that are cached; every way of sampling and of ending."""
+    """Plan a request: mostly short prompts, some of several steps, some cached; all ways of sampling and ending."""
     rng = random.Random(f"{seed}/{number}")
     length = rng.choice(
         [rng.randint(1, 60)] * 12 + [rng.randint(60, 250)] * 2 + [rng.randint(250, LONGEST_PROMPT_TOKENS)]
@@ -130,7 +130,7 @@ def _kinds(rng: random.Random) -> dict[str, dict[str, Any]]:
 
 
 def _leave(rng: random.Random) -> Leave:
-    """Mostly around the first token: before it, the request is in its prefill; right after, it changes hands."""
+    """Choose a moment, mostly around the first token: the prefill ends before it, and the hand-off follows."""
     due = rng.gauss(1.0, 0.25)
     return rng.choice(
         [
@@ -146,19 +146,19 @@ def _leave(rng: random.Random) -> Leave:
 
 
 class Usual:
-    """How long requests of late took: what leaving clients aim by."""
+    """How long recent requests took, by which leaving clients aim."""
 
     def __init__(self) -> None:
         self._first_s: deque[float] = deque([0.1], maxlen=30)
         self._whole_s: deque[float] = deque([0.5], maxlen=30)
 
     def note(self, first_s: float, whole_s: float) -> None:
-        """A client that stayed saw these."""
+        """Record the times of a client that stayed."""
         self._first_s.append(first_s)
         self._whole_s.append(whole_s)
 
     def stay_s(self, leave: Leave | None) -> float | None:
-        """How long a client stays that goes by the clock; None: it does not."""
+        """Return how long a client stays that leaves by the clock; None for others."""
         if leave is None or leave.events:
             return None
         usual = self._first_s if leave.moment == "before the first token" else self._whole_s
@@ -166,7 +166,7 @@ class Usual:
 
 
 class Left(Exception):
-    """This client went away on purpose."""
+    """The client left on purpose."""
 
 
 class Clients:
@@ -177,7 +177,7 @@ class Clients:
         self._usual = Usual()
 
     async def ask(self, plan: Plan) -> str:
-        """How it ended: finished, left, or the error."""
+        """Run a request and return how it ended: finished, left, or the error."""
         try:
             async with asyncio.timeout(ENDS_WITHIN_S), asyncio.timeout(self._usual.stay_s(plan.leave)) as stay:
                 return await (self._stream(plan) if plan.body["stream"] else self._whole(plan))
@@ -219,7 +219,7 @@ def _error(plan: Plan, reply: httpx.Response) -> str:
 
 
 async def one_round(clients: Clients, pair: Engines, plans: Sequence[Plan], concurrency: int, say: Any) -> Tally:
-    """Send all of them, wait two seconds, look."""
+    """Send all requests, wait two seconds, and look for what is held."""
     tally, waiting, began_s = Tally(), iter(plans), time.monotonic()
 
     async def one_after_the_other() -> None:
@@ -244,7 +244,7 @@ async def one_round(clients: Clients, pair: Engines, plans: Sequence[Plan], conc
 
 
 async def stress(setup: Running, options: argparse.Namespace, console: Console) -> list[Tally]:
-    """All rounds."""
+    """Run all rounds."""
     tallies: list[Tally] = []
     clients = Clients(setup.http, setup.model)
     async with setup.deployment.past_the_router(setup.model, setup.model_path, setup.tokenizer) as pairs:
@@ -279,7 +279,7 @@ async def stress(setup: Running, options: argparse.Namespace, console: Console) 
 
 
 def tiny_model(folder: Path) -> Path:
-    """With the default model's tokenizer."""
+    """Make a tiny model with the default model's tokenizer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(prepare_model("smollm2-135m"))
@@ -287,7 +287,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 async def run(options: argparse.Namespace, console: Console) -> list[str]:
-    """Everything; what was wrong."""
+    """Run everything and return what was wrong."""
     with tempfile.TemporaryDirectory(prefix="ridgeline-stress-") as folder:
         model = await asyncio.to_thread(tiny_model, Path(folder))
         settings = [f"model.path={model}", f"model.max_model_len_tokens={MAX_MODEL_LEN_TOKENS}"]
@@ -306,14 +306,14 @@ async def run(options: argparse.Namespace, console: Console) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit 1 if anything was held, or any request failed."""
+    """Run; exit with 1 if anything was held or any request failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=1, help="of the first round; each round has the next one")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first round; each round uses the next one")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--concurrency", type=int, default=24)
     parser.add_argument("--kv-cache", default="256 MiB")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more for ridgeline serve")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings for ridgeline serve")
     parser.add_argument("--out", type=Path, default=Path("runs/stress"))
     console = Console(width=160)
     found = asyncio.run(run(parser.parse_args(arguments), console))

@@ -1,4 +1,4 @@
-"""What must hold for every answer; pure, on records."""
+"""What must hold for every answer, as pure functions of records."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from tools.chaos.records import Choice, Record
 
 Decode = Callable[[list[int]], str]
-"""Token ids to text, as the server's tokenizer does it."""
+"""Decodes token ids to text, as the server's tokenizer does."""
 NOT_YET_A_CHARACTER = "\ufffd"
 
 
 def violations(record: Record, decode: Decode) -> list[str]:
-    """What is wrong with this answer; each a sentence. Errors told to the client are no violation: see `endings`."""
+    """Return a sentence for each thing that is wrong. An error reported to the client is not one: see `endings`."""
     found = list(_of_ending(record))
     if record.refused or record.broken or record.errors or record.left:
         return found
@@ -26,7 +26,7 @@ def violations(record: Record, decode: Decode) -> list[str]:
 
 
 def _of_ending(record: Record) -> Iterable[str]:
-    """Exactly one: a finish reason for each choice and one [DONE], or one error."""
+    """Check for exactly one ending: a finish reason for each choice and one [DONE], or one error."""
     if record.broken:
         yield f"no ending: {record.broken}"
         return
@@ -71,7 +71,7 @@ def _of_text(record: Record, choice: Choice, decode: Decode) -> Iterable[str]:
 
 
 def endings(records: Iterable[Record]) -> Counter[str]:
-    """How many ended how."""
+    """Count requests by how they ended."""
     return Counter(_ending(record) for record in records)
 
 
@@ -86,12 +86,12 @@ def _ending(record: Record) -> str:
 
 
 def errors_by_reason(records: Iterable[Record]) -> Counter[str]:
-    """Errors of accepted requests, without what differs from one to the next (ids, ports, times)."""
+    """Count the errors of accepted requests, without their particulars (ids, ports, times)."""
     return Counter(_without_particulars(error) for record in records if not record.refused for error in record.errors)
 
 
 def refusals_by_reason(records: Iterable[Record]) -> Counter[str]:
-    """What 429 and 503 said."""
+    """Count the messages of 429 and 503."""
     refused = [record for record in records if record.refused]
     return Counter(f"{record.status} {_without_particulars(error)}" for record in refused for error in record.errors)
 
@@ -101,7 +101,7 @@ def _without_particulars(sentence: str) -> str:
 
 
 def pauses_s(records: Iterable[Record], kills_s: Iterable[float]) -> list[float]:
-    """For each stream that was alive at a kill: its largest gap between tokens from the first such kill on."""
+    """Return, for each stream alive at a kill, its largest gap between tokens after the first such kill, in seconds."""
     moments_s = sorted(kills_s)
     found = []
     for record in records:

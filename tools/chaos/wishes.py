@@ -1,4 +1,4 @@
-"""What clients ask for: a mixed load, the same for the same seed and number, in whatever order it is sent."""
+"""Plans the clients' requests: a mixed load in which each request depends only on the seed and its number."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ SCHEMA: Final[dict[str, Any]] = {
     "additionalProperties": False,
 }
 GREEDY: Final = ("plain", "stop", "logprobs")
-"""Kinds whose every token must be the model's best one."""
+"""Kinds in which every token must be the model's best one."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How long prompts and answers are, and what else is asked for."""
+    """The lengths of prompts and answers, and the shares of the kinds of request."""
 
     prompt_tokens: tuple[tuple[float, int, int], ...]
     """(weight, fewest, most): lengths in between are drawn evenly on a logarithmic scale."""
     output_tokens: tuple[tuple[float, int, int], ...]
     leave_share: float
-    """Of the streams: how many clients close the connection before the end."""
+    """Fraction of streams whose clients close the connection before the end."""
     chat_share: float = 0.35
     stream_share: float = 0.8
     kinds: dict[str, float] = field(
@@ -56,12 +56,12 @@ MIXED: Final = Shape(
     leave_share=0.08,
 )
 SMALL: Final = Shape(prompt_tokens=((1.0, 10, 200),), output_tokens=((1.0, 2, 12),), leave_share=0.125)
-"""Of the requests 10 % leave: 0.8 are streams, of which an eighth."""
+"""Here 10 % of requests are left: 0.8 are streams, of which an eighth is."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """One request and what its answer must be like."""
+    """One planned request, and what its answer must be like."""
 
     number: int
     kind: str
@@ -70,7 +70,7 @@ class Wish:
     max_tokens: int
     num_choices: int = 1
     leave_after_tokens: int | None = None
-    """The client closes the stream after so many; 0: before the first one."""
+    """Tokens after which the client closes the stream; 0: before the first one."""
 
     @property
     def stream(self) -> bool:
@@ -78,17 +78,17 @@ class Wish:
 
     @property
     def greedy(self) -> bool:
-        """Whether every token can be scored against the model's best one."""
+        """Whether every token can be compared with the model's best one."""
         return self.kind in GREEDY
 
     @property
     def whole_length(self) -> bool:
-        """Whether each choice must have exactly max_tokens: nothing else ends it."""
+        """Whether each choice must have exactly max_tokens, because nothing else ends it."""
         return self.kind not in ("stop", "json")
 
 
 class Mix:
-    """Wish after wish; each a function of the seed and its number."""
+    """A series of planned requests, each a function of the seed and its number."""
 
     def __init__(self, seed: int, shape: Shape, model: str, text_tokens: Sequence[int], tokenizer: Any) -> None:
         self._seed = seed
@@ -98,7 +98,7 @@ class Mix:
         self._tokenizer = tokenizer
 
     def wish(self, number: int) -> Wish:
-        """Number from 0; no two begin with the same text."""
+        """Return the request with this number, from 0; no two begin with the same text."""
         rng, shape = random.Random(f"{self._seed}/{number}"), self._shape
         prompt = self._windows.window(number, _length(rng, shape.prompt_tokens))
         max_tokens = _length(rng, shape.output_tokens)

@@ -1,5 +1,6 @@
-"""Random requests: every option that changes what an engine does, alone and together, prompts from one token to four
-prefill steps. The same seed makes the same requests, each of which has a number.
+"""Makes random requests: all options that change what an engine does, alone and combined.
+
+Prompts have from one token to four prefill steps. The same seed makes the same requests, each of which has a number.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ AVAILABLE_PROVIDERS["seed_alone"] = _SeedAlone
 
 @dataclass(frozen=True)
 class Material:
-    """What requests are made of: tokens of a text, and what decodes them."""
+    """What requests are made from: the tokens of a text, and the tokenizer that decodes them."""
 
     book: Sequence[int]
     tokenizer: Any
@@ -62,13 +63,13 @@ class Material:
 
 @dataclass(frozen=True)
 class Case:
-    """One request."""
+    """One request of a series."""
 
     number: int
     path: str
     body: dict[str, Any]
     again: bool
-    """It is sent twice, and the second answer counts: the prefix is cached by then, on both sides."""
+    """Whether it is sent twice and the second answer counts, so that the prefix is cached on both sides."""
 
     def __str__(self) -> str:
         long = {"prompt", "messages", "query"} & self.body.keys()
@@ -77,11 +78,11 @@ class Case:
 
 
 def drawn(material: Material, at: int, count: int) -> list[Case]:
-    """`count` requests of seed `at`, no two alike."""
+    """Draw `count` requests for seed `at`, no two alike."""
     found: dict[str, tuple[str, dict[str, Any], bool]] = {}
     for turn in itertools.count():
 
-        @seed(at * 1_000_003 + turn)  # hypothesis varies what it has drawn before, and draws much of it again
+        @seed(at * 1_000_003 + turn)  # hypothesis varies earlier draws, and repeats many of them
         @settings(
             backend="seed_alone",
             max_examples=count,
@@ -107,7 +108,7 @@ def _maybe(draw: st.DrawFn, percent: int) -> bool:
 
 @st.composite
 def _requests(draw: st.DrawFn, material: Material) -> tuple[str, dict[str, Any], bool]:
-    dice = random.Random(draw(st.integers(0, 2**32)))  # for what shrinking and boundaries mean nothing to
+    dice = random.Random(draw(st.integers(0, 2**32)))  # for values in which shrinking and boundaries mean nothing
     if _maybe(draw, 6):
         return "/generative_scoring", _scoring(draw, dice, material), _maybe(draw, 15)
     chat = _maybe(draw, 30)
@@ -166,7 +167,7 @@ def _prompt(draw: st.DrawFn, dice: random.Random, material: Material, *, chat: b
 def _sampling(draw: st.DrawFn, dice: random.Random, material: Material) -> dict[str, Any]:
     some = [dice.choice(material.book) for _ in range(12)]
     fields: dict[str, Any] = {}
-    if _maybe(draw, 45):  # what is drawn without a seed, no engine draws twice
+    if _maybe(draw, 45):  # without a seed, no engine draws the same twice
         fields |= {"temperature": draw(st.sampled_from([0.3, 0.8, 1.0, 1.5])), "seed": draw(st.integers(0, 2**31))}
         fields |= {"n": draw(st.sampled_from([1, 1, 2, 3]))}
     options: list[tuple[int, str, st.SearchStrategy[Any]]] = [

@@ -1,10 +1,10 @@
-"""Two servers, one request: what each says, and where they differ.
+"""Compares the answers of two servers to one request.
 
 Token ids, texts and reasons must be equal; log-probabilities may differ by what the number format makes of sums in
-another order. A first differing token is forgiven where the format cannot tell it from the other
-(`tests/support/ties.py`), where plain vLLM itself says it, asked again with the two logits nudged by no more than that.
-So it is judged with all that the request asks for, seeds, penalties and grammars included. What follows is another
-answer and is not compared.
+another order. A first differing token is accepted if the format cannot distinguish it from the other
+(`tests/support/ties.py`). To judge that, plain vLLM is asked again with the two logits nudged by no more than a tie,
+and must then choose our token. So seeds, penalties and grammars are part of the judgement. What follows such a token is
+another answer and is not compared.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tools.differential.cases import Case
 
 SMALLEST_SCORE = 1e-30
 NUDGES = (0.125, 0.5, 1.0)
-"""Of a tie: the smallest first, because each nudge can also turn another token of the answer."""
+"""Fractions of a tie, the smallest first, because a nudge can also change another token of the answer."""
 
 
 @dataclass
 class Choice:
-    """One choice, whether it came in one piece or in many."""
+    """One choice of an answer, whether it came whole or in chunks."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -41,29 +41,29 @@ class Choice:
 
 @dataclass
 class Answer:
-    """Of one server."""
+    """One server's answer."""
 
     status: int
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     scores: list[float] = field(default_factory=list)
-    """Probabilities, of `/generative_scoring`."""
+    """The probabilities that `/generative_scoring` returned."""
     error: str = ""
 
     @property
     def failed(self) -> bool:
-        """Whether something is wrong with the server and not with the request."""
+        """Whether the server is at fault rather than the request."""
         return self.status >= 500 or (self.status == 200 and bool(self.error))
 
 
 @dataclass
 class Verdict:
-    """What came of one case."""
+    """The result of one case."""
 
     case: Case
     difference: str = ""
     plain_failed: str = ""
-    """What plain vLLM said instead of an answer, where we have one: there is nothing to compare it with."""
+    """The error of plain vLLM in a case that we answered: there is nothing to compare with."""
     ties: list[str] = field(default_factory=list)
     status: int = 200
 
@@ -73,7 +73,7 @@ class NoAnswer(RuntimeError):
 
 
 async def ask(http: httpx.AsyncClient, case: Case, model: str) -> Answer:
-    """The server's answer to one request."""
+    """Send one request and return the server's answer."""
     response = await http.post(case.path, json={"model": model, **case.body})
     if response.status_code != 200:
         return Answer(response.status_code, error=response.text)
@@ -106,7 +106,7 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
 
 
 def _positions(said: dict[str, Any]) -> list[tuple[str, float, dict[str, float]]]:
-    if "tokens" in said:  # of completions
+    if "tokens" in said:  # the format of completions
         told = zip(said["tokens"], said["token_logprobs"], said["top_logprobs"], strict=True)
         return [(token, _number(logprob), top or {}) for token, logprob, top in told]
     return [
@@ -120,7 +120,7 @@ def _number(value: float | None) -> float:
 
 
 class Judge:
-    """Compares; asks the plain server what the two tokens of a first difference are worth."""
+    """Compares answers, and asks the plain server how close the two tokens of a first difference are."""
 
     def __init__(
         self,
@@ -130,18 +130,18 @@ class Judge:
         dtype: str,
         before_each: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`before_each`: what is done before one of them is asked."""
+        """`before_each` is awaited before each request to either server."""
         self._split, self._plain, self._model, self._dtype = split, plain, model, dtype
         self._before_each = before_each
         self._salts = count()
         self.tolerance_nat = 2e-3 + 2 * ties.tie_nat(dtype)
 
     async def verdict(self, case: Case) -> Verdict:
-        """Send the request to both. A difference is told together with what plain vLLM says if asked once more."""
+        """Send the request to both servers. A difference is reported with what plain vLLM answers if asked again."""
         verdict = Verdict(case)
         try:
             ours, theirs = await self._said("ours", case), await self._said("plain vLLM", case)
-            if theirs.failed:  # as it does now and then in a stream with n, `echo` and log-probabilities
+            if theirs.failed:  # this happens occasionally in a stream with n, `echo` and log-probabilities
                 theirs = await self._said("plain vLLM", _in_one_piece(case))
                 theirs.usage = ours.usage
                 for choice in theirs.choices.values():
@@ -207,7 +207,7 @@ class Judge:
             verdict.difference = where + problem
 
     async def _tie(self, case: Case, ours: Choice, theirs: Choice, index: int, position: int) -> float | None:
-        """By how much two logits are moved for plain vLLM to say our token, if the format may move them so far."""
+        """Return the nudge in nats that makes plain vLLM choose our token; None if no nudge within a tie does."""
         if position >= min(len(ours.token_ids), len(theirs.token_ids)):
             return None
         for share in NUDGES:
@@ -222,14 +222,14 @@ class Judge:
         return None
 
     def _cold(self, case: Case) -> Case:
-        """The same request, that finds no more of its prompt in a cache than it did."""
+        """Return the same request with a new cache salt, so that it finds no more of its prompt cached than before."""
         return case if case.again else replace(case, body={**case.body, "cache_salt": f"again-{next(self._salts)}"})
 
     def _scores(self, ours: Sequence[float], theirs: Sequence[float]) -> str:
         if len(ours) != len(theirs):
             return f"{len(ours)} scores for {len(theirs)}"
         for at, pair in enumerate(zip(ours, theirs, strict=True)):
-            mine, its = (math.log(max(score, SMALLEST_SCORE)) / 2 for score in pair)  # a quotient errs twice
+            mine, its = (math.log(max(score, SMALLEST_SCORE)) / 2 for score in pair)  # a quotient has two errors
             if not self._near(mine, its):
                 return f"score {at} is {pair[0]} for {pair[1]}"
         return ""
@@ -245,7 +245,7 @@ class Judge:
         return ""
 
     def _top(self, ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
-        """The last of the best may change places with the next one."""
+        """Compare top tokens; the last of them may change places with the next one."""
         if len(ours) != len(theirs):
             return f"{ours} for {theirs}"
         for token in ours.keys() & theirs.keys():
@@ -271,7 +271,7 @@ class Judge:
     def _near(self, one: float, other: float) -> bool:
         if math.isnan(one) or math.isnan(other):
             return math.isnan(one) == math.isnan(other)
-        # Of what is next to impossible nothing but that is known: a logit of -40 rounds in larger steps.
+        # Very unlikely tokens are only known to be that: a logit of -40 rounds in larger steps.
         return abs(one - other) <= self.tolerance_nat * max(1.0, abs(other) / 16)
 
 

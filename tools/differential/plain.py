@@ -1,4 +1,4 @@
-"""vLLM's own server as a process on one core: what it says goes to a file, and its end is told by a sentence."""
+"""Runs vLLM's own server as a process on one core. Its output goes to a file, and its end is reported."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ TIMEOUT_S = 300
 
 
 class PlainServerEnded(RuntimeError):
-    """Plain vLLM has ended, and nothing can be compared with it any more."""
+    """Plain vLLM has ended, so that nothing can be compared with it."""
 
 
 class PlainServer:
-    """The process and what it has said; `http` asks it."""
+    """The process, its output, and `http` to ask it."""
 
     def __init__(self, process: subprocess.Popen[Any], output: Path, http: httpx.AsyncClient) -> None:
         self._process = process
@@ -39,14 +39,14 @@ class PlainServer:
         self.http = http
 
     def check(self) -> None:
-        """Raises PlainServerEnded, with its exit code and the last lines of its output, if it does not run."""
+        """Raise PlainServerEnded, with exit code and last lines of output, if the process does not run."""
         code = self._process.poll()
         if code is not None:
             lines = self._output.read_text(errors="replace").splitlines()[-TOLD_LINES:]
             raise PlainServerEnded("\n  ".join([f"plain vLLM ended with exit code {code}; its last lines:", *lines]))
 
     async def ready(self) -> None:
-        """Wait until it answers. Raises PlainServerEnded, or TimeoutError."""
+        """Wait until the server answers. Raises PlainServerEnded or TimeoutError."""
         deadline_s = time.monotonic() + STARTS_WITHIN_S
         while time.monotonic() < deadline_s:
             self.check()
@@ -59,7 +59,7 @@ class PlainServer:
 
 
 def arguments(plan: Plan, port: int) -> list[str]:
-    """One engine as the plan's decode worker is, but for what Ridgeline adds."""
+    """Return the arguments for one engine like the plan's decode worker, without what Ridgeline adds."""
     pool, model = plan.config.pools.decode, plan.config.model
     options = {
         "model": plan.model_path,
@@ -81,7 +81,7 @@ def arguments(plan: Plan, port: int) -> list[str]:
 
 @asynccontextmanager
 async def plain_vllm(plan: Plan) -> AsyncIterator[PlainServer]:
-    """It is starting; `ready` waits for it."""
+    """Start plain vLLM; `ready` waits until it answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -93,7 +93,7 @@ async def plain_vllm(plan: Plan) -> AsyncIterator[PlainServer]:
 
 @asynccontextmanager
 async def serving(command: Sequence[str], environment: Mapping[str, str], url: str) -> AsyncIterator[PlainServer]:
-    """This command as the server at `url`, on one core; ended with the block."""
+    """Run this command as the server at `url`, on one core, until the block ends."""
     repository = Path(__file__).parents[2]
     core = max(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
@@ -120,5 +120,5 @@ def _end(process: subprocess.Popen[Any]) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(ENDS_WITHIN_S)
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its engine too, which is left behind where the server did not end well
+        os.killpg(process.pid, signal.SIGKILL)  # its engine too, which a crash leaves behind
     process.wait()

@@ -1,9 +1,9 @@
-"""Random requests to a disaggregated deployment and to plain vLLM: both must answer the same.
+"""Sends random requests to a disaggregated deployment and to plain vLLM, whose answers must be the same.
 
-Everything is real: the router over HTTP, Ray, a prefill and a decode engine, KV shipped between them; and vLLM's server
-with the same model and settings, on the same cores. The model is a small random one, in whose answers every token of
-the prompt counts. Prints each difference with the number of its case; exit code 1 if there is one, 2 if plain vLLM
-has ended.
+Everything is real: the router over HTTP, Ray, a prefill and a decode engine with KV shipped between them, and vLLM's
+server with the same model and settings on the same cores. The model is a small random one in whose answers every token
+of the prompt matters. Prints each difference with the number of its case; the exit code is 1 if there is one, 2 if
+plain vLLM has ended.
 
 usage: python -m tools.differential.run [--seed 1] [--cases 500] [--only 17] [--dtype float32]
 """
@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Both:
-    """The two servers, ready."""
+    """The two servers, ready to answer."""
 
     plan: Plan
     split: httpx.AsyncClient
@@ -56,7 +56,7 @@ class Both:
 
 @asynccontextmanager
 async def both(config: RidgelineConfig, say: Say) -> AsyncIterator[Both]:
-    """A deployment as configured, and plain vLLM as its decode worker is."""
+    """Start a deployment as configured, and plain vLLM like its decode worker."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(ray_runtime(config))
         plan = await asyncio.to_thread(make_plan, config)
@@ -69,7 +69,7 @@ async def both(config: RidgelineConfig, say: Say) -> AsyncIterator[Both]:
 
 @asynccontextmanager
 async def tiny(dtype: str, say: Say) -> AsyncIterator[Both]:
-    """Both of them with the small random model, whose prompts soon take several steps."""
+    """Start both with the small random model, whose prompts soon take several steps."""
     with tempfile.TemporaryDirectory() as folder:
         config = await asyncio.to_thread(_config, Path(folder), dtype)
         async with both(config, say) as servers:
@@ -77,12 +77,12 @@ async def tiny(dtype: str, say: Say) -> AsyncIterator[Both]:
 
 
 def random_cases(plan: Plan, at: int, count: int) -> list[Case]:
-    """Requests of seed `at` for the small model."""
+    """Draw requests for the small model, by seed `at`."""
     return drawn(material(str(plan.model_path), STEP_TOKENS, 4 * STEP_TOKENS), at, count)
 
 
 async def judged(servers: Both, cases: Sequence[Case], say: Say) -> list[Verdict]:
-    """One after the other, told as they come. Raises PlainServerEnded."""
+    """Judge the cases one after the other, and report each verdict at once. Raises PlainServerEnded."""
     verdicts: list[Verdict] = []
     began_s = time.monotonic()
     for case in cases:
@@ -97,13 +97,13 @@ async def judged(servers: Both, cases: Sequence[Case], say: Say) -> list[Verdict
 
 
 def progress(done: int, of: int, seconds: float) -> str:
-    """How far it is, and how long the rest takes at the rate so far."""
+    """Return the progress, and the time that the rest takes at the rate so far."""
     rate = done / seconds
     return f"{done} of {of}, {rate:.2f} cases/s, {(of - done) / rate:.0f} s left"
 
 
 async def main(at: int, count: int, only: int | None, dtype: str) -> int:
-    """The exit code."""
+    """Run everything and return the exit code."""
     async with tiny(dtype, _say) as servers:
         near_nat = servers.judge.tolerance_nat
         _say(f"seed {at}, {count} cases, {servers.plan.dtype}: log-probabilities within {near_nat:.2g} nat")
@@ -133,7 +133,7 @@ def _config(folder: Path, dtype: str) -> RidgelineConfig:
 
 
 def material(model_path: str, step_tokens: int, longest_tokens: int) -> Material:
-    """The shipped book in this model's tokens."""
+    """Return the shipped book in this model's tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -152,7 +152,7 @@ def _tell(verdict: Verdict, say: Say) -> None:
 
 
 async def paths(http: httpx.AsyncClient) -> str:
-    """What the router has counted of the ways that requests took."""
+    """Return what the router has counted of the paths that requests took."""
     lines = (await http.get("/metrics")).text.splitlines()
     names = (
         "ridgeline_requests_total",

@@ -1,9 +1,9 @@
-"""Prompts of 900 tokens whose log-probabilities are asked for, as evaluation harnesses do, to the default model.
+"""Sends prompts of 900 tokens and asks for their log-probabilities, as evaluation harnesses do, to the default model.
 
-Every answer must be plain vLLM's, with its KV really transferred. Then, what each option costs until the first token:
-the same prompts with and without it, ours and plain vLLM's in alternation, answers of one token, which nobody has
-before it is complete. Exit code 1 if an answer differs or was not transferred, 2 if plain vLLM ended. The times are
-told and not judged: a row of logits for each position is arithmetic that plain vLLM pays for as well.
+Every answer must equal plain vLLM's, with its KV really transferred. Then it measures the time that each option adds to
+the first token: the same prompts with and without the option, ours and plain vLLM's in alternation, with answers of one
+token. The exit code is 1 if an answer differs or was not transferred, 2 if plain vLLM ended. The times are reported but
+not judged: a row of logits for each position is arithmetic that plain vLLM needs as well.
 
 usage: python -m tools.differential.scored [--prompts 20] [--dtype float32]
 """
@@ -44,13 +44,13 @@ WARM_UP = 2
 
 
 def prompts(book: Sequence[int], count: int) -> list[list[int]]:
-    """Stretches of the shipped book, none of which begins as another does."""
+    """Return passages of the shipped book, no two of which begin alike."""
     starts = range(FROM_TOKEN, FROM_TOKEN + count * APART_TOKENS, APART_TOKENS)
     return [list(book[start : start + PROMPT_TOKENS]) for start in starts]
 
 
 def variants(prompt: list[int], source: Material) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What is asked of one prompt, by name: path and body."""
+    """Return the variants of a request for one prompt, by name: path and body."""
     common = {"max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     made = {name: (COMPLETIONS, {"prompt": prompt, **common, **option}) for name, option in OPTIONS.items()}
     messages = [{"role": "user", "content": source.tokenizer.decode(prompt)}]
@@ -61,7 +61,7 @@ def variants(prompt: list[int], source: Material) -> dict[str, tuple[str, dict[s
 
 
 async def equal(servers: Both, source: Material, count: int) -> bool:
-    """Ask each variant of both servers, and count what was transferred."""
+    """Send each variant to both servers and count what was transferred; return whether all was right."""
     by_variant: dict[str, list[Case]] = defaultdict(list)
     for number, prompt in enumerate(prompts(source.book, count)):
         for name, (path, body) in variants(prompt, source).items():
@@ -81,7 +81,7 @@ async def equal(servers: Both, source: Material, count: int) -> bool:
 
 
 async def _counted(split: httpx.AsyncClient, before: Metrics, fetches: int) -> Increase:
-    """Since `before`; workers tell what they have counted within half a second of it."""
+    """Return the counts since `before`, waiting for workers, which report within half a second."""
     deadline_s = time.monotonic() + COUNTED_WITHIN_S
     while True:
         counted = Increase(before, Metrics((await split.get("/metrics")).text))
@@ -100,7 +100,7 @@ def _told(counted: Increase) -> str:
 
 
 async def first_tokens(servers: Both, source: Material, count: int) -> None:
-    """Seconds to an answer of one token with each option and without, by the client's clock."""
+    """Measure the seconds to an answer of one token with and without each option, by the client's clock."""
     asked: dict[str, dict[str, Any]] = {"without": {}, **OPTIONS}
     clients = {"ours": servers.split, "plain vLLM": servers.plain.http}
     taken_s: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -129,7 +129,7 @@ async def first_tokens(servers: Both, source: Material, count: int) -> None:
 
 
 async def main(count: int, dtype: str) -> int:
-    """The exit code."""
+    """Run everything and return the exit code."""
     config = load_config(REPOSITORY / "deploy" / "local.yaml", {"server.port": "0", "model.dtype": dtype}).config
     async with both(config, _say) as servers:
         source = material(str(servers.plan.model_path), config.pools.prefill.max_num_batched_tokens, PROMPT_TOKENS)

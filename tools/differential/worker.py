@@ -1,7 +1,7 @@
-"""What is changed in plain vLLM, in its engine's process, so that it survives the comparison on a CPU.
+"""Changes plain vLLM, in its engine's process, so that it survives the comparison on a CPU.
 
-vLLM 0.32 ends a CPU engine on a seed with a prompt of several steps; `engine/vllm_workarounds/seeded_chunks.py` says
-why. Plain vLLM gets the same remedy, and nothing else of ours. vLLM imports this module before it makes its model
+A seed with a prompt of several steps ends a CPU engine of vLLM 0.32; `engine/vllm_workarounds/seeded_chunks.py` says
+why. Plain vLLM gets the same workaround and nothing else of ours. vLLM imports this module before it makes its model
 runner.
 """
 
@@ -15,11 +15,11 @@ from engine.vllm_workarounds.seeded_chunks import put_generators_back
 
 
 class PlainWorkerExtension:
-    """Adds nothing to vLLM's worker: its name has this module imported (`worker_extension_cls`)."""
+    """Adds nothing to vLLM's worker; naming it (`worker_extension_cls`) makes vLLM import this module."""
 
 
 def _mend(runner_class: type[Any]) -> None:
-    """Every runner of this class winds its generators back by their state, from when its model is loaded."""
+    """Make every runner of this class restore its generators' state, from the time its model is loaded."""
     load_model = runner_class.load_model
 
     def load_model_and_put_generators_back(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,14 +1,14 @@
-"""Malformed input to every port of Ridgeline.
+"""Sends malformed input to every port of Ridgeline.
 
 run.py                  the long run over all targets
-campaign.py             many examples in seeded batches
-targets.py              what is fuzzed, and what must hold afterwards
+campaign.py             runs many examples in seeded batches
+targets.py              the targets, and what must hold afterwards
 server.py               the server under test, with fake engines
-server_process.py       starts it and looks at it from outside
+server_process.py       starts that server and observes it from outside
 http_bodies.py          malformed HTTP requests
-openapi_cases.py        requests made from the server's own OpenAPI document
-grpc_messages.py        malformed gRPC
-collective_messages.py  what a hostile source of tensors could say
-msgpack_damage.py       messages that are almost right
+openapi_cases.py        requests generated from the server's own OpenAPI document
+grpc_messages.py        malformed gRPC messages
+collective_messages.py  messages of a hostile source of tensors
+msgpack_damage.py       almost valid messages
 transfer_frames.py      malformed transfer frames
 """

@@ -1,7 +1,7 @@
-"""Runs a check on many generated examples, in seeded batches, and says how far it is.
+"""Runs a check on many generated examples, in seeded batches, and reports progress.
 
-Hypothesis remembers every example of a test, to generate no two alike. A long run is therefore many tests of
-`BATCH_EXAMPLES` each: memory stays flat, progress can be shown, and a batch can be run again by its seed alone.
+Hypothesis remembers every example of a test, so that no two are alike. A long run is therefore many tests of
+`BATCH_EXAMPLES` each: memory stays flat, progress can be shown, and a batch can be repeated by its seed alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True)
 class Campaign:
-    """One kind of input: how to make it, and what must hold for each. `check` raises AssertionError if it does not."""
+    """One kind of input: how to generate it, and the check for each, which raises AssertionError if it fails."""
 
     name: str
     examples: st.SearchStrategy[Any]
@@ -31,7 +31,7 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process holds; a leak shows in one of the three."""
+    """The resources of a process; a leak shows in one of the three."""
 
     rss_bytes: int
     threads: int
@@ -39,7 +39,7 @@ class Footprint:
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
-        """Raises psutil.NoSuchProcess if it has ended."""
+        """Measure a process. Raises psutil.NoSuchProcess if it has ended."""
         process = psutil.Process(pid)
         with process.oneshot():
             return cls(process.memory_info().rss, process.num_threads(), process.num_fds())
@@ -49,9 +49,9 @@ class Footprint:
 
 
 def run(campaign: Campaign, examples: int, seed: int, on_batch: Callable[[int], None] = lambda _: None) -> int:
-    """Check this many examples, or fail at the first bad one with the smallest input that shows it.
+    """Check this many examples; fail at the first bad one with the smallest input that shows the failure.
 
-    Returns how many were checked: a few more or less than asked for. `on_batch` is told so after each batch.
+    Returns how many were checked, a few more or fewer than asked for, and passes that to `on_batch` after each batch.
     """
     checked = 0
 
@@ -81,12 +81,12 @@ def run(campaign: Campaign, examples: int, seed: int, on_batch: Callable[[int], 
 
 
 def batch_seed(name: str, seed: int, batch: int) -> int:
-    """Another one for every batch of every campaign, the same in every run."""
+    """Return a seed that differs for every batch of every campaign and is the same in every run."""
     return int.from_bytes(hashlib.sha256(f"{name} {seed} {batch}".encode()).digest()[:8], "little")
 
 
 class Progress:
-    """Prints a line for a batch now and then: examples, rate, what the process under test holds."""
+    """Prints a line at intervals: examples, rate, and the resources of the process under test."""
 
     def __init__(self, name: str, examples: int, pid: int, interval_s: float = 5.0) -> None:
         self._name, self._examples, self._pid, self._interval_s = name, examples, pid, interval_s

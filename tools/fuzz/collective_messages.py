@@ -1,6 +1,6 @@
-"""What a hostile source of the collective transport could say beside the tensors: chunks not due, or no chunks.
+"""Messages of a hostile source of the collective transport: unexpected chunks, or none.
 
-`expect` decides how much memory is taken for a tensor and where it goes, so what it lets through is checked here.
+`expect` decides how much memory a tensor gets and where it is written, so what it accepts is checked here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LAYERS, BLOCKS = 2, 4
 
 
 def _valid() -> list[bytes]:
-    """Two segments of two blocks."""
+    """Return the messages for two segments of two blocks."""
     chunks: list[Chunk | End] = [
         Chunk(layer=layer, first=first, count=2, end=first + 2, checksum=7)
         for first in (0, 2)
@@ -35,7 +35,7 @@ _told = st.one_of(
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[bytes]:
-    """The valid one with some messages replaced, removed, repeated."""
+    """Draw the valid messages with some replaced, removed or repeated."""
     said = list(_VALID)
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(said)))
@@ -44,7 +44,7 @@ def conversations(draw: st.DrawFn) -> list[bytes]:
 
 
 def check_conversation(said: list[bytes]) -> None:
-    """Every chunk let through lies inside what was asked for, none twice; whole means that all came."""
+    """Check that each accepted chunk lies inside what was asked for, and only once; a whole answer has all of them."""
     place, landed, reason = _Place(LAYERS, BLOCKS, most_in_chunk=BLOCKS), set(), errors.CORRUPTED
     try:
         for message in said:

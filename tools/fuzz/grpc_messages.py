@@ -1,7 +1,7 @@
-"""Malformed gRPC: bytes for every method of a worker and of a KV source, and calls that are given up.
+"""Malformed gRPC: bytes for every method of a worker and of a KV source, and calls that are cancelled.
 
 A message that cannot be read must be refused as the caller's fault; one that can be read must be answered. UNKNOWN
-would be an exception of ours that nobody caught, UNAVAILABLE a server that is gone.
+would mean an uncaught exception of ours, UNAVAILABLE a server that is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GIVE_UP_S = (0.0005, 0.003, 0.02)
 ROUTER = "fuzzer"
 Code = grpc.StatusCode
 REFUSALS = {Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.NOT_FOUND, Code.RESOURCE_EXHAUSTED}
-"""With RESOURCE_EXHAUSTED gRPC refuses a message that is too large, and a source another stream when it is busy."""
+"""RESOURCE_EXHAUSTED is gRPC's refusal of a message that is too large, and a busy source's of another stream."""
 GIVEN_UP = {Code.DEADLINE_EXCEEDED, Code.CANCELLED}
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -43,12 +43,12 @@ _UNBOUNDED = {"max_tokens": None, "thinking_token_budget": 5, "repetition_penalt
 
 
 def builtins(message: msgspec.Struct) -> Any:
-    """As msgpack knows it."""
+    """Return the message as the builtins that msgpack decodes."""
     return msgspec.msgpack.decode(_encode(message))
 
 
 def handoff_of(layout: KvLayout) -> KvHandoff:
-    """One that reads as any other; nobody fetches it."""
+    """Return a valid hand-off, which is never fetched."""
     return KvHandoff(
         handoff_id="h",
         addresses=("127.0.0.1:1",),
@@ -62,7 +62,7 @@ def handoff_of(layout: KvLayout) -> KvHandoff:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one method, and when its caller loses patience; None: it waits for the end."""
+    """One call of one method. Its caller gives up after `give_up_s`; None: it waits for the end."""
 
     method: str
     message: bytes
@@ -79,7 +79,7 @@ def _calls(
 
 
 def kv_calls(layout: KvLayout) -> st.SearchStrategy[Call]:
-    """For `ridgeline.KvTransfer`."""
+    """Return calls of `ridgeline.KvTransfer`."""
     request = FetchRequest(
         handoff_id="open", first_block=0, num_blocks=3, layout=layout, part_start=0, part_bytes=layout.block_bytes
     )
@@ -97,7 +97,7 @@ def kv_calls(layout: KvLayout) -> st.SearchStrategy[Call]:
 
 
 def worker_calls() -> st.SearchStrategy[Call]:
-    """For `ridgeline.Worker`, but Submit."""
+    """Return calls of all methods of `ridgeline.Worker` except Submit."""
     attach, abort = builtins(AttachRequest("another")), builtins(AbortRequest(ROUTER, ["r", "s"]))
     pair = [builtins(PairRequest(_ADDRESS)), builtins(PairRequest([], "grpc"))]
     empty = messages([builtins(Ack())])
@@ -114,7 +114,7 @@ def worker_calls() -> st.SearchStrategy[Call]:
 
 @st.composite
 def tasks(draw: st.DrawFn, layout: KvLayout) -> bytes:
-    """For Submit: a task that is damaged as a message, or one whose sampling parameters are."""
+    """Draw a message for Submit: a task that is damaged, or whose sampling parameters are."""
     chosen = draw(st.sampled_from([_SAMPLING, _LOGPROBS, _GRAMMAR, _UNBOUNDED]))
     parameters = draw(messages([chosen]))
     handoff = handoff_of(layout)
@@ -142,21 +142,21 @@ def tasks(draw: st.DrawFn, layout: KvLayout) -> bytes:
 
 @contextmanager
 def channel_to(address: str) -> Iterator[grpc.Channel]:
-    """One connection for a whole campaign."""
+    """Open one connection for a whole campaign."""
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
         grpc.channel_ready_future(channel).result(DEADLINE_S)
         yield channel
 
 
 def layout_of(address: str) -> KvLayout:
-    """As the source describes itself."""
+    """Return the layout that the source reports."""
     with channel_to(address) as channel:
         told = channel.unary_unary(f"/{grpc_methods.SERVICE}/Describe")(b"", timeout=DEADLINE_S)
     return msgspec.msgpack.decode(told, type=SourceDescription).layout
 
 
 def code_of(channel: grpc.Channel, call: Call) -> grpc.StatusCode:
-    """How it ended, read to its end."""
+    """Make the call, read it to its end, and return its status."""
     timeout_s = call.give_up_s or DEADLINE_S
     try:
         if call.streams:
@@ -170,7 +170,7 @@ def code_of(channel: grpc.Channel, call: Call) -> grpc.StatusCode:
 
 
 def check_code(code: grpc.StatusCode, call: Call) -> None:
-    """Answered, or refused as the caller's fault, or given up by the caller."""
+    """Check that the call was answered, refused as the caller's fault, or given up by the caller."""
     allowed = {Code.UNIMPLEMENTED} if call.method.endswith("Nothing") else {Code.OK} | REFUSALS
     if call.give_up_s is not None:
         allowed |= GIVEN_UP
@@ -178,7 +178,7 @@ def check_code(code: grpc.StatusCode, call: Call) -> None:
 
 
 class Session:
-    """A router's stream of deltas, read on a thread of its own: what tasks end with."""
+    """A router's stream of deltas, read on its own thread, which tells how tasks end."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
@@ -198,10 +198,10 @@ class Session:
                     for delta in msgspec.msgpack.decode(data, type=StepBatch).deltas:
                         self._deltas.put(delta)
         finally:
-            self._deltas.put(None)  # whatever ended it, nobody waits for a delta that cannot come
+            self._deltas.put(None)  # so that nothing waits for a delta that cannot come
 
     def submit(self, message: bytes) -> Ack | grpc.StatusCode:
-        """The worker's word, or how it refused the message."""
+        """Submit a task; return the worker's answer, or the status of its refusal."""
         try:
             reply = self._channel.unary_unary(f"/{SERVICE}/Submit")(message, timeout=DEADLINE_S)
         except grpc.RpcError as error:
@@ -209,7 +209,7 @@ class Session:
         return msgspec.msgpack.decode(reply, type=Ack)
 
     def ending(self) -> TokenDelta:
-        """The last delta of the task that was taken; there is one task at a time."""
+        """Return the last delta of the accepted task; there is one task at a time."""
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
             delta = self._deltas.get(timeout=max(0.01, deadline_s - time.monotonic()))
@@ -224,7 +224,7 @@ class Session:
 
 
 def submit_check(session: Session) -> Callable[[bytes], None]:
-    """A task that is taken ends by itself: with tokens, or as invalid. Never as an error of the engine."""
+    """Return a check that an accepted task ends with tokens or as invalid, never with an engine error."""
 
     def check(message: bytes) -> None:
         ack = session.submit(message)
@@ -242,7 +242,7 @@ def submit_check(session: Session) -> Callable[[bytes], None]:
 
 
 def require_serving(kv: grpc.Channel, worker: grpc.Channel, layout: KvLayout) -> None:
-    """After everything: a valid fetch brings all frames, and the worker knows who it is."""
+    """Check at the end that a valid fetch brings all frames and the worker reports its status."""
     request = FetchRequest(
         handoff_id="open", first_block=0, num_blocks=8, layout=layout, part_start=0, part_bytes=layout.block_bytes
     )
@@ -256,7 +256,7 @@ def require_serving(kv: grpc.Channel, worker: grpc.Channel, layout: KvLayout) ->
 
 
 def many_streams(channel: grpc.Channel, calls: list[Call]) -> None:
-    """All of them open at once, then given up together."""
+    """Open all streams at once, then cancel them together."""
     streams = [channel.unary_stream(call.method)(call.message, timeout=DEADLINE_S) for call in calls]
     for stream in streams:
         stream.cancel()

@@ -1,7 +1,7 @@
-"""Malformed HTTP requests: how they are made, sent, and what every answer must be.
+"""Malformed HTTP requests: how they are generated and sent, and what every answer must look like.
 
-A request starts from a valid body of one of the paths. Fields are replaced by values that should break something, the
-JSON text is damaged or not, headers and framing are honest or not. Some requests are no HTTP at all.
+A request starts from a valid body of one of the routes. Fields are replaced by values that could break something, the
+JSON text may be damaged, and headers and framing may be wrong. Some requests are not HTTP at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 DEADLINE_S = 20.0
 LARGEST_ANSWER_BYTES = 1 << 20
 
-# --- what is put in
+# --- the values
 
 _TEXT = {"model": "fuzzed", "prompt": "one two three four five", "max_tokens": 4}
 _CHAT = {"model": "fuzzed", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -132,7 +132,7 @@ _FIELDS = [
 
 
 def nested(depth: int, kind: str) -> Any:
-    """Lists or objects inside each other."""
+    """Return lists or objects nested to this depth."""
     value: Any = 1
     for _ in range(depth):
         value = [value] if kind == "list" else {"a": value}
@@ -310,7 +310,7 @@ _KNOWN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> Any:
-    """A valid body of this path with some fields replaced, added or gone; now and then something else altogether."""
+    """Draw a valid body for this route with some fields replaced, added or removed; rarely something else entirely."""
     if draw(st.integers(0, 19)) == 0:
         return draw(_json)
     body = dict(VALID[path])
@@ -328,12 +328,12 @@ def bodies(draw: st.DrawFn, path: str) -> Any:
     return body
 
 
-# --- how it is written and sent
+# --- how requests are written and sent
 
 
 @dataclass(frozen=True)
 class RawRequest:
-    """Bytes for a connection of their own, and whether a server that reads them must answer."""
+    """Bytes for one connection, and whether a server that reads them must answer."""
 
     data: bytes
     must_answer: bool = True
@@ -371,7 +371,7 @@ _HEADERS = [
 
 @st.composite
 def body_bytes(draw: st.DrawFn, path: str) -> bytes:
-    """JSON text, damaged or not."""
+    """Draw JSON text, damaged or not."""
     text = json.dumps(draw(bodies(path))).encode()
     damage = draw(st.sampled_from(_DAMAGE)) if draw(st.integers(0, 3)) == 0 else "none"
     at = draw(st.integers(0, len(text))) if damage in ("cut", "insert", "flip") else 0
@@ -392,7 +392,7 @@ def body_bytes(draw: st.DrawFn, path: str) -> bytes:
 
 @st.composite
 def posts(draw: st.DrawFn) -> RawRequest:
-    """HTTP of a client that knows the path, with honest framing, or framing that lies."""
+    """Draw an HTTP request of a client that knows the route, with correct or wrong framing."""
     path = draw(st.sampled_from([*_MOST_USED * 4, *VALID]))
     body = draw(body_bytes(path))
     content_type = b"application/json" if draw(st.integers(0, 9)) else draw(st.sampled_from(_CONTENT_TYPES))
@@ -422,7 +422,7 @@ def posts(draw: st.DrawFn) -> RawRequest:
 
 @st.composite
 def odd_requests(draw: st.DrawFn) -> RawRequest:
-    """Unknown paths and methods."""
+    """Draw requests with unknown routes and methods."""
     method = draw(st.sampled_from(["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW", "POST", "get"]))
     paths = [*VALID, "/", "//", "/v1", "/v1/models", "/v1/responses/x", "/v1/responses/%00", "/v1/responses/x/cancel"]
     paths += ["/health", "/ping", "/load", "/version", "/docs", "/kv_event_sources", "/%ff"]
@@ -448,18 +448,18 @@ requests = st.integers(0, 19).flatmap(lambda kind: _garbage if kind == 0 else od
 
 
 def valid_request(path: str) -> RawRequest:
-    """One that must be served."""
+    """Return a request that must be served."""
     body = json.dumps(VALID[path]).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
     return RawRequest(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
 
 
-# --- what comes back
+# --- the answers
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Status, content type and body."""
+    """The status, content type and body of an answer."""
 
     status: int
     content_type: str
@@ -467,10 +467,10 @@ class Answer:
 
 
 def exchange(port: int, request: RawRequest) -> Answer | None:
-    """Send and read to the end. None: the server closed without an answer, or did so before the answer was whole.
+    """Send a request and read the whole answer; None if the server closed the connection before it was complete.
 
-    A request that need not be answered may be one whose end the server cannot know: it is told that no more comes.
-    TimeoutError after `DEADLINE_S` without a byte.
+    If the request need not be answered, the server may be unable to tell where it ends, so the sending side is closed.
+    Raises TimeoutError after `DEADLINE_S` without a byte.
     """
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
         try:
@@ -489,7 +489,7 @@ def exchange(port: int, request: RawRequest) -> Answer | None:
 
 
 def check_answer(answer: Answer | None) -> None:
-    """A refusal is the client's fault, and says in words what was wrong."""
+    """Check that a refusal is the client's fault and says in words what was wrong."""
     if answer is None:
         return
     assert answer.status < 500, f"{answer.status}: {answer.body[:500]!r}"
@@ -503,7 +503,7 @@ def check_answer(answer: Answer | None) -> None:
 
 
 def message_of(body: Any) -> str | None:
-    """Of vLLM's errors, and of those that Starlette makes before vLLM is asked."""
+    """Return the message of an error, from vLLM or from Starlette, which may answer before vLLM is asked."""
     error = body.get("error") if isinstance(body, dict) else None
     message = (
         error.get("message") if isinstance(error, dict) else body.get("detail") if isinstance(body, dict) else None
@@ -512,7 +512,7 @@ def message_of(body: Any) -> str | None:
 
 
 def _check_event(event: dict[str, Any]) -> None:
-    """An error inside a stream, whose status was sent long ago, says the status it would have had."""
+    """Check an error inside a stream, which must say the status it would have had."""
     error = event.get("error")
     if isinstance(error, dict):
         assert error.get("message"), event

@@ -1,4 +1,4 @@
-"""Messages that are almost right: msgpack with a value replaced, removed or added, or bytes that are cut or bent."""
+"""Almost valid messages: msgpack with a value replaced, removed or added, or with damaged bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HOSTILE_BYTES += [
 
 @st.composite
 def trees(draw: st.DrawFn, valid: Any) -> Any:
-    """The same tree of builtins with up to three places changed."""
+    """Draw the same tree of builtins with up to three places changed."""
     for _ in range(draw(st.integers(0, 3))):
         valid = _changed(draw, valid)
     return valid
@@ -49,7 +49,7 @@ def trees(draw: st.DrawFn, valid: Any) -> Any:
 
 @st.composite
 def messages(draw: st.DrawFn, valid: Sequence[Any]) -> bytes:
-    """One of these trees as msgpack, changed as a tree, as bytes, as both or not at all; or no msgpack at all."""
+    """Draw one of these trees as msgpack, changed as a tree, as bytes, both or not at all; rarely random bytes."""
     if draw(st.integers(0, 11)) == 0:
         return draw(st.binary(max_size=64))
     data = msgspec.msgpack.encode(draw(trees(draw(st.sampled_from(valid)))))
@@ -60,7 +60,7 @@ def messages(draw: st.DrawFn, valid: Sequence[Any]) -> bytes:
 
 @st.composite
 def bent(draw: st.DrawFn, data: bytes) -> bytes:
-    """Cut, doubled, a byte changed, or something hostile put in."""
+    """Draw damaged bytes: cut, doubled, with a changed byte, or with hostile bytes inserted."""
     at = draw(st.integers(0, len(data)))
     kind = draw(st.sampled_from(["cut", "double", "byte", "insert", "tail"]))
     if kind == "cut":
@@ -74,7 +74,7 @@ def bent(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def _changed(draw: st.DrawFn, tree: Any) -> Any:
-    """Walk down to some place and change it."""
+    """Walk down to a random place and change it."""
     if isinstance(tree, dict) and tree and draw(st.integers(0, 9)):
         key = draw(st.sampled_from(sorted(tree, key=str)))
         kind = draw(st.integers(0, 7))

@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes of the server's own OpenAPI document: some that fit it, more that do not."""
+"""Requests that schemathesis generates from the server's own OpenAPI document: some that conform, more that do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.fuzz.http_bodies import DEADLINE_S, Answer, check_answer
 
 
 def strategies(url: str) -> list[st.SearchStrategy[schemathesis.Case]]:
-    """For each operation of the document."""
+    """Return a strategy for each operation of the document."""
     with urllib.request.urlopen(f"{url}/openapi.json", timeout=DEADLINE_S) as response:
         document: dict[str, Any] = json.load(response)
     schema = schemathesis.openapi.from_dict(document)
@@ -29,12 +29,12 @@ def strategies(url: str) -> list[st.SearchStrategy[schemathesis.Case]]:
 
 
 def _offers(operation: Any, mode: GenerationMode) -> bool:
-    """An operation without a body and parameters has nothing that could be wrong."""
+    """Return whether the operation has cases in this mode: without body and parameters nothing can be wrong."""
     return mode is GenerationMode.POSITIVE or bool(operation.body or list(operation.iter_parameters()))
 
 
 def case_check(url: str) -> Callable[[schemathesis.Case], None]:
-    """Sends a case over one session and checks the answer as any other."""
+    """Return a check that sends a case over a shared session and checks the answer like any other."""
     session = requests.Session()
 
     def check(case: schemathesis.Case) -> None:

@@ -1,4 +1,4 @@
-"""The long run: every target's share of the examples, with progress, then the server must be as it was.
+"""The long run: each target gets its share of the examples, and afterwards the server must be unharmed.
 
 usage: python -m tools.fuzz.run [--examples 100000] [--seed 1] [--only NAME]
 """
@@ -16,22 +16,22 @@ from tools.fuzz.server_process import serving
 from tools.fuzz.targets import Target, connected, in_process
 
 MOST_GROWTH = 0.05
-"""Of resident memory, from the end of the warm-up to the end of a campaign."""
+"""Largest growth of resident memory, from the end of the warm-up to the end of a campaign."""
 WARM_UP = 0.3
-"""Of a campaign's examples: caches fill, allocators settle, vLLM compiles what it compiles once."""
+"""Fraction of a campaign's examples: caches fill, allocators settle, and vLLM compiles what it compiles once."""
 SPARE_THREADS, SPARE_DESCRIPTORS = 4, 8
 
 
 @dataclass
 class Ledger:
-    """What was checked and what it cost."""
+    """Records what was checked and the resources it took."""
 
     seed: int
     lines: list[str] = field(default_factory=list)
     checked: int = 0
 
     def run(self, target: Target, examples: int, pid: int) -> None:
-        """One campaign; AssertionError if it fails or if the process under test grows."""
+        """Run one campaign. Raises AssertionError if it fails or the process under test grows."""
         wanted = max(1, round(examples * target.share))
         progress = Progress(target.campaign.name, wanted, pid)
         footprints: list[tuple[int, Footprint]] = []

@@ -1,7 +1,7 @@
-"""What is fuzzed, in one process: the router with vLLM's app on uvicorn, a prefill and a decode worker, a KV source.
+"""The server under test, in one process: the router with vLLM's app on uvicorn, two workers, and a KV source.
 
-All of it is real but the engines, which are fakes that refuse to be given what would break a real one. Prints one line
-of JSON with its addresses and serves until its standard input is closed.
+All is real except the engines, which are fakes that refuse what would break a real one. Prints one line of JSON with
+its addresses and serves until its standard input is closed.
 
 usage: python -m tools.fuzz.server MODEL_DIRECTORY
 """
@@ -39,16 +39,16 @@ MAX_MODEL_LEN_TOKENS = 256
 MAX_OUTSTANDING = 64
 LEASE_S = 24 * 3600.0
 PUBLISH_WAIT_S = 0.01
-"""Else every fetch of an unknown hand-off would wait for a second."""
+"""Short, because otherwise each fetch of an unknown hand-off would wait for a second."""
 KV_BLOCKS, KV_LAYERS = 32, fake_engine.LAYOUT.num_layers
 PUBLISHED = {"open": range(8), "empty": range(0)}
 """Hand-offs that can be fetched, and their blocks."""
 
 
 class StrictEngine(fake_engine.FakeEngine):
-    """Refuses what VllmEngine refuses, by vLLM's own checks; makes no more tokens than fit the model's context.
+    """Refuses what VllmEngine refuses, by vLLM's own checks, and makes no more tokens than fit the model's context.
 
-    Anything else that vLLM raises is not caught: the task would end in an error of the engine, and the run fails.
+    Anything else that vLLM raises is not caught: the task then ends with an engine error, and the run fails.
     """
 
     def __init__(self, pool: Pool, processor: InputProcessor) -> None:
@@ -58,7 +58,7 @@ class StrictEngine(fake_engine.FakeEngine):
     async def generate(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, **options: Any
     ) -> AsyncGenerator[TokenDelta, None]:
-        self.calls.clear()  # a fake that remembers would look like a leak
+        self.calls.clear()  # a fake that remembers calls would look like a leak
         self.aborted.clear()
         require_in_vocabulary(prompt_token_ids, self._processor.model_config.get_vocab_size())
         prompt = tokens_input(prompt_token_ids, cache_salt=options["cache_salt"])
@@ -74,7 +74,7 @@ class StrictEngine(fake_engine.FakeEngine):
 
 
 def kv_source() -> GrpcKvSource:
-    """A source with some hand-offs that never expire."""
+    """Return a source with some hand-offs that do not expire during a run."""
     leases = LeaseTable()
     for name, block_ids in PUBLISHED.items():
         leases.publish(name, name, list(block_ids), len(block_ids) * fake_engine.LAYOUT.block_size_tokens, LEASE_S)
@@ -115,7 +115,7 @@ async def main(model: str) -> None:
     source = kv_source()
     url = await router.serve(addresses, {})
     told = {"url": url, "prefill": addresses[0], "decode": addresses[1], "kv": source.address}
-    print(json.dumps(told), flush=True)  # noqa: T201 - what the parent waits for
+    print(json.dumps(told), flush=True)  # noqa: T201 - the parent waits for this line
     await asyncio.to_thread(sys.stdin.read)
     await router.stop()
     await asyncio.gather(*(host.stop() for host in hosts))

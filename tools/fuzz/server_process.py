@@ -1,4 +1,4 @@
-"""Starts the server under test and looks at it from outside."""
+"""Starts the server under test and observes it from outside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG_TAIL_BYTES = 4000
 
 @dataclass(frozen=True)
 class ServerUnderTest:
-    """Its addresses, and whether it still lives."""
+    """The server's addresses, process and log."""
 
     url: str
     prefill: str
@@ -33,16 +33,16 @@ class ServerUnderTest:
 
     @property
     def pid(self) -> int:
-        """Of the one process with all of it."""
+        """The id of its one process."""
         return self.process.pid
 
     @property
     def port(self) -> int:
-        """Of the router's HTTP server, on 127.0.0.1."""
+        """The port of the router's HTTP server, on 127.0.0.1."""
         return int(self.url.rpartition(":")[2])
 
     def require_alive(self) -> None:
-        """AssertionError, with the end of its log, if it has ended."""
+        """Raise AssertionError, with the end of its log, if the server has ended."""
         assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{_tail(self.log)}"
 
 
@@ -78,7 +78,7 @@ def serving(model: Path) -> Iterator[ServerUnderTest]:
 
 
 def _addresses(process: subprocess.Popen[str], stdout: IO[str], log: IO[str]) -> dict[str, str]:
-    """The first line that is JSON: what libraries print while they are imported is not."""
+    """Read lines until one is JSON: imported libraries may print others first."""
     while select.select([stdout], [], [], START_S)[0] and (line := stdout.readline()):
         if line.startswith("{"):
             addresses: dict[str, str] = json.loads(line)

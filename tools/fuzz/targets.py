@@ -1,4 +1,4 @@
-"""Everything that is fuzzed, with its share of a run, and what must hold of the server when all is over."""
+"""All targets, each with its share of a run, and what must hold of the server at the end."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ IDLE_SERIES = ("ridgeline_requests_in_flight ", "ridgeline_tasks{")
 
 @dataclass(frozen=True)
 class Target:
-    """A campaign and how much of a run it gets."""
+    """A campaign and its share of a run, from 0 to 1."""
 
     campaign: Campaign
     share: float
 
 
 def in_process() -> list[Target]:
-    """What needs no server."""
+    """Return the targets that need no server."""
     return [
         Target(Campaign("transfer frames", streams(), check_stream), 0.54),
         Target(Campaign("collective messages", conversations(), check_conversation), 0.06),
@@ -50,7 +50,7 @@ class Connected:
     targets: list[Target]
 
     def require_unharmed(self) -> None:
-        """Nothing in flight, every kind of valid request answered."""
+        """Check that nothing is in flight and every kind of valid request is answered."""
         self.server.require_alive()
         deadline_s = time.monotonic() + IDLE_S
         while busy := _busy(self.server.url):
@@ -65,7 +65,7 @@ class Connected:
 
 @contextmanager
 def connected(server: ServerUnderTest) -> Iterator[Connected]:
-    """Open what the campaigns need."""
+    """Open the connections that the campaigns need."""
     layout = grpc_messages.layout_of(server.kv)
     with ExitStack() as stack:
         kv, decode, prefill = (
@@ -112,7 +112,7 @@ def _http(server: ServerUnderTest) -> Campaign:
 
 
 def _openapi(server: ServerUnderTest, share: float) -> list[Target]:
-    """One campaign for all operations: schemathesis, which is only in the development environment."""
+    """Return one campaign for all operations; it needs schemathesis, which only the development environment has."""
     assert find_spec("schemathesis"), "schemathesis is not installed: run `make setup`"
     from tools.fuzz.openapi_cases import case_check, strategies
 
@@ -120,7 +120,7 @@ def _openapi(server: ServerUnderTest, share: float) -> list[Target]:
 
 
 def _busy(url: str) -> list[str]:
-    """Series that should be 0 and are not."""
+    """Return the series that should be 0 but are not."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=IDLE_S) as response:
         lines = response.read().decode().splitlines()
     return [line for line in lines if line.startswith(IDLE_SERIES) and float(line.rpartition(" ")[2])]

@@ -1,8 +1,8 @@
-"""Malformed transfer frames: streams of valid frames in which frames are bent, cut, repeated, moved or forged.
+"""Malformed transfer frames: valid streams in which frames are changed, cut, repeated, moved or forged.
 
-A forged frame has a header that lies and a checksum that fits. The reader may take what means the same as the original,
-or raise TransferFailed(corrupted); it never raises anything else, writes a byte outside of the blocks it was given, or
-takes memory for what a header claims.
+A forged frame has a wrong header and a valid checksum. The reader may accept what means the same as the original, or
+raise TransferFailed(corrupted). It must not raise anything else, write a byte outside the blocks it was given, or
+allocate memory because a header claims it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYERS, BLOCKS, BLOCK_BYTES, HEADS = 2, 12, 128, 2
 CANARY = 0xA5
 MOST_ALLOCATED_BYTES = 2 << 20
 ONE_IN = 8
-"""Of the examples, whose allocations are traced: tracing is slow, and each start of it keeps 0.7 KiB for good."""
+"""Allocations are traced in one of this many examples: tracing is slow, and each start keeps 0.7 KiB for good."""
 FRAME_BYTES = 3 * BLOCK_BYTES
 LAYOUT = KvLayout(
     model="m",
@@ -53,7 +53,7 @@ _ABSURD = [0, 1, 2, 3, 4, 6, 127, 128, 256, 2**15, 2**16 - 1, 2**31, 2**32 - 1, 
 
 @dataclass(frozen=True)
 class Stream:
-    """What arrives for a fetch: frames, how they were asked for, and where they are to land."""
+    """The input of a fetch: frames, the encoding that was asked for, and the target blocks."""
 
     wire_dtype: str
     targets: tuple[int, ...]
@@ -61,7 +61,7 @@ class Stream:
 
 
 def valid_frames(wire_dtype: str, count: int, segments: int) -> list[bytes]:
-    """An undamaged answer for `count` blocks, in this many segments."""
+    """Return an undamaged answer for `count` blocks, in this many segments."""
     random = np.random.default_rng(count)
     layers = [(random.standard_normal((BLOCKS, BLOCK_BYTES // 2)).astype(np.float32)) for _ in range(LAYERS)]
     pool = BlockPool([(layer.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for layer in layers])
@@ -74,7 +74,7 @@ def valid_frames(wire_dtype: str, count: int, segments: int) -> list[bytes]:
 
 
 def sealed(frame: bytes) -> bytes:
-    """With a checksum that fits."""
+    """Return the frame with a valid checksum."""
     prefix, payload = frame[: _HEADER.size], frame[frames.HEADER_BYTES :]
     return prefix + struct.pack("<Q", xxhash.xxh3_64_intdigest(prefix + payload)) + payload
 
@@ -89,7 +89,7 @@ _VALID = {
 
 @st.composite
 def streams(draw: st.DrawFn) -> Stream:
-    """A valid answer with up to three damages."""
+    """Draw a valid answer with up to three kinds of damage."""
     name, count, segments = draw(st.sampled_from(sorted(_VALID)))
     sent = list(_VALID[name, count, segments])
     for _ in range(draw(st.integers(1, 3))):
@@ -132,7 +132,7 @@ def _damaged(draw: st.DrawFn, frame: bytes, kind: str) -> bytes:
 
 
 def check_stream(stream: Stream) -> None:
-    """Give it to a reader; look at the pool, its surroundings and the memory it took."""
+    """Feed the stream to a reader, then check the pool, its surroundings and the memory that was allocated."""
     memory = np.full((LAYERS, BLOCKS + 2, BLOCK_BYTES), CANARY, np.uint8)
     pool = BlockPool([memory[layer, 1:-1] for layer in range(LAYERS)])
     reader = frames.FrameReader(
@@ -154,7 +154,7 @@ def check_stream(stream: Stream) -> None:
 
 @contextmanager
 def little_memory_taken(traced: bool) -> Iterator[None]:
-    """AssertionError if what runs inside takes more than `MOST_ALLOCATED_BYTES` at any time."""
+    """Raise AssertionError if the block allocates more than `MOST_ALLOCATED_BYTES` at any time."""
     if not traced:
         yield
         return
