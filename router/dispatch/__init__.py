@@ -1,7 +1,7 @@
-"""One request from its admission to its one outcome.
+"""One request from its admission to its outcome.
 
-request.py       what was asked, and what its client has
-orchestrator.py  deadline, attempts, outcome
+request.py       what was asked for, and what the client has so far
+orchestrator.py  deadline, attempts and outcome
 legs.py          the legs of one attempt
-releaser.py      gives back hand-offs that nobody will fetch
+releaser.py      releases hand-offs that will not be fetched
 """

@@ -1,7 +1,7 @@
-"""The legs of an attempt: decode is chosen when prefill begins; the first token goes out before the KV moves.
+"""The legs of an attempt. Decode is chosen when prefill begins, and the first token goes out before the KV moves.
 
-The transfer of a prompt that prefill computes in several steps overlaps with its computation: its decode leg begins
-after the first step, with blocks of its own, and fetches what is final while the rest is computed; the first token
+If prefill computes a prompt in several steps, its transfer overlaps with its computation. The decode leg then begins
+after the first step, reserves its blocks, and fetches those that are final while the rest is computed; the first token
 reaches it with the last blocks. If that fails, the leg begins again after prefill, as for a short prompt.
 """
 
@@ -24,17 +24,17 @@ from router.fleet.worker import PromptReservation
 from router.flow.prompt_queue import PromptQueue, Turn
 
 ReleaseHandoff = Callable[[KvHandoff, float], None]
-"""Tells the prefill worker, in the background and after so many seconds, that nobody will fetch this."""
+"""Tells the prefill worker, in the background and after this many seconds, that a hand-off will not be fetched."""
 ABORT_FIRST_S = 0.5
-"""How long a release waits behind an abort. A decode leg that is aborted gives its hand-off back by itself; were it
-taken away before the abort has come there, the leg would begin to compute the prompt."""
+"""Delay of a release, so that the abort of the decode leg arrives first: an aborted leg releases its hand-off itself,
+but a running leg whose hand-off vanishes would start to compute the prompt."""
 
 
 class Legs:
-    """Takes attempts through workers; which way one goes is decided by who calls this.
+    """Runs attempts on workers; the caller decides which way an attempt goes.
 
     Cancelling either method aborts what runs on workers. Both raise WorkerLost, WorkerDraining, EngineFailed,
-    InvalidTask, TaskRejected, or NoWorker, if the pool that computes the prompt stays without a worker.
+    InvalidTask or TaskRejected, and NoWorker if the pool that computes the prompt stays without a worker.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Legs:
         self._overlap = overlap
 
     async def whole(self, attempt: Attempt, pool: Pool, recompute_reason: str) -> None:
-        """Run all of it on one worker of a pool, and tell that worker why prefill did not compute the prompt."""
+        """Run the whole request on one worker of a pool, with the reason why prefill did not compute the prompt."""
         async with self._turn(pool, attempt) as turn:
             leg = turn.worker.client.generate(attempt.whole_task(recompute_reason))
             await self._stream(leg, pool, attempt, turn)
 
     async def split(self, attempt: Attempt) -> None:
-        """Compute the prompt on a prefill worker, send its first token on, and the rest from a decode worker."""
+        """Compute the prompt on a prefill worker, send its first token on, and get the rest from a decode worker."""
         with ExitStack() as counted:
             await self._prefill_then_decode(_Decode(self._fleet, attempt, counted), attempt)
 
     @asynccontextmanager
     async def _turn(self, pool: Pool, attempt: Attempt) -> AsyncIterator[Turn]:
-        """Wait for a worker that computes the prompt, until it is this prompt's turn."""
+        """Wait until it is this prompt's turn on a worker that computes it."""
         timeline = attempt.progress.timeline
         began_s = timeline.clock()
         async with self._queues[pool].turn(attempt.demand, urgent=attempt.urgent) as turn:
@@ -104,7 +104,7 @@ class Legs:
                 await early.close()
 
     async def _prefill(self, decode: _Decode, attempt: Attempt, begin_early: Callable[[KvHandoff], None]) -> TokenDelta:
-        """Return the leg's last delta; call `begin_early` before, once the hand-off can be fetched while it grows."""
+        """Return the leg's last delta; call `begin_early` before that, once the growing hand-off can be fetched."""
         progress = attempt.progress
         async with self._turn("prefill", attempt) as turn:
             try:
@@ -125,7 +125,7 @@ class Legs:
     async def _hand_over(
         self, decode: _Decode, attempt: Attempt, handoff: KvHandoff, early: OverlappedLeg | None
     ) -> bool:
-        """Stream the leg that overlapped with prefill; if that came to nothing, or there is none, begin one now."""
+        """Stream the leg that overlapped with prefill; if there is none, or it failed, begin one now."""
         progress, task = attempt.progress, attempt.decode_task(handoff)
         if early is not None:
             try:
@@ -145,7 +145,7 @@ class Legs:
         attempt: Attempt,
         counted: Turn | PromptReservation,
     ) -> bool:
-        """Stream one decode leg on a worker of `pool`; True once it made a token, that is, has the KV."""
+        """Stream one decode leg on a worker of `pool`. Returns whether it made a token, and so has the KV."""
         progress, produced = attempt.progress, False
         async with aclosing(leg) as deltas:
             async for delta in deltas:
@@ -159,8 +159,10 @@ class Legs:
 
 
 class _Decode:
-    """The decode worker of one attempt: chosen when its prompt has its turn, and not before it waited for that; counted
-    there from then on."""
+    """The decode worker of one attempt, chosen when it is the prompt's turn.
+
+    From then on the attempt is counted there.
+    """
 
     worker: Worker
     counted: PromptReservation
@@ -171,10 +173,9 @@ class _Decode:
         self._stack = counted
 
     def choose(self, turn: Turn) -> None:
-        """Pick one by the blocks that the sequence will need, half of its answer included, and count it there; the
-        place in a batch has come with the turn.
+        """Pick a worker by the KV blocks that the sequence will need, half of its answer included, and count it there.
 
-        Raises WorkerLost or WorkerDraining: none is left.
+        The place in its batch came with the turn. Raises WorkerLost or WorkerDraining if no worker is left.
         """
         pool = self._fleet.usable("decode")
         if not pool:
@@ -195,23 +196,23 @@ class _Decode:
 
 
 class OverlappedLeg:
-    """A decode leg begun while its prompt is still prefilled: its first delta is awaited in the background."""
+    """A decode leg that begins while its prompt is still computed; its first delta is awaited in the background."""
 
     def __init__(self, leg: AsyncGenerator[TokenDelta, None]) -> None:
         self._leg = leg
         self._first = asyncio.ensure_future(anext(leg))
 
     async def deltas(self) -> AsyncGenerator[TokenDelta, None]:
-        """Yield all of the leg's deltas; raises HandoffLost before the first one if the overlap came to nothing."""
+        """Yield all of the leg's deltas. Raises HandoffLost before the first one if the overlap failed."""
         yield await asyncio.shield(self._first)
         async for delta in self._leg:
             yield delta
 
     async def close(self) -> None:
-        """End it, which aborts it on the worker unless it has finished."""
-        if not self._first.done():  # else this must not yield: the answer is out, and its consumer may cancel us now
+        """End the leg, which aborts it on the worker unless it has finished."""
+        if not self._first.done():  # else do not yield: the answer is out, and its consumer may cancel us now
             self._first.cancel()
             await asyncio.wait((self._first,))
         if not self._first.cancelled():
-            self._first.exception()  # reported already, or of no interest any more
+            self._first.exception()  # already reported, or no longer of interest
         await self._leg.aclose()

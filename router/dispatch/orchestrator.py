@@ -1,9 +1,9 @@
-"""One request from its admission to its one outcome: deadline, attempts, what is counted.
+"""One request from its admission to its outcome: deadline, attempts and metrics.
 
 Called by `router.front.engine_client`.
 
-A worker that is lost on the way costs the client a pause: the request goes through the workers once more (`legs.py`),
-with what the client has already. What happens in each state on each fault stands in `failure_table.py`.
+If a worker is lost, the client sees a pause: the request goes through the workers again (`legs.py`) from the tokens
+that the client already has (request migration). `failure_table.py` lists what happens in each state on each fault.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from router.observe.timeline import Outcome, RequestTimeline
 from router.settings import RouterSettings
 
 MAX_FRUITLESS_RETRIES = 3
-"""A request that kills its workers must not take the whole fleet along: so many attempts may decode nothing."""
+"""Give up after more attempts in a row than this without a new token: such a request may be what kills its workers."""
 MAX_LOSSES = 4
-"""Nor may one that gets a token or two out of each: so many workers or engines may be lost with it in all. That is one
-less than `supervision.max_restarts` is by default, so that a single worker outlives such a request."""
+"""Give up after losing this many workers or engines in all, even if each made a token or two. It is one less than the
+default of `supervision.max_restarts`, so that a single worker survives such a request."""
 LOSSES = (WorkerLost, EngineFailed)
 RETRY_PAUSE_S = 0.1
 CAUSES: dict[type[EngineError], str] = {
@@ -36,22 +36,22 @@ CAUSES: dict[type[EngineError], str] = {
     WorkerDraining: "draining",
     TaskRejected: "draining",
 }
-"""What another worker may mend, and how it is counted."""
+"""Errors after which another worker may succeed, with their label in the metrics."""
 
 _RECOMPUTE_REASONS: dict[Path, str] = {"colocated": "", "decode_only": "short_prompt", "fallback": "no_prefill_worker"}
-"""Why a worker that gets a whole request computes a prompt that prefill could have computed."""
+"""Why the worker that gets a whole request computes the prompt, which prefill could have computed."""
 
 
 class DeadlineExceeded(Exception):
-    """The request lived longer than it may."""
+    """The request took longer than its deadline."""
 
 
 class CannotContinue(EngineError):
-    """A stream lost its worker and its sampling state cannot be brought back; the message says why."""
+    """A stream lost its worker, and its sampling state cannot be rebuilt; the message says why."""
 
 
 class Orchestrator:
-    """Stateless between requests; the fleet holds what is outstanding, the queues what waits for it."""
+    """Runs requests. It keeps no state between them: the fleet and the queues hold what is outstanding."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class Orchestrator:
         self._uncounted = RequestMetrics(None)
         self._legs = Legs(fleet, queues, release_handoff, overlap=settings.overlap)
         self.in_flight = 0
-        """Sequences that are being served, canaries apart."""
+        """Sequences that are being served, without canaries."""
 
     async def run(self, request: SequenceRequest, emit: Emit) -> None:
-        """Serve one sequence; returns after its last delta. Cancelling it aborts it on every worker.
+        """Serve one sequence; return after its last delta. Cancelling it aborts it on every worker.
 
         Raises NoWorker, WorkerLost, EngineFailed, InvalidTask, TaskRejected, CannotContinue or DeadlineExceeded.
         """
@@ -103,16 +103,16 @@ class Orchestrator:
             metrics.close(timeline, outcome)
 
     async def _until_answered(self, request: SequenceRequest, progress: RequestProgress) -> None:
-        """Make attempt after attempt, each going on where the last one ended (request migration)."""
+        """Make attempts until the answer is complete; each continues where the last one ended (request migration)."""
         number, fruitless, losses = 0, 0, 0
         while True:
             try:
                 await self._try(Attempt(request, progress, number))
                 return
             except tuple(CAUSES) as error:
-                if progress.ended:  # the client has everything; only the tidying up failed
+                if progress.ended:  # the client has everything; only the clean-up failed
                     return
-                if progress.state != "queued":  # else no worker had it: nothing has happened to it
+                if progress.state != "queued":  # otherwise no worker had it, and nothing has happened to it
                     fruitless = 0 if progress.state == "decoding" else fruitless + 1
                     losses += isinstance(error, LOSSES)
                 if fruitless > MAX_FRUITLESS_RETRIES or losses >= MAX_LOSSES:
@@ -121,20 +121,20 @@ class Orchestrator:
                 progress.metrics.retries.labels(progress.state, CAUSES[type(error)]).inc()
             progress.migrate()
             number += 1
-            # Who has failed is not asked again before it has told that it is well, see `Worker.load`.
+            # A worker that failed is not tried again before it has reported to be well, see `Worker.load`.
             await asyncio.sleep(RETRY_PAUSE_S * fruitless)
 
     async def _try(self, attempt: Attempt) -> None:
-        """Take the request through the workers once, on the way that it goes as things are now."""
+        """Run one attempt, on the path that is right at the moment."""
         progress = attempt.progress
         path = progress.timeline.path = self._path_of(attempt.request)
         if path == "disaggregated":
-            # Nothing is prefilled while there is nobody to decode it.
+            # Do not prefill while there is no worker to decode.
             await self._fleet.wait_until_usable("decode", self._settings.recovery_timeout_s)
             try:
                 await self._legs.split(attempt)
                 return
-            except NoWorker:  # the prefill pool has gone while the prompt waited for it
+            except NoWorker:  # the prefill pool was lost while the prompt waited
                 progress.advance("queued")
                 path = progress.timeline.path = "fallback"
         await self._legs.whole(attempt, prompt_pool(path), _RECOMPUTE_REASONS[path])
@@ -151,6 +151,6 @@ class Orchestrator:
         pool = self._fleet.pool(pools_of(self._settings.mode)[-1])
         if not all(worker.description.repeats_tokens for worker in pool):
             raise CannotContinue(
-                f"the worker was lost in mid-stream ({error}), and {reason} needs sampling state that these workers "
+                f"the worker was lost during the stream ({error}), and {reason} needs sampling state that the workers "
                 "cannot rebuild: send the request again"
             ) from error

@@ -1,4 +1,4 @@
-"""What one client asked for, where its request is, what it has got so far, and what an attempt asks workers for."""
+"""A request: what its client asked for, its state and tokens so far, and the tasks that an attempt sends to workers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from router.observe.metrics import RequestMetrics
 from router.observe.timeline import RequestTimeline, State
 
 Emit = Callable[[TokenDelta], bool]
-"""Gives a delta to the client; its answer True means nothing more is wanted (a stop string was found)."""
+"""Sends a delta to the client; returns True if no more is wanted, because a stop string was found."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a client wants its tokens sampled. The front makes it; from here to the workers nobody looks inside."""
+    """How a client wants its tokens sampled. The front end encodes it; only workers decode it."""
 
     encoded: bytes
-    """What `GenerateTask.sampling` carries."""
+    """The content of `GenerateTask.sampling`."""
     max_tokens: int
-    """Tokens the answer may have; 0 if nobody said."""
+    """Largest number of tokens in the answer; 0 if not given."""
     resample_reason: str | None
-    """Why decode must sample the first token itself; None: it goes on from the one that prefill sampled."""
+    """Why decode must sample the first token itself; None: it continues from the one that prefill sampled."""
 
     @property
     def first_token(self) -> FirstToken:
-        """The mode in which a hand-over of such a request goes."""
+        """The first-token mode of a hand-off for this request."""
         return "continue" if self.resample_reason is None else "resample"
 
 
 @dataclass(frozen=True)
 class SequenceRequest:
-    """One sequence to generate; a request with n > 1 is n of these."""
+    """One sequence to generate; a request with n > 1 becomes n of these."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -45,20 +45,20 @@ class SequenceRequest:
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
-    """Prefix caches are shared only with requests that have the same one."""
+    """Only requests with the same salt share prefix caches."""
     client: str = ANONYMOUS
-    """Whom its prompt tokens count against while others wait too."""
+    """The client whose share its prompt tokens count against."""
     canary: bool = False
-    """It is one of /ready's: it goes before all that wait and through prefill however short it is, and is in no series
-    about requests."""
+    """Whether it is a canary of /ready. It goes before all waiting requests and always through prefill, and
+    no request series counts it."""
     timeout_s: float | None = None
-    """How long its client gives it, if that is less than router.request_deadline_s."""
+    """Seconds that the client allows, if less than router.request_deadline_s."""
     head_read_s: float | None = None
     """When the router had read the head of its HTTP request, on the monotonic clock; None for a canary."""
 
     @property
     def demand(self) -> Demand:
-        """What policies see of it before it has begun."""
+        """What policies see of the request before it has begun."""
         return Demand(len(self.prompt_token_ids), self.sampling.max_tokens, self.client)
 
 
@@ -68,26 +68,25 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     "handoff": frozenset({"queued", "decoding"}),
     "decoding": frozenset({"queued", "decoding"}),
 }
-"""What may come after what. Back to `queued`: a worker was lost, or none could be had. From `prefilling` to `decoding`:
+"""The allowed next states. Back to `queued`: a worker was lost, or none was available. From `prefilling` to `decoding`:
 one worker does both."""
 
 
 class IllegalTransition(RuntimeError):
-    """The router took a request somewhere it cannot go from where it is; a fault of the router, not of the request."""
+    """The router moved a request to a state that cannot follow; an error of the router, not of the request."""
 
 
 class RequestProgress:
-    """Where one sequence is, and what its client has got: tokens that no worker may send again.
+    """The state of one sequence, and the tokens that its client has and that no worker may send again.
 
-    Positions are contiguous: every worker is told `token_ids` and goes on after them. What is decided, is decided on
-    this; timeline and metrics
-    listen.
+    Positions are contiguous: every worker gets `token_ids` and continues after them. Decisions are based on this;
+    timeline and metrics only record it.
     """
 
     def __init__(self, emit: Emit, timeline: RequestTimeline, metrics: RequestMetrics) -> None:
         self.timeline = timeline
         self.metrics = metrics
-        """Where what happens to it is counted."""
+        """The metrics that count this request."""
         self.token_ids: list[int] = []
         self.ended = False
         self._emit = emit
@@ -95,23 +94,22 @@ class RequestProgress:
 
     @property
     def state(self) -> State:
-        """Where it is now."""
+        """The current state."""
         return self._state
 
     def advance(self, to: State) -> None:
-        """Go to this state; raises IllegalTransition where `TRANSITIONS` has no way there."""
+        """Enter this state. Raises IllegalTransition if `TRANSITIONS` does not allow it."""
         if to not in TRANSITIONS[self._state]:
             raise IllegalTransition(f"a request that is {self._state!r} cannot become {to!r}")
         self._state = to
 
     def migrate(self) -> None:
-        """Queue it again, to go on elsewhere after the tokens its client has: it was taken from its worker
-        (request migration)."""
+        """Queue the request again, to continue elsewhere after the tokens that its client has (request migration)."""
         self.timeline.interrupted(self._state)
         self.advance("queued")
 
     def send(self, delta: TokenDelta, pool: Pool) -> bool:
-        """Send on a delta that a worker of `pool` made; True means nothing more is wanted."""
+        """Send on a delta made by a worker of `pool`; return True if no more is wanted."""
         self.token_ids += delta.token_ids
         self.timeline.tokens(len(delta.token_ids), pool)
         enough = self._emit(delta)
@@ -120,27 +118,27 @@ class RequestProgress:
 
 
 class Attempt:
-    """One way of a request through the workers, from the last token its client has: what each leg is asked for."""
+    """One pass of a request through the workers, from the client's last token on: the tasks for its legs."""
 
     def __init__(self, request: SequenceRequest, progress: RequestProgress, number: int) -> None:
         self.request = request
         self.progress = progress
         self.urgent = request.canary or number > 0
-        """A client that has waited once, and perhaps has half of its answer, does not wait again behind others."""
+        """Whether it goes ahead of others: its client has waited once, and may have half of its answer."""
         self.demand = replace(request.demand, prompt_tokens=len(request.prompt_token_ids) + len(progress.token_ids))
-        """Its prompt is what the client has too."""
+        """The demand now: tokens that the client already has count as prompt."""
         self._suffix = f"-again{number}" if number else ""
 
     def whole_task(self, recompute_reason: str) -> GenerateTask:
-        """Ask one worker for all of it."""
+        """Return the task for one worker that computes everything."""
         return self._task("decode", recompute_reason=recompute_reason)
 
     def prefill_task(self) -> GenerateTask:
-        """Ask for the prompt, and what the client has already."""
+        """Return the task for prefill: the prompt and the tokens that the client already has."""
         return self._task("prefill")
 
     def decode_task(self, handoff: KvHandoff) -> GenerateTask:
-        """Ask for what comes after the hand-off's tokens."""
+        """Return the task for what follows the hand-off's tokens."""
         name = "decode" if handoff.complete else "decode-overlaps"
         return self._task("decode", name, handoff=handoff)
 

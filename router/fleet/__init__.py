@@ -1,7 +1,7 @@
-"""The workers of this router.
+"""The workers that this router is connected to.
 
-worker.py   one worker: status, and what is outstanding there
-fleet.py    all of them
-pairing.py  who can hand KV to whom
-policy.py   which one gets a request
+worker.py   one worker: its status, and what is outstanding there
+fleet.py    all workers
+pairing.py  which workers can exchange KV
+policy.py   which path and which worker a request gets
 """

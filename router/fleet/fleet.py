@@ -1,6 +1,6 @@
-"""The workers this router is connected to: clients, load, pairing.
+"""The workers that this router is connected to: clients, load, pairing.
 
-Made by `router.server`, read by `router.dispatch`.
+`router.server` creates it; `router.dispatch` reads it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Fleet", "Worker"]
 
 CONNECT_TIMEOUT_S = 30.0
 PAIR_WITHIN_S = 10.0
-"""How long a newcomer waits for those that do not answer."""
+"""How long adding a worker waits for pairings that are not answered."""
 OnGone = Callable[[Sequence[str]], None]
-"""Called with the addresses at which the KV of a worker that is gone could be fetched."""
+"""Receives the addresses at which the KV of a removed worker could be fetched."""
 
 
 class Fleet:
-    """All workers by pool; they come and go."""
+    """All workers by pool; they may come and go at any time."""
 
     def __init__(
         self,
@@ -48,19 +48,19 @@ class Fleet:
         self._clients: dict[WorkerClient, asyncio.Task[None]] = {}
         self._pollers: dict[Worker, asyncio.Task[None]] = {}
         self._usable: dict[Pool, asyncio.Event] = {}
-        """Who waits for a worker of a pool; a new event each time one is, or may be, usable."""
+        """By pool, the event for requests that wait for a usable worker; a new one each time a worker may be usable."""
         self._group: asyncio.TaskGroup | None = None
         self.kv_pairs: list[KvPair] = []
         self.restarts: Counter[tuple[str, str]] = Counter()
-        """By worker id and reason."""
+        """Number of restarts by worker id and reason."""
 
     @property
     def workers(self) -> list[Worker]:
-        """Every connected worker."""
+        """All connected workers."""
         return list(self._workers.values())
 
     async def connect(self, addresses: list[str], group: asyncio.TaskGroup) -> None:
-        """Connect to all workers, check that they can work together, and keep their status fresh in `group`.
+        """Connect to all workers, check that they can work together, and poll their status in `group`.
 
         Raises WorkerLost or PairingRefused.
         """
@@ -80,11 +80,11 @@ class Fleet:
         return await self._attach(client, await client.identify(CONNECT_TIMEOUT_S))
 
     async def replace(self, address: str, reason: str) -> None:
-        """Take in a worker that was started again, in place of its older incarnation, and count why.
+        """Add a worker that was started again, in place of its older incarnation, and count the reason.
 
-        Raises WorkerLost or PairingRefused; then all is as before. Told again of an incarnation that it has, it does
-        nothing; addresses tell nothing, since another worker may have had this one. Any number may come at a time: each
-        is entered before it looks for those to pair with, so that they find each other.
+        Raises WorkerLost or PairingRefused, and then changes nothing. Does nothing for an incarnation that it already
+        has; addresses are not compared, since another worker may have had this one. Concurrent calls are allowed: each
+        worker is entered before it looks for others to pair with, so that they find each other.
         """
         client = self._client(address)
         try:
@@ -112,7 +112,7 @@ class Fleet:
         await worker.refresh()
 
     async def remove(self, worker_id: str) -> None:
-        """Forget a worker that has left; an unknown one is forgotten already."""
+        """Forget a worker that has left; does nothing if it is not known."""
         worker = self._workers.pop(worker_id, None)
         self.kv_pairs = self._pairs_without(worker_id)
         if worker is None:
@@ -122,23 +122,23 @@ class Fleet:
             await self._pair(self.pool("decode"))
 
     def unreached(self, for_s: float) -> list[str]:
-        """Addresses of the workers that this router has not reached for so long."""
+        """Return the addresses of workers that this router has not reached for this many seconds."""
         return [worker.client.address for worker in self.workers if worker.unreached_s >= for_s]
 
     def pool(self, name: Pool) -> list[Worker]:
-        """The workers of one pool."""
+        """Return the workers of one pool."""
         return [worker for worker in self._workers.values() if worker.pool == name]
 
     def get(self, worker_id: str) -> Worker:
-        """By id."""
+        """Return the worker with this id. Raises KeyError."""
         return self._workers[worker_id]
 
     def usable(self, name: Pool) -> list[Worker]:
-        """The workers of one pool that may be given new work."""
+        """Return the workers of one pool that may get new work."""
         return [worker for worker in self.pool(name) if worker.load().usable]
 
     async def wait_until_usable(self, pool: Pool, within_s: float) -> None:
-        """Wait for a worker of a pool to come (back), if none takes work; chooses none. Raises NoWorker."""
+        """Wait until a worker of the pool takes work; it chooses none. Raises NoWorker after `within_s`."""
         try:
             async with asyncio.timeout(within_s):
                 while not any(worker.load().takes_work for worker in self.pool(pool)):
@@ -147,14 +147,14 @@ class Fleet:
             raise NoWorker(f"no {pool} worker has been usable for {within_s:g} s") from error
 
     def _tell_usable(self, pool: Pool) -> None:
-        """Each waits until it finds one; nobody looks in between."""
+        """Wake all requests that wait for a worker of the pool; each looks for one itself."""
         if pool in self._usable:
             self._usable.pop(pool).set()
 
     async def refresh(self) -> None:
-        """Know every worker's status as it is now; one that is away has none.
+        """Update every worker's status; a worker that does not answer has none.
 
-        Waits for the slowest answer. What each worker says is known as soon as it has said it.
+        Waits for the slowest answer; each worker's status is updated as soon as it answers.
         """
         await asyncio.gather(*(worker.refresh() for worker in self.workers))
 
@@ -194,7 +194,7 @@ class Fleet:
         check_layouts(prefills, decodes)
 
     async def _pair(self, decodes: Sequence[Worker]) -> None:
-        """All at a time. One that is away or hangs is no obstacle: it pairs as soon as it answers, or comes back."""
+        """Pair all of them at once. One that does not answer is no obstacle: it pairs when it answers or comes back."""
         assert self._group is not None
         asked = [
             self._group.create_task(self._pair_one(decode), name=f"pair-{decode.worker_id}")
@@ -206,7 +206,7 @@ class Fleet:
 
     async def _pair_one(self, decode: Worker) -> None:
         async with decode.pairing:
-            prefills = [one for one in self._connected() if one.pool == "prefill"]  # all: who is not named is forgotten
+            prefills = [one for one in self._connected() if one.pool == "prefill"]  # all: others are forgotten
             pairs = await pair_while_serving(prefills, decode)
         still = {*self.workers}
         if decode not in still:

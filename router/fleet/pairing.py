@@ -1,6 +1,6 @@
-"""Which prefill worker can hand KV to which decode worker, and by what.
+"""Which prefill worker can hand KV off to which decode worker, and by which transport.
 
-Called by `router.fleet.fleet` when workers come.
+Called by `router.fleet.fleet` when workers are added.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ logger = logging.getLogger(__name__)
 
 
 class PairingRefused(Exception):
-    """A prefill and a decode worker cannot exchange KV; the message names what differs."""
+    """A prefill and a decode worker cannot exchange KV; the message names the difference."""
 
 
 @dataclass(frozen=True)
 class KvPair:
-    """What carries KV blocks from a prefill worker to a decode worker."""
+    """The transport that carries KV blocks from a prefill worker to a decode worker."""
 
     prefill: str
     decode: str
     transport: str
     why: str
-    """What stood in the way of a better transport; empty if nothing."""
+    """Why no better transport was picked; empty if nothing stood in the way."""
 
 
 class Connected(Protocol):
-    """What pairing reads of a worker."""
+    """The parts of a worker that pairing uses."""
 
     client: WorkerClient
     description: WorkerDescription
@@ -46,7 +46,7 @@ class Connected(Protocol):
 
 
 async def pair_all(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> list[KvPair]:
-    """Every decode worker agrees with every prefill worker on what will carry the bytes, before any request.
+    """Make every decode worker agree on a transport with every prefill worker, before any request.
 
     Raises PairingRefused or WorkerLost.
     """
@@ -59,9 +59,9 @@ async def pair_all(prefills: Sequence[Connected], decodes: Sequence[Connected]) 
 
 
 async def pair_while_serving(prefills: Sequence[Connected], decode: Connected) -> list[KvPair]:
-    """The same for one decode worker while requests are served, when it or any other may be lost at this moment.
+    """Pair one decode worker while requests are served, when any worker may be lost at any moment.
 
-    Who cannot be paired now pairs when it comes back, or when it first fetches.
+    Workers that cannot be paired now pair when they come back, or at their first fetch.
     """
     try:
         paired, refused = await _pair(prefills, decode)
@@ -73,7 +73,7 @@ async def pair_while_serving(prefills: Sequence[Connected], decode: Connected) -
 
 
 def check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> None:
-    """Raises PairingRefused if a KV layout differs, which no waiting mends."""
+    """Raise PairingRefused if KV layouts differ, which waiting cannot fix."""
     for prefill, decode in product(prefills, decodes):
         sentence = explain_mismatch(prefill.description.layout, decode.description.layout)
         if sentence is not None:
@@ -81,7 +81,7 @@ def check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) -
 
 
 async def _pair(prefills: Sequence[Connected], decode: Connected) -> tuple[list[KvPair], list[str]]:
-    """What was agreed, and a sentence for each refusal. Raises WorkerLost if the decode worker does not answer."""
+    """Return the agreed pairs, and a sentence for each refusal. Raises WorkerLost if the decode worker is silent."""
     sources = {address: worker for worker in prefills for address in worker.description.transfer_addresses}
     answer = await decode.client.pair(list(sources))
     refused = [
@@ -92,4 +92,4 @@ async def _pair(prefills: Sequence[Connected], decode: Connected) -> tuple[list[
         KvPair(sources[address].worker_id, decode.worker_id, transport, why)
         for address, (transport, why) in answer.paired.items()
     ]
-    return list(dict.fromkeys(pairs)), refused  # each rank has an address of its own
+    return list(dict.fromkeys(pairs)), refused  # each rank has its own address

@@ -1,12 +1,11 @@
-"""Which way a request goes, which worker gets it, and how much of it: a routing policy is written here.
+"""The routing policy: which path a request takes, which worker gets it, and how much of a worker it may use.
 
-Pure functions on a `Demand` and on snapshots of workers. Used by `router.dispatch` and `router.flow`, which know no
-rule of their own. Two choices are made, both by `pick`: who computes a prompt, when `router.flow.prompt_queue` has seen
-which one is next, and who decodes it, when it has its turn.
+Pure functions of a `Demand` and of snapshots of workers. Used by `router.dispatch` and `router.flow`, which have no
+rules of their own. `pick` makes both choices: who computes a prompt, when `router.flow.prompt_queue` has found which
+one is next, and who decodes it, when it is that prompt's turn.
 
-To change a choice, write a `Scorer` and enter it in `PROMPT_SCORERS` or as `DECODE_SCORER`. What a scorer needs beyond
-that is a field of `Demand`, which `router.dispatch.request` fills in, or of `WorkerLoad`, which `router.fleet.worker`
-fills in.
+To change a choice, write a `Scorer` and enter it in `PROMPT_SCORERS` or as `DECODE_SCORER`. If it needs more data, add
+a field to `Demand`, which `router.dispatch.request` fills in, or to `WorkerLoad`, which `router.fleet.worker` fills in.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from contracts.vocabulary import Pool
 from router.client_identity import ANONYMOUS
 
 Path = Literal["disaggregated", "fallback", "decode_only", "colocated"]
-"""The way of a request. `disaggregated`: prefill on one worker, decode on another. `decode_only`: decode computes the
-prompt too, which is too short for a remote prefill. `fallback`: decode computes it because prefill, or the transfer of
-its KV, failed or was not to be had. `colocated`: a whole replica does both."""
+"""The path of a request. `disaggregated`: prefill on one worker, decode on another. `decode_only`: decode computes the
+prompt too, because it is too short for a remote prefill. `fallback`: decode computes it because prefill, or the
+transfer of its KV, failed or was not available. `colocated`: a whole replica does both."""
 
 
 class NoWorker(Exception):
@@ -30,65 +29,65 @@ class NoWorker(Exception):
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """One worker as the router sees it: what it has sent there itself, and what the worker last reported."""
+    """One worker as the router sees it: what this router has sent there, and what the worker last reported."""
 
     worker_id: str
     connected: bool
     draining: bool
     outstanding_prompt_tokens: int
-    """Prompt tokens sent there for prefill and not yet answered."""
+    """Prompt tokens sent there for prefill whose first token has not come back."""
     running: int
-    """Sequences sent there and not yet finished."""
+    """Sequences sent there that have not finished."""
     kv_blocks_free: int
     kv_blocks_total: int
     max_running: int
-    """Sequences its engine runs at a time; more wait there."""
+    """Sequences that its engine runs at the same time; more wait there."""
     block_size_tokens: int
     kv_blocks_promised: int = 0
-    """For sequences sent there that it has produced nothing for, so that they may not be in what it reported."""
+    """Blocks for sequences that have produced nothing yet, and so may not be in its last report."""
     kv_blocks_held: int = 0
-    """For the prompts of all sequences sent there and not yet finished."""
+    """Blocks for the prompts of all sequences sent there that have not finished."""
     healthy: bool = True
-    """Its engine runs, as far as it last said."""
+    """Whether its engine runs, by its last report."""
     in_doubt: bool = False
-    """It has failed or refused a request since, and is being asked: known in a moment."""
+    """Whether it has failed or refused a request since its last report; its status is being asked for."""
 
     @property
     def usable(self) -> bool:
-        """Serves, as far as is known."""
+        """Whether it serves, as far as is known."""
         return self.connected and self.healthy and not self.draining
 
     @property
     def takes_work(self) -> bool:
-        """May be given new work now."""
+        """Whether it may get new work now."""
         return self.usable and not self.in_doubt
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request asks for, as far as its way or its worker may depend on that."""
+    """What a request asks for, as far as its path or its worker may depend on it."""
 
     prompt_tokens: int
-    """To be computed before its next token, if no cache has any of it."""
+    """Tokens to compute before its next token, if no cache has any of them."""
     output_tokens: int = 0
-    """Tokens the answer may have; 0 if nobody said."""
+    """Largest number of tokens in the answer; 0 if not given."""
     client: str = ANONYMOUS
 
 
 Scorer = Callable[[Demand, WorkerLoad], tuple[float, ...]]
-"""How bad a worker is for a request: the lowest gets it."""
+"""Scores a worker for a request; the lowest score wins."""
 
 
-# Which way
+# Which path
 
 
 def pools_of(mode: str) -> tuple[Pool, ...]:
-    """Name the pools of a deployment; the last one decodes."""
+    """Return the pools of a deployment; the last one decodes."""
     return ("colocated",) if mode == "colocated" else ("prefill", "decode")
 
 
 def path_for(demand: Demand, mode: str, min_remote_prefill_tokens: int, prefill_usable: bool) -> Path:
-    """Decide which way a request goes, before a worker is chosen for any part of it."""
+    """Return the path of a request, before a worker is chosen for any part of it."""
     if mode == "colocated":
         return "colocated"
     if demand.prompt_tokens < min_remote_prefill_tokens:
@@ -97,7 +96,7 @@ def path_for(demand: Demand, mode: str, min_remote_prefill_tokens: int, prefill_
 
 
 def prompt_pool(path: Path) -> Pool:
-    """Name the pool that computes the prompt on this way."""
+    """Return the pool that computes the prompt on this path."""
     pools: dict[Path, Pool] = {"disaggregated": "prefill", "colocated": "colocated"}
     return pools.get(path, "decode")
 
@@ -106,24 +105,24 @@ def prompt_pool(path: Path) -> Pool:
 
 
 def least_prompt_tokens(_demand: Demand, load: WorkerLoad) -> tuple[float, ...]:
-    """Prefill is compute-bound: its queue is measured in prompt tokens."""
+    """Score by outstanding prompt tokens, because prefill is compute-bound."""
     return (load.outstanding_prompt_tokens, load.running)
 
 
 def fewest_running_then_most_free(_demand: Demand, load: WorkerLoad) -> tuple[float, ...]:
-    """A decode step costs about the same for one sequence more; free KV blocks break the tie."""
+    """Score by running sequences, since each costs a decode step about the same; free KV blocks break ties."""
     return (load.running, -load.kv_blocks_free)
 
 
 def least_work(_demand: Demand, load: WorkerLoad) -> tuple[float, ...]:
-    """A whole replica does both: prompt tokens first, since one prompt stalls every sequence there."""
+    """Score a whole replica: prompt tokens first, since one prompt delays every sequence there."""
     return (load.outstanding_prompt_tokens, load.running, -load.kv_blocks_free)
 
 
 def room_then_fewest_running(demand: Demand, load: WorkerLoad) -> tuple[float, ...]:
-    """Prefer a worker where the blocks it will need are free and not promised, and a place in the batch is.
+    """Prefer workers whose free, unpromised blocks hold the sequence, and that have a place in the batch.
 
-    One without room would let the sequence wait, or take blocks from sequences that it then computes again.
+    A worker without room would make it wait, or take blocks from sequences that it must then compute again.
     """
     left = load.kv_blocks_free - load.kv_blocks_promised - blocks_needed(demand, load.block_size_tokens)
     room = left >= 0 and load.running < load.max_running
@@ -135,15 +134,15 @@ PROMPT_SCORERS: Mapping[Pool, Scorer] = {
     "decode": fewest_running_then_most_free,
     "colocated": least_work,
 }
-"""How the worker that computes a prompt is chosen, in each pool that may."""
+"""The scorer for the worker that computes a prompt, for each pool that may."""
 DECODE_SCORER: Scorer = room_then_fewest_running
-"""How the worker that decodes after a hand-over is chosen."""
+"""The scorer for the worker that decodes after a hand-off."""
 
 
 def pick(demand: Demand, loads: Iterable[WorkerLoad], scorer: Scorer) -> str:
-    """Return the id of the worker with the lowest score of those that take work; ties go to the first. Raises NoWorker.
+    """Return the id of the worker with the lowest score of those that take work; the first of equals. Raises NoWorker.
 
-    It is called only for a request that goes to the worker it names, so a scorer may keep account of what it chose.
+    It is called only for a request that goes to the worker it returns, so a scorer may keep track of its choices.
     """
     candidates = [load for load in loads if load.takes_work]
     if not candidates:
@@ -151,23 +150,23 @@ def pick(demand: Demand, loads: Iterable[WorkerLoad], scorer: Scorer) -> str:
     return min(candidates, key=lambda load: scorer(demand, load)).worker_id
 
 
-# How much of it
+# How much of a worker
 
 
 SPARE_FRACTION = 0.25
-"""Of a decode worker's KV blocks, what prompts that are not prefilled yet must leave free."""
+"""The fraction of a decode worker's KV blocks that prompts must leave free before they are prefilled."""
 
 
 def blocks_needed(demand: Demand, block_size_tokens: int) -> int:
-    """Count the KV blocks of a sequence, with half of the answer that it may have: most end before."""
+    """Return the KV blocks of a sequence with half of its longest answer, since most answers end earlier."""
     return -(-(demand.prompt_tokens + demand.output_tokens // 2) // block_size_tokens)
 
 
 def prompt_blocks(demand: Demand, block_size_tokens: int) -> int:
-    """Count the KV blocks of its prompt alone."""
+    """Return the KV blocks of its prompt alone."""
     return -(-demand.prompt_tokens // block_size_tokens)
 
 
 def room_to_overlap(load: WorkerLoad, needed_blocks: int) -> bool:
-    """May a prompt hold blocks on the decode worker while it is still prefilled? Not if decoding might miss them."""
+    """Return whether a prompt may hold blocks on the decode worker during its prefill without starving decode."""
     return load.kv_blocks_free - needed_blocks >= SPARE_FRACTION * load.kv_blocks_total

@@ -1,6 +1,6 @@
-"""One connected worker: its status, kept fresh, and what this router has outstanding there.
+"""One connected worker: its status, polled regularly, and what this router has outstanding there.
 
-Made by `router.fleet.fleet`.
+`router.fleet.fleet` creates it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
 
 STATUS_INTERVAL_S = 0.5
 UNANSWERED_S = 4.0
-"""Two questions in a row, of 2 s each (`worker_runtime.client`)."""
+"""Two status requests in a row, of 2 s each (`worker_runtime.client`)."""
 LATE_S = 0.25
-"""A question whose end is heard so long after its deadline tells of a router that stood still, not of the worker."""
+"""If a request's end is noticed this long after its deadline, the router was stuck, not the worker."""
 STALL_TIMEOUT_S = 60.0
 STALLED_PART = 1 / 3
-"""A worker whose engine has work and made no step for this part of `supervision.stall_timeout_s` gets no more."""
+"""A worker whose engine has work but no step for this fraction of `supervision.stall_timeout_s` gets no new work."""
 OnUsable = Callable[[Pool], None]
 
 
 class Worker:
-    """One connected worker and what this router has outstanding there. `on_usable` hears whenever it may have work."""
+    """One worker, and what this router has outstanding there. `on_usable` is called whenever it may take work."""
 
     def __init__(
         self,
@@ -41,20 +41,20 @@ class Worker:
         self.description = description
         self.status: WorkerStatus | None = None
         self.answers = True
-        """Whether it tells its status when asked; one that hangs gets no new work."""
+        """Whether it answers status requests; one that hangs gets no new work."""
         self.leaves = False
-        """It has said that it drains; as this incarnation it never comes back."""
+        """Whether it has reported that it drains; this incarnation never comes back."""
         self.held_back = False
-        """It gets no work yet: those it will exchange KV with are being asked."""
+        """Whether it must not get work yet, because the workers it will exchange KV with are still pairing."""
         self.pairing = asyncio.Lock()
-        """Held while it is asked to pair, so that what it is told last is the newest."""
+        """Held during pairing requests, so that the last one it gets is the newest."""
         self._on_usable = on_usable
         self._stalled_s = STALLED_PART * stall_timeout_s
         self._question: asyncio.Task[None] | None = None
         self._known_s = float("-inf")
-        """When the question was sent whose answer `status` is."""
+        """When the request that `status` answers was sent."""
         self._silent_since_s = time.monotonic()
-        """Its last answer, or when this router last found that it had not listened itself."""
+        """Time of its last answer, or of this router's last discovery that it had been stuck itself."""
         self._unreached_since_s: float | None = None
         self._outstanding_prompt_tokens = 0
         self._promised_blocks = 0
@@ -63,7 +63,7 @@ class Worker:
 
     @property
     def worker_id(self) -> str:
-        """Its name in logs, metrics and tables."""
+        """The worker's name in logs, metrics and tables."""
         return self.description.worker_id
 
     @property
@@ -72,7 +72,7 @@ class Worker:
         return self.description.pool
 
     def load(self) -> WorkerLoad:
-        """A snapshot for the policy."""
+        """Return a snapshot for the policy."""
         status = self.status
         return WorkerLoad(
             worker_id=self.worker_id,
@@ -97,11 +97,11 @@ class Worker:
 
     @property
     def unreached_s(self) -> float:
-        """For how long this router has had no stream from it, or no answer."""
+        """Seconds for which this router has had no stream from it, or no answer."""
         return 0.0 if self._unreached_since_s is None else time.monotonic() - self._unreached_since_s
 
     async def keep_fresh(self) -> None:
-        """Ask for its status twice a second, and at once when its connection or a request there has broken."""
+        """Ask for its status twice a second, and at once when its connection or a request there breaks."""
         while True:
             self.client.news.clear()
             await self.refresh()
@@ -110,15 +110,15 @@ class Worker:
                     await self.client.news.wait()
 
     async def refresh(self) -> None:
-        """Know its status as it is now. However many ask, it gets one question at a time, whose answer is for all."""
-        if self._question is not None:  # begun before we asked: its answer may be too old
+        """Update the status. However many ask, there is one request at a time, and its answer serves all."""
+        if self._question is not None:  # sent before we asked, so its answer may be too old
             await asyncio.shield(self._question)
         if self._question is None:
             self._question = asyncio.create_task(self._ask(), name=f"status-{self.worker_id}")
         await asyncio.shield(self._question)
 
     async def _ask(self) -> None:
-        """One question that is not answered in time may be this router's own fault, and is none."""
+        """Ask once. A request that is not answered in time may be this router's own fault, and then does not count."""
         sent_s, reached = time.monotonic(), False
         try:
             status = self.status = self._own(await self.client.status())
@@ -126,7 +126,7 @@ class Worker:
             now_s = time.monotonic()
             if now_s - sent_s >= STATUS_DEADLINE_S + LATE_S:
                 self._silent_since_s = now_s
-            heard_s = max(self._silent_since_s, self.client.last_token_s or 0.0)  # one that sends tokens is there
+            heard_s = max(self._silent_since_s, self.client.last_token_s or 0.0)  # a worker that sends tokens is there
             if not self.client.connected or now_s - heard_s >= UNANSWERED_S:
                 self.status, self.answers = None, False
         else:
@@ -143,7 +143,7 @@ class Worker:
             self._on_usable(self.pool)
 
     def _own(self, status: WorkerStatus) -> WorkerStatus:
-        """Raises WorkerLost if another worker, or incarnation, has got the address meanwhile."""
+        """Return the status. Raises WorkerLost if another worker or incarnation has this address now."""
         if status.incarnation not in ("", self.description.incarnation):
             raise WorkerLost(f"{self.client.address} is {status.worker_id} now, incarnation {status.incarnation}")
         return status
@@ -152,8 +152,10 @@ class Worker:
     def reserve(
         self, prompt_tokens: int = 0, promised_blocks: int = 0, held_blocks: int = 0
     ) -> Iterator[PromptReservation]:
-        """Count a sequence against this worker while the block runs: its prompt, and the blocks it will need, until
-        `prompt_done`; those of its prompt to the end."""
+        """Count a sequence against this worker while the block runs.
+
+        Prompt tokens and promised blocks count until `prompt_done`, the held blocks of its prompt until the end.
+        """
         reservation = PromptReservation(self, prompt_tokens, promised_blocks)
         self._running += 1
         self._held_blocks += held_blocks
@@ -165,13 +167,13 @@ class Worker:
             reservation.prompt_done()
 
     def add_outstanding(self, prompt_tokens: int, promised_blocks: int) -> None:
-        """Called by `PromptReservation`."""
+        """Change the outstanding amounts, for `PromptReservation`."""
         self._outstanding_prompt_tokens += prompt_tokens
         self._promised_blocks += promised_blocks
 
 
 class PromptReservation:
-    """Prompt tokens that a worker still has to compute for us, and blocks it will still need for them."""
+    """Prompt tokens that a worker still has to compute for us, and blocks that it will need for them."""
 
     def __init__(self, worker: Worker, prompt_tokens: int, promised_blocks: int = 0) -> None:
         self._worker = worker
@@ -180,6 +182,6 @@ class PromptReservation:
         worker.add_outstanding(prompt_tokens, promised_blocks)
 
     def prompt_done(self) -> None:
-        """The first token is here; safe to call twice."""
+        """Record that the first token has arrived. May be called twice."""
         self._worker.add_outstanding(-self._prompt_tokens, -self._promised_blocks)
         self._prompt_tokens = self._promised_blocks = 0

@@ -1,10 +1,10 @@
-"""Who may start, and when: nothing here knows HTTP or an engine.
+"""Which request may start, and when. Nothing here knows HTTP or an engine.
 
-admission.py     what is taken in
-held_bodies.py   how much of bodies is kept
-intake.py        a few requests at a time, in fair order
-fair_queue.py    whose prompt is next
-prompt_queue.py  places for prompts on workers
-decode_slots.py  places in the batches of decode
-rates.py         prompt tokens a second of a worker
+admission.py     decides which requests are accepted
+held_bodies.py   limits the bytes of bodies in memory
+intake.py        takes a few requests at a time, in fair order
+fair_queue.py    decides whose prompt is next
+prompt_queue.py  gives prompts places on workers
+decode_slots.py  limits each client's places in decode batches
+rates.py         measures a worker's prompt tokens per second
 """

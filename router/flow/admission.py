@@ -1,11 +1,12 @@
-"""What is taken in, decided before any work: what can never fit is refused at once, what would wait too long as well.
+"""Decides before any work whether a request is accepted; one that cannot fit, or would wait too long, is refused.
 
-`decide` is a pure function on a snapshot. `Admission` makes the snapshot, keeps count of what is accepted, and counts
-what is refused. vLLM's server asks twice: before it has tokenised the prompt (`check`), then with the tokens (`admit`).
+`decide` is a pure function of a snapshot. `Admission` makes the snapshot and counts what is accepted and refused.
+vLLM's server asks twice: before it has tokenised the prompt (`check`), and then with the tokens (`admit`).
 
-What is promised to an accepted prompt is the wait at that moment. A client that comes later takes no more than its fair
-share (`router/flow/fair_queue.py`), and is itself refused if that share would make it wait too long. So n clients have
-together at most (1 + 1/2 + ... + 1/n) * `max_prompt_wait_s` of prompts waiting, one client alone at most that itself.
+An accepted prompt is promised the wait at that moment. A client that comes later takes no more than its fair share
+(`router/flow/fair_queue.py`), and is refused itself if that share would make it wait too long. So n clients together
+have at most (1 + 1/2 + ... + 1/n) * `max_prompt_wait_s` of prompts waiting, and one client alone at most
+`max_prompt_wait_s`.
 """
 
 from __future__ import annotations
@@ -29,80 +30,79 @@ State = Literal["not_ready", "open", "draining"]
 LONGEST_RETRY_AFTER_S = 60
 DRAIN_WINDOW_S = 10.0
 LEFT_WINDOW_S = 10.0
-"""What a client leaves before its end has cost as much as what it reads, and would hold no place: it counts against the
-client's share for about so long, so that to open and leave again and again is no way around the share."""
+"""Window for requests that their clients left before the end. They cost as much as completed ones but would hold no
+place, so they count against the client's share for about this long; else leaving early would evade the share."""
 
 
 class Refused(Exception):
-    """The request is not taken in; the message says why, and what would change it."""
+    """The request is not accepted; the message says why, and what would change that."""
 
     def __init__(self, status: HTTPStatus, reason: str, sentence: str, retry_after_s: float = 1.0) -> None:
         super().__init__(sentence)
         self.status = status
         self.reason = reason
         self.retry_after_s = min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(retry_after_s)))
-        """Whole seconds after which it may be worth another try."""
+        """Whole seconds after which another try may succeed."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request wants. The token counts are 0 while its prompt is not tokenised yet."""
+    """What a request asks for. Token counts are 0 until its prompt is tokenised."""
 
     sequences: int
     prompt_tokens: int = 0
     output_tokens: int = 0
     logprobs: int = 0
-    """Log-probabilities in its answer, if it gets all tokens it asks for."""
+    """Log-probabilities in the answer, if it gets as many tokens as it asks for."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """How things stand, with what has been accepted."""
+    """The state of the deployment and of accepted requests, as far as admission depends on it."""
 
     state: State
     block_size_tokens: int
     answer_pool: Pool
-    """Where answers are decoded."""
+    """The pool that decodes."""
     usable_answer_workers: int
     answer_blocks: int
-    """KV blocks of its usable workers."""
+    """KV blocks of that pool's usable workers."""
     whole_answer_blocks: int
-    """Of all its workers, those included that are away or drain."""
+    """KV blocks of all its workers, including those that are away or draining."""
     prompt_worker_blocks: int
     """KV blocks of the largest worker that may compute this prompt."""
     answer_worker_blocks: int
     """KV blocks of the largest worker that may decode the answer."""
     sequences: int
-    """Accepted and not ended."""
+    """Sequences accepted and not ended."""
     client_sequences: int
-    """Of this client among them."""
+    """This client's part of `sequences`."""
     prompt_blocks: int
-    """KV blocks their prompts take: as many as if they shared nothing, or what workers report, if that is less."""
+    """KV blocks of their prompts: the sum without sharing, or what workers report, whichever is less."""
     client_blocks: int
-    """Of this client among them."""
+    """This client's part of `prompt_blocks`."""
     client_left: int
-    """Sequences of this client that it left lately before they had ended; see `LEFT_WINDOW_S`."""
+    """Sequences that this client left recently before they had ended; see `LEFT_WINDOW_S`."""
     sequences_per_s: float
-    """How many ended lately."""
+    """Rate at which sequences have ended recently."""
     blocks_per_s: float
     prompt_wait_s: float | None
-    """How long this client's next prompt, or the last of its n, would wait to be started; None before that was
-    measured."""
+    """Seconds that this client's next prompt, or the last of its n, would wait to start; None until measured."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """From the configuration."""
+    """Admission's limits, from the configuration."""
 
     max_outstanding_requests: int
     max_prompt_wait_s: float
     max_logprobs_per_request: int = 250_000
     max_client_share: float = 1.0
-    """Of what the others leave, what one client may hold."""
+    """The fraction that one client may hold of what the others leave."""
 
 
 def decide(ask: Ask, now: Snapshot, limits: Limits) -> None:
-    """Raise Refused, or return: it fits."""
+    """Return if the request fits; otherwise raise Refused."""
     _refuse_unless_open(now)
     _refuse_what_never_fits(ask, now, limits)
     if not now.usable_answer_workers:
@@ -146,7 +146,7 @@ def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: Limits) -> None:
             f"{limits.max_outstanding_requests} can (router.max_client_share): ask for fewer",
         )
     if not now.usable_answer_workers:
-        return  # how large they are is not known
+        return  # their size is not known
     prompt_blocks = _blocks(ask.prompt_tokens, now)
     whole_blocks = _blocks(ask.prompt_tokens + ask.output_tokens, now)
     for needed, have, what in (
@@ -202,8 +202,10 @@ def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: Limits) -> Non
 
 
 def _refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: Limits) -> None:
-    """One client holds at most a share of what the others leave, so whoever comes finds room, however many slots and
-    blocks a client asks for. One sequence is let in whatever it takes, if its client has no other."""
+    """Limit a client to its share of what the others leave, so that any other client finds room.
+
+    One sequence is accepted whatever it takes, if its client has no other.
+    """
     others = now.sequences - now.client_sequences
     may_have = _share(limits.max_outstanding_requests, limits)
     if (
@@ -213,7 +215,7 @@ def _refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: Limits) ->
     ):
         raise _overload(
             "client_share",
-            f"{now.client_sequences} of your requests are being served and you left {now.client_left} lately before "
+            f"{now.client_sequences} of your requests are being served and you left {now.client_left} recently before "
             f"they had ended; you may have {may_have} of both (router.max_client_share)",
             LEFT_WINDOW_S * math.log((now.client_sequences + now.client_left + ask.sequences) / may_have),
         )
@@ -260,7 +262,7 @@ def _seconds(amount: float, per_s: float) -> float:
 
 
 class Admission:
-    """What this router has accepted; one per router process."""
+    """The requests that this router has accepted; one object per router process."""
 
     def __init__(
         self,
@@ -284,23 +286,23 @@ class Admission:
         self._workers = workers
         self._metrics = metrics
         self._held: dict[str, _Held] = {}
-        """By client; of those that have something."""
+        """What each client holds; clients that hold nothing are left out."""
         self._all = _Held()
         self._left: dict[str, _Fading] = {}
-        """By client: sequences that it left lately before they had ended."""
+        """For each client, the sequences that it left recently before they had ended."""
         self._clock = clock
         self._ended_sequences = _Fading(clock, DRAIN_WINDOW_S)
         self._ended_blocks = _Fading(clock, DRAIN_WINDOW_S)
 
     def check(self, client: str, sequences: int) -> None:
-        """Would a request of this client be taken, as far as can be told without its prompt? Raises Refused."""
+        """Raise Refused if a request of this client would be refused, as far as can be told without its prompt."""
         pools: set[Pool] = {self._prompt_pool(0), self._prompt_pool(self._min_remote_prefill_tokens)}
         waits_s = [self._queues[pool].wait_s(client, 0) for pool in pools]
         shortest_s = None if None in waits_s else min(wait_s for wait_s in waits_s if wait_s is not None)
         self._decide(Ask(sequences), self._snapshot(client, self._prompt_pool(0), shortest_s))
 
     def check_share(self, client: str, coming: int) -> None:
-        """Would one more request of this client be over its share, beside those that come already? Raises Refused."""
+        """Raise Refused if one more request of this client would exceed its share, counting those still coming."""
         if self._limits.max_client_share >= 1 or self.state != "open":
             return
         if not (client in self._held or client in self._left or coming):
@@ -311,16 +313,16 @@ class Admission:
 
     @property
     def most_of_one_client(self) -> int:
-        """How many sequences one client may have served at a time, with nobody else there."""
+        """How many sequences one client may have served at the same time if it is alone."""
         return _share(self._limits.max_outstanding_requests, self._limits)
 
     @property
     def sequences(self) -> int:
-        """Taken in and not ended yet."""
+        """Sequences accepted and not ended."""
         return self._all.sequences
 
     def admit(self, client: str, ask: Ask) -> Permit:
-        """Take a request in, until its permit is released. Raises Refused."""
+        """Accept a request until its permit is released. Raises Refused."""
         pool = self._prompt_pool(ask.prompt_tokens)
         now = self._snapshot(client, pool, self._queues[pool].wait_s(client, ask.prompt_tokens, ask.sequences))
         self._decide(ask, now)
@@ -355,7 +357,7 @@ class Admission:
         self._ended_blocks.add(max(0, -sequences) * blocks_each)
 
     def _prompt_pool(self, prompt_tokens: int) -> Pool:
-        """Where a prompt of that length is computed."""
+        """Return the pool that would compute a prompt of this length."""
         prefill = self._queues.get("prefill")
         usable = prefill is not None and prefill.usable_workers > 0
         return prompt_pool(path_for(Demand(prompt_tokens), self._mode, self._min_remote_prefill_tokens, usable))
@@ -391,8 +393,11 @@ class Admission:
 
 
 def _blocks_taken(loads: list[WorkerLoad], accepted_blocks: int) -> int:
-    """By what workers report, plus what they cannot report yet: what was sent there lately, or waits here. Prompts that
-    share a prefix take its blocks once, which nobody knows before."""
+    """Return the blocks in use: what workers report, plus what they cannot report yet.
+
+    That is what was sent there recently or waits here. Prompts with a shared prefix use its blocks once, which only the
+    reports show.
+    """
     reported = sum(load.kv_blocks_total - load.kv_blocks_free for load in loads)
     promised = sum(load.kv_blocks_promised for load in loads)
     waiting = max(0, accepted_blocks - sum(load.kv_blocks_held for load in loads))
@@ -406,29 +411,31 @@ class _Held:
 
 
 class Permit:
-    """One accepted request. Each of its sequences is given back once: when it has ended on the workers, whether or not
-    its client has read it; what is left when the permit is dropped, then.
+    """One accepted request.
 
-    A client may leave after its request was accepted and before its answer was begun, or a later prompt of the same
-    list be refused; the generator that would have served it is then never started, and only forgotten. No worker has
-    heard of such sequences, so they do not count as left.
+    Each of its sequences is given back once, when it has ended on the workers, whether or not its client has read it.
+    The remaining ones are given back when the permit is dropped.
+
+    A client may leave between the acceptance of its request and the start of its answer, or a later prompt of the
+    same list may be refused. The generator that would have served it is then never started, only dropped. Such
+    sequences never reached a worker, so they do not count as left.
     """
 
     def __init__(self, sequences: int, give_back: Callable[[int, bool], None]) -> None:
-        """`give_back` hears how many have ended, and whether they were left before their end."""
+        """`give_back` receives how many sequences have ended, and whether they were left before their end."""
         self._rest = [sequences]
         self._give_back = give_back
         self._finalizer = weakref.finalize(self, _give_back_rest, self._rest, give_back)
         self._finalizer.atexit = False
 
     def sequence_ended(self, *, left: bool = False) -> None:
-        """One of them, or `left` before."""
+        """Give back one sequence that has ended, or that was `left` before its end."""
         if self._rest[0]:
             self._rest[0] -= 1
             self._give_back(1, left)
 
     def release(self) -> None:
-        """All that are left. Safe to call twice."""
+        """Give back all remaining sequences. May be called twice."""
         self._finalizer()
 
 
@@ -439,7 +446,7 @@ def _give_back_rest(rest: list[int], give_back: Callable[[int, bool], None]) -> 
 
 
 class _Fading:
-    """How much of something there was lately: what was added fades over about so many seconds."""
+    """An amount that decays exponentially with a time constant of `window_s` seconds."""
 
     def __init__(self, clock: Callable[[], float], window_s: float) -> None:
         self._clock = clock

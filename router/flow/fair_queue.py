@@ -1,14 +1,14 @@
-"""Which prompt is next: deficit round robin over clients, first come first served within one. No clock, no asyncio.
+"""Decides which prompt is next: deficit round robin over clients, first come, first served within one. No clock or I/O.
 
-Clients take turns. At each of its turns a client may send `quantum_tokens` more prompt tokens; what it does not use, or
-saves up for a prompt longer than that, is kept while it has prompts waiting. So clients get equal prompt tokens, not
-equal numbers of prompts; but a short prompt is work too, for router and engines, and counts as `LEAST_TOKENS`.
+Clients take turns. Each turn gives a client `quantum_tokens` more prompt tokens; what it does not use, or saves up for
+a longer prompt, it keeps while it has prompts waiting. So clients get equal prompt tokens rather than equal numbers of
+prompts. A short prompt is work for router and engines too, and counts as `LEAST_TOKENS`.
 
-A client that may have no more of what the popped ones take is passed over, see `pop`.
+A client that may not have more of what its prompts need is skipped, see `pop`.
 
 **Bound.** With Q the quantum and L the longest prompt, a prompt of t tokens that its client sends with nothing else
-waiting is popped after at most ceil(t / Q) * (Q + L) tokens of each other client, however many those have waiting. For
-a short prompt (t <= Q) this is one quantum and one prompt of each.
+waiting is popped after at most ceil(t / Q) * (Q + L) tokens of each other client, however many those have waiting.
+For a short prompt (t <= Q) that is one quantum and one prompt of each.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing import Generic, TypeVar
 
 QUANTUM_TOKENS = 512
 LEAST_TOKENS = 64
-"""What the router and an engine's step do for a prompt however short it is takes as long as this many tokens do."""
+"""The work of router and engine for a prompt of any length takes as long as this many tokens."""
 T = TypeVar("T")
 
 
 def may_have_more(held: int, others: int, places: int, part: float) -> bool:
-    """May a client that holds so many of these places have one more, beside others that hold so many?
+    """Return whether a client that holds `held` of `places`, beside others that hold `others`, may have one more.
 
-    At most a part of what the others leave: alone nearly all, with one that is as greedy nearly half. So some are free
-    for whoever comes, and whoever has nothing is let in even if none is: nobody waits for another one for ever.
+    It may have at most `part` of what the others leave: nearly all if it is alone, nearly half beside an equally greedy
+    one. So some places stay free for newcomers. A client that holds nothing gets one even if none is free, so that
+    nobody waits forever for another client.
     """
     return not held or held < int(part * (places - others))
 
@@ -39,7 +40,7 @@ def _everybody(_client: str) -> bool:
 
 @dataclass(eq=False)
 class Entry(Generic[T]):
-    """One prompt that waits."""
+    """One waiting prompt."""
 
     client: str
     tokens: int
@@ -57,7 +58,7 @@ class _Client(Generic[T]):
 
 @dataclass
 class _Next(Generic[T]):
-    """Who is next: the client at this place, in this round of turns; and who has turns until then, itself included."""
+    """The next client: its place in the queue and its round of turns. `passed`: the clients with turns until then."""
 
     rounds: int
     place: int
@@ -65,14 +66,14 @@ class _Next(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Prompts that wait, in fair order."""
+    """Waiting prompts in fair order."""
 
     def __init__(self, quantum_tokens: int = QUANTUM_TOKENS, least_tokens: int = LEAST_TOKENS) -> None:
         self._quantum_tokens = quantum_tokens
         self._least_tokens = least_tokens
         self._urgent: deque[Entry[T]] = deque()
         self._clients: dict[str, _Client[T]] = {}
-        """Those with prompts waiting."""
+        """The clients with prompts waiting."""
         self._turns: deque[str] = deque()
 
     def __len__(self) -> int:
@@ -80,11 +81,11 @@ class FairQueue(Generic[T]):
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that wait."""
+        """Number of waiting prompt tokens."""
         return sum(entry.tokens for entry in self._urgent) + sum(client.tokens for client in self._clients.values())
 
     def push(self, client: str, tokens: int, item: T, *, urgent: bool = False) -> Entry[T]:
-        """Line one up. Urgent ones go before all others, in their own order: for what is small and must not wait."""
+        """Add a prompt. Urgent ones go before all others, in order; they must be small and few."""
         entry = Entry(client, tokens, item, urgent)
         if urgent:
             self._urgent.append(entry)
@@ -97,16 +98,16 @@ class FairQueue(Generic[T]):
         return entry
 
     def peek(self, eligible: Callable[[str], bool] = _everybody) -> Entry[T] | None:
-        """Return what `pop` would take out now, or None where it would raise; nothing changes by it."""
+        """Return what `pop` would take out now, or None if it would raise; changes nothing."""
         if self._urgent:
             return self._urgent[0]
         found = self._next(eligible)
         return None if found is None else self._clients[self._turns[found.place]].entries[0]
 
     def pop(self, eligible: Callable[[str], bool] = _everybody) -> Entry[T]:
-        """Take the next one out, of a client that is eligible, or an urgent one; raises IndexError when none waits.
+        """Take out the next prompt of an eligible client, or an urgent one. Raises IndexError if there is none.
 
-        Who is passed over saves nothing up for it.
+        A client that is skipped does not save up tokens for that.
         """
         if self._urgent:
             return self._urgent.popleft()
@@ -126,7 +127,7 @@ class FairQueue(Generic[T]):
         return entry
 
     def _next(self, eligible: Callable[[str], bool]) -> _Next[T] | None:
-        """Find the client whose turn will be the first that pays for its first prompt."""
+        """Find the client whose turns pay for its first prompt soonest."""
         best: tuple[int, int] | None = None
         passed: list[tuple[int, _Client[T]]] = []
         for place, name in enumerate(self._turns):
@@ -139,7 +140,7 @@ class FairQueue(Generic[T]):
             rounds = 1 + max(0, turns) if client.has_turn else max(1, turns)
             if best is None or rounds < best[0]:
                 best = (rounds, place)
-                if rounds == 1:  # nobody behind it comes before it
+                if rounds == 1:  # no client behind it can come before it
                     break
         return None if best is None else _Next(*best, passed)
 
@@ -147,7 +148,7 @@ class FairQueue(Generic[T]):
         return max(entry.tokens, self._least_tokens)
 
     def remove(self, entry: Entry[T]) -> None:
-        """Take this one out, wherever it stands; does nothing if it is out already."""
+        """Take out this prompt, wherever it stands; does nothing if it is out already."""
         if entry.urgent:
             if entry in self._urgent:
                 self._urgent.remove(entry)
@@ -157,14 +158,15 @@ class FairQueue(Generic[T]):
             return
         client.entries.remove(entry)
         client.tokens -= entry.tokens
-        if not client.entries:  # what it saved is lost: credit is for those who wait
+        if not client.entries:  # its savings are lost: only waiting clients have credit
             del self._clients[entry.client]
             self._turns.remove(entry.client)
 
     def tokens_ahead(self, client: str, tokens: int) -> int:
-        """About how many waiting tokens would be popped before a prompt of `tokens` tokens that `client` sends now.
+        """Estimate how many waiting tokens would be popped before a prompt of `tokens` that `client` sends now.
 
-        All of its own, and of each other client as many as it gets itself until then, plus one quantum or prompt.
+        These are all of its own, and of each other client as many as it gets itself until then, plus one quantum or
+        prompt.
         """
         own = self._clients[client].tokens if client in self._clients else 0
         others = (

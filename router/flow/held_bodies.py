@@ -1,8 +1,8 @@
-"""How much of requests' bodies is kept in memory at a time, for all clients together and for one of them.
+"""Limits how many bytes of request bodies are in memory at a time, for all clients together and for each of them.
 
-The limit on one body says nothing of how many come at a time: a client could send hundreds to their last byte and keep
-that one, or have hundreds of long ones answered, and the router's memory would be full. So bodies are counted, by the
-length that is announced before they come, until their requests have been answered.
+The limit on one body does not limit how many come at a time: a client could send hundreds except for their last byte,
+or have hundreds of long ones answered, and fill the router's memory. So bodies are counted by their announced length
+from before they arrive until their requests are answered.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from router.flow.admission import Refused
 from router.flow.fair_queue import may_have_more
 
 MOST_BODIES: Final = 64
-"""Of the longest that is allowed; ordinary ones are far more before they are as much."""
+"""The limit in bodies of the longest allowed length; it is far more of ordinary ones."""
 PART: Final = 3 / 4
-"""Of what the others leave, for one client."""
+"""The fraction of what the others leave that one client may have."""
 
 
 class HeldBody:
-    """One request's body: its length as it was announced, or what has come of it, if that is more."""
+    """One request's body, counted by its announced length, or by what has arrived if that is more."""
 
     def __init__(self, bodies: HeldBodies, client: str, announced_bytes: int) -> None:
         self._bodies = bodies
@@ -32,7 +32,10 @@ class HeldBody:
         self.held_bytes = announced_bytes
 
     def has_come(self, number_of_bytes: int) -> None:
-        """Count a part of it. Raises Refused if the body is longer than announced, and its client has no more room."""
+        """Count an arrived part.
+
+        Raises Refused if the body exceeds its announced length and its client has no room left.
+        """
         self._come_bytes += number_of_bytes
         if (more_bytes := self._come_bytes - self.held_bytes) > 0:
             self._bodies.require_room(self._client)
@@ -41,7 +44,7 @@ class HeldBody:
 
 
 class HeldBodies:
-    """The bodies of all requests that are being received or answered; a router has one."""
+    """The bodies of all requests that are being received or answered; one object per router."""
 
     def __init__(self, max_request_bytes: int) -> None:
         self._max_bytes = MOST_BODIES * max_request_bytes
@@ -49,12 +52,12 @@ class HeldBodies:
 
     @property
     def held_bytes(self) -> int:
-        """What is kept for all clients together."""
+        """Bytes held for all clients together."""
         return self._held.total()
 
     @contextmanager
     def holding(self, client: str, announced_bytes: int) -> Iterator[HeldBody]:
-        """Count one body while the block runs. Raises Refused before it begins if there is no room for it."""
+        """Count one body while the block runs. Raises Refused at the start if there is no room for it."""
         if announced_bytes:
             self.require_room(client)
         held = HeldBody(self, client, announced_bytes)
@@ -76,7 +79,7 @@ class HeldBodies:
             )
 
     def count(self, client: str, number_of_bytes: int) -> None:
-        """Add to, or take from, what is kept for a client."""
+        """Add to the bytes held for a client; a negative number subtracts."""
         self._held[client] += number_of_bytes
         if not self._held[client]:
             del self._held[client]

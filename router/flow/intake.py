@@ -1,8 +1,8 @@
-"""Requests are taken in a few at a time, in fair order among clients: what the router does for a request is work too.
+"""Takes requests a few at a time, in fair order among clients, because the router's own work per request counts too.
 
-Parsing a body, the chat template, tokenising and admission take milliseconds of the one event loop. A client that sends
-hundreds of requests in one moment would have all of that done before the next client's. So each waits here for its
-turn, with its body complete, and has it until it has been let in or refused.
+Parsing a body, the chat template, tokenising and admission take milliseconds of the one event loop. Without an order, a
+client that sends hundreds of requests at once would have all of them processed before the next client's. So each
+request waits here, with its body complete, for its turn, which lasts until it has been admitted or refused.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Final
 from router.flow.fair_queue import FairQueue, may_have_more
 
 AT_A_TIME: Final = 8
-"""Some wait for a thread that tokenises; the loop does one thing at a time."""
+"""Requests being taken in at a time: some wait for a tokenising thread, while the loop handles one."""
 PART: Final = 7 / 8
-"""Of these, for one client alone."""
+"""The fraction of these that one client alone may have."""
 
 
 class Turn:
-    """The right of one request to the router's attention, until it is closed."""
+    """One request's right to be processed by the router, until it is closed."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close: Callable[[], None] | None = close
 
     def close(self) -> None:
-        """Give it back. Safe to call twice."""
+        """End the turn. May be called twice."""
         close, self._close = self._close, None
         if close is not None:
             close()
 
 
 class Intake:
-    """Who is being taken in, and who waits for that; a router has one."""
+    """The requests that are being taken in or wait for it; one object per router."""
 
     def __init__(self) -> None:
         self._queue: FairQueue[asyncio.Future[Turn]] = FairQueue(quantum_tokens=1, least_tokens=1)
@@ -44,12 +44,12 @@ class Intake:
         self._waiting = Counter[str]()
 
     def of(self, client: str) -> int:
-        """Count the requests of this client that have come and are not taken in yet."""
+        """Return how many requests of this client have arrived and are not taken in yet."""
         return self._inside[client] + self._waiting[client]
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[Turn]:
-        """Wait for it; it ends when the block does, or before when it is closed."""
+        """Wait for a turn; it ends with the block, or earlier when it is closed."""
         granted: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         entry = self._queue.push(client, 1, granted)
         self._count(self._waiting, client, 1)

@@ -1,12 +1,12 @@
-"""Prompts wait here, in the router, until a worker of their pool may have them: fair among clients, and bounded.
+"""Prompts wait here, in the router, until a worker of their pool has room: fair among clients, and bounded.
 
-An engine runs prompts in the order they come, so what is sent there cannot be reordered. A worker therefore gets a
-prompt only while the prompt tokens it still has to compute are below a window; the others wait in a `FairQueue`. There
-a prompt also waits while its client may not have one sequence more decoded (`DecodeSlots`).
+An engine runs prompts in order of arrival, so what was sent there cannot be reordered. A worker therefore gets a prompt
+only while the prompt tokens it still has to compute are below a window; the others wait in a `FairQueue`. A prompt also
+waits while its client may not have one more sequence decoded (`DecodeSlots`).
 
-**Bound.** Of a pool of one worker, with window W, quantum Q and longest prompt L: a short prompt (up to Q tokens) of a
-client with nothing else waiting starts after at most W + L tokens that the worker has already, and Q + L tokens of each
-other client that has prompts waiting. More workers only make it sooner.
+**Bound.** In a pool of one worker, with window W, quantum Q and longest prompt L: a short prompt (up to Q tokens) of a
+client with nothing else waiting starts after at most W + L tokens that the worker already has, and Q + L tokens of each
+other client with prompts waiting. With more workers it starts sooner.
 
 Called by `router.dispatch.legs`; `router.flow.admission` reads how long a prompt would wait.
 """
@@ -37,14 +37,16 @@ from router.flow.rates import ServiceRate
 from router.settings import RouterSettings
 
 PREFILL_PATIENCE_S = 2.0
-"""Prompts of a prefill pool that is gone are computed on decode instead; those of the others have nowhere to go."""
+"""Prompts whose prefill pool is lost wait this long and are then computed on decode; other pools have no substitute."""
 RECHECK_S = 0.25
-"""While a pool has no usable worker, and prompts wait for one."""
+"""Interval of checks while prompts wait for a pool without a usable worker."""
 
 
 class Turn:
-    """A prompt's place on a worker: it counts there as a sequence, and as prompt tokens until `prompt_done`; and the
-    place of its sequence where it is decoded."""
+    """A prompt's place on a worker, and its sequence's place where it is decoded.
+
+    It counts as a sequence on the worker, and as prompt tokens until `prompt_done`.
+    """
 
     def __init__(self, queue: PromptQueue, worker: Worker, demand: Demand, slot: Slot) -> None:
         self.worker = worker
@@ -60,18 +62,21 @@ class Turn:
         self._open = True
 
     def prompt_done(self) -> None:
-        """The first token is here: another prompt may go to this worker. Safe to call twice."""
+        """Record that the first token has arrived, so that another prompt may go to this worker.
+
+        May be called twice.
+        """
         self._end(computed=True)
 
     def close(self) -> None:
-        """The sequence has left the worker. Safe to call twice."""
+        """Record that the sequence has left the worker. May be called twice."""
         self._counted.close()
         self._end(computed=False)
         if self._slot is not None:
             self.take_slot().release()
 
     def take_slot(self) -> Slot:
-        """Where it is decoded is another worker's: whoever calls this, once, releases the place there."""
+        """Return the slot for a sequence that another worker decodes. Call it once; the caller must release it."""
         assert self._slot is not None
         slot, self._slot = self._slot, None
         return slot
@@ -90,7 +95,7 @@ class _Waiting:
 
 
 class PromptQueue:
-    """The prompts of one pool."""
+    """The waiting prompts of one pool."""
 
     def __init__(
         self,
@@ -117,7 +122,7 @@ class PromptQueue:
     async def turn(self, demand: Demand, *, urgent: bool = False) -> AsyncIterator[Turn]:
         """Wait for a worker, and count this sequence there while the block runs.
 
-        `urgent` goes before everything that waits. Raises NoWorker once the pool has had no usable worker for
+        An `urgent` prompt goes before all others. Raises NoWorker once the pool has had no usable worker for
         `recovery_timeout_s` while prompts waited.
         """
         granted: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
@@ -128,7 +133,7 @@ class PromptQueue:
         except BaseException:
             self._queue.remove(entry)
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                granted.result().close()  # cancelled on the way here: the place goes to the next one
+                granted.result().close()  # cancelled on the way here: the place goes to the next prompt
             raise
         try:
             yield turn
@@ -136,14 +141,16 @@ class PromptQueue:
             turn.close()
 
     def dispatch(self) -> None:
-        """Send on what can go: whose prompt is next, which worker is best for it. To be called when the fleet has
-        changed; the queue itself does when a place is free."""
+        """Send the next prompts to their best workers while there is room.
+
+        Call it when the fleet has changed; the queue calls it itself when a place is freed.
+        """
         while len(self._queue) and (roomy := self._with_room()):
             may_start = self._slots.as_of_now()
             entry = self._queue.peek(may_start)
-            if entry is None:  # those who wait are all over their share of what is decoded
+            if entry is None:  # all waiting clients are over their share of decode
                 break
-            if entry.item.granted.done():  # its client has left: no worker is chosen for it
+            if entry.item.granted.done():  # its client has left: do not choose a worker for it
                 self._queue.remove(entry)
                 continue
             worker = self._best(entry.item.demand, roomy)
@@ -152,7 +159,7 @@ class PromptQueue:
         self._watch_outage()
 
     def ended(self, turn: Turn, computed: bool) -> None:
-        """Called by `Turn`: its prompt tokens are no longer outstanding."""
+        """Record that a turn's prompt tokens are no longer outstanding; for `Turn`."""
         worker_id = turn.worker.worker_id
         if not computed:
             self._rate.dropped(worker_id)
@@ -167,31 +174,30 @@ class PromptQueue:
 
     @property
     def usable_workers(self) -> int:
-        """Workers that would take a prompt, now or later."""
+        """Number of workers that would take a prompt, now or later."""
         return sum(worker.load().usable for worker in self._workers())
 
     @property
     def waiting(self) -> int:
-        """Prompts that wait here."""
+        """Number of prompts that wait here."""
         return len(self._queue)
 
     @property
     def waiting_tokens(self) -> int:
-        """Their tokens."""
+        """Number of tokens of the waiting prompts."""
         return self._queue.tokens
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Prompt tokens the whole pool computes per second; None before it was measured."""
+        """Prompt tokens that the whole pool computes per second; None until measured."""
         rate = self._rate.tokens_per_s
         return None if rate is None else rate * max(1, self.usable_workers)
 
     def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
-        """About how long the last of so many prompts of this client would wait to be started, each of so many tokens;
-        None before the rate was measured.
+        """Estimate the seconds that the last of `prompts` prompts of this client would wait; None until measured.
 
-        What a worker would take at once does not wait, however slow the pool was when it was last measured: else a low
-        rate would keep away the prompts by which it is measured again.
+        `prompt_tokens` is the length of each. A prompt that a worker would take at once does not wait, however slow the
+        pool was when last measured: else a low rate would keep away the prompts that correct it.
         """
         rate = self.tokens_per_s
         if rate is None:
@@ -206,7 +212,7 @@ class PromptQueue:
     # ---
 
     def _with_room(self) -> list[tuple[Worker, WorkerLoad]]:
-        """List the workers whose window is not full, with their loads."""
+        """Return the workers whose window is not full, with their loads."""
         loads = [(worker, worker.load()) for worker in self._workers()]
         return [
             (worker, load)
@@ -228,7 +234,7 @@ class PromptQueue:
             self._rate.begin(worker.worker_id, self._full(worker))
 
     def _watch_outage(self) -> None:
-        """Fail what waits once there was nobody to wait for long enough; a worker that is back need not say so."""
+        """Fail all waiting prompts after a long outage. Poll until then: a worker's return is not always reported."""
         if self._recheck is not None:
             self._recheck.cancel()
             self._recheck = None
@@ -258,7 +264,7 @@ class PromptQueue:
 
 
 def prompt_queues(fleet: Fleet, settings: RouterSettings) -> dict[Pool, PromptQueue]:
-    """A queue for each pool that may compute prompts in this mode."""
+    """Create a queue for each pool that may compute prompts in this mode."""
     pools = pools_of(settings.mode)
     slots = DecodeSlots(partial(fleet.pool, pools[-1]))
     patience_s = {"prefill": min(PREFILL_PATIENCE_S, settings.recovery_timeout_s)}

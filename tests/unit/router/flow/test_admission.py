@@ -173,7 +173,7 @@ def test_what_a_client_leaves_before_its_end_counts_against_its_share_for_a_whil
     left = router.admission.admit("churn", Ask(5, 8, 8))
     for _ in range(5):
         left.sequence_ended(left=True)
-    with pytest.raises(Refused, match="you left 5 lately before they had ended; you may have 5 of both") as refused:
+    with pytest.raises(Refused, match="you left 5 recently before they had ended; you may have 5 of both") as refused:
         router.admission.admit("churn", Ask(1, 8, 8))
     assert refused.value.reason == "client_share"
     router.admission.admit("polite", Ask(1, 8, 8)).release()
