@@ -1,8 +1,9 @@
-"""The hand-off machinery of one engine, as its worker-side connector sees it: never blocking, never raising late.
+"""The hand-off machinery of one engine, as its worker-side connector uses it.
 
-One instance per engine process. The engine's step loop calls the public methods; one background thread runs an event
-loop with the fetches, heartbeats and releases; the transport adds threads of its own for serving. Every fetch that is
-started ends in exactly one completion, whatever happens, because an engine that never hears back leaks its blocks.
+No method blocks, except `start`, `wait` and `close`, and errors of transfers become receipts rather than exceptions.
+There is one instance per engine process. The engine's step loop calls the public methods; one background thread runs an
+event loop with the fetches, heartbeats and releases; the transport adds threads of its own for serving. Every fetch
+that is started ends in exactly one completion in any case, because an engine that is never told would leak its blocks.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from kv_transfer.transports import TransportSettings, make_transport
 log = logging.getLogger(__name__)
 
 EXPIRY_CHECK_S: Final = 1.0
-"""How often the service's thread looks for expired leases; an engine that polls finds them sooner."""
+"""Interval at which the service's thread looks for expired leases; `poll` finds them sooner."""
 CLOSE_S: Final = 10.0
 LAST_RELEASES_S: Final = 1.0
-"""What releases under way get when the service closes; what they miss, the leases' ends free."""
+"""Time for releases in progress when the service closes; other hand-offs are freed when their leases end."""
 CANCELLED_RECEIPT: Final = FetchReceipt(outcome="cancelled", reason=errors.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """What one engine rank's service is told."""
+    """The configuration of one engine rank's service."""
 
     host: str
-    """The interface peers reach it on."""
+    """The interface on which peers reach the service."""
     port: int = 0
     rank: int = 0
-    """Which tensor parallel rank this is."""
+    """The tensor-parallel rank of this process."""
     transport: TransportName = "auto"
-    """What its own fetches use; others may use anything that it offers."""
+    """The transport of this rank's own fetches; peers may use any transport that it offers."""
     faults: FaultPlan | None = None
     """For tests: makes this rank's own fetches fail as planned."""
     wire_dtype: WireDtype = "none"
@@ -58,19 +59,19 @@ class TransferOptions:
     lease_s: float = 30.0
     fetch_deadline_s: float = 30.0
     tls: TlsFiles | None = None
-    """For every connection with peers; None: plain text."""
+    """The certificates for all connections with peers; None: plain text."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairedTransport:
-    """What will carry the bytes from one source, and what stood in the way of better."""
+    """The transport for one source, and why no better one was picked."""
 
     transport: str
     why: str
 
 
 class TransferService:
-    """Owns the source, the fetcher, the lease table and the thread they run beside."""
+    """Owns the source, the fetcher, the lease table and the thread that runs them."""
 
     def __init__(
         self,
@@ -79,10 +80,10 @@ class TransferService:
         options: TransferOptions,
         shared: SharedOffer | None = None,
     ) -> None:
-        """`layers` in forward order, the same on every engine: a layer is known to its peers by its position.
+        """`layers` must be in forward order, the same on every engine: peers know a layer by its position.
 
-        `shared`: where peers on this host can map these layers, if they can. ValueError if the layout is not that of
-        the layers, or forbids the wire_dtype.
+        `shared` says where peers on this host can map these layers, if they can. Raises ValueError if the layout does
+        not match the layers, or does not support the wire_dtype.
         """
         self._pool = BlockPool.from_layer_tensors(list(layers.values()))
         check_layout(self._pool, layout)
@@ -114,19 +115,19 @@ class TransferService:
 
     @property
     def address(self) -> str:
-        """host:port that peers fetch from; valid after `start`."""
+        """The host:port that peers fetch from; valid after `start`."""
         return self._source.address
 
     def start(self) -> None:
-        """Bind and begin; returns once peers can connect. Raises OSError if the port is taken."""
+        """Bind and start; return once peers can connect. Raises OSError if the port is taken."""
         self._pool.commit()
         self._source.start()
         self._thread.start()
 
     def pair(self, addresses: Sequence[str], transport: str | None = None) -> Future[dict[str, PairedTransport | str]]:
-        """Begin to agree with the sources there are, on this `transport` if given, and forget all others.
+        """Start pairing with these sources, on this `transport` if given, and forget all others.
 
-        For each address the transport that was picked, or a sentence that says why there can be no hand-over.
+        The result has for each address the transport that was picked, or a sentence that says why KV cannot be fetched.
         """
         return asyncio.run_coroutine_threadsafe(self._pair_all(addresses, transport), self._loop)
 
@@ -142,46 +143,46 @@ class TransferService:
         self._leases.publish(handoff_id, request_id, block_ids, num_tokens, self._lease_s, first_token)
 
     def grow(self, request_id: str, handoff_id: str, block_ids: Sequence[int]) -> None:
-        """Offer the blocks that a running prefill has made final so far; `publish` or `withdraw` must follow."""
+        """Offer the blocks that a running prefill has made final so far; call `publish` or `withdraw` later."""
         self._leases.grow(handoff_id, request_id, block_ids)
 
     def begin_last_step(self, handoff_ids: Mapping[str, Sequence[int]]) -> None:
-        """The step that begins now ends these growing prompts: id > all their blocks. Told before every step."""
+        """Call before every step with the hand-offs whose prompt this step completes: {hand-off id: all block ids}."""
         self._leases.begin_last_step(handoff_ids)
 
     def end_layer(self, final_layers: int) -> None:
-        """The running step has written so many layers of the cache."""
+        """Record that the running step has written this many layers of the cache."""
         self._leases.end_layer(final_layers)
 
     def withdraw(self, handoff_id: str) -> None:
-        """The blocks of a growing hand-off are about to be overwritten: fail whoever reads them."""
+        """Fail all readers of a growing hand-off, because its blocks are about to be overwritten."""
         self._leases.withdraw(handoff_id)
 
     def release_own(self, handoff_id: str) -> None:
-        """Nobody who could release this hand-off of ours knows of it; it may come before `publish`."""
+        """Release a hand-off of this engine that nobody else will release; it may be called before `publish`."""
         self._leases.release(handoff_id, by="its own worker")
 
     def lingering(self) -> list[str]:
-        """The lives of our hand-offs that have waited long for their release: a few sentences, mostly none."""
+        """Describe our hand-offs that have waited long for their release: at most a few sentences, usually none."""
         return self._leases.lingering()
 
     def watch(self, handoff: KvHandoff) -> None:
-        """Keep the lease alive until its fetch ends or `release`: for a hand-off whose load has not begun."""
+        """Keep a lease alive until its fetch ends or until `release`, for a hand-off whose load has not begun."""
         self._post(lambda: self._heartbeats.watch(handoff))
 
     def unwatch(self, handoff: KvHandoff) -> None:
-        """Stop heartbeats without releasing: the lease lives out its time, unless it is watched or fetched again."""
+        """Stop heartbeats without releasing: the lease runs out unless it is watched or fetched again."""
         self._post(lambda: self._heartbeats.stop(handoff))
 
     def start_fetch(
         self, request_id: str, handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int]
     ) -> None:
-        """Begin pulling `handoff.block_ids[first_block:][:len(targets)]` into the targets.
+        """Start pulling the hand-off's blocks, from position `first_block` on, into the targets.
 
-        `poll().received` names the request exactly once; until then nobody else may use the target blocks. Heartbeats
-        run until the fetch ends; then the source is told to release, with a few retries, unless this followed a growing
-        hand-off and failed: that one may be fetched again when it is complete. Raises ValueError if
-        this request already has a fetch that was not polled.
+        `poll().received` names the request exactly once; until then nothing else may use the target blocks. Heartbeats
+        run until the fetch ends. Then the source is told to release, with a few retries, unless the fetch overlapped
+        its prefill and failed: such a hand-off may be fetched again when it is complete. Raises ValueError if this
+        request already has a fetch whose end was not polled.
         """
         targets = tuple(target_block_ids)
         self._board.begin(request_id)
@@ -189,25 +190,25 @@ class TransferService:
             self._board.finish(request_id, CANCELLED_RECEIPT)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a fetch; it still ends in its one completion. Nothing happens if it has ended already."""
+        """Stop a fetch, which still ends in its one completion; does nothing if it has ended already."""
         self._post(lambda: self._cancel_fetch(request_id))
 
     def release(self, handoff: KvHandoff) -> None:
-        """Tell the source that the blocks are not needed; retried in the background. Stops heartbeats. Idempotent."""
+        """Stop heartbeats and tell the source that the blocks are not needed; retried in the background."""
         self._post(lambda: self._begin_release(handoff))
 
     def poll(self) -> Completed:
-        """What finished since the last call."""
+        """Return what has finished since the last call."""
         self._board.clear_news()
         self._leases.expire()
         return self._board.take(self._leases.take_finished())
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until `poll` would have something, at most `timeout_s`. For steps in which the engine has no work."""
+        """Wait until `poll` has something, at most `timeout_s`; for steps in which the engine has no work."""
         self._board.wait(timeout_s)
 
     def stats(self) -> TransferStats:
-        """Counts since the start, and what is open now."""
+        """Return counts since the start, and what is open now."""
         leases = self._leases.stats()
         active_fetches, bytes_received_total, fetches_total = self._board.totals()
         return TransferStats(
@@ -222,7 +223,7 @@ class TransferService:
         )
 
     def close(self) -> None:
-        """Cancel every fetch (each is completed), stop serving and end the thread. Idempotent."""
+        """Cancel every fetch (each is completed), stop serving and end the thread. Calling it again does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -256,12 +257,12 @@ class TransferService:
         self._loop.run_forever()
 
     def _post(self, action: Callable[[], object]) -> bool:
-        """Run on the service's loop, in order; False once closed."""
+        """Run an action on the service's loop, in order; return False once the service is closed."""
         if self._closed:
             return False
         try:
             self._loop.call_soon_threadsafe(action)
-        except RuntimeError:  # closed in between
+        except RuntimeError:  # closed in the meantime
             return False
         return True
 
@@ -274,16 +275,16 @@ class TransferService:
         self._heartbeats.watch(handoff)
         task = self._loop.create_task(self._fetcher.fetch(handoff, first_block, targets, self._pool))
         self._fetches[request_id] = task
-        # A callback, not code after the await: a task cancelled before its first step never runs.
+        # A callback rather than code after the await, because a task cancelled before its first step never runs.
         task.add_done_callback(lambda ended: self._end_fetch(request_id, handoff, ended))
 
     def _end_fetch(self, request_id: str, handoff: KvHandoff, ended: asyncio.Task[FetchReceipt]) -> None:
         del self._fetches[request_id]
         receipt = _receipt_of(ended)
         if receipt.outcome == "failed" and not handoff.complete:
-            self._heartbeats.stop(handoff)  # whoever asked may fetch it again, whole, or release it
+            self._heartbeats.stop(handoff)  # the caller may fetch it again when it is complete, or release it
         else:
-            self._begin_release(handoff)  # of an unreachable source too: it may be back for one of the retries
+            self._begin_release(handoff)  # even of an unreachable source, which may be back for a retry
         self._board.finish(request_id, receipt)
 
     def _cancel_fetch(self, request_id: str) -> None:
@@ -305,7 +306,7 @@ class TransferService:
         for task in fetches:
             task.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
-        await asyncio.sleep(0)  # lets the fetches' callbacks post their releases
+        await asyncio.sleep(0)  # lets the fetches' callbacks start their releases
         if self._background:
             await asyncio.wait(self._background, timeout=LAST_RELEASES_S)
         for release in self._background:
@@ -327,7 +328,7 @@ def _receipt_of(ended: asyncio.Task[FetchReceipt]) -> FetchReceipt:
 
 
 def check_layout(pool: BlockPool, layout: KvLayout) -> None:
-    """Refuse, at start, a description that is not of this cache."""
+    """Raise ValueError if the layout does not describe this cache."""
     described = (layout.num_layers, layout.block_bytes)
     found = (pool.num_layers, pool.block_bytes)
     if described != found:

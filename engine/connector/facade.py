@@ -1,14 +1,14 @@
-"""vLLM's KV connector: passes its hooks on to the scheduler side and the worker side, which name theirs alike.
+"""vLLM's KV connector: passes each hook to the scheduler side or the worker side, under the same name.
 
-vLLM loads this class by module path in the engine process and builds it twice there, once per role. It is also imported
-in the worker's front end, so importing it must start nothing. Which process calls what, and in which order:
+vLLM loads this class by module path in the engine process and creates it twice there, once per role. The worker's front
+end imports it too, so importing it must start nothing. The processes call it in this order:
 
     scheduler role  on_new_request > get_num_new_matched_tokens > update_state_after_alloc > build_connector_meta >
                     (step) > update_connector_output > get_kv_connector_stats; request_finished at the end
     worker role     register_kv_caches once; each step handle_preemptions > bind_connector_metadata > (forward) >
                     start_load_kv > get_transfer_results > build_connector_worker_meta > get_kv_connector_stats
 
-Hooks accept **kwargs because vLLM's two model runners (CPU, CUDA) pass different ones.
+Hooks accept **kwargs because vLLM's two model runners (CPU, CUDA) pass different arguments.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 
 
 class RidgelineConnector(KVConnectorBase_V1):
-    """Hands paged KV blocks from one engine to another, and counts what each step costs.
+    """Hands paged KV blocks from one engine to another, and counts the cost of each step.
 
-    Not a `SupportsHMA`: so vLLM keeps all layers of a model in one group, with one list of blocks for each request.
+    It is not a `SupportsHMA`, so vLLM keeps all layers of a model in one group, with one list of blocks per request.
     Layers with a sliding window then keep every token's KV like the others, though they read only their window.
     """
 
@@ -87,18 +87,18 @@ class RidgelineConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens, one layer after the other: a block of one layer is one run of bytes."""
+        """Require heads before tokens, one layer after the other, so that a block of one layer is one run of bytes."""
         return "LBHNC"
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """The scheduler side; an error in the other role."""
+        """The scheduler side; fails an assertion in the worker role."""
         assert self._scheduler is not None
         return self._scheduler
 
     @property
     def worker(self) -> WorkerSide:
-        """The worker side, there once the KV cache is registered."""
+        """The worker side; it exists once the KV cache is registered."""
         assert self._worker is not None
         return self._worker
 
@@ -128,7 +128,7 @@ class RidgelineConnector(KVConnectorBase_V1):
     # --- worker role
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
-        """Around vLLM's allocation of the cache: puts it where decode workers of this host can map it."""
+        """Let vLLM allocate the cache where decode workers of this host can map it, if it is to be shared."""
         if not self._settings["share_kv_cache"]:
             return None
         return self._allocation.serving_torch_zeros()
@@ -159,8 +159,8 @@ class RidgelineConnector(KVConnectorBase_V1):
         return self.worker.endpoint
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata, **kwargs: Any) -> None:
-        # Called before every forward with this step's metadata: bytes then move while the forward computes. The blocks
-        # to fill belong to requests that wait for them, and those to send to finished ones, so no step touches either.
+        # Called before each forward with this step's metadata, so bytes move while the forward computes. The blocks to
+        # fill belong to requests that wait for them, and those to send to finished ones, so no step touches either.
         assert isinstance(kv_connector_metadata, StepInstructions)
         self.worker.apply(kv_connector_metadata)
 
@@ -170,14 +170,17 @@ class RidgelineConnector(KVConnectorBase_V1):
         self.worker.apply(instructions)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request is scheduled only after its KV is here."""
+        """Do nothing: loads are asynchronous, and a request is scheduled only after its KV is here."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved: blocks are read where they lie. Those of a prompt's last step may be from here on."""
+        """Save nothing: peers read blocks where they lie.
+
+        From here on they may read this layer of a prompt's last step.
+        """
         self.worker.save_kv_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing is saved during a step."""
+        """Do nothing: no step saves KV."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         instructions = self._get_connector_metadata()
@@ -206,7 +209,7 @@ class RidgelineConnector(KVConnectorBase_V1):
 
 
 def step_cost_model(vllm_config: VllmConfig) -> StepCostModel | None:
-    """What a step of this model costs; None, told in the log, for a model whose shape the arithmetic does not know."""
+    """Build the cost model of a step; None, with a warning, for a model whose shape is not supported."""
     try:
         shape = model_shape(vllm_config)
     except (ModelConfigError, TypeError, ValueError) as error:
@@ -216,7 +219,7 @@ def step_cost_model(vllm_config: VllmConfig) -> StepCostModel | None:
 
 
 def model_shape(vllm_config: VllmConfig) -> ModelShape:
-    """The model's shape for accounting, with the bytes this engine really uses per weight and per KV element."""
+    """Return the model's shape for accounting, with the bytes that this engine uses per weight and per KV element."""
     weight_bytes = torch.empty(0, dtype=vllm_config.model_config.dtype).element_size()
     kv_bytes = weight_bytes if vllm_config.cache_config.cache_dtype == "auto" else 1
     return ModelShape.from_hf_config(
@@ -228,7 +231,7 @@ def model_shape(vllm_config: VllmConfig) -> ModelShape:
 
 
 def kv_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> KvLayout:
-    """What two engines must agree on before a block of one means anything to the other."""
+    """Describe what two engines must agree on before they can exchange blocks."""
     from vllm.version import __version__ as vllm_version
 
     first = next(iter(kv_caches.values()))
@@ -254,15 +257,15 @@ def kv_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches
 
 
 def kv_format(stored: torch.dtype, cache_dtype: str) -> str:
-    """The number format of keys and values; where it is one that torch has no type for, by the name of the setting."""
+    """Return the number format of keys and values; if torch has no type for it, the name of the setting."""
     name = str(stored).removeprefix("torch.")
     return name if stored.is_floating_point or cache_dtype == "auto" else f"{cache_dtype} in {name}"
 
 
 def _packed_for(vllm_config: VllmConfig, layer: torch.Tensor) -> str:
-    """Whose order the bytes inside a block have: of a CPU's instruction set, of a GPU's attention kernels.
+    """Return what defines the order of bytes in a block: a CPU's instruction set or a GPU's attention kernels.
 
-    GPUs of different architectures exchange blocks where the same backend runs on both.
+    GPUs of different architectures can exchange blocks if both run the same backend.
     """
     if layer.device.type != "cpu":
         backends = {backend.get_name() for backend in get_current_attn_backends(vllm_config)}
