@@ -41,10 +41,9 @@ class DecodeHandler:
     async def _follow(
         self, engine: VllmEngine, task: GenerateTask, handoff: KvHandoff
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Admit the request while its prompt is still computed elsewhere. To continue after the first token, which
-        nobody knows yet, the engine gets a placeholder for it.
+        """Admit the request while its prompt is still computed elsewhere (overlap).
 
-        To continue after the first token, which nobody knows yet, the engine gets a placeholder for it.
+        In mode `continue` the engine gets a placeholder for the first token, which is not known yet.
         """
         transfer: dict[str, object] = {"do_remote_prefill": True, "handoff": handoff.to_params()}
         emitted = task.emitted_token_ids

@@ -73,11 +73,10 @@ class ActorSlot:
         self._children: tuple[ProcessId, ...] = ()
         """Processes below the actor's that must not outlive it."""
         self._files: tuple[str, ...] = ()
-        """And files."""
+        """Files of their semaphores, to be removed with them."""
 
     async def find_place(self) -> NodePlace:
-        """Wait until Ray has put the actor's process somewhere, and return where; it must be a process not seen before.
-        Raises NoPlace after `ray.placement_timeout_s`, and DeploymentFailed if there will be none.
+        """Wait until Ray has placed the actor in a process not seen before, and return where.
 
         Raises NoPlace after `ray.placement_timeout_s`, and DeploymentFailed if there will be none.
         """

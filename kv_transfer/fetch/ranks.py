@@ -38,5 +38,5 @@ def parts_for_rank(rank: int, our_ranks: int, their_ranks: int, our_block_bytes:
 
 
 def readers_per_source(our_ranks: int, their_ranks: int) -> int:
-    """How many of our ranks read from one of theirs, and so must release before its blocks are free."""
+    """Return how many of our ranks read from one of theirs, and so must release before its blocks are free."""
     return max(1, our_ranks // their_ranks)

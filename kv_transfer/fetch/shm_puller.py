@@ -78,7 +78,7 @@ class _Copy:
         self._safe_until_s = 0.0
 
     def within_lease(self) -> bool:
-        """Whether the source cannot have given the blocks away before the last one was copied."""
+        """Return whether the source cannot have given the blocks away before the last one was copied."""
         return time.monotonic() < self._safe_until_s
 
     def consume(self, call: Any) -> None:

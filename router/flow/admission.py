@@ -135,7 +135,8 @@ def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: Limits) -> None:
             "too_large",
             f"the answer may have {ask.logprobs} log-probabilities (of the prompt's tokens and of max_tokens, for each "
             f"of n sequences), the limit is {limits.max_logprobs_per_request} (router.max_logprobs_per_request): ask "
-            "for fewer a token, lower max_tokens or n, send a shorter prompt, or, for those of the answer, stream it",
+            "for fewer per token, lower max_tokens or n, send a shorter prompt, or stream the answer, so that its own "
+            "log-probabilities do not count",
         )
     alone = _share(limits.max_outstanding_requests, limits)
     if ask.sequences > alone:

@@ -258,7 +258,7 @@ class PromptQueue:
                 granted.set_exception(
                     NoWorker(
                         f"no {self.pool} worker was connected and accepting work for {self._recovery_timeout_s:.0f} s "
-                        "(router.recovery_timeout_s): start one, or see why they went"
+                        "(router.recovery_timeout_s): start one, or find out why they are gone"
                     )
                 )
 

@@ -111,7 +111,10 @@ def test_the_list_of_transports_is_the_projects_own():
         ({"transports": ()}, "no transport is given: give one or more of "),
         ({"layouts": ("odd",)}, "layout 'odd' cannot be measured: give one or more of contiguous, scattered"),
         ({"pin": True}, "pin needs 2 cores, one for each side, and 1 is usable here: use --no-pin"),
-        ({"tokens": 32, "layers": 2}, "is too small for shared memory, which begins at 1048576 bytes: raise tokens to"),
+        (
+            {"tokens": 32, "layers": 2},
+            "is too small for shared memory, which takes at least 1048576 bytes: raise tokens to",
+        ),
         ({"tokens": 10_000_000}, "lower tokens or layers, or free memory"),
     ],
 )

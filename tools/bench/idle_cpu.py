@@ -1,8 +1,8 @@
-"""CPU time of a deployment that has nothing to do, by process, Ray's own included. Run: `make bench-idle`.
+"""Measures the CPU time of an idle deployment by process, including Ray's own. Run it with `make bench-idle`.
 
 Starts `ridgeline serve` on a free port, sends one request so that everything has run once, waits until it is quiet, and
-adds up the CPU seconds of every process below it over 40 s. `--threads` also tells who wakes up: the threads with the
-most voluntary context switches a second.
+adds up the CPU seconds of all its processes over 40 s. `--threads` also lists the threads with the most voluntary
+context switches per second, which are those that wake up.
 
 usage: python -m tools.bench.idle_cpu [--config deploy/local.yaml] [--threads 25] [--set key=value]
 """
@@ -28,11 +28,11 @@ from rich.table import Table
 
 OVER_S = 40.0
 SETTLE_S = 20.0
-"""Ray's workers that nobody needs end within some seconds of the start; after that nothing changes any more."""
+"""Time until it is quiet: unused Ray workers end within seconds of the start, and then nothing changes."""
 START_WITHIN_S = 180.0
 STOP_WITHIN_S = 60.0
 LIMIT = 0.05
-"""Of one core: what an idle deployment may use in total."""
+"""Largest share of one core that an idle deployment may use in total."""
 ROLES: dict[str, Callable[[str, str], bool]] = {
     "router": lambda name, command: "routeractor" in command,
     "actors": lambda name, command: "workeractor" in command,
@@ -41,26 +41,26 @@ ROLES: dict[str, Callable[[str, str], bool]] = {
     "raylet": lambda name, command: name == "raylet",
     "agents": lambda name, command: "agent" in command or "monitor" in command or "dashboard" in command,
 }
-"""What each process is, by its name and command line; the first that fits. The rest are `others`."""
+"""How to recognise each role by a process's name and command line; the first match counts, the rest are `others`."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What every process has used so far."""
+    """The resources that each process has used so far."""
 
     at_s: float
     cpu_s: dict[int, float]
-    """By process."""
+    """CPU seconds by process id."""
     roles: dict[int, str]
     switches: dict[tuple[int, int], int]
-    """Voluntary context switches, by process and thread."""
+    """Voluntary context switches by process and thread id."""
     threads: dict[tuple[int, int], str]
-    """Their names."""
+    """Names of threads by process and thread id."""
     thread_cpu_s: dict[tuple[int, int], float]
 
 
 def take_sample(driver: psutil.Process) -> Sample:
-    """Read the driver and all processes below it."""
+    """Read the driver and all its descendants."""
     cpu_s: dict[int, float] = {}
     roles: dict[int, str] = {}
     switches: dict[tuple[int, int], int] = {}
@@ -93,7 +93,7 @@ def _threads(pid: int) -> Iterator[tuple[int, str, int]]:
 
 
 def show(before: Sample, after: Sample, num_threads: int, console: Console) -> float:
-    """Print the table; returns the share of one core that everything used."""
+    """Print the table; return the share of one core that all processes used, where 1 is a whole core."""
     over_s = after.at_s - before.at_s
     used_s = {pid: after.cpu_s[pid] - before.cpu_s.get(pid, 0.0) for pid in after.cpu_s}
     wakeups: Counter[int] = Counter()
@@ -127,7 +127,7 @@ def show(before: Sample, after: Sample, num_threads: int, console: Console) -> f
 
 @contextmanager
 def serving(config: str, settings: list[str], log: TextIO) -> Iterator[tuple[psutil.Process, str]]:
-    """Run `ridgeline serve` until the block ends; yields its process and its URL."""
+    """Run `ridgeline serve` until the block ends; yield its process and its URL."""
     ridgeline = str(Path(sys.executable).with_name("ridgeline"))
     command = [ridgeline, "serve", "--config", config, "--set", "server.port=0"]
     for setting in settings:
@@ -154,7 +154,7 @@ def _url(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def main() -> None:
-    """Measure, print, and end with 1 if it is more than the limit."""
+    """Measure and print; exit with 1 if it is more than the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default="deploy/local.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")

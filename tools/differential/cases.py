@@ -39,8 +39,11 @@ STRUCTURED: dict[str, Any] = {
 
 
 class _SeedAlone(HypothesisProvider):
-    """Draws as Hypothesis does, but no constants: it takes those from every module of ours that happens to be imported,
-    so that a seed would make other requests in each program."""
+    """Draws like Hypothesis, but without constants.
+
+    Hypothesis takes those from all of our modules that happen to be imported, so a seed would make other requests in
+    each program.
+    """
 
     def _maybe_draw_constant(self, *args: Any, **kwargs: Any) -> None:
         return None

@@ -145,7 +145,7 @@ class Judge:
                 theirs = await self._said("plain vLLM", _in_one_piece(case))
                 theirs.usage = ours.usage
                 for choice in theirs.choices.values():
-                    choice.prompt_logprobs = None  # a field that no stream has; `echo` tells the same there
+                    choice.prompt_logprobs = None  # streams lack this field; `echo` shows the same there
             verdict.status = theirs.status
             if theirs.failed:
                 verdict.plain_failed = "" if ours.failed else theirs.error
