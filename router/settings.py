@@ -63,7 +63,7 @@ class RouterSettings:
     api_key_hashes: frozenset[bytes] = frozenset()
     """`client_identity.hash_key` of each client's key; if empty, everybody may call."""
     admin_key_hashes: frozenset[bytes] = frozenset()
-    """Hashes of the keys that open the operator's routes; if empty, see `admin_access`."""
+    """Hashes of the keys that open the operator's paths; if empty, see `admin_access`."""
     trusted_proxies: tuple[IpNetwork, ...] = ()
     """Proxies whose X-Forwarded-For is believed."""
     cors_allowed_origins: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ text_stream.py     turns deltas into text
 request_fields.py  says how each field of a body is treated
 routes.py          every route, and who may call it
 health.py          GET /ready
-admin.py           /ridgeline/*, the operator's routes
+admin.py           /ridgeline/*, the operator's paths
 metrics_page.py    GET /metrics
 shared_answer.py   shares one expensive answer among many callers
 vllm_workarounds/  workarounds for vLLM's app

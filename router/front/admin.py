@@ -1,4 +1,4 @@
-"""The operator's routes: list the workers, and drain one of them. Part of the HTTP app.
+"""The operator's paths: list the workers, and drain one of them. Part of the HTTP app.
 
 `router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline drain`
 is a client.

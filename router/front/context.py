@@ -37,7 +37,7 @@ class RequestContext:
     """A short hash of the API key if keys are configured, else the client's IPv4 address or IPv6 network; never the key
     itself."""
     admin: AdminRight = ""
-    """The caller's right to the operator's routes: none, unless the key guard has granted one."""
+    """The caller's right to the operator's paths: none, unless the key guard has granted one."""
     timeout_s: float | None = None
     """Seconds that the client allows for the request, if it says so."""
     retry_after_s: int = 1

@@ -4,7 +4,7 @@ types.py          the types of ASGI
 http_protocol.py  uvicorn's parser, with limits
 auth.py           checks API keys and names each client
 body_limit.py     limits the length of bodies
-admin_access.py   decides who may use the operator's routes
+admin_access.py   decides who may use the operator's paths
 cors.py           decides which web pages may call
 deadline.py       reads the time that a client allows
 retry_after.py    adds the Retry-After header

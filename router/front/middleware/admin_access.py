@@ -1,4 +1,4 @@
-"""Who may use the operator's routes. `router.front.middleware.auth` asks before anything else of a request is read.
+"""Who may use the operator's paths. `router.front.middleware.auth` asks before anything else of a request is read.
 
 These are the routes of `router.front.admin`, which can end the service. A client's key never opens them. If
 `security.admin_keys_file` is set, its keys do, from anywhere. Otherwise a caller on the server's own machine may use
@@ -42,7 +42,7 @@ class AdminAccess:
         """Return the caller's right, or the refusal."""
         headers = {name for name, _ in scope["headers"]}
         if b"origin" in headers:
-            return AdminRefusal(HTTPStatus.FORBIDDEN, "a page in a browser may not use the operator's routes")
+            return AdminRefusal(HTTPStatus.FORBIDDEN, "a page in a browser may not use the operator's paths")
         if self.key_hashes:
             if any(hash_key(key) in self.key_hashes for key in shown_keys):
                 return "key"

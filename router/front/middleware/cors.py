@@ -1,7 +1,7 @@
 """Which web pages may use the server from a browser: none except `server.cors_allowed_origins`.
 
 It comes before the key guard, because a browser first asks without a key (preflight), and because a page can read a
-refusal only with these headers. No page may use the operator's routes.
+refusal only with these headers. No page may use the operator's paths.
 """
 
 from __future__ import annotations
