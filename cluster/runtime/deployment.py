@@ -105,8 +105,6 @@ def _ray(config: RidgelineConfig) -> Iterator[None]:
                     resources=resources,
                     object_store_memory=config.ray.object_store_bytes,
                     include_dashboard=False,
-                    # Ray runs workers at niceness 15, where any other process of the machine delays a token or a frame.
-                    _system_config={"worker_niceness": 0},
                     **common,
                 )
         else:

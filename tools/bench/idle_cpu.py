@@ -29,7 +29,7 @@ from rich.table import Table
 OVER_S = 40.0
 SETTLE_S = 20.0
 """Time until it is quiet: unused Ray workers end within seconds of the start, and then nothing changes."""
-START_WITHIN_S = 180.0
+START_WITHIN_S = 600.0
 STOP_WITHIN_S = 60.0
 LIMIT = 0.05
 """Largest share of one core that an idle deployment may use in total."""

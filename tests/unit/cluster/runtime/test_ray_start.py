@@ -1,13 +1,15 @@
 """Starting Ray: a raylet that does not come up is tried once more, and what its start has left is ended."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ray
 
 from cluster.runtime.actor_handle import DeploymentFailed
-from cluster.runtime.ray_start import start_ray
+from cluster.runtime.ray_start import SYSTEM_CONFIG, start_ray
 
 NOT_UP = "The current node timed out during startup."
 
@@ -47,7 +49,7 @@ def rays(monkeypatch):
 def test_a_raylet_that_did_not_come_up_is_started_once_more_and_nothing_of_it_is_left(rays):
     one = rays(1)
     start_ray(num_cpus=2)
-    assert one.options == [{"num_cpus": 2}] * 2
+    assert one.options == [{"num_cpus": 2, "_system_config": SYSTEM_CONFIG}] * 2
     assert one.left[0].poll() is not None
 
 
@@ -63,3 +65,9 @@ def test_what_another_start_would_not_mend_is_raised_as_it_is(rays):
     with pytest.raises(ValueError, match="too small"):
         start_ray()
     assert len(one.options) == 1
+
+
+def test_each_option_with_which_ray_is_started_is_documented_with_its_value():
+    page = Path("docs/configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| \S+ \| (\w+)", page.partition("## A Ray that is started here")[2], re.M))
+    assert rows == {name: str(value).lower() for name, value in SYSTEM_CONFIG.items()}
