@@ -119,8 +119,8 @@ class ActorSlot:
                 f"{self.name} could not {method}: {type(cause).__name__}: {cause}"
             ) from error
 
-    async def failure(self) -> Health:
-        """Ask whether the actor's process must be replaced, and why.
+    async def failure(self, known: Health | None = None) -> Health:
+        """Ask whether the actor's process must be replaced, and why. While that is `known`, the answer takes `HOLD_S`.
 
         While Ray starts another process in place of a dead one, calls fail; the new process then reports it.
         """
@@ -128,7 +128,7 @@ class ActorSlot:
         while True:
             try:
                 async with asyncio.timeout(give_up_s - time.monotonic()):
-                    health: Health = await self._actor.failure.remote()
+                    health: Health = await self._actor.failure.remote(known)
                     return health
             except TimeoutError:
                 return "unreachable"

@@ -9,6 +9,8 @@ import asyncio
 import gc
 import logging
 import os
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,10 @@ SLOW_LOOP_S = 5.0
 DEAD_LOOP_S = 120.0
 """How long the router's loop may be stuck on one thing before it counts as dead; slowness alone must not cost every
 client its stream."""
+HOLD_S = 2.0
+"""How long a question after an actor's health may wait for news; unasked, an actor could not say that it is well."""
+LOOK_EVERY_S = 0.5
+"""How often an actor looks at its own health meanwhile."""
 logger = logging.getLogger(__name__)
 
 
@@ -141,12 +147,12 @@ class WorkerActor:
         semaphores = semaphores_of((os.getpid(), *pids))
         return WorkerReady(address, os.getpid(), pids, engine.num_kv_blocks, cores, engines, semaphores)
 
-    async def failure(self) -> Health:
-        """Report whether the worker must be replaced, and why.
+    async def failure(self, known: Health | None = None) -> Health:
+        """Report whether the worker must be replaced, and why; as long as that is `known`, wait `HOLD_S` for news.
 
         A process without a host has taken the place of one that died.
         """
-        return "actor_died" if self._host is None else self._host.failure()
+        return await other_than(known, lambda: "actor_died" if self._host is None else self._host.failure())
 
     async def stop(self) -> None:
         """End the engine process and the server."""
@@ -203,10 +209,15 @@ class RouterActor:
         return list(self._serving().unreached(for_s))
 
     @ray.method(concurrency_group=HEALTH)  # type: ignore[untyped-decorator]
-    async def failure(self) -> Health:
-        """Report whether the router must be replaced: it ended by itself, or this process has taken the place of one
-        that died. Runs in another thread than the router: a busy loop is reported, one that is stuck for minutes is a
-        failure."""
+    async def failure(self, known: Health | None = None) -> Health:
+        """Report whether the router must be replaced; as long as that is `known`, wait `HOLD_S` for news.
+
+        Runs in another thread than the router: a busy loop is reported, one that is stuck for minutes is a failure.
+        """
+        return await other_than(known, self._health)
+
+    def _health(self) -> Health:
+        """Return why it must be replaced: it ended by itself, or this process has taken the place of one that died."""
         if self._router is None or self._router.ended:
             return "actor_died"
         silent_s = self._router.loop_silent_s
@@ -241,6 +252,20 @@ class RouterActor:
         if self._router is None:
             raise NotServing("the router does not serve yet")
         return self._router
+
+
+async def other_than(
+    known: Health | None,
+    health: Callable[[], Health],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> Health:
+    """Return the health as soon as it is another than `known`, or after `HOLD_S`."""
+    give_up_s = clock() + HOLD_S
+    while (now := health()) == known and clock() < give_up_s:
+        await sleep(LOOK_EVERY_S)
+    return now
 
 
 def _place() -> NodePlace:

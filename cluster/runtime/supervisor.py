@@ -37,7 +37,7 @@ class Supervised(Protocol):
 
     @property
     def name(self) -> str: ...
-    async def failure(self) -> Health: ...
+    async def failure(self, known: Health | None = None) -> Health: ...
     async def end(self) -> None: ...
 
 
@@ -80,8 +80,8 @@ class Supervisor:
         self._sleep = sleep
         self._router_serves = asyncio.Event()
         self._router_serves.set()
-        self._cut_off: set[str] = set()
-        """Names of those that answer here, and to or from whom the router has had no connection for too long."""
+        self._cut_off = {name: asyncio.Event() for name in (router.name, *self._workers)}
+        """Set for those that answer here, and to or from whom the router has had no connection for too long."""
         self._say: Say = lambda _: None
 
     async def run(self, say: Say) -> None:
@@ -118,10 +118,15 @@ class Supervisor:
             self._say(f"{worker.name}: back after {self._clock() - began_s:.0f} s")
 
     async def _until_lost(self, one: Supervised) -> Health:
-        """Poll until the worker must be replaced or has left; one that dies while it drains has left."""
+        """Ask until it must be replaced or has left; one that dies while it drains has left.
+
+        After the first answer it is asked for news: it answers when there is some, and every few seconds to show that
+        it still can. A call that its process does not survive fails at once.
+        """
         drains = False
+        health: Health | None = None
         while True:
-            health = await one.failure()
+            health = await self._health(one, health)
             if health == "draining" and not drains:
                 self._say(f"{one.name} drains")
             drains = drains or health == "draining"
@@ -129,10 +134,23 @@ class Supervisor:
                 return "drained" if drains else health
             if one is self._router:
                 await self._look_who_is_cut_off()
-            if one.name in self._cut_off and not drains:
-                self._cut_off.discard(one.name)
+            if self._cut_off[one.name].is_set() and not drains:
+                self._cut_off[one.name].clear()
                 return "cut_off"
             await self._sleep(POLL_S)
+
+    async def _health(self, one: Supervised, known: Health | None) -> Health:
+        """Ask for its health, without waiting for news from one that turns out to be cut off."""
+        if self._cut_off[one.name].is_set():
+            return await one.failure()
+        asking = asyncio.ensure_future(one.failure(known))
+        cut_off = asyncio.ensure_future(self._cut_off[one.name].wait())
+        try:
+            await asyncio.wait((asking, cut_off), return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else known or ""
+        finally:
+            asking.cancel()
+            cut_off.cancel()
 
     async def _look_who_is_cut_off(self) -> None:
         """Ask the router which workers it does not reach.
@@ -144,7 +162,16 @@ class Supervisor:
         except DeploymentFailed:
             return  # it is minded already
         names = {name for name, address in self._addresses.items() if address in addresses}
-        self._cut_off = {self._router.name} if len(names) > 1 and len(names) == len(self._addresses) else names
+        if len(names) > 1 and len(names) == len(self._addresses):
+            names = {self._router.name}
+        self._set_cut_off(names)
+
+    def _set_cut_off(self, names: set[str]) -> None:
+        for name, cut_off in self._cut_off.items():
+            if name in names:
+                cut_off.set()
+            else:
+                cut_off.clear()
 
     async def _bring_back(self, worker: SupervisedWorker, why: Health, budget: RestartBudget) -> bool:
         """Start the worker until it runs and the router has it; False when it is not to be tried again."""
@@ -236,7 +263,7 @@ class Supervisor:
             began_s = self._clock()
             await self._router_back(budget)
             budget.serves()
-            self._cut_off.clear()
+            self._set_cut_off(set())
             self._router_serves.set()
             self._say(f"{self._router.name}: back after {self._clock() - began_s:.0f} s")
 

@@ -37,7 +37,7 @@ class Actor:
         self.health = deque(health)
         self.idle_polls = 0
 
-    async def failure(self):
+    async def failure(self, known=None):
         await asyncio.sleep(0)
         if self.health:
             return self.health.popleft()
@@ -232,6 +232,20 @@ async def test_a_newcomer_that_dies_while_it_is_introduced_is_started_again():
 async def test_a_worker_that_only_the_router_does_not_reach_is_replaced():
     scene = Scene()
     scene.router.cut_off = ("decode-0:0",)
+    await scene.play()
+    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 cut_off"]
+
+
+async def test_a_cut_off_worker_that_has_no_news_is_not_waited_for():
+    scene = Scene()
+
+    async def failure(known=None):
+        if known is None:
+            return ""
+        scene.router.cut_off = ("decode-0:0",)  # while it is waited for
+        return await asyncio.Event().wait()
+
+    scene.workers[2].failure = failure
     await scene.play()
     assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 cut_off"]
 

@@ -1,0 +1,43 @@
+"""An actor that is asked for news of its health: told as soon as there is some, and that there is none every 2 s."""
+
+import pytest
+
+from cluster.runtime.actors import HOLD_S, LOOK_EVERY_S, other_than
+
+
+class Clock:
+    """Time passes only in `sleep`, which also makes the engine die when it is due."""
+
+    def __init__(self, dies_at_s=float("inf")):
+        self.now_s = 0.0
+        self.dies_at_s = dies_at_s
+
+    def __call__(self):
+        return self.now_s
+
+    async def sleep(self, seconds):
+        self.now_s += seconds
+
+    def health(self):
+        return "engine_died" if self.now_s >= self.dies_at_s else ""
+
+
+@pytest.mark.parametrize(
+    ("known", "dies_at_s", "answer", "after_s"),
+    [
+        (None, 60.0, "", 0.0),
+        ("draining", 60.0, "", 0.0),
+        ("", 0.7, "engine_died", 1.0),
+        ("", 60.0, "", HOLD_S),
+    ],
+)
+async def test_the_answer_comes_with_the_first_look_that_finds_news_or_when_there_is_none(
+    known, dies_at_s, answer, after_s
+):
+    clock = Clock(dies_at_s)
+    assert await other_than(known, clock.health, clock=clock, sleep=clock.sleep) == answer
+    assert clock.now_s == after_s
+
+
+def test_an_engine_that_died_is_found_within_half_a_second():
+    assert LOOK_EVERY_S <= 0.5
