@@ -99,7 +99,8 @@ class WorkerClient:
         self.failed_s = float("-inf")
         """When it last failed or refused a request, or lost its connection."""
         self.news = asyncio.Event()
-        """Set when it has failed or refused a request, and when its connection broke or came. Who acts clears it."""
+        """Set when it has failed or refused a request, when its connection broke or came, and when it says that its
+        health has changed. Who acts clears it."""
 
     @property
     def connected(self) -> bool:
@@ -219,7 +220,7 @@ class WorkerClient:
         try:
             async for batch in call:
                 self._require(batch, "Attach")
-                if not self.connected:  # the worker greets with an empty batch
+                if not self.connected or not batch.deltas:  # the worker greets, or its health has changed
                     self._attached.set()
                     self.news.set()
                 for delta in batch.deltas:

@@ -50,6 +50,8 @@ from worker_runtime.client import (
 from worker_runtime.draining import kv_unneeded
 
 logger = logging.getLogger(__name__)
+HEALTH_LOOK_S = 0.5
+"""How often a worker looks whether its health has changed, which its routers are then told."""
 ABORT_WITHIN_S = 2.0
 """How long a task that is cut off may take to end; with a hung engine it may never end."""
 MAX_DELTA_BYTES = MAX_MESSAGE_BYTES // 2
@@ -120,6 +122,10 @@ class RouterSession:
         )
         self._put(encode(delta), handoff)
 
+    def nudge(self) -> None:
+        """Send the next batch even if it is empty: the router then asks at once how this worker is."""
+        self._filled.set()
+
     def _put(self, data: bytes, handoff: KvHandoff | None) -> None:
         self._outbox.append((data, handoff))
         self.outbox_bytes += len(data)
@@ -176,6 +182,7 @@ class WorkerHost:
         """All that have not ended, those of sessions that are gone included."""
         self._server = grpc.aio.server(options=OPTIONS)
         self._leaving: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._cut_off_s = math.inf
         """When what still runs in a drain is cut off, by the loop's clock."""
         self._patience: asyncio.Timeout | None = None
@@ -214,6 +221,7 @@ class WorkerHost:
         port = add_port(self._server, join_host_port(config.host, 0), config.tls)
         await self._server.start()
         self.address = join_host_port(config.host, port)
+        self._looking = asyncio.create_task(self._tell_health(), name="tell-health")
         return self.address
 
     def failure(self) -> Health:
@@ -223,6 +231,16 @@ class WorkerHost:
         if self._engine.failed:
             return "engine_died"
         return "stalled" if self._stalled_s() >= self._settings.stall_timeout_s else ""
+
+    async def _tell_health(self) -> None:
+        """Tell the routers when it changes, until cancelled: they seldom ask a worker that has nothing to do."""
+        told = self.failure()
+        while True:
+            await asyncio.sleep(HEALTH_LOOK_S)
+            if (health := self.failure()) != told:
+                told = health
+                for session in self._sessions.values():
+                    session.nudge()
 
     def drain(self, timeout_s: float | None = None) -> asyncio.Task[None]:
         """Take no new task; what has not ended after `timeout_s` is cut off. Ends once nobody needs the KV here.
@@ -257,8 +275,9 @@ class WorkerHost:
 
     async def stop(self) -> None:
         """Abort what runs, close the server, end the engine process."""
-        if self._leaving is not None:
-            self._leaving.cancel()
+        for task in (self._leaving, self._looking):
+            if task is not None:
+                task.cancel()
         for session in self._sessions.values():
             session.abort(list(session.tasks))
         await self._server.stop(grace=0.5)

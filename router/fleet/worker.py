@@ -17,6 +17,9 @@ from router.fleet.policy import WorkerLoad
 from worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
 
 STATUS_INTERVAL_S = 0.5
+IDLE_INTERVALS = 2
+"""How much less often a worker without work is asked; it says itself when its health changes. One that hangs is found
+within 5 s all the same, since a status request without an answer is repeated at once."""
 UNANSWERED_S = 4.0
 """Two status requests in a row, of 2 s each (`worker_runtime.client`)."""
 LATE_S = 0.25
@@ -101,13 +104,24 @@ class Worker:
         return 0.0 if self._unreached_since_s is None else time.monotonic() - self._unreached_since_s
 
     async def keep_fresh(self) -> None:
-        """Ask for its status twice a second, and at once when its connection or a request there breaks."""
+        """Ask for its status twice a second, and at once when its connection or a request there breaks.
+
+        One that is idle is asked half as often, and at once when it says that its health has changed.
+        """
         while True:
             self.client.news.clear()
+            known_s, asked_s = self._known_s, time.monotonic()
             await self.refresh()
+            if self._known_s > known_s:
+                pause_s = STATUS_INTERVAL_S * (IDLE_INTERVALS if self._is_idle() else 1)
+            else:
+                pause_s = asked_s + STATUS_INTERVAL_S - time.monotonic()
             with suppress(TimeoutError):
-                async with asyncio.timeout(STATUS_INTERVAL_S):
+                async with asyncio.timeout(max(0.0, pause_s)):
                     await self.client.news.wait()
+
+    def _is_idle(self) -> bool:
+        return not self._running and self.status is not None and not self.status.tasks
 
     async def refresh(self) -> None:
         """Update the status. However many ask, there is one request at a time, and its answer serves all."""

@@ -167,6 +167,64 @@ async def test_a_worker_that_hangs_does_not_make_what_is_known_of_the_others_old
         asked.hang = frozenset()
 
 
+async def test_a_worker_without_work_says_itself_when_its_health_changes(monkeypatch):
+    monkeypatch.setattr("router.fleet.worker.STATUS_INTERVAL_S", 3600.0)
+    monkeypatch.setattr("worker_runtime.host.HEALTH_LOOK_S", 0.01)
+    async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+        worker = fleet.get("decode-0")
+        await eventually(lambda: worker.load().usable)
+        started[0]._engine.failed = True
+        await eventually(lambda: not worker.load().usable)
+        started[0]._engine.failed = False
+        await eventually(lambda: worker.load().usable)
+
+
+class Asked(Exception):
+    """Ends a worker's `keep_fresh`."""
+
+
+@pytest.mark.parametrize(
+    ("tasks", "running", "answers", "asked_at_s"),
+    [
+        (0, 0, True, [0.0, 1.0, 2.0]),
+        (1, 0, True, [0.0, 0.5, 1.0]),
+        (0, 1, True, [0.0, 0.5, 1.0]),
+        (0, 0, False, [0.0, 2.0, 4.0]),
+    ],
+)
+async def test_an_idle_worker_is_asked_once_a_second_and_one_that_does_not_answer_again_at_once(
+    monkeypatch, tasks, running, answers, asked_at_s
+):
+    now_s, asked = 0.0, []
+    worker = a_worker()
+    worker.client.news = asyncio.Event()
+    worker._running = running
+
+    async def status():
+        nonlocal now_s
+        asked.append(now_s)
+        if len(asked) > len(asked_at_s):
+            raise Asked
+        if not answers:
+            now_s += 2.0
+            raise WorkerLost("silent")
+        return WorkerStatus(worker_id="d0", tasks=tasks)
+
+    @contextlib.asynccontextmanager
+    async def timeout(seconds):
+        nonlocal now_s
+        now_s += seconds
+        raise TimeoutError
+        yield
+
+    worker.client.status = status
+    monkeypatch.setattr("router.fleet.worker.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("router.fleet.worker.asyncio.timeout", timeout)
+    with pytest.raises(Asked):
+        await worker.keep_fresh()
+    assert asked[: len(asked_at_s)] == asked_at_s
+
+
 async def test_who_waits_for_a_worker_looks_again_when_there_may_be_one_and_not_before(monkeypatch):
     looks = []
     async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
