@@ -1,8 +1,8 @@
-"""Gives all of a lone rank's process groups one gloo device.
+"""Lets all process groups of a lone rank share one gloo device.
 
-vLLM makes a dozen process groups, also for a model that is not split. Each makes a gloo device of its own, and each
-device a thread that wakes a hundred times a second whether or not anybody is there to talk to: 2.6 % of a core for an
-idle prefill and decode worker. A group of one rank never sends anything, so one device serves them all.
+vLLM makes a dozen process groups, even for a model that is not split. Each makes its own gloo device, and each device a
+thread that wakes a hundred times a second whether or not it has a peer: 2.6 % of a core for an idle prefill and decode
+worker. A group of one rank never sends anything, so one device serves them all.
 
 Installed by the import of `engine.vllm_workarounds.worker_extension`, which vLLM does before it makes the groups.
 """
@@ -16,11 +16,11 @@ from typing import Any
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 WITHIN_S = 1800
-"""Gloo's own default for an operation."""
+"""Gloo's own default time limit for an operation, in seconds."""
 
 
 class LoneGroup(ProcessGroupGloo):
-    """A gloo process group that has no device of its own if it has one rank."""
+    """A gloo process group that shares a device if it has only one rank."""
 
     def __init__(
         self,
@@ -45,5 +45,5 @@ def _device() -> ProcessGroupGloo.Device:
 
 
 def share_gloo_device() -> None:
-    """Have torch make such groups from now on, in this process."""
+    """Make torch create such groups from now on, in this process."""
     distributed_c10d.ProcessGroupGloo = LoneGroup  # type: ignore[misc] # looked up by this name

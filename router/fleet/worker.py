@@ -18,8 +18,8 @@ from worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
 
 STATUS_INTERVAL_S = 0.5
 IDLE_INTERVALS = 2
-"""How much less often a worker without work is asked; it says itself when its health changes. One that hangs is found
-within 5 s all the same, since a status request without an answer is repeated at once."""
+"""Factor on the interval for a worker without work, which reports a change of its health itself. One that hangs is
+still found within 5 s, because a status request without an answer is repeated at once."""
 UNANSWERED_S = 4.0
 """Two status requests in a row, of 2 s each (`worker_runtime.client`)."""
 LATE_S = 0.25
@@ -106,7 +106,7 @@ class Worker:
     async def keep_fresh(self) -> None:
         """Ask for its status twice a second, and at once when its connection or a request there breaks.
 
-        One that is idle is asked half as often, and at once when it says that its health has changed.
+        An idle worker is asked half as often, and at once when it reports that its health has changed.
         """
         while True:
             self.client.news.clear()
