@@ -65,10 +65,11 @@ class BoundedCollector(RequestOutputCollector):  # type: ignore[misc]
         if isinstance(unread, RequestOutput) and isinstance(output, RequestOutput):
             # vLLM's merging drops those of a sequence that comes first now, and `echo` would not find them.
             unread.prompt_logprobs = unread.prompt_logprobs or output.prompt_logprobs
-        if not isinstance(output, RequestOutput):
-            self.unread_bytes = 0  # an error replaces everything before it
+        if isinstance(self.output, Exception):
+            self.unread_bytes = 0  # it replaces everything before it, and vLLM drops what still comes
             return
-        self.unread_bytes += _bytes(output)
+        if isinstance(output, RequestOutput):
+            self.unread_bytes += _bytes(output)
         if self.aggregate and self.unread_bytes > self._max_bytes:
             self.give_up("stream_bytes")
 

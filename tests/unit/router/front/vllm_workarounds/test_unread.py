@@ -57,7 +57,8 @@ async def test_a_stream_that_is_not_read_is_ended_by_its_bytes_and_one_that_is_r
         collector.put(output(20))
     assert whys == ["stream_bytes"]
     collector.put(RuntimeError("ended"))
-    assert collector.unread_bytes == 0
+    collector.put(output(400))  # what was on its way: nobody will read it, and nothing keeps it
+    assert (whys, collector.unread_bytes) == (["stream_bytes"], 0)
     with pytest.raises(RuntimeError):
         await collector.get()
 
