@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from contracts.handoff import KvLayout
+from contracts.workers import WorkerDescription
 from router.settings import RouterSettings
 
 
@@ -24,6 +25,24 @@ def kv_layout(**changes: Any) -> KvLayout:
         "tensor_parallel_size": 1,
     }
     return KvLayout(**(fields | changes))
+
+
+def worker_description(**changes: Any) -> WorkerDescription:
+    """Return a decode worker with 100 blocks of 32 tokens, with `changes`."""
+    fields = {
+        "worker_id": "decode-0",
+        "incarnation": "i",
+        "pool": "decode",
+        "pid": 1,
+        "host": "h",
+        "layout": kv_layout(),
+        "transfer_addresses": ["a"],
+        "num_kv_blocks": 100,
+        "block_size_tokens": 32,
+        "max_model_len_tokens": 4096,
+        "max_num_seqs": 256,
+    }
+    return WorkerDescription(**(fields | changes))
 
 
 def router_settings(**changes: Any) -> RouterSettings:

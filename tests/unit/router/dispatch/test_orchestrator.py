@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from contracts.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
 from contracts.handoff import FetchReceipt
 from contracts.tasks import TokenDelta
-from contracts.workers import WorkerDescription, WorkerStatus
+from contracts.workers import WorkerStatus
 from engine.request import sampling
 from router.dispatch.legs import ABORT_FIRST_S
 from router.dispatch.orchestrator import (
@@ -29,7 +29,7 @@ from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
 from tests.support.fake_engine import LAYOUT, TIMING, eventually, make_handoff
 from tests.support.patience import PATIENCE_S
-from tests.support.samples import router_settings
+from tests.support.samples import router_settings, worker_description
 
 PROMPT = list(range(70))
 HANDOFF = make_handoff()
@@ -77,19 +77,7 @@ class FakeFleet(Fleet):
     def __init__(self, log, scripts):
         super().__init__("test")
         for worker_id, script in scripts.items():
-            description = WorkerDescription(
-                worker_id=worker_id,
-                incarnation="i",
-                pool=worker_id.split("-")[0],
-                pid=1,
-                host="h",
-                layout=LAYOUT,
-                transfer_addresses=["a"],
-                num_kv_blocks=100,
-                block_size_tokens=32,
-                max_model_len_tokens=4096,
-                max_num_seqs=256,
-            )
+            description = worker_description(worker_id=worker_id, pool=worker_id.split("-")[0], layout=LAYOUT)
             self._workers[worker_id] = Worker(FakeClient(log, worker_id, script), description)
 
     async def refresh(self):

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from contracts.errors import EngineFailed, WorkerLost
-from contracts.workers import WorkerDescription, WorkerStatus
+from contracts.workers import WorkerStatus
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.pairing import KvPair, PairingRefused
 from router.fleet.policy import NoWorker
 from tests.support.fake_engine import LAYOUT, FakeClock, eventually, make_task
 from tests.support.patience import PATIENCE_S
+from tests.support.samples import worker_description
 from tests.support.small_fleet import Done, a_fleet, hosts
 from tests.unit.worker_runtime.test_host import Proxy
 from worker_runtime.host import WorkerHost
@@ -26,19 +27,7 @@ class Client:
 
 
 def a_worker():
-    description = WorkerDescription(
-        worker_id="d0",
-        incarnation="i",
-        pool="decode",
-        pid=1,
-        host="h",
-        layout=LAYOUT,
-        transfer_addresses=["a"],
-        num_kv_blocks=100,
-        block_size_tokens=32,
-        max_model_len_tokens=4096,
-        max_num_seqs=256,
-    )
+    description = worker_description(worker_id="d0", layout=LAYOUT)
     return Worker(Client(), description)
 
 

@@ -5,12 +5,13 @@ import random
 
 import pytest
 
-from contracts.workers import WorkerDescription, WorkerStatus
+from contracts.workers import WorkerStatus
 from router.fleet.fleet import Worker
 from router.fleet.policy import PROMPT_SCORERS, Demand, NoWorker
 from router.flow.decode_slots import DecodeSlots
 from router.flow.prompt_queue import PromptQueue
 from tests.support.fake_engine import LAYOUT, FakeClock, eventually
+from tests.support.samples import worker_description
 
 WINDOW = 1000
 
@@ -21,19 +22,7 @@ class Client:
 
 
 def a_worker(worker_id="prefill-0"):
-    description = WorkerDescription(
-        worker_id=worker_id,
-        incarnation="i",
-        pool="prefill",
-        pid=1,
-        host="h",
-        layout=LAYOUT,
-        transfer_addresses=["a"],
-        num_kv_blocks=100,
-        block_size_tokens=32,
-        max_model_len_tokens=4096,
-        max_num_seqs=256,
-    )
+    description = worker_description(worker_id=worker_id, pool="prefill", layout=LAYOUT)
     return Worker(Client(), description)
 
 
