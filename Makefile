@@ -49,7 +49,7 @@ test: starts lint model unit conformance ## what shows in minutes that all works
 	@$(BIN)/pytest -v --durations=10 -m core tests/engines
 
 starts:
-	@echo "make test takes 10 to 20 minutes on two cores, by machine, make test-all 45 to 70; this machine has $$(nproc)"
+	@echo "make test takes about 14 minutes on two cores, make test-all about 50; this machine has $$(nproc)"
 
 test-all: test   ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, both number formats
 	@$(BIN)/pytest -q tests/network
