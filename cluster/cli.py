@@ -212,7 +212,7 @@ def top(
 
 @app.command()
 def drain(
-    worker: Annotated[str, typer.Argument(help="the worker that is to leave, as in the table of serve: decode-1")],
+    worker: Annotated[str, typer.Argument(help="the worker that is to leave, as in the table of serve: worker-1")],
     url: UrlOption = LOCAL_URL,
     timeout_s: Annotated[
         float, typer.Option(help="running requests may take so long, then they are cut off", min=0)

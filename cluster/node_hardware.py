@@ -1,6 +1,6 @@
 """The peaks of the node this runs on: measured on a CPU, from the table for a known GPU.
 
-Called in the worker actors, since the node that runs the command may be another kind of machine; and by
+Called in processes of the workers' actors, since the node that runs the command may be another kind of machine; and by
 `ridgeline roofline --hardware host`.
 """
 

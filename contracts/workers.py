@@ -31,6 +31,11 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     repeats_tokens: bool = True
     """Whether it can go on after emitted tokens in `resample` mode."""
 
+    @property
+    def title(self) -> str:
+        """Its id and its pool, for sentences that people read."""
+        return f"{self.worker_id} ({self.pool})"
+
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker is doing: gauges now, counters since its start (names ending in `_total`)."""

@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from contracts.errors import HandoffLost, InvalidTask
+from contracts.errors import HandoffLost
 from contracts.handoff import KvHandoff
 from contracts.tasks import GenerateTask, TokenDelta
 from engine.connector.events import Notice, with_notice
@@ -28,8 +28,6 @@ class DecodeHandler:
 
         Raises InvalidTask, EngineFailed, and HandoffLost if a hand-off that was followed came to nothing.
         """
-        if task.leg != "decode":
-            raise InvalidTask(f"this worker is in the {engine.config.pool} pool and cannot run a {task.leg} leg")
         if task.handoff is not None and not task.handoff.complete:
             followed = self._follow(engine, task, task.handoff)
         else:

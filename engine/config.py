@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from contracts.rpc.tls import TlsFiles
 from contracts.vocabulary import Pool
-from kv_transfer.names import TransportName, WireDtype
+from kv_transfer.options import TransferOptions
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,8 @@ class EngineConfig:
     """Bytes per rank, like vLLM's own setting; None: what is left on the GPU."""
     tensor_parallel_size: int
     enforce_eager: bool
-    host: str
-    """The interface on which the worker's data plane and its KV source listen."""
-    lease_s: float
-    fetch_deadline_s: float
-    faults: str | None
-    """For tests: a plan for `kv_transfer.testing.faults`; None: no faults."""
-    transport: TransportName
-    """The transport of this engine's fetches; `auto` picks one for each source."""
+    transfer: TransferOptions
+    """Its KV source listens on the host named there, and so does the worker's data plane, with the same TLS files."""
     on_cpu: bool
-    wire_dtype: WireDtype = "none"
-    """The encoding that this engine asks for when blocks travel over a network; `shm` copies them as they are."""
     passed: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments, as configured: see `engine.passed_args`."""
-    tls: TlsFiles | None = None
-    """The certificates for connections to the router and to other workers; None: plain text."""

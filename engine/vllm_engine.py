@@ -10,7 +10,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -34,6 +33,7 @@ from engine.connector.transferable_models import UnsupportedModel, model_obstacl
 from engine.request import logprobs
 from engine.stall import StallWatch
 from engine.vllm_arguments import engine_values
+from engine.vllm_workarounds.forked import fork_engines
 from kv_transfer.service import PairedTransport
 
 PAIR_S = 20.0
@@ -88,6 +88,8 @@ class VllmEngine:
         args = AsyncEngineArgs(**_engine_args(self.config))
         vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         self._require_supported(vllm_config.model_config)
+        if self.config.on_cpu and self.config.tensor_parallel_size == 1:
+            fork_engines()
         self._llm = AsyncLLM.from_vllm_config(
             vllm_config,
             enable_log_requests=args.enable_log_requests,
@@ -174,7 +176,7 @@ class VllmEngine:
                 error.__cause__, ValueError | TypeError | OverflowError
             ):  # a check by vLLM's front end, before the engine
                 raise InvalidTask(str(error.__cause__)) from error
-            raise EngineFailed(f"the engine of {self.config.worker_id} failed: {error}") from error
+            raise EngineFailed(f"the engine of {self.config.worker_id} ({self.config.pool}) failed: {error}") from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidTask(str(error)) from error
 
@@ -247,13 +249,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
             # A failed transfer costs a local prefill, not the request; it is counted by reason.
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={
-                "host": config.host,
-                "lease_s": config.lease_s,
-                "fetch_deadline_s": config.fetch_deadline_s,
-                "transport": config.transport,
-                "faults": config.faults,
-                "wire_dtype": config.wire_dtype,
-                "tls": None if config.tls is None else asdict(config.tls),
+                "transfer": msgspec.to_builtins(config.transfer),
                 "hands_over": config.pool != "colocated",
                 "share_kv_cache": config.on_cpu and config.pool == "prefill",
             },

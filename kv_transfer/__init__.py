@@ -6,6 +6,7 @@ The prefill engine is the source, the decode engine fetches. Start with `contrac
 service.py     one engine's end of it all
 interfaces.py  the parts of a transport, as abstract classes
 transports.py  the transports by name, and how to build them
+options.py     the settings of one engine, from the plan to the fetcher
 names.py       the names and limits that settings use
 source/        the prefill engine's end of a hand-off
 fetch/         the decode engine's end of a hand-off

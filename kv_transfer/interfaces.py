@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -178,7 +178,11 @@ class Pull:
 class Puller(ABC):
     """Moves bytes by one transport. Its methods run on the fetcher's event loop; pulls may run concurrently."""
 
-    name: ClassVar[str]
+    name: str
+    copies_raw: bool
+    """Whether blocks arrive as they are, so that a `wire_dtype` has nothing to encode: there are no frames."""
+    covered_by_tls: bool = True
+    """Whether TLS, where it is configured, protects what it sends over a network, if it sends anything."""
 
     @abstractmethod
     def obstacle(self, source: SourceDescription) -> str | None:

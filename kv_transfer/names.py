@@ -7,9 +7,8 @@ from typing import Final, Literal, get_args
 TransportName = Literal["auto", "shm", "collective", "grpc", "memory"]
 TRANSPORT_NAMES: Final = get_args(TransportName)
 AUTO: Final = ("shm", "grpc")
-"""The transports that `auto` tries with each source, best first. `collective` is left out: NCCL has not run yet."""
-AS_THEY_ARE: Final = ("shm", "collective")
-"""Transports that copy blocks as they are, without frames, so that `wire_dtype` has no effect on them."""
+"""The transports that `auto` tries with each source, best first; TLS covers each. `collective` is left out: NCCL has
+not run yet."""
 
 LONGEST_FETCH_S: Final = 600.0
 """Longest read that a source accepts: a read pins its blocks for as long as its call lives."""

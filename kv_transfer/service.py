@@ -21,15 +21,13 @@ import torch
 
 from contracts import errors
 from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
-from contracts.rpc.tls import TlsFiles
 from kv_transfer.fetch.heartbeat import Heartbeats, release_with_retries
 from kv_transfer.fetch.results import Completed, CompletionBoard, TransferStats
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.shared import SharedOffer
-from kv_transfer.names import TransportName, WireDtype
+from kv_transfer.options import TransferOptions
 from kv_transfer.source.lease import LeaseTable
-from kv_transfer.testing.faults import FaultPlan
-from kv_transfer.transports import TransportSettings, make_transport
+from kv_transfer.transports import RankCache, make_transport
 
 log = logging.getLogger(__name__)
 
@@ -39,27 +37,6 @@ CLOSE_S: Final = 10.0
 LAST_RELEASES_S: Final = 1.0
 """Time for releases in progress when the service closes; other hand-offs are freed when their leases end."""
 CANCELLED_RECEIPT: Final = FetchReceipt(outcome="cancelled", reason=errors.CANCELLED)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferOptions:
-    """The configuration of one engine rank's service."""
-
-    host: str
-    """The interface on which peers reach the service."""
-    port: int = 0
-    rank: int = 0
-    """The tensor-parallel rank of this process."""
-    transport: TransportName = "auto"
-    """The transport of this rank's own fetches; peers may use any transport that it offers."""
-    faults: FaultPlan | None = None
-    """For tests: makes this rank's own fetches fail as planned."""
-    wire_dtype: WireDtype = "none"
-    """How blocks travel in frames; shared memory copies them as they are."""
-    lease_s: float = 30.0
-    fetch_deadline_s: float = 30.0
-    tls: TlsFiles | None = None
-    """The certificates for all connections with peers; None: plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +56,12 @@ class TransferService:
         layout: KvLayout,
         options: TransferOptions,
         shared: SharedOffer | None = None,
+        rank: int = 0,
     ) -> None:
         """`layers` must be in forward order, the same on every engine: peers know a layer by its position.
 
-        `shared` says where peers on this host can map these layers, if they can. Raises ValueError if the layout does
-        not match the layers, or does not support the wire_dtype.
+        `shared` says where peers on this host can map these layers, if they can; `rank` is the tensor-parallel rank of
+        this process. Raises ValueError if the layout does not match the layers, or does not support the wire_dtype.
         """
         self._pool = BlockPool.from_layer_tensors(list(layers.values()))
         check_layout(self._pool, layout)
@@ -91,20 +69,14 @@ class TransferService:
         self._lease_s = options.lease_s
         self._board = CompletionBoard()
         self._leases = LeaseTable(on_finished=self._board.wake)
-        settings = TransportSettings(
+        cache = RankCache(
             pool=self._pool,
             leases=self._leases,
             layout=layout,
-            host=options.host,
-            port=options.port,
-            rank=options.rank,
-            fetch_deadline_s=options.fetch_deadline_s,
-            wire_dtype=options.wire_dtype,
-            faults=options.faults,
-            tls=options.tls,
+            rank=rank,
             offers={} if shared is None else {"shm": msgspec.to_builtins(shared)},
         )
-        self._source, self._fetcher = make_transport(options.transport, settings)
+        self._source, self._fetcher = make_transport(cache, options)
         self._heartbeats = Heartbeats(self._fetcher)
         self._fetches: dict[str, asyncio.Task[FetchReceipt]] = {}
         self._background: set[asyncio.Task[None]] = set()

@@ -7,7 +7,6 @@ from contextlib import aclosing
 
 import msgspec
 
-from contracts.errors import InvalidTask
 from contracts.handoff import new_handoff_id
 from contracts.tasks import GenerateTask, TokenDelta
 from engine.connector.events import Notice, with_notice
@@ -25,8 +24,6 @@ class PrefillHandler:
 
         With a hand-off `finish_reason` is None: the request goes on elsewhere. Raises InvalidTask, EngineFailed.
         """
-        if task.leg != "prefill":
-            raise InvalidTask(f"this worker is in the prefill pool and cannot run a {task.leg} leg")
         params = sampling.decode(task.sampling)
         resample = task.first_token == "resample"
         emitted = [] if resample else task.emitted_token_ids

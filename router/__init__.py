@@ -1,4 +1,6 @@
-"""The router: takes HTTP requests, queues them, sends them to workers, returns tokens. Run by `cluster.runtime.actors`.
+"""The router: takes HTTP requests, queues them, sends them to workers, returns tokens.
+
+Run by `cluster.runtime.services`.
 
 A request passes through these packages in this order.
 

@@ -1,6 +1,6 @@
 """The host every worker is built on: life cycle, sessions with routers, cancel, drain, status.
 
-`cluster/` makes one per Ray actor and gives it the handler of its role. What prefill and decode workers share lives
+`cluster/` makes one for each worker and gives it the handlers of its role. What prefill and decode workers share lives
 here and nowhere else; what differs lives in their handlers.
 """
 
@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from contracts.handoff import KvHandoff
 from contracts.rpc.address import join_host_port
 from contracts.rpc.channel import add_port
 from contracts.tasks import GenerateTask, TokenDelta
-from contracts.vocabulary import ErrorKind, Health
+from contracts.vocabulary import ErrorKind, Health, Leg
 from contracts.workers import (
     AbortRequest,
     Ack,
@@ -64,7 +64,7 @@ MAX_ERROR_CHARACTERS = 2000
 
 
 class Handler(Protocol):
-    """One role's way to run a task on an engine."""
+    """The way to run one leg of a request on an engine."""
 
     def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
         """Yield the task's deltas, exactly one of them finished; closing the generator aborts the engine's request."""
@@ -171,12 +171,15 @@ class RouterSession:
 
 
 class WorkerHost:
-    """A worker: one engine, one handler, one gRPC server."""
+    """A worker: one engine, a handler for each leg that it runs, one gRPC server."""
 
-    def __init__(self, engine: VllmEngine, handler: Handler, settings: HostSettings | None = None) -> None:
+    def __init__(
+        self, engine: VllmEngine, handlers: Mapping[Leg, Handler], settings: HostSettings | None = None
+    ) -> None:
+        """A leg without a handler is refused."""
         self._engine = engine
         self._settings = settings or HostSettings()
-        self._handler = handler
+        self._handlers = handlers
         self._sessions: dict[str, RouterSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """All that have not ended, those of sessions that are gone included."""
@@ -198,7 +201,7 @@ class WorkerHost:
             incarnation=config.incarnation,
             pool=config.pool,
             pid=os.getpid(),
-            host=config.host,
+            host=config.transfer.host,
             layout=layout,
             transfer_addresses=transfer_addresses,
             num_kv_blocks=self._engine.num_kv_blocks,
@@ -218,9 +221,9 @@ class WorkerHost:
             "Attach": stream_handler(self._attach, AttachRequest),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        port = add_port(self._server, join_host_port(config.host, 0), config.tls)
+        port = add_port(self._server, join_host_port(config.transfer.host, 0), config.transfer.tls)
         await self._server.start()
-        self.address = join_host_port(config.host, port)
+        self.address = join_host_port(config.transfer.host, port)
         self._looking = asyncio.create_task(self._tell_health(), name="tell-health")
         return self.address
 
@@ -271,7 +274,7 @@ class WorkerHost:
         for session, name, task in running:
             if not task.done() or task.cancelled():  # else it has sent its finished delta itself
                 session.fail(name, self._refusal, "draining")
-        await kv_unneeded(self._engine.stats, self._engine.config.lease_s)
+        await kv_unneeded(self._engine.stats, self._engine.config.transfer.lease_s)
 
     async def stop(self) -> None:
         """Abort what runs, close the server, end the engine process."""
@@ -285,7 +288,7 @@ class WorkerHost:
 
     @property
     def _refusal(self) -> str:
-        return f"worker {self._engine.config.worker_id} is draining"
+        return f"{self._engine.config.worker_id} ({self._engine.config.pool}) is draining"
 
     def _release_own(self, handoff: KvHandoff) -> None:
         self._engine.release_own(handoff.handoff_id)
@@ -401,12 +404,18 @@ class WorkerHost:
             if self._sessions.get(request.router_id) is session:
                 del self._sessions[request.router_id]
 
+    def _handler_of(self, leg: Leg) -> Handler:
+        handler = self._handlers.get(leg)
+        if handler is None:
+            raise InvalidTask(f"this worker is in the {self._engine.config.pool} pool and cannot run a {leg} leg")
+        return handler
+
     async def _run(self, session: RouterSession, task: GenerateTask) -> None:
         """Run one task, from its first step to its one finished delta. The only place where its errors are caught."""
         try:
             if not task.prompt_token_ids:
                 raise InvalidTask("the task has no prompt")
-            async with aclosing(self._handler.run(self._engine, task)) as deltas:
+            async with aclosing(self._handler_of(task.leg).run(self._engine, task)) as deltas:
                 async for delta in deltas:
                     session.send(delta)
         except Undeliverable:

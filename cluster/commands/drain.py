@@ -25,14 +25,15 @@ async def drain(
     headers = {"Authorization": f"Bearer {first_admin_key(str(admin_key_file))}"} if admin_key_file else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False) as client:
         wish = {"worker": worker, "timeout_s": timeout_s, "force": force}
-        await _ask(client, "POST", "/ridgeline/drain", wish)
-        console.print(f"{worker} takes no new requests; the running ones get {timeout_s:.0f} s", highlight=False)
+        leaving = await _ask(client, "POST", "/ridgeline/drain", wish)
+        title = f"{worker} ({leaving['pool']})"
+        console.print(f"{title} takes no new requests; the running ones get {timeout_s:.0f} s", highlight=False)
         try:
             async with asyncio.timeout(timeout_s + BEYOND_TIMEOUT_S):
                 await _until_gone(client, worker, console)
         except TimeoutError as error:
-            raise ServerError(f"{worker} still has not left; GET {url}/ridgeline/workers says what it holds") from error
-    console.print(f"{worker} is gone", highlight=False)
+            raise ServerError(f"{title} still has not left; GET {url}/ridgeline/workers says what it holds") from error
+    console.print(f"{title} is gone", highlight=False)
 
 
 async def _until_gone(client: httpx.AsyncClient, worker: str, console: Console) -> None:

@@ -86,7 +86,8 @@ async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, 
         console.print(what_runs_where(deployment))
         for pair in deployment.kv_pairs:
             console.print(
-                f"KV {pair.prefill} -> {pair.decode}: {pair.transport}" + (f" ({pair.why})" if pair.why else "")
+                f"KV {pair.prefill} (prefill) -> {pair.decode} (decode): {pair.transport}"
+                + (f" ({pair.why})" if pair.why else "")
             )
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
         watching = asyncio.create_task(deployment.watch(partial(_say_with_time, console)))
@@ -125,7 +126,7 @@ async def _drain(deployment: Deployment, timeout_s: float, console: Console, hur
 async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[Deployment]:
     """Deploy on the Ray that is running and yield the ready deployment; print how its start goes on."""
     plan = await asyncio.to_thread(make_plan, config)
-    names = ", ".join(worker.worker_id for worker in plan.workers)
+    names = ", ".join(worker.title for worker in plan.workers)
     console.print(f"starting [bold]{config.mode}[/]: {names}; {plan.served_name} in {plan.dtype}")
     if ignored := server_variables():
         console.print(
@@ -155,7 +156,7 @@ async def _still_starting(say: Callable[[str], None]) -> None:
 
 def what_runs_where(deployment: Deployment) -> Table:
     """Build the table that `ridgeline serve` prints when everything is up."""
-    table = Table("worker", "pool", "node", "cores", "actor pid", "engine pid", "data plane", "KV blocks", "start")
+    table = Table("worker", "pool", "node", "cores", "pid", "engine pid", "data plane", "KV blocks", "start")
     for row in deployment.rows:
         engines = ",".join(map(str, row.engine_pids))
         table.add_row(

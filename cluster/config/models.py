@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Confi
 
 from contracts.rpc.tls import TlsFiles
 from engine import passed_args
-from kv_transfer.names import AS_THEY_ARE, LONGEST_FETCH_DEADLINE_S, WireDtype
+from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, WireDtype
 
 PoolName = Literal["prefill", "decode", "colocated"]
 Mode = Literal["disaggregated", "colocated"]
@@ -449,7 +449,7 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
             "divide each other, so the KV heads of a rank cannot be split or joined whole: set one to a multiple of "
             "the other (on GPUs through gpus_per_worker)."
         )
-    if config.transfer.transport in AS_THEY_ARE and config.transfer.wire_dtype != "none":
+    if config.transfer.wire_dtype != "none" and _copies_raw(config.transfer.transport):
         found.append(
             f"transfer.wire_dtype ({config.transfer.wire_dtype}) has nothing to encode with transfer.transport "
             f"{config.transfer.transport}, which copies blocks as they are: set transfer.wire_dtype to none, or "
@@ -467,6 +467,22 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
             f"({config.router.request_deadline_s:g})."
         )
     return found
+
+
+def _copies_raw(transport: str) -> bool:
+    if transport == "auto":
+        return False
+    from kv_transfer.transports import puller_class  # imports torch, which a command line has no other use for
+
+    return puller_class(transport).copies_raw
+
+
+def _covered_by_tls(transport: str) -> bool:
+    if transport in ("auto", *AUTO):
+        return True
+    from kv_transfer.transports import puller_class
+
+    return puller_class(transport).covered_by_tls
 
 
 def _router_conflicts(config: RidgelineConfig) -> list[str]:
@@ -496,10 +512,10 @@ def _security_conflicts(config: RidgelineConfig) -> list[str]:
         return []
     if missing:
         return [f"{' and '.join(missing)} must be set as well, or none of security.tls: TLS needs all three files."]
-    if config.transfer.transport == "collective":
+    if not _covered_by_tls(config.transfer.transport):
         return [
-            "transfer.transport collective moves KV in plain text (torch.distributed has no TLS) and cannot be had "
-            "with security.tls: set transfer.transport to auto or grpc."
+            f"transfer.transport {config.transfer.transport} moves KV in plain text (torch.distributed has no TLS) and "
+            "cannot be had with security.tls: set transfer.transport to auto or grpc."
         ]
     return []
 

@@ -6,7 +6,6 @@ Used by `cluster.runtime.deployment` for the first start and by `cluster.runtime
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -18,23 +17,19 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config.models import PoolName, RidgelineConfig
-from cluster.runtime.actors import (
-    HEALTH,
-    NodePlace,
-    NotServing,
-    RouterActor,
-    WorkerActor,
-    WorkerReady,
-    engine_environment,
-)
+from cluster.runtime.actors import NodePlace, ServiceActor, engine_environment
 from cluster.runtime.plan import CoreTable, PlacementError, Plan, PlannedWorker
 from cluster.runtime.processes import ProcessId, end_processes
+from cluster.runtime.service_process.calls import ServiceError, ServiceGone
+from cluster.runtime.services import NotServing, WorkerReady
 from contracts.errors import WorkerLost
 from contracts.vocabulary import Health
 from router.settings import PoolHardware
 
 LOOPBACK = "127.0.0.1"
 """The address everything listens on when Ray was started here, for this machine alone."""
+WORKER_SERVICE = "cluster.runtime.services:WorkerService"
+ROUTER_SERVICE = "cluster.runtime.services:RouterService"
 ANSWER_WITHIN_S = 20.0
 REMOTE_END_WITHIN_S = 30.0
 RETRY_S = 0.2
@@ -57,21 +52,29 @@ class ActorGone(DeploymentFailed):
     """The actor's process ended during the call, or is a new one that does not serve yet."""
 
 
-_KINDS: dict[type[BaseException], type[DeploymentFailed]] = {NotServing: ActorGone, WorkerLost: NotReached}
+_KINDS: dict[type[BaseException], type[DeploymentFailed]] = {
+    NotServing: ActorGone,
+    ServiceGone: ActorGone,
+    WorkerLost: NotReached,
+}
 """What each exception of an actor becomes on this side."""
 
 
 class ActorSlot:
     """What workers and the router have in common: one actor by name."""
 
-    def __init__(self, name: str, actor: Any, config: RidgelineConfig) -> None:
+    def __init__(self, name: str, actor: Any, config: RidgelineConfig, title: str | None = None) -> None:
         self.name = name
+        self.title = name if title is None else title
+        """Its name in sentences that people read."""
         self._placement_timeout_s = config.ray.patience_s
         self._start_timeout_s = config.supervision.start_timeout_s
         self._actor = actor
         self._place: NodePlace | None = None
+        self._service: ProcessId | None = None
+        """The process that runs the actor's service, and must not outlive it."""
         self._children: tuple[ProcessId, ...] = ()
-        """Processes below the actor's that must not outlive it."""
+        """Processes below the service's."""
         self._files: tuple[str, ...] = ()
         """Files of their semaphores, to be removed with them."""
 
@@ -85,9 +88,9 @@ class ActorSlot:
                 self._place = await self._other_place(self._place)
         except TimeoutError as error:
             limit = f"{self._placement_timeout_s:.0f} s (ray.placement_timeout_s)"
-            raise NoPlace(f"Ray found no place for {self.name} within {limit}") from error
+            raise NoPlace(f"Ray found no place for {self.title} within {limit}") from error
         except RayError as error:
-            raise DeploymentFailed(f"Ray could not start {self.name}: {str(error).splitlines()[0]}") from error
+            raise DeploymentFailed(f"Ray could not start {self.title}: {str(error).splitlines()[0]}") from error
         return self._place
 
     async def _other_place(self, former: NodePlace | None) -> NodePlace:
@@ -98,26 +101,37 @@ class ActorSlot:
                     return place
             await asyncio.sleep(RETRY_S)
 
+    async def begin(self) -> None:
+        """Have the actor start the process of its service. Raises DeploymentFailed or ActorGone."""
+        self._service = await self._ask("begin")
+
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call the actor; an error there becomes one sentence here. Raises DeploymentFailed or ActorGone.
+        """Call the actor's service; an error there becomes one sentence here. Raises DeploymentFailed or ActorGone.
 
         Without a `timeout_s` of its own it may take as long as a start.
         """
+        return await self._ask("call", method, *args, timeout_s=timeout_s)
+
+    async def call_apart(self, method: str, *args: Any) -> Any:
+        """The same in a process of its own, which then ends."""
+        return await self._ask("call_apart", method, *args)
+
+    async def _ask(self, what: str, *args: Any, timeout_s: float | None = None) -> Any:
+        method = args[0] if args else what
         limit_s = self._start_timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await getattr(self._actor, method).remote(*args)
+                return await getattr(self._actor, what).remote(*args)
         except TimeoutError as error:
             setting = " (supervision.start_timeout_s)" if timeout_s is None else ""
-            raise DeploymentFailed(f"{self.name} did not finish {method} within {limit_s:.0f} s{setting}") from error
+            raise DeploymentFailed(f"{self.title} did not finish {method} within {limit_s:.0f} s{setting}") from error
         except RayActorError as error:
             first_line = str(error).splitlines()[0]
-            raise ActorGone(f"{self.name} ended while it ran {method}: {first_line}") from error
+            raise ActorGone(f"{self.title} ended while it ran {method}: {first_line}") from error
         except RayError as error:
             cause = getattr(error, "cause", None) or error
-            raise _KINDS.get(type(cause), DeploymentFailed)(
-                f"{self.name} could not {method}: {type(cause).__name__}: {cause}"
-            ) from error
+            told = str(cause) if isinstance(cause, ServiceError) else f"{type(cause).__name__}: {cause}"
+            raise _KINDS.get(type(cause), DeploymentFailed)(f"{self.title} could not {method}: {told}") from error
 
     async def failure(self, known: Health | None = None) -> Health:
         """Ask whether the actor's process must be replaced, and why. While that is `known`, the answer takes `HOLD_S`.
@@ -142,7 +156,7 @@ class ActorSlot:
         place = self._place
         if place is None:
             return
-        processes = [*self._children, place.process]
+        processes = [*self._children, *([self._service] if self._service else []), place.process]
         if place.node_id == ray.get_runtime_context().get_node_id():
             await asyncio.to_thread(end_processes, processes, self._files)
             return
@@ -158,7 +172,7 @@ class ActorSlot:
     async def stop(self) -> None:
         """Ask the actor to stop; it may be gone already."""
         with suppress(RayError):
-            await self._actor.stop.remote()
+            await self._actor.call.remote("stop")
 
     async def kill(self) -> None:
         """End the actor now, and have Ray start no other."""
@@ -171,10 +185,14 @@ class ActorSlot:
 def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
     """Create a worker's actor, which Ray places, and starts again on another node if need be."""
     settings = planned.settings
-    env = engine_environment(settings.cores_per_worker, on_cpu=settings.gpus_per_worker == 0, ranks=settings.ranks)
-    env |= {"VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.supervision.start_timeout_s))}
+    env = engine_environment(
+        settings.cores_per_worker,
+        config.supervision.start_timeout_s,
+        on_cpu=settings.gpus_per_worker == 0,
+        ranks=settings.ranks,
+    )
     return (
-        ray.remote(WorkerActor)
+        ray.remote(ServiceActor)
         .options(
             num_cpus=settings.cores_per_worker,
             num_gpus=settings.gpus_per_worker,
@@ -183,7 +201,7 @@ def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
             max_concurrency=16,
             max_restarts=-1,
         )
-        .remote()
+        .remote(WORKER_SERVICE, f"ridgeline::worker {planned.worker_id}")
     )
 
 
@@ -191,7 +209,7 @@ class WorkerSlot(ActorSlot):
     """One worker; `start` makes a new incarnation of it."""
 
     def __init__(self, plan: Plan, planned: PlannedWorker, cores: CoreTable) -> None:
-        super().__init__(planned.worker_id, worker_actor(planned, plan.config), plan.config)
+        super().__init__(planned.worker_id, worker_actor(planned, plan.config), plan.config, planned.title)
         self.planned = planned
         self._plan = plan
         self._cores = cores
@@ -209,6 +227,7 @@ class WorkerSlot(ActorSlot):
     async def load(self) -> WorkerReady:
         """Start a new incarnation of the engine in the existing process. Raises DeploymentFailed."""
         assert self._place is not None
+        await self.begin()
         host = LOOPBACK if self._plan.config.ray.address is None else self._place.host
         config = self._plan.engine_config(self.planned, host)
         ready: WorkerReady = await self.call("start", config, self.take_cores(), self._plan.host_settings())
@@ -233,19 +252,23 @@ class WorkerSlot(ActorSlot):
         self._cores.give_back(self.name)
 
 
+def _router_environment(config: RidgelineConfig) -> dict[str, str]:
+    return engine_environment(1, config.supervision.start_timeout_s, on_cpu=not config.uses_gpus())
+
+
 class RouterSlot(ActorSlot):
     """The router's actor; once it has picked a port it keeps it."""
 
     def __init__(self, plan: Plan) -> None:
         actor = (
-            ray.remote(concurrency_groups={HEALTH: 1})(RouterActor)
+            ray.remote(ServiceActor)
             .options(
                 num_cpus=0,
                 resources=dict(plan.config.router.resources),
-                runtime_env={"env_vars": engine_environment(1, on_cpu=not plan.config.uses_gpus())},
+                runtime_env={"env_vars": _router_environment(plan.config)},
                 max_restarts=-1,
             )
-            .remote()
+            .remote(ROUTER_SERVICE, "ridgeline::router")
         )
         super().__init__("router", actor, plan.config)
         self._settings = plan.router_settings()
@@ -254,6 +277,7 @@ class RouterSlot(ActorSlot):
     async def prepare(self) -> None:
         """Have it import what is slow to import, while the engines load. Raises DeploymentFailed."""
         await self.find_place()
+        await self.begin()
         await self.call("prepare", self._settings)
 
     async def serve(self, addresses: list[str], hardware: dict[PoolName, PoolHardware]) -> str:

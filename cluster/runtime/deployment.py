@@ -1,8 +1,8 @@
 """Starts the workers and the router on Ray, watches them, and takes them down again.
 
 Called by `cluster.commands.serve` and, once per mode, by `cluster.commands.loadtest`. Everything is tied to this
-process: when it ends, however it ends, Ray ends its actors, and every engine process ends with its actor
-(`engine.vllm_workarounds.orphan_watch`).
+process: when it ends, however it ends, Ray ends its actors, every service ends with its actor, and an engine with its
+worker (`engine.vllm_workarounds.orphan_watch`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ import ray
 
 from cluster.config.models import PoolName, RidgelineConfig
 from cluster.runtime.actor_handle import LOOPBACK, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
-from cluster.runtime.actors import NodePlace, WorkerReady
+from cluster.runtime.actors import NodePlace, engine_environment
 from cluster.runtime.environment import server_variables_hidden
 from cluster.runtime.plan import CoreTable, PlacementError, Plan
 from cluster.runtime.ray_start import start_ray
 from cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
+from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
+from cluster.runtime.services import IMPORTED, WorkerReady
 from cluster.runtime.supervisor import Say, Supervisor
 from router.fleet.pairing import KvPair
 from router.settings import PoolHardware
@@ -82,8 +84,25 @@ class Deployment:
 @asynccontextmanager
 async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[Path]:
     """Start Ray for this process, or join it at ray.address; yields the file with Ray's own messages."""
-    with ray_messages_in_a_file() as messages, _ray(config):
+    with ray_messages_in_a_file() as messages, _preloaded(config, messages), _ray(config):
         yield messages
+
+
+@contextmanager
+def _preloaded(config: RidgelineConfig, messages: Path) -> Iterator[None]:
+    """Import once what all services need, while Ray starts, whose processes inherit the variable that names the parent.
+
+    Not on a joined cluster, whose processes are not ours to start, nor with GPUs, on which it has not been run.
+    """
+    if config.ray.address is not None or config.uses_gpus():
+        yield
+        return
+    with ExitStack() as stack:
+        with server_variables_hidden():
+            environment = engine_environment(1, config.supervision.start_timeout_s, on_cpu=True)
+            os.environ[PRELOADED] = stack.enter_context(preloaded_parent(IMPORTED, environment, messages))
+        stack.callback(os.environ.pop, PRELOADED)
+        yield
 
 
 @contextmanager
@@ -165,7 +184,7 @@ async def _placed(workers: list[WorkerSlot]) -> list[NodePlace]:
         return list(await _all_or_fail([worker.find_place() for worker in workers]))
     except NoPlace as error:
         wanted = ", ".join(
-            f"{w.name}: {w.planned.settings.cores_per_worker} CPU, {w.planned.settings.gpus_per_worker} GPU, "
+            f"{w.title}: {w.planned.settings.cores_per_worker} CPU, {w.planned.settings.gpus_per_worker} GPU, "
             f"{w.planned.settings.resources or 'no custom resources'}"
             for w in workers
         )
@@ -179,7 +198,7 @@ async def _hardware(plan: Plan, workers: list[WorkerSlot], say: Say) -> dict[Poo
     say("reading or measuring peak FLOP/s and memory bandwidth")
     first = {worker.pool: worker for worker in reversed(workers)}
     return {
-        pool: await worker.call(
+        pool: await worker.call_apart(
             "hardware", plan.dtype, worker.planned.settings.cores_per_worker, worker.planned.settings.gpus_per_worker
         )
         for pool, worker in first.items()
@@ -189,10 +208,10 @@ async def _hardware(plan: Plan, workers: list[WorkerSlot], say: Say) -> dict[Poo
 async def _timed_load(worker: WorkerSlot, say: Say) -> tuple[WorkerReady, float]:
     began_s = time.monotonic()
     cores = worker.take_cores()
-    say(f"{worker.name}: loading the engine" + (f" on core {','.join(map(str, cores))}" if cores else ""))
+    say(f"{worker.title}: loading the engine" + (f" on core {','.join(map(str, cores))}" if cores else ""))
     ready = await worker.load()
     took_s = time.monotonic() - began_s
-    say(f"{worker.name}: ready after {took_s:.0f} s")
+    say(f"{worker.title}: ready after {took_s:.0f} s")
     return ready, took_s
 
 
@@ -217,7 +236,7 @@ async def _stop(workers: list[WorkerSlot], router: RouterSlot) -> list[str]:
     everyone = (router, *workers)
     ends = await asyncio.gather(*(slot.kill() for slot in everyone), return_exceptions=True)
     return [
-        f"{slot.name} could not be ended, and may run on: {type(error).__name__}: {error}"
+        f"{slot.title} could not be ended, and may run on: {type(error).__name__}: {error}"
         for slot, error in zip(everyone, ends, strict=True)
         if isinstance(error, BaseException)
     ]

@@ -17,6 +17,7 @@ from cluster.model_store import ModelError, prepare_model
 from cluster.runtime.actors import NodePlace
 from engine import passed_args
 from engine.config import EngineConfig, HostSettings
+from kv_transfer.options import TransferOptions
 from router.settings import RouterSettings
 
 
@@ -29,8 +30,14 @@ class PlannedWorker:
     """A worker that is to be started."""
 
     worker_id: str
+    """`worker-N`, counted over all pools: the same for the same configuration, and whatever its role becomes."""
     pool: PoolName
     settings: PoolConfig
+
+    @property
+    def title(self) -> str:
+        """Its id and its pool, for sentences that people read."""
+        return f"{self.worker_id} ({self.pool})"
 
 
 @dataclass(frozen=True)
@@ -99,14 +106,20 @@ class Plan:
             kv_cache_bytes_per_rank=None if pool.kv_cache_bytes is None else pool.kv_cache_bytes // pool.ranks,
             tensor_parallel_size=pool.ranks,
             enforce_eager=on_cpu if model.enforce_eager is None else model.enforce_eager,
-            host=self.config.transfer.host or host,
-            lease_s=self.config.transfer.lease_s,
-            fetch_deadline_s=self.config.transfer.fetch_deadline_s,
-            faults=self.config.transfer.faults,
-            transport=self.config.transfer.transport,
-            wire_dtype=self.config.transfer.wire_dtype,
+            transfer=self._transfer_options(host),
             on_cpu=on_cpu,
             passed={**self.engine_args, **pool.engine_args},
+        )
+
+    def _transfer_options(self, host: str) -> TransferOptions:
+        transfer = self.config.transfer
+        return TransferOptions(
+            host=transfer.host or host,
+            transport=transfer.transport,
+            wire_dtype=transfer.wire_dtype,
+            lease_s=transfer.lease_s,
+            fetch_deadline_s=transfer.fetch_deadline_s,
+            faults=transfer.faults,
             tls=self.config.security.tls.files(),
         )
 
@@ -127,11 +140,8 @@ def make_plan(config: RidgelineConfig) -> Plan:
     if impossible:
         raise ModelError("\n".join(impossible))
     dtype = resolve_dtype(config)
-    workers = tuple(
-        PlannedWorker(f"{name}-{index}", name, pool)
-        for name, pool in config.active_pools().items()
-        for index in range(pool.workers)
-    )
+    places = [(name, pool) for name, pool in config.active_pools().items() for _ in range(pool.workers)]
+    workers = tuple(PlannedWorker(f"worker-{number}", name, pool) for number, (name, pool) in enumerate(places))
     return Plan(
         config=config,
         model_path=prepare_model(config.model.path),
@@ -193,7 +203,7 @@ class CoreTable:
             usable = [core for core in place.cores if core not in busy]
         if len(usable) < wanted:
             raise PlacementError(
-                f"{worker.worker_id} needs {wanted} cores of its own on {place.host} and {len(usable)} are left: lower "
+                f"{worker.title} needs {wanted} cores of its own on {place.host} and {len(usable)} are left: lower "
                 f"pools.{worker.pool}.workers or cores_per_worker, or add a machine"
             )
         return tuple(usable[:wanted])

@@ -37,6 +37,8 @@ class Supervised(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def title(self) -> str: ...
     async def failure(self, known: Health | None = None) -> Health: ...
     async def end(self) -> None: ...
 
@@ -103,19 +105,19 @@ class Supervisor:
             why = await self._until_lost(worker)
             self._addresses.pop(worker.name, None)
             if why == "drained":
-                await self._dismiss(worker, f"{worker.name} has drained and is gone")
+                await self._dismiss(worker, f"{worker.title} has drained and is gone")
                 return
-            self._say(f"{worker.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
+            self._say(f"{worker.title} is gone ({_WHAT_HAPPENED[why]}); restarting")
             began_s = self._clock()
             if not await self._bring_back(worker, why, budget):
                 await self._dismiss(
                     worker,
-                    f"{worker.name} was lost more than {self._settings.max_restarts} times within "
+                    f"{worker.title} was lost more than {self._settings.max_restarts} times within "
                     f"{self._settings.window_s:.0f} s of service and stays away",
                 )
                 return
             budget.serves()
-            self._say(f"{worker.name}: back after {self._clock() - began_s:.0f} s")
+            self._say(f"{worker.title}: back after {self._clock() - began_s:.0f} s")
 
     async def _until_lost(self, one: Supervised) -> Health:
         """Ask until it must be replaced or has left; one that dies while it drains has left.
@@ -128,7 +130,7 @@ class Supervisor:
         while True:
             health = await self._health(one, health)
             if health == "draining" and not drains:
-                self._say(f"{one.name} drains")
+                self._say(f"{one.title} drains")
             drains = drains or health == "draining"
             if health not in ("", "draining"):
                 return "drained" if drains else health
@@ -185,7 +187,7 @@ class Supervisor:
                 address = await self._placed(worker, worker.start_again)
                 await self._introduce(worker, address, why)
             except DeploymentFailed as error:
-                self._say(f"{worker.name} could not be brought back: {error}")
+                self._say(f"{worker.title} could not be brought back: {error}")
                 continue
             return True
 
@@ -197,7 +199,7 @@ class Supervisor:
                 return await start()
             except NoPlace as error:
                 if not told:
-                    self._say(f"{one.name} waits for a node: {error}")
+                    self._say(f"{one.title} waits for a node: {error}")
                 told = True
                 await self._sleep(POLL_S)
 
@@ -224,7 +226,7 @@ class Supervisor:
                     if not isinstance(error, NotReached) or failed == MAX_INTRODUCTIONS:
                         raise
                     if failed == 1:
-                        self._say(f"{worker.name} runs, and is introduced to the router until it reaches it: {error}")
+                        self._say(f"{worker.title} runs, and is introduced to the router until it reaches it: {error}")
             await self._sleep(POLL_S)
             if await worker.failure() not in ("", "draining"):
                 return
@@ -259,13 +261,13 @@ class Supervisor:
         while True:
             why = await self._until_lost(self._router)
             self._router_serves.clear()
-            self._say(f"{self._router.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
+            self._say(f"{self._router.title} is gone ({_WHAT_HAPPENED[why]}); restarting")
             began_s = self._clock()
             await self._router_back(budget)
             budget.serves()
             self._set_cut_off(set())
             self._router_serves.set()
-            self._say(f"{self._router.name}: back after {self._clock() - began_s:.0f} s")
+            self._say(f"{self._router.title}: back after {self._clock() - began_s:.0f} s")
 
     async def _router_back(self, budget: RestartBudget) -> None:
         while True:
@@ -281,7 +283,7 @@ class Supervisor:
                 await self._placed(self._router, self._router_again)
                 return
             except DeploymentFailed as error:
-                self._say(f"{self._router.name} could not be brought back: {error}")
+                self._say(f"{self._router.title} could not be brought back: {error}")
 
     async def _router_again(self) -> None:
         await self._router.start_again(await self._first_addresses())

@@ -19,6 +19,7 @@ import logging
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -31,7 +32,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from contracts.handoff import KvLayout
-from contracts.rpc.tls import TlsFiles
 from engine.connector.accounting import StepAccountant
 from engine.connector.messages import CounterStats, StepInstructions
 from engine.connector.scheduler_side import SchedulerSide
@@ -41,8 +41,7 @@ from engine.vllm_workarounds.cores import helpers_on_all_cores_of
 from engine.vllm_workarounds.orphan_watch import exit_with_parent
 from engine.vllm_workarounds.queue_names import forget_queue_names
 from kv_transfer.memory.shared import KvCacheAllocation
-from kv_transfer.service import TransferOptions
-from kv_transfer.testing.faults import FaultPlan
+from kv_transfer.options import TransferOptions
 from roofline.cost import StepCostModel
 from roofline.errors import ModelConfigError
 from roofline.model_shape import ModelShape
@@ -65,6 +64,7 @@ class RidgelineConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         exit_with_parent()
         self._settings: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._transfer = msgspec.convert(self._settings["transfer"], TransferOptions)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._allocation = KvCacheAllocation()
@@ -80,7 +80,7 @@ class RidgelineConnector(KVConnectorBase_V1):
                 forget_queue_names()
             self._scheduler = SchedulerSide(
                 block_size_tokens=vllm_config.cache_config.block_size,
-                lease_s=float(self._settings["lease_s"]),
+                lease_s=self._transfer.lease_s,
                 vocabulary_tokens=vllm_config.model_config.get_vocab_size(),
                 accountant=StepAccountant(step_cost_model(vllm_config)),
             )
@@ -142,17 +142,9 @@ class RidgelineConnector(KVConnectorBase_V1):
             self._worker = WorkerSide(
                 layers=kv_caches,
                 layout=kv_layout(self._vllm_config, self._kv_cache_config, kv_caches),
-                options=TransferOptions(
-                    host=str(self._settings["host"]),
-                    rank=rank,
-                    transport=self._settings["transport"],
-                    faults=FaultPlan.parse(self._settings["faults"]) if self._settings["faults"] else None,
-                    wire_dtype=self._settings["wire_dtype"],
-                    lease_s=float(self._settings["lease_s"]),
-                    fetch_deadline_s=float(self._settings["fetch_deadline_s"]),
-                    tls=TlsFiles(**self._settings["tls"]) if self._settings["tls"] else None,
-                ),
+                options=self._transfer,
                 shared=self._allocation.offer(list(kv_caches.values())),
+                rank=rank,
             )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

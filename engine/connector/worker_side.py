@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from contracts.handoff import KvHandoff, KvLayout, new_handoff_id
 from engine.connector.messages import BYTES, LINGERING, CounterStats, Endpoint, FetchReceipts, StepInstructions
 from kv_transfer.memory.shared import SharedOffer
-from kv_transfer.service import PairedTransport, TransferOptions, TransferService
+from kv_transfer.options import TransferOptions
+from kv_transfer.service import PairedTransport, TransferService
 
 IDLE_WAIT_S = 0.02
 """The time that a step without work waits for a transfer to end.
@@ -41,6 +42,7 @@ class WorkerSide:
         layout: KvLayout,
         options: TransferOptions,
         shared: SharedOffer | None,
+        rank: int = 0,
     ) -> None:
         self.layout = layout
         first = next(iter(layers.values()))
@@ -48,9 +50,9 @@ class WorkerSide:
         self._layers = {name: number for number, name in enumerate(layers, start=1)}
         self._writes_at_once = first.device.type == "cpu"
         """Whether a layer is in the cache when its call returns; on a GPU the write is only queued then."""
-        self._service = TransferService(layers, layout, options, shared)
+        self._service = TransferService(layers, layout, options, shared, rank)
         self._service.start()
-        if options.faults is None:  # it would hit the faults and leave its hand-offs to their leases
+        if not options.faults:  # it would hit the faults and leave its hand-offs to their leases
             self._warm_up()
         self._after_warm_up = self._service.stats()
         """The counters so far, to be subtracted: no request's KV was moved."""

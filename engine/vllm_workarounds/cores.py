@@ -1,6 +1,6 @@
 """The cores on which each rank of a CPU engine computes, in the format of vLLM's VLLM_CPU_OMP_THREADS_BIND.
 
-The worker actor sets it before the engine starts (`bind_list`); each rank's connector reads its own part
+The worker sets it before the engine starts (`bind_list`); each rank's connector reads its own part
 (`cores_of_rank`).
 """
 

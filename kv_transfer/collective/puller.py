@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import grpc
 import msgspec
@@ -46,7 +46,9 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 class CollectivePuller(Puller):
     """The `collective` transport; keeps one pair group for each source process."""
 
-    name: ClassVar[str] = "collective"
+    name = "collective"
+    copies_raw = True
+    covered_by_tls = False  # torch.distributed has none
 
     def __init__(self, control: GrpcControl, device: torch.device, host: str) -> None:
         """`device` is the pool's; `host` is this machine's address to use."""

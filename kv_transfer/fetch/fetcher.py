@@ -16,7 +16,8 @@ from contracts.handoff import FetchReceipt, KvHandoff, KvLayout, explain_mismatc
 from kv_transfer.fetch.ranks import RankPart, parts_for_rank, readers_per_source
 from kv_transfer.interfaces import FetchProgress, FetchRequest, Pull, Puller, SourceControl, SourceDescription
 from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.names import AS_THEY_ARE, LONGEST_FETCH_DEADLINE_S, WireDtype
+from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S
+from kv_transfer.options import TransferOptions
 from kv_transfer.wire.codec import make_codec
 
 FOLLOW_LIMIT_S: Final = LONGEST_FETCH_DEADLINE_S
@@ -41,24 +42,19 @@ class KvFetcher:
         layout: KvLayout,
         control: SourceControl,
         pullers: Sequence[Puller],
-        allowed: Collection[str] | None = None,
+        options: TransferOptions,
         rank: int = 0,
-        fetch_deadline_s: float = 30.0,
-        wire_dtype: WireDtype = "none",
     ) -> None:
-        """`pullers` are ordered best first: each source gets the first of those `allowed` (None: all) that reaches it.
-
-        `wire_dtype` is how blocks travel where a transport puts them in frames. Raises ValueError if blocks of this
-        layout cannot travel so.
+        """`pullers` are ordered best first: each source gets the first one that `options.transport` allows and that
+        reaches it. Raises ValueError if blocks of this layout cannot travel as `options.wire_dtype`.
         """
-        make_codec(wire_dtype, layout, layout.block_bytes)  # fail now rather than in every fetch
+        make_codec(options.wire_dtype, layout, layout.block_bytes)  # fail now rather than in every fetch
         self._layout = layout
         self._control = control
         self._pullers = tuple(pullers)
-        self._allowed = frozenset(puller.name for puller in pullers) if allowed is None else frozenset(allowed)
+        self._allowed = frozenset(AUTO if options.transport == "auto" else (options.transport,))
+        self._options = options
         self._rank = rank
-        self._fetch_deadline_s = fetch_deadline_s
-        self._wire_dtype = wire_dtype
         self._pairings: dict[str, Pairing] = {}
 
     async def pair(self, address: str, transport: str | None = None) -> Pairing:
@@ -97,8 +93,8 @@ class KvFetcher:
                 continue
             obstacle = puller.obstacle(source)
             if obstacle is None:
-                if self._wire_dtype != "none" and puller.name in AS_THEY_ARE:
-                    obstacles.append(f"copies blocks as they are, wire_dtype {self._wire_dtype} is not used")
+                if self._options.wire_dtype != "none" and puller.copies_raw:
+                    obstacles.append(f"copies blocks as they are, wire_dtype {self._options.wire_dtype} is not used")
                 return Pairing(source, puller, "; ".join(obstacles))
             obstacles.append(f"not {puller.name}: {obstacle}")
         raise errors.TransferFailed(
@@ -158,7 +154,7 @@ class KvFetcher:
         progress: FetchProgress,
     ) -> None:
         address = handoff.addresses[part.source_rank]
-        allowed_s = self._fetch_deadline_s if handoff.complete else FOLLOW_LIMIT_S
+        allowed_s = self._options.fetch_deadline_s if handoff.complete else FOLLOW_LIMIT_S
         for attempt in (1, 2):
             pairing = await self.pair(address)
             progress.transport = pairing.puller.name
@@ -172,7 +168,7 @@ class KvFetcher:
                     layout=self._layout,
                     part_start=part.source_start,
                     part_bytes=part.num_bytes,
-                    wire_dtype=self._wire_dtype,
+                    wire_dtype=self._options.wire_dtype,
                 ),
                 target_block_ids=target_block_ids,
                 pool=pool.part(part.target_start, part.num_bytes),

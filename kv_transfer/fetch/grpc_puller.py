@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from kv_transfer.fetch.control import GrpcControl
 from kv_transfer.fetch.stream import SourceStream
@@ -17,7 +17,8 @@ from kv_transfer.wire.frames import FrameReader
 class GrpcPuller(Puller):
     """The `grpc` transport. Each pull borrows one thread, which writes every frame straight into the pool."""
 
-    name: ClassVar[str] = "grpc"
+    name = "grpc"
+    copies_raw = False
 
     def __init__(self, control: GrpcControl) -> None:
         keep_freed_memory()

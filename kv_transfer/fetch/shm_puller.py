@@ -11,7 +11,7 @@ the lease, which the pin renews, is over. A copy that took longer than a lease c
 from __future__ import annotations
 
 import time
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -30,7 +30,8 @@ _decode_pinned: Final = msgspec.msgpack.Decoder(grpc_methods.PinnedBlocks).decod
 class ShmPuller(Puller):
     """The `shm` transport; keeps one mapping for each source process."""
 
-    name: ClassVar[str] = "shm"
+    name = "shm"
+    copies_raw = True
 
     def __init__(self, control: GrpcControl) -> None:
         self._control = control

@@ -1,8 +1,8 @@
 """For tests: pulls that fail on purpose, reproducibly for a given seed.
 
 `FaultyPuller` wraps any transport's puller. What happens to the n-th pull depends only on the plan's seed and on n, not
-on time or on other pulls, so a failure that a test found can be reproduced. `TransportSettings.faults` wraps every
-puller that `make_transport` builds; it is for tests only.
+on time or on other pulls, so a failure that a test found can be reproduced. `TransferOptions.faults` wraps every puller
+that `make_transport` builds; it is for tests only.
 """
 
 from __future__ import annotations
@@ -105,11 +105,7 @@ class FaultyPuller(Puller):
         self._wrapped = wrapped
         self._plan = plan
         self._pulls = 0
-
-    @property
-    def name(self) -> str:  # type: ignore[override]  # elsewhere a class attribute, here the wrapped puller's
-        """The name of the wrapped transport."""
-        return self._wrapped.name
+        self.name, self.copies_raw, self.covered_by_tls = wrapped.name, wrapped.copies_raw, wrapped.covered_by_tls
 
     def obstacle(self, source: SourceDescription) -> str | None:
         return self._wrapped.obstacle(source)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import ClassVar, Final
+from typing import Final
 
 from contracts import errors
 from contracts.handoff import KvLayout
@@ -63,7 +63,8 @@ class MemoryControl(SourceControl):
 class MemoryPuller(Puller):
     """Copies frame by frame, on a thread."""
 
-    name: ClassVar[str] = "memory"
+    name = "memory"
+    copies_raw = False
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="kv-fetch")

@@ -51,8 +51,8 @@ class Fleet:
         """By pool, the event for requests that wait for a usable worker; a new one each time a worker may be usable."""
         self._group: asyncio.TaskGroup | None = None
         self.kv_pairs: list[KvPair] = []
-        self.restarts: Counter[tuple[str, str]] = Counter()
-        """Number of restarts by worker id and reason."""
+        self.restarts: Counter[tuple[Pool, str, str]] = Counter()
+        """Number of restarts by pool, worker id and reason."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -101,7 +101,7 @@ class Fleet:
         former = self._workers.get(worker.worker_id)
         worker.held_back = True
         self.kv_pairs = self._pairs_without(worker.worker_id)
-        self.restarts[worker.worker_id, reason] += 1
+        self.restarts[worker.pool, worker.worker_id, reason] += 1
         self._enter(worker)
         if former is not None:
             await self._close(former)

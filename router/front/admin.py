@@ -63,7 +63,7 @@ async def _drain(fleet: Fleet, wish: DrainWish) -> dict[str, Any]:
     worker = _find(fleet, wish.worker)
     if _state(worker) != "draining" and _is_last(fleet, worker):  # one that leaves already may be told to hurry
         _refuse_last(worker, force=wish.force)
-    logger.warning("an operator drains %s (force: %s)", wish.worker, wish.force)
+    logger.warning("an operator drains %s, force: %s", worker.description.title, wish.force)
     try:
         await worker.client.drain(wish.timeout_s)
     except WorkerLost as error:
@@ -92,8 +92,11 @@ def _find(fleet: Fleet, worker_id: str) -> Worker:
     for worker in fleet.workers:
         if worker.worker_id == worker_id:
             return worker
-    names = ", ".join(sorted(worker.worker_id for worker in fleet.workers)) or "none"
-    raise HTTPException(HTTPStatus.NOT_FOUND, f"there is no worker {worker_id}; there are: {names}")
+    there = sorted(
+        (worker.description for worker in fleet.workers), key=lambda one: (len(one.worker_id), one.worker_id)
+    )
+    titles = ", ".join(one.title for one in there) or "none"
+    raise HTTPException(HTTPStatus.NOT_FOUND, f"there is no worker {worker_id}; there are: {titles}")
 
 
 def _is_last(fleet: Fleet, leaving: Worker) -> bool:

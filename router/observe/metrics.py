@@ -231,7 +231,7 @@ class WorkerCollector(Collector):
         hardware: Callable[[], dict[Pool, PoolHardware]],
         in_flight: Callable[[], int],
         kv_pairs: Callable[[], Iterable[KvPairView]],
-        restarts: Callable[[], Mapping[tuple[str, str], int]],
+        restarts: Callable[[], Mapping[tuple[Pool, str, str], int]],
     ) -> None:
         self._workers = workers
         self._hardware = hardware
@@ -266,10 +266,10 @@ class WorkerCollector(Collector):
             "ridgeline_worker_restarts",
             "Restarts of a worker, by reason: actor_died, engine_died, stalled (work but no step), unreachable (no "
             "answer to the supervisor), cut_off (no answer to the router)",
-            labels=["worker", "reason"],
+            labels=["pool", "worker", "reason"],
         )
-        for (worker, reason), count in self._restarts().items():
-            family.add_metric([worker, reason], count)
+        for labels, count in self._restarts().items():
+            family.add_metric(labels, count)
         return family
 
     def _counters(self, workers: list[WorkerView]) -> Iterator[Metric]:

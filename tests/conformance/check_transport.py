@@ -24,8 +24,9 @@ from kv_transfer.fetch.stream import SourceStream
 from kv_transfer.interfaces import KvSource
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.shared import KvCacheAllocation
+from kv_transfer.options import TransferOptions
 from kv_transfer.source.lease import LeaseTable
-from kv_transfer.transports import TransportSettings
+from kv_transfer.transports import RankCache
 from kv_transfer.wire import frames
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import kv_layout
@@ -63,7 +64,7 @@ def make_pool(num_blocks: int = 32, num_layers: int = NUM_LAYERS, block_bytes: i
 class TransportHarness(Protocol):
     """How to build a transport's two ends, and how to make it slow enough to look at."""
 
-    def make(self, settings: TransportSettings) -> tuple[KvSource, KvFetcher]: ...
+    def make(self, cache: RankCache, options: TransferOptions) -> tuple[KvSource, KvFetcher]: ...
 
     def slow_down(self, source: "Node", target: "Node") -> None:
         """A fetch of `LONG` then takes 0.4 s."""
@@ -85,16 +86,9 @@ class Node:
         self.pool, shared, self.layers = make_pool(num_blocks, layout.num_layers, layout.block_bytes, seed)
         self.leases = LeaseTable()
         self.source, self.fetcher = harness.make(
-            TransportSettings(
-                pool=self.pool,
-                leases=self.leases,
-                layout=layout,
-                host="127.0.0.1",
-                port=port,
-                rank=rank,
-                fetch_deadline_s=2 * PATIENCE_S,  # no fetch ends by it, but in the tests of deadlines
-                offers={"shm": msgspec.to_builtins(shared)},
-            )
+            RankCache(self.pool, self.leases, layout, rank, {"shm": msgspec.to_builtins(shared)}),
+            # No fetch ends by its deadline, but in the tests of deadlines.
+            TransferOptions("127.0.0.1", port, fetch_deadline_s=2 * PATIENCE_S),
         )
 
     def publish(self, block_ids: list[int], owner: str = "request", lease_s: float = LEASE_S) -> KvHandoff:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -68,10 +69,11 @@ def test_a_source_frozen_in_mid_fetch_is_a_timeout_and_serves_again_when_it_goes
     assert receipt_of(service, "warm").outcome == "ok"
     handoff, _ = source.publish(transport, "frozen-source", BLOCKS)
     os.kill(source.pid, signal.SIGSTOP)
-    patient_s, service._fetcher._fetch_deadline_s = service._fetcher._fetch_deadline_s, DEADLINE_S
+    fetcher = service._fetcher
+    patient, fetcher._options = fetcher._options, replace(fetcher._options, fetch_deadline_s=DEADLINE_S)
     service.start_fetch("frozen", handoff, 0, BLOCKS)
     receipt = receipt_of(service, "frozen")
-    service._fetcher._fetch_deadline_s = patient_s
+    fetcher._options = patient
     assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT), receipt
     os.kill(source.pid, signal.SIGCONT)
     begin(source, service, transport, "again")

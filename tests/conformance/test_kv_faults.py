@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -12,7 +12,8 @@ import torch
 
 from contracts import errors
 from contracts.handoff import KvHandoff, new_handoff_id
-from kv_transfer.service import TransferOptions, TransferService
+from kv_transfer.options import TransferOptions
+from kv_transfer.service import TransferService
 from kv_transfer.testing.faults import FaultPlan
 from kv_transfer.transports import make_transport
 from tests.conformance.check_transport import LONG, Node, eventually, make_layout, make_pool, slow_copies, slow_frames
@@ -37,13 +38,17 @@ def transport(request):
     return request.param
 
 
+def setting_of(plan):
+    return plan and ",".join(f"{name}={value}" for name, value in asdict(plan).items())
+
+
 class FaultyHarness:
     def __init__(self, name, plan):
         self._name = name
         self._plan = plan
 
-    def make(self, settings):
-        return make_transport(self._name, replace(settings, faults=self._plan))
+    def make(self, cache, options):
+        return make_transport(cache, replace(options, transport=self._name, faults=setting_of(self._plan)))
 
 
 @asynccontextmanager
@@ -133,7 +138,7 @@ async def test_a_delayed_fetch_takes_longer(transport):
 
 async def test_a_dropped_fetch_ends_at_its_own_deadline_if_that_comes_first(transport):
     async with nodes(transport, FaultPlan(drop=1.0, longest_drop_s=30.0)) as (prefill, decode):
-        decode.fetcher._fetch_deadline_s = 0.1
+        decode.fetcher._options = replace(decode.fetcher._options, fetch_deadline_s=0.1)
         started_s = time.monotonic()
         receipt = await decode.fetcher.fetch(prefill.publish(IDS), 0, TARGETS, decode.pool)
         assert receipt.reason == errors.TIMEOUT
@@ -213,7 +218,7 @@ def test_a_service_with_faults_completes_every_fetch_once_and_every_lease_ends(t
     for faults in (None, plan):
         _, shared, layers = make_pool(num_blocks=80)
         tensors = {f"layer{index}": torch.from_numpy(layer) for index, layer in enumerate(layers)}
-        options = TransferOptions("127.0.0.1", lease_s=LEASE_S, transport=transport, faults=faults)
+        options = TransferOptions("127.0.0.1", lease_s=LEASE_S, transport=transport, faults=setting_of(faults))
         services.append(TransferService(tensors, make_layout(), options, shared))
     prefill, decode = services
     try:

@@ -32,8 +32,8 @@ class Harness:
         self._name = name
         self.slow_down = slow_down
 
-    def make(self, settings):
-        return make_transport(self._name, settings)
+    def make(self, cache, options):
+        return make_transport(cache, dataclasses.replace(options, transport=self._name))
 
 
 class FollowingConformance:
@@ -81,8 +81,8 @@ class TestGrpcOverTls(FrameConformance, TransportConformance):
         tls = Authority(tmp_path).issue()
 
         class TlsHarness(Harness):
-            def make(self, settings):
-                return super().make(dataclasses.replace(settings, tls=tls))
+            def make(self, cache, options):
+                return super().make(cache, dataclasses.replace(options, tls=tls))
 
         return TlsHarness("grpc", slow_frames)
 
@@ -198,13 +198,13 @@ class TestCollective(TransportConformance):
             handoff = prefill.publish(ids)
             assert await self._fetch_ok(prefill, decode, handoff, ids)
             group = self.group(decode, prefill)
-            decode.fetcher._fetch_deadline_s = 0.4
+            decode.fetcher._options = dataclasses.replace(decode.fetcher._options, fetch_deadline_s=0.4)
             with monkeypatch.context() as patched:
                 patched.setattr(PairGroup, "send", lambda self, tensor: None)
                 patched.setattr(PairGroup, "finish", lambda self, sending, deadline_s: None)
                 receipt = await decode.fetcher.fetch(handoff, 0, ids, decode.pool)
             assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT), receipt
-            decode.fetcher._fetch_deadline_s = PATIENCE_S
+            decode.fetcher._options = dataclasses.replace(decode.fetcher._options, fetch_deadline_s=PATIENCE_S)
             assert await self._fetch_ok(prefill, decode, handoff, ids)
             assert self.group(decode, prefill) is not group
 

@@ -25,8 +25,8 @@ class Harness:
         self._name = name
         self._wire_dtype = wire_dtype
 
-    def make(self, settings):
-        return make_transport(self._name, dataclasses.replace(settings, wire_dtype=self._wire_dtype))
+    def make(self, cache, options):
+        return make_transport(cache, dataclasses.replace(options, transport=self._name, wire_dtype=self._wire_dtype))
 
 
 def node_of(name: str, wire_dtype: str, layout: KvLayout = LAYOUT, **options) -> Node:

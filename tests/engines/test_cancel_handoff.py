@@ -68,6 +68,6 @@ async def in_handoff(engines: Engines, prompt: list[int], deadline_s: float | No
     target, watch = Target(f"cancel-{prompt[0]}-{prompt[-1]}"), Watch(engines)
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     target.start(engines, body, deadline_s)
-    await watch.until(lambda: target.tokens == 1 and "decode-0.tasks" in watch.held)
+    await watch.until(lambda: target.tokens == 1 and "worker-1.tasks" in watch.held)
     await asyncio.sleep(0.1)
     return target

@@ -136,7 +136,7 @@ async def _waiting(engines: Engines, count: int) -> float:
 
 
 def _tasks(held: dict[str, float]) -> float:
-    return held.get("prefill-0.tasks", 0.0)
+    return held.get("worker-0.tasks", 0.0)
 
 
 def body(prompt: list[int]) -> dict[str, Any]:

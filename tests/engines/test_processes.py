@@ -40,8 +40,8 @@ def test_when_one_replica_is_lost_for_good_the_other_goes_on_and_none_outlives_s
         url = serve.wait_ready()
         table = serve.table()
         assert {name: worker.pool for name, worker in table.items()} == {
-            "colocated-0": "colocated",
-            "colocated-1": "colocated",
+            "worker-0": "colocated",
+            "worker-1": "colocated",
         }
         for _ in range(2):
             reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60).json()
@@ -49,13 +49,13 @@ def test_when_one_replica_is_lost_for_good_the_other_goes_on_and_none_outlives_s
         metrics = httpx.get(f"{url}/metrics").text
         assert 'ridgeline_requests_total{outcome="finished",path="colocated"} 2.0' in metrics
         family = [process for process in descendants(serve.process.pid) if not name_of(process).startswith(RAYS_OWN)]
-        assert {table["colocated-0"].actor_pid, table["colocated-0"].engine_pid} <= {process.pid for process in family}
-        engine = psutil.Process(table["colocated-1"].engine_pid)
+        assert {table["worker-0"].actor_pid, table["worker-0"].engine_pid} <= {process.pid for process in family}
+        engine = psutil.Process(table["worker-1"].engine_pid)
         killed_s = time.monotonic()
-        os.kill(table["colocated-1"].actor_pid, signal.SIGKILL)
+        os.kill(table["worker-1"].actor_pid, signal.SIGKILL)
         assert still_there([engine], GONE_WITHIN_S) == []
         figure(f"its engine ended {time.monotonic() - killed_s:.1f} s after the kill")
-        serve.wait_said("colocated-1 .*stays away", GONE_WITHIN_S + 30)
+        serve.wait_said("worker-1 .colocated. .*stays away", GONE_WITHIN_S + 30)
         reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60).json()
         assert reply["usage"]["completion_tokens"] == 5
         assert "Traceback" not in serve.output

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from cluster.commands.drain import drain
 from tests.engines.harness import Metrics
-from tests.engines.serve_process import REPOSITORY, RIDGELINE, Serve, body, descendants, serving, still_there
+from tests.engines.serve_process import REPOSITORY, RIDGELINE, Serve, body, descendants, name_of, serving, still_there
 
 Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines
@@ -56,7 +56,7 @@ class Deployed:
         return next(child for child in children if "resource_tracker" not in " ".join(child.cmdline()))
 
     def router(self) -> psutil.Process:
-        found = [p for p in descendants(self.serve.process.pid) if " ".join(p.cmdline()).startswith("ray::RouterActor")]
+        found = [p for p in descendants(self.serve.process.pid) if name_of(p).startswith("ridgeline::router")]
         assert len(found) == 1
         return found[0]
 
@@ -71,7 +71,7 @@ class Deployed:
 
     def back(self, name: str) -> str:
         """Waits for it; the sentence is forgotten, so that the next one can be waited for."""
-        line = self.serve.wait_said(f"{name}: back after", BACK_WITHIN_S)
+        line = self.serve.wait_said(rf"{name} \(\w+\): back after", BACK_WITHIN_S)
         self.serve.lines.remove(line)
         return line
 
@@ -115,21 +115,21 @@ def deployed() -> Iterator[Deployed]:
 @pytest.mark.core
 def test_a_killed_actor_and_a_killed_engine_of_two_pools_come_back_and_pair_again(deployed: Deployed, figure: Figure):
     before = deployed.workers()
-    old_engine = deployed.engine("decode-0")
-    psutil.Process(before["decode-0"]["pid"]).kill()
-    deployed.engine("prefill-0").kill()
-    figure(deployed.back("decode-0"))
-    figure(deployed.back("prefill-0"))
-    assert "decode-0 is gone (actor process killed); restarting" in deployed.serve.output
-    assert "prefill-0 is gone (engine process killed); restarting" in deployed.serve.output
+    old_engine = deployed.engine("worker-1")
+    psutil.Process(before["worker-1"]["pid"]).kill()
+    deployed.engine("worker-0").kill()
+    figure(deployed.back("worker-1"))
+    figure(deployed.back("worker-0"))
+    assert "worker-1 (decode) is gone (actor process killed); restarting" in deployed.serve.output
+    assert "worker-0 (prefill) is gone (engine process killed); restarting" in deployed.serve.output
     assert still_there([old_engine], 0) == []
     after = deployed.workers()
     assert after.keys() == before.keys()
-    assert all(after[name]["incarnation"] != before[name]["incarnation"] for name in ("decode-0", "prefill-0"))
-    assert after["decode-1"] | {"stalled_s": 0} == before["decode-1"] | {"stalled_s": 0}
+    assert all(after[name]["incarnation"] != before[name]["incarnation"] for name in ("worker-1", "worker-0"))
+    assert after["worker-2"] | {"stalled_s": 0} == before["worker-2"] | {"stalled_s": 0}
     metrics = deployed.metrics()
-    assert metrics.sum("ridgeline_worker_restarts_total", worker="decode-0", reason="actor_died") == 1
-    assert metrics.sum("ridgeline_worker_restarts_total", worker="prefill-0", reason="engine_died") == 1
+    assert metrics.sum("ridgeline_worker_restarts_total", worker="worker-1", reason="actor_died") == 1
+    assert metrics.sum("ridgeline_worker_restarts_total", worker="worker-0", reason="engine_died") == 1
     assert metrics.sum("ridgeline_kv_pair") == 2
     deployed.completes()
 
@@ -140,7 +140,7 @@ def test_an_engine_that_stands_still_with_a_request_is_replaced(deployed: Deploy
     engine = deployed.engine(busy)
     engine.suspend()
     stopped_s = time.monotonic()
-    deployed.serve.wait_said(f"{busy} is gone .its engine has work and makes no step", STALL_TIMEOUT_S + 30)
+    deployed.serve.wait_said(f"{busy} .decode. is gone .its engine has work and makes no step", STALL_TIMEOUT_S + 30)
     figure(f"found {time.monotonic() - stopped_s:.1f} s after the stop")
     figure(deployed.back(busy))
     assert still_there([engine], 0) == []
@@ -206,36 +206,36 @@ def ridgeline_drain(url: str, worker: str, *arguments: str) -> tuple[int, str]:
 def test_a_worker_that_is_drained_gives_its_request_to_another_and_leaves_for_good(deployed: Deployed, figure: Figure):
     stream = Stream(deployed.url, DRAINED_TOKENS)
     busy = next(row["worker"] for row in deployed.workers().values() if row["pool"] == "decode" and row["tasks"])
-    other = {"decode-0": "decode-1", "decode-1": "decode-0"}[busy]
+    other = {"worker-1": "worker-2", "worker-2": "worker-1"}[busy]
     processes = [deployed.engine(busy), psutil.Process(deployed.workers()[busy]["pid"])]
     began_s = time.monotonic()
     said = drained(deployed.url, busy)
     figure(f"drained in {time.monotonic() - began_s:.1f} s")
-    assert said.splitlines()[-1] == f"{busy} is gone", said
+    assert said.splitlines()[-1] == f"{busy} (decode) is gone", said
     assert stream.end()[-1] == "data: [DONE]"
     assert not any("error" in line for line in stream.lines)
     assert any(f'"completion_tokens":{DRAINED_TOKENS}' in line for line in stream.lines[-3:]), stream.lines[-3:]
     assert deployed.metrics().sum("ridgeline_retries_total", state="decoding", cause="draining") == 1
     assert still_there(processes, 5) == []
-    deployed.serve.wait_said(f"{busy} has drained and is gone", 5)
+    deployed.serve.wait_said(f"{busy} .decode. has drained and is gone", 5)
     assert busy not in deployed.workers()
     status, said = ridgeline_drain(deployed.url, other)
     assert status != 0
     assert f"{other} is the last decode worker" in said
-    status, said = ridgeline_drain(deployed.url, "decode-7")
+    status, said = ridgeline_drain(deployed.url, "decode-1")
     assert status != 0
-    assert re.search(r"no worker decode-7; there are: .*prefill-0", said.replace("\n", " "))
+    assert re.search(r"no worker decode-1; there are: worker-0 .prefill., ", said.replace("\n", " "))
     deployed.completes()
 
 
 def test_sigterm_to_a_worker_drains_it(deployed: Deployed):
-    processes = [deployed.engine("prefill-0"), psutil.Process(deployed.workers()["prefill-0"]["pid"])]
-    losses = deployed.serve.output.count("prefill-0 is gone (")
+    processes = [deployed.engine("worker-0"), psutil.Process(deployed.workers()["worker-0"]["pid"])]
+    losses = deployed.serve.output.count("worker-0 (prefill) is gone (")
     processes[1].terminate()
-    deployed.serve.wait_said("prefill-0 has drained and is gone", 30)
+    deployed.serve.wait_said("worker-0 .prefill. has drained and is gone", 30)
     assert still_there(processes, 5) == []
-    assert "prefill-0" not in deployed.workers()
-    assert deployed.serve.output.count("prefill-0 is gone (") == losses, "it was taken for lost"
+    assert "worker-0" not in deployed.workers()
+    assert deployed.serve.output.count("worker-0 (prefill) is gone (") == losses, "it was taken for lost"
     deployed.completes()
 
 

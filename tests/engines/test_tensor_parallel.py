@@ -31,16 +31,17 @@ from cluster.config.loader import load_config
 from cluster.doctor.checks import resolve_dtype
 from cluster.model_store import prepare_model
 from cluster.runtime.actor_handle import worker_actor
-from cluster.runtime.actors import WorkerReady
 from cluster.runtime.deployment import ray_runtime
 from cluster.runtime.plan import make_plan
+from cluster.runtime.services import WorkerReady
 from contracts.handoff import KvHandoff
 from contracts.tasks import TokenDelta
 from contracts.workers import WorkerDescription
 from engine.request import sampling
 from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.options import TransferOptions
 from kv_transfer.source.lease import LeaseTable
-from kv_transfer.transports import TransportSettings, make_transport
+from kv_transfer.transports import RankCache, make_transport
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.releaser import HandoffReleaser
 from router.dispatch.request import SequenceRequest
@@ -180,7 +181,9 @@ async def test_serve_runs_an_engine_of_two_ranks_and_after_sigkill_of_one_leaves
         ranks[1].kill()
         assert await asyncio.to_thread(serve.wait_exit, GONE_WITHIN_S + 30) != 0
         figure(f"serve ended {time.monotonic() - killed_s:.1f} s after the kill: {serve.lines[-1]}")
-        assert re.search(r"error: colocated-0 .*it was the last colocated worker", serve.output), serve.output
+        assert re.search(r"error: worker-0 \(colocated\) .*it was the last colocated worker", serve.output), (
+            serve.output
+        )
         assert "Traceback" not in serve.output
         assert await asyncio.to_thread(still_there, family, GONE_WITHIN_S) == []
 
@@ -204,7 +207,7 @@ async def split(model: Path) -> AsyncIterator[Split]:
             for worker in plan.workers:
                 actor = actors[worker.pool, ranks] = worker_actor(worker, config)
                 engine = replace(plan.engine_config(worker, "127.0.0.1"), worker_id=f"{worker.pool}-of-{ranks}")
-                starts.append(actor.start.remote(engine, shared_cores(ranks), plan.host_settings()))
+                starts.append(started(actor, engine, shared_cores(ranks), plan.host_settings()))
         ready = dict(zip(actors, await asyncio.gather(*starts), strict=True))
         engines = {}
         for name, actor in actors.items():
@@ -218,8 +221,13 @@ async def split(model: Path) -> AsyncIterator[Split]:
             await background.end()
             for engine in engines.values():
                 await engine.client.close()
-            stopping = (asyncio.wait_for(actor.stop.remote(), 30) for actor in actors.values())
+            stopping = (asyncio.wait_for(actor.call.remote("stop"), 30) for actor in actors.values())
             await asyncio.gather(*stopping, return_exceptions=True)  # a test may have ended it already
+
+
+async def started(actor: Any, *args: Any) -> Any:
+    await actor.begin.remote()
+    return await actor.call.remote("start", *args)
 
 
 def settings(model: str, ranks: int) -> Any:
@@ -251,9 +259,9 @@ async def fetched(handoff: KvHandoff, description: WorkerDescription, our_ranks:
     parts = []
     for rank in range(our_ranks):
         rows = [np.zeros((handoff.num_blocks, block_bytes), dtype=np.uint8) for _ in range(layout.num_layers)]
-        options = TransportSettings(BlockPool(rows), LeaseTable(), layout, host="127.0.0.1", port=0, rank=rank)
-        _, fetcher = make_transport("grpc", options)
-        receipt = await fetcher.fetch(handoff, 0, range(handoff.num_blocks), options.pool)
+        cache = RankCache(BlockPool(rows), LeaseTable(), layout, rank)
+        _, fetcher = make_transport(cache, TransferOptions("127.0.0.1", transport="grpc"))
+        receipt = await fetcher.fetch(handoff, 0, range(handoff.num_blocks), cache.pool)
         assert receipt.outcome == "ok", receipt
         await fetcher.release(handoff)
         await fetcher.close()

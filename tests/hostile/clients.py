@@ -109,7 +109,7 @@ class Hostile:
         }
         for name, (pause_s, body, headers, reads) in attacks.items():
             self._start(self._again(name, "/v1/completions", pause_s, body, headers, reads=reads))
-        drain = json.dumps({"worker": "decode-0", "timeout_s": 0, "force": True}).encode()
+        drain = json.dumps({"worker": "worker-1", "timeout_s": 0, "force": True}).encode()
         self._start(self._again("drain", "/ridgeline/drain", 0.2, drain, {}, reads=True))
         return {}
 

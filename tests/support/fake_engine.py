@@ -29,6 +29,7 @@ from engine.config import EngineConfig
 from engine.connector.events import NoticeBoard
 from engine.request import sampling
 from engine.stall import StallWatch
+from kv_transfer.options import TransferOptions
 from kv_transfer.service import PairedTransport
 
 LAYOUT = kv_layout(model="fake")
@@ -59,11 +60,7 @@ def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> Engine
         kv_cache_bytes_per_rank=None,
         tensor_parallel_size=1,
         enforce_eager=True,
-        host="127.0.0.1",
-        lease_s=30.0,
-        fetch_deadline_s=30.0,
-        faults=None,
-        transport="auto",
+        transfer=TransferOptions("127.0.0.1"),
         on_cpu=True,
     )
 

@@ -21,7 +21,8 @@ from contracts.tasks import TokenDelta
 from contracts.vocabulary import Pool
 from engine.connector.events import Notice, NoticeBoard
 from engine.connector.scheduler_side import FETCH, FIRST_TOKEN_FOLLOWS, PUBLISH
-from kv_transfer.service import TransferOptions, TransferService
+from kv_transfer.options import TransferOptions
+from kv_transfer.service import TransferService
 from tests.support.fake_engine import FakeStats, engine_config
 from tests.support.samples import kv_layout
 

@@ -21,7 +21,7 @@ from router.settings import PoolHardware
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 METRICS_TABLE = re.compile(r"(?<=<!-- metrics -->\n).*(?=<!-- /metrics -->)", re.DOTALL)
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
-PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
+PAIRS = [KvPair("worker-0", "worker-1", "shm", "")]
 
 
 def documented() -> dict[str, tuple[str, str, set[str]]]:
@@ -44,14 +44,14 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
             suffix = "_total" if isinstance(series, Counter) else ""
             labels = ", ".join(series._labelnames)
             rows.append((series._name + suffix, series._type, labels, series._documentation))
-    status = WorkerStatus(worker_id="prefill-0", counters=worker_counters())
+    status = WorkerStatus(worker_id="worker-0", counters=worker_counters())
     workers = [
-        SimpleNamespace(pool="prefill", worker_id="prefill-0", status=status, load=lambda one=load: one)
+        SimpleNamespace(pool="prefill", worker_id="worker-0", status=status, load=lambda one=load: one)
         for load in (WorkerLoad("w", True, False, 0, 0, 1, 1, 1, 32), WorkerLoad("w", True, True, 0, 0, 1, 1, 1, 32))
     ]
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}
     queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
-    restarts = {("decode-0", "stalled"): 1}
+    restarts = {("decode", "worker-1", "stalled"): 1}
     collector = WorkerCollector(lambda: workers, lambda: hardware, lambda: 0, lambda: PAIRS, lambda: restarts)
     for family in (*collector.collect(), *QueueCollector([queue]).collect(), *LoopLag().collect()):
         sample = family.samples[0]

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from decode_worker.handler import DecodeHandler
-from prefill_worker.handler import PrefillHandler
+from cluster.runtime.roles import HANDLERS
+from kv_transfer.options import TransferOptions
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S
 from tests.support.samples import router_settings
@@ -53,8 +53,8 @@ async def serving(
         from router.server import Router
     engines = engines or (FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="auto"))
     for engine in engines:
-        engine.config = replace(engine.config, host=workers_host)
-    hosts = [WorkerHost(engines[0], PrefillHandler()), WorkerHost(engines[1], DecodeHandler())]
+        engine.config = replace(engine.config, transfer=TransferOptions(workers_host))
+    hosts = [WorkerHost(engines[0], HANDLERS["prefill"]), WorkerHost(engines[1], HANDLERS["decode"])]
     for host in hosts:
         await host.start()
     try:

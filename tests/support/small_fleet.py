@@ -7,8 +7,7 @@ import contextlib
 import secrets
 from dataclasses import replace
 
-from decode_worker.handler import DecodeHandler
-from prefill_worker.handler import PrefillHandler
+from cluster.runtime.roles import HANDLERS
 from router.fleet.fleet import Fleet
 from tests.support.fake_engine import FakeEngine, engine_config
 from worker_runtime.host import WorkerHost
@@ -27,7 +26,7 @@ async def hosts(**layouts):
             return layout, ["127.0.0.1:7001"]
 
         engine.describe = describe
-        host = WorkerHost(engine, PrefillHandler() if pool == "prefill" else DecodeHandler())
+        host = WorkerHost(engine, HANDLERS[pool])
         await host.start()
         started.append(host)
     try:

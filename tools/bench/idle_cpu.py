@@ -34,8 +34,9 @@ STOP_WITHIN_S = 60.0
 LIMIT = 0.05
 """Largest share of one core that an idle deployment may use in total."""
 ROLES: dict[str, Callable[[str, str], bool]] = {
-    "router": lambda name, command: "routeractor" in command,
-    "actors": lambda name, command: "workeractor" in command,
+    "router": lambda name, command: command.startswith("ridgeline::router"),
+    "workers": lambda name, command: command.startswith("ridgeline::worker"),
+    "actors": lambda name, command: "serviceactor" in command,
     "engines": lambda name, command: "vllm::" in command,
     "gcs": lambda name, command: name.startswith("gcs_server"),
     "raylet": lambda name, command: name == "raylet",
@@ -105,7 +106,7 @@ def show(before: Sample, after: Sample, num_threads: int, console: Console) -> f
     for pid, role in after.roles.items():
         members[role].append(pid)
     table = Table("role", "processes", "CPU seconds", "% of a core", "wake-ups/s")
-    for role in ("router", "actors", "engines", "driver", "raylet", "gcs", "agents", "others"):
+    for role in ("router", "workers", "actors", "engines", "driver", "raylet", "gcs", "agents", "others"):
         pids = members[role]
         seconds = sum(used_s[pid] for pid in pids)
         woken = sum(wakeups[pid] for pid in pids)

@@ -25,8 +25,8 @@ from tests.engines.harness import Engines, Metrics, connected
 from tests.engines.serve_process import Serve, alive, descendants, name_of
 from worker_runtime.client import WorkerClient
 
-WORKER: Final = "ray::WorkerActor"
-ROUTER: Final = "ray::RouterActor"
+WORKER: Final = "ridgeline::worker"
+ROUTER: Final = "ridgeline::router"
 DESCRIBE_WITHIN_S: Final = 3.0
 STEADY_POLLS: Final = 3
 POLL_S: Final = 0.5

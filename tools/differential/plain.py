@@ -86,7 +86,9 @@ async def plain_vllm(plan: Plan) -> AsyncIterator[PlainServer]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *arguments(plan, port)]
-    environment = os.environ | engine_environment(plan.config.pools.decode.cores_per_worker, on_cpu=True)
+    environment = os.environ | engine_environment(
+        plan.config.pools.decode.cores_per_worker, plan.config.supervision.start_timeout_s, on_cpu=True
+    )
     async with serving(command, environment, f"http://127.0.0.1:{port}") as server:
         yield server
 

@@ -21,15 +21,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from cluster.runtime.roles import HANDLERS
 from contracts.errors import InvalidTask
 from contracts.tasks import TokenDelta
 from contracts.vocabulary import Pool
-from decode_worker.handler import DecodeHandler
 from engine.vllm_engine import require_in_vocabulary
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.source.grpc_source import GrpcKvSource
 from kv_transfer.source.lease import LeaseTable
-from prefill_worker.handler import PrefillHandler
 from router.server import Router
 from router.settings import RouterSettings
 from tests.support import fake_engine  # imports vLLM with its warnings silenced, so it comes first
@@ -108,8 +107,8 @@ async def main(model: str) -> None:
     )
     processor = router._client.input_processor
     hosts = [
-        WorkerHost(StrictEngine("prefill", processor), PrefillHandler()),
-        WorkerHost(StrictEngine("decode", processor), DecodeHandler()),
+        WorkerHost(StrictEngine("prefill", processor), HANDLERS["prefill"]),
+        WorkerHost(StrictEngine("decode", processor), HANDLERS["decode"]),
     ]
     addresses = [await host.start() for host in hosts]
     source = kv_source()

@@ -292,7 +292,7 @@ def test_help_lists_every_command(ridgeline):
         assert command in shown
 
 
-@pytest.mark.parametrize("command", [["top"], ["drain", "decode-0"], ["replay"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("command", [["top"], ["drain", "worker-1"], ["replay"]], ids=lambda words: words[0])
 @pytest.mark.parametrize(
     "url", ["http://::1:8000", "127.0.0.1:8000", "http://", "ftp://x", "http://key@x", "http://x:y"]
 )

@@ -181,13 +181,6 @@ async def test_transfer_instructions_of_a_client_do_not_reach_the_engine(decode)
 # --- both
 
 
-@pytest.mark.parametrize(("handler", "leg"), [(PrefillHandler(), "decode"), (DecodeHandler(), "prefill")])
-async def test_the_wrong_leg_is_refused_before_the_engine_hears_of_it(handler, leg, decode):
-    with pytest.raises(InvalidTask, match=f"cannot run a {leg} leg"):
-        await deltas_of(handler, decode, make_task(leg=leg))
-    assert decode.calls == []
-
-
 @pytest.mark.parametrize(("handler", "leg"), [(PrefillHandler(), "prefill"), (DecodeHandler(), "decode")])
 @pytest.mark.parametrize("error", [EngineFailed("gone"), InvalidTask("no")])
 async def test_an_engines_error_passes_through(handler, leg, error, decode):

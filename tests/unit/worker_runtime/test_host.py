@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams
 
+from cluster.runtime.roles import HANDLERS
 from contracts.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
 from contracts.tasks import StepBatch, TokenDelta
 from contracts.workers import AbortRequest, Ack, AttachRequest, SubmitRequest
@@ -64,7 +65,9 @@ async def connected(address: str, router_id: str = "router") -> AsyncIterator[Wo
 @asynccontextmanager
 async def serving(engine: FakeEngine | None = None, handler=None) -> AsyncIterator[Worker]:
     engine = engine or FakeEngine(stepping="manual")
-    host = WorkerHost(engine, handler or DecodeHandler())
+    host = WorkerHost(
+        engine, HANDLERS[engine.config.pool] if handler is None else dict.fromkeys(("prefill", "decode"), handler)
+    )
     address = await host.start()
     try:
         async with asyncio.timeout(PATIENCE_S), connected(address) as client:
@@ -491,7 +494,7 @@ async def test_a_draining_worker_takes_no_new_task_and_finishes_the_running_ones
         await worker.client.drain(5)
         assert (await worker.client.status()).draining
         assert worker.host.failure() == "draining"
-        with pytest.raises(TaskRejected, match="decode-0 is draining"):
+        with pytest.raises(TaskRejected, match=r"decode-0 \(decode\) is draining"):
             await worker.tokens(make_task("new"))
         worker.engine.step()
         assert len(await stream) == 1
@@ -508,7 +511,7 @@ async def test_what_has_not_ended_when_the_time_for_draining_is_up_is_cut_off_af
             worker.engine.step()
             assert len((await first).token_ids) == 1
             await worker.client.drain(0.01)
-            with pytest.raises(WorkerDraining, match="decode-0 is draining"):
+            with pytest.raises(WorkerDraining, match=r"decode-0 \(decode\) is draining"):
                 await anext(stream)
         assert worker.engine.aborted == ["r"]
 
@@ -622,11 +625,12 @@ async def test_a_rejected_task_is_not_aborted_since_it_never_began():
         assert worker.engine.calls == []
 
 
-async def test_a_wrong_leg_reaches_the_client_as_an_invalid_task():
-    async with serving(FakeEngine()) as worker:
-        with pytest.raises(InvalidTask, match="decode pool and cannot run a prefill leg"):
-            await worker.tokens(make_task(leg="prefill"))
-        assert worker.engine.aborted == []
+@pytest.mark.parametrize(("pool", "leg"), [("prefill", "decode"), ("decode", "prefill"), ("colocated", "prefill")])
+async def test_a_wrong_leg_reaches_the_client_as_an_invalid_task_and_the_engine_not_at_all(pool, leg):
+    async with serving(FakeEngine(pool)) as worker:
+        with pytest.raises(InvalidTask, match=f"{pool} pool and cannot run a {leg} leg"):
+            await worker.tokens(make_task(leg=leg))
+        assert worker.engine.calls == worker.engine.aborted == []
 
 
 @pytest.mark.parametrize(
@@ -837,7 +841,7 @@ async def test_tasks_of_a_router_that_does_not_read_end_when_the_outbox_is_full(
 
 async def test_what_a_router_had_not_read_when_it_came_back_is_released_at_once():
     engine = FakeEngine("prefill", stepping="manual")
-    host = WorkerHost(engine, PrefillHandler())
+    host = WorkerHost(engine, HANDLERS["prefill"])
     await host.start()
     try:
         former, again = host._attach(AttachRequest("r")), host._attach(AttachRequest("r"))

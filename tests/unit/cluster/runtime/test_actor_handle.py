@@ -20,12 +20,12 @@ class Silent:
 
 def slot(**settings):
     return ActorSlot(
-        "decode-0", Silent(), load_config(None, {k.replace("__", "."): v for k, v in settings.items()}).config
+        "worker-1", Silent(), load_config(None, {k.replace("__", "."): v for k, v in settings.items()}).config
     )
 
 
 async def test_a_worker_without_a_place_is_given_up_after_the_configured_time():
-    with pytest.raises(NoPlace, match=r"no place for decode-0 within 0 s \(ray\.placement_timeout_s\)"):
+    with pytest.raises(NoPlace, match=r"no place for worker-1 within 0 s \(ray\.placement_timeout_s\)"):
         await slot(ray__placement_timeout_s="0.01").find_place()
 
 

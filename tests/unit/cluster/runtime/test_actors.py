@@ -18,7 +18,7 @@ class Clock:
     async def sleep(self, seconds):
         self.now_s += seconds
 
-    def health(self):
+    async def health(self):
         return "engine_died" if self.now_s >= self.dies_at_s else ""
 
 

@@ -12,7 +12,7 @@ from cluster.runtime.deployment import _stop
 
 class Slot:
     def __init__(self, name, error=None):
-        self.name, self.error, self.ended = name, error, False
+        self.title, self.error, self.ended = name, error, False
 
     async def stop(self):
         if self.error:
@@ -27,7 +27,7 @@ class Slot:
 
 
 async def test_one_that_cannot_be_ended_does_not_spare_the_others_and_is_named():
-    router, workers = Slot("router", RuntimeError("no such actor")), [Slot("prefill-0"), Slot("decode-0")]
+    router, workers = Slot("router", RuntimeError("no such actor")), [Slot("worker-0"), Slot("worker-1")]
     told = await _stop(workers, router)
     assert all(worker.ended for worker in workers)
     assert told == ["router could not be ended, and may run on: RuntimeError: no such actor"]
@@ -46,5 +46,5 @@ async def test_what_ray_says_of_an_actor_does_not_spare_its_processes(monkeypatc
     monkeypatch.setattr("cluster.runtime.actor_handle.ray.kill", refuse)
     monkeypatch.setattr(ActorSlot, "end", end)
     with pytest.raises(ValueError, match=re.escape("not an actor")):
-        await ActorSlot("decode-0", None, RidgelineConfig()).kill()
-    assert ended == ["decode-0"]
+        await ActorSlot("worker-1", None, RidgelineConfig()).kill()
+    assert ended == ["worker-1"]

@@ -13,11 +13,11 @@ from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, make_
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 
-def a_worker(name="prefill-0", cores=1, gpus=0):
+def a_worker(name="worker-0", cores=1, gpus=0, pool="decode"):
     settings = PoolConfig(
         workers=1, cores_per_worker=cores, gpus_per_worker=gpus, max_num_seqs=8, max_num_batched_tokens=64
     )
-    return PlannedWorker(name, name.split("-")[0], settings)
+    return PlannedWorker(name, pool, settings)
 
 
 def assign_cores(workers, places, **options):
@@ -35,7 +35,7 @@ def a_place(node="n1", cores=(0, 1, 2, 3)):
 )
 @settings(max_examples=50)
 def test_workers_of_one_node_get_disjoint_cores_of_that_node(wanted, cores):
-    workers = tuple(a_worker(f"decode-{index}", count) for index, (count, _) in enumerate(wanted))
+    workers = tuple(a_worker(f"worker-{index}", count) for index, (count, _) in enumerate(wanted))
     assigned = assign_cores(workers, [a_place(node, cores) for _, node in wanted])
     assert [len(mine) for mine in assigned] == [count for count, _ in wanted]
     for node in ("n1", "n2"):
@@ -45,41 +45,41 @@ def test_workers_of_one_node_get_disjoint_cores_of_that_node(wanted, cores):
 
 
 def test_the_same_core_numbers_on_another_node_are_other_cores():
-    workers = (a_worker("prefill-0", 2), a_worker("decode-0", 2))
+    workers = (a_worker("worker-0", 2), a_worker("worker-1", 2))
     assert assign_cores(workers, [a_place("n1", (4, 5)), a_place("n2", (4, 5))]) == [(4, 5), (4, 5)]
 
 
 def test_a_gpu_worker_takes_no_cores_away():
-    workers = (a_worker("prefill-0", 2, gpus=1), a_worker("decode-0", 2))
+    workers = (a_worker("worker-0", 2, gpus=1), a_worker("worker-1", 2))
     assert assign_cores(workers, [a_place(cores=(0, 1)), a_place(cores=(0, 1))]) == [(), (0, 1)]
 
 
 def test_too_few_cores_is_a_sentence_that_names_worker_node_numbers_and_fix():
-    workers = (a_worker("prefill-0", 3), a_worker("decode-0", 2))
+    workers = (a_worker("worker-0", 3), a_worker("worker-1", 2))
     with pytest.raises(PlacementError) as refused:
         assign_cores(workers, [a_place(), a_place()])
     assert str(refused.value) == (
-        "decode-0 needs 2 cores of its own on host-n1 and 1 are left: lower pools.decode.workers or cores_per_worker, "
-        "or add a machine"
+        "worker-1 (decode) needs 2 cores of its own on host-n1 and 1 are left: lower pools.decode.workers or "
+        "cores_per_worker, or add a machine"
     )
 
 
 def test_a_worker_that_is_back_on_its_node_gets_its_cores_again_and_on_another_free_ones():
     table = CoreTable()
-    first, second = a_worker("decode-0"), a_worker("decode-1")
+    first, second = a_worker("worker-0"), a_worker("worker-1")
     assert [table.take(first, a_place()), table.take(second, a_place())] == [(0,), (1,)]
     assert table.take(first, a_place()) == (0,)
     assert table.take(first, a_place("n2", (8, 9))) == (8,)
-    assert table.take(a_worker("decode-2"), a_place()) == (0,), "what it left is free"
-    table.give_back("decode-1")
-    assert table.take(a_worker("decode-3"), a_place()) == (1,)
+    assert table.take(a_worker("worker-2"), a_place()) == (0,), "what it left is free"
+    table.give_back("worker-1")
+    assert table.take(a_worker("worker-3"), a_place()) == (1,)
 
 
 def test_shared_cores_go_round():
-    workers = tuple(a_worker(f"decode-{index}") for index in range(5))
+    workers = tuple(a_worker(f"worker-{index}") for index in range(5))
     assert assign_cores(workers, [a_place(cores=(4, 5))] * 5, share=True) == [(4,), (5,), (4,), (5,), (4,)]
     with pytest.raises(PlacementError):
-        assign_cores((a_worker("decode-0", 3),), [a_place(cores=(4, 5))], share=True)
+        assign_cores((a_worker("worker-0", 3),), [a_place(cores=(4, 5))], share=True)
 
 
 @pytest.fixture
@@ -93,9 +93,15 @@ def planned(monkeypatch, tmp_path):
 
 def test_every_worker_of_the_mode_is_planned_and_no_other(planned):
     split = planned(pools__prefill__workers="2")
-    assert [worker.worker_id for worker in split.workers] == ["prefill-0", "prefill-1", "decode-0"]
+    assert [worker.title for worker in split.workers] == [
+        "worker-0 (prefill)",
+        "worker-1 (prefill)",
+        "worker-2 (decode)",
+    ]
+    assert [worker.worker_id for worker in split.workers] == ["worker-0", "worker-1", "worker-2"]
+    assert planned(pools__prefill__workers="2").workers == split.workers, "the same ids at every start"
     whole = planned(mode="colocated")
-    assert [worker.worker_id for worker in whole.workers] == ["colocated-0", "colocated-1"]
+    assert [worker.worker_id for worker in whole.workers] == ["worker-0", "worker-1"]
     assert {worker.pool for worker in whole.workers} == {"colocated"}
 
 
@@ -109,12 +115,12 @@ def test_an_engine_gets_its_own_pools_limits_and_the_shared_ones(planned, tmp_pa
         transfer__wire_dtype="int8",
     )
     prefill, decode = (plan.engine_config(worker, "10.0.0.1") for worker in plan.workers)
-    assert (prefill.worker_id, prefill.pool, prefill.max_num_batched_tokens) == ("prefill-0", "prefill", 1000)
-    assert (decode.worker_id, decode.pool, decode.kv_cache_bytes_per_rank) == ("decode-0", "decode", 64 * 1024**2)
+    assert (prefill.worker_id, prefill.pool, prefill.max_num_batched_tokens) == ("worker-0", "prefill", 1000)
+    assert (decode.worker_id, decode.pool, decode.kv_cache_bytes_per_rank) == ("worker-1", "decode", 64 * 1024**2)
     for engine in (prefill, decode):
         assert (engine.max_model_len_tokens, engine.block_size_tokens, engine.dtype) == (512, 32, "float32")
-        assert (engine.transport, engine.wire_dtype) == ("auto", "int8")
-        assert (engine.lease_s, engine.host, engine.model_path) == (7.0, "10.0.0.1", str(tmp_path))
+        assert (engine.transfer.transport, engine.transfer.wire_dtype) == ("auto", "int8")
+        assert (engine.transfer.lease_s, engine.transfer.host, engine.model_path) == (7.0, "10.0.0.1", str(tmp_path))
         assert (engine.on_cpu, engine.enforce_eager, engine.tensor_parallel_size) == (True, True, 1)
 
 
@@ -142,7 +148,7 @@ def test_heads_that_cannot_be_split_are_refused_before_the_model_is_prepared(pla
 
 def test_a_configured_transfer_interface_beats_the_nodes_address(planned):
     plan = planned(transfer__host="192.168.0.9")
-    assert plan.engine_config(plan.workers[0], "10.0.0.1").host == "192.168.0.9"
+    assert plan.engine_config(plan.workers[0], "10.0.0.1").transfer.host == "192.168.0.9"
 
 
 def test_each_start_of_a_worker_is_another_incarnation(planned):

@@ -32,7 +32,8 @@ class Finished(Exception):
 class Actor:
     """Answers `failure` from a list, then is fine for ever."""
 
-    def __init__(self, name, log, clock, health=()):
+    def __init__(self, name, log, clock, health=(), pool=""):
+        self.pool, self.title = pool, f"{name} ({pool})" if pool else name
         self.name, self.log, self.clock = name, log, clock
         self.health = deque(health)
         self.idle_polls = 0
@@ -56,10 +57,6 @@ class Worker(Actor):
     places: tuple = ()
     never = False
     refuses: BaseException | None = None
-
-    @property
-    def pool(self):
-        return self.name.split("-")[0]
 
     async def start_again(self):
         if self.places:
@@ -113,10 +110,14 @@ class Router(Actor):
 class Scene:
     """A deployment of two prefill and two decode workers; `health` by name."""
 
-    def __init__(self, names=("prefill-0", "prefill-1", "decode-0", "decode-1"), **health):
+    def __init__(self, pools=("prefill", "prefill", "decode", "decode"), **health):
         self.clock, self.log, self.said = Clock(), [], []
+        names = [f"worker-{number}" for number in range(len(pools))]
         told = {name.replace("_", "-"): answers for name, answers in health.items()}
-        self.workers = [Worker(name, self.log, self.clock, told.get(name, ())) for name in names]
+        self.workers = [
+            Worker(name, self.log, self.clock, told.get(name, ()), pool)
+            for name, pool in zip(names, pools, strict=True)
+        ]
         self.router = Router("router", self.log, self.clock, told.get("router", ()))
         self.supervisor = Supervisor(
             self.workers,
@@ -151,89 +152,89 @@ class Scene:
     ],
 )
 async def test_what_is_left_of_a_lost_worker_ends_before_it_starts_again_and_the_router_is_told_why(why, words):
-    scene = Scene(decode_0=["", "", why])
+    scene = Scene(worker_2=["", "", why])
     await scene.play()
-    assert scene.log == ["end decode-0", "start decode-0", f"replace decode-0:1 {why}"]
-    assert scene.said == [f"decode-0 is gone ({words}); restarting", "decode-0: back after 14 s"]
+    assert scene.log == ["end worker-2", "start worker-2", f"replace worker-2:1 {why}"]
+    assert scene.said == [f"worker-2 (decode) is gone ({words}); restarting", "worker-2 (decode): back after 14 s"]
 
 
 async def test_a_worker_that_drained_goes_for_good():
-    scene = Scene(decode_0=["", "draining", "draining", "drained"])
+    scene = Scene(worker_2=["", "draining", "draining", "drained"])
     await scene.play()
-    assert scene.log == ["retire decode-0", "remove decode-0"]
-    assert scene.said == ["decode-0 drains", "decode-0 has drained and is gone"]
+    assert scene.log == ["retire worker-2", "remove worker-2"]
+    assert scene.said == ["worker-2 (decode) drains", "worker-2 (decode) has drained and is gone"]
 
 
 @pytest.mark.parametrize("why", ["actor_died", "engine_died", "unreachable"])
 async def test_a_worker_that_dies_while_it_drains_is_not_started_again(why):
-    scene = Scene(prefill_1=["draining", why])
+    scene = Scene(worker_1=["draining", why])
     await scene.play()
-    assert scene.log == ["retire prefill-1", "remove prefill-1"]
+    assert scene.log == ["retire worker-1", "remove worker-1"]
 
 
 async def test_a_start_that_fails_is_tried_again_later_and_later():
-    scene = Scene(decode_0=["engine_died"])
+    scene = Scene(worker_2=["engine_died"])
     scene.workers[2].refuses = DeploymentFailed("no memory")
     await scene.play()
-    assert scene.log == [*["end decode-0", "start decode-0"] * 2, "replace decode-0:1 engine_died"]
-    assert scene.said[1] == "decode-0 could not be brought back: no memory"
+    assert scene.log == [*["end worker-2", "start worker-2"] * 2, "replace worker-2:1 engine_died"]
+    assert scene.said[1] == "worker-2 (decode) could not be brought back: no memory"
     assert [seconds for seconds in scene.clock.slept if seconds != POLL_S] == [0.0, 1.0]
-    assert scene.said[2].startswith("decode-0: back after ")
+    assert scene.said[2].startswith("worker-2 (decode): back after ")
 
 
 async def test_a_worker_lost_again_and_again_stays_away_and_the_others_go_on():
-    scene = Scene(decode_0=["engine_died"] * 9)
+    scene = Scene(worker_2=["engine_died"] * 9)
     await scene.play()
-    assert scene.log.count("start decode-0") == 5
-    assert scene.log[-2:] == ["retire decode-0", "remove decode-0"]
-    assert scene.said[-1] == "decode-0 was lost more than 5 times within 300 s of service and stays away"
+    assert scene.log.count("start worker-2") == 5
+    assert scene.log[-2:] == ["retire worker-2", "remove worker-2"]
+    assert scene.said[-1] == "worker-2 (decode) was lost more than 5 times within 300 s of service and stays away"
 
 
 async def test_a_worker_that_takes_minutes_to_start_and_dies_at_its_first_request_stays_away_too():
-    scene = Scene(decode_0=["engine_died"] * 9)
+    scene = Scene(worker_2=["engine_died"] * 9)
     scene.workers[2].start_s = 240.0
     await scene.play()
-    assert scene.log.count("start decode-0") == 5
-    assert scene.said[-1] == "decode-0 was lost more than 5 times within 300 s of service and stays away"
+    assert scene.log.count("start worker-2") == 5
+    assert scene.said[-1] == "worker-2 (decode) was lost more than 5 times within 300 s of service and stays away"
 
 
 async def test_a_worker_for_which_there_is_no_node_is_waited_for_and_not_given_up():
-    scene = Scene(decode_0=["actor_died"])
-    scene.workers[2].places = [NoPlace("Ray found no place for decode-0 within 120 s") for _ in range(20)]
+    scene = Scene(worker_2=["actor_died"])
+    scene.workers[2].places = [NoPlace("Ray found no place for worker-2 (decode) within 120 s") for _ in range(20)]
     await scene.play()
-    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 actor_died"]
-    assert scene.said[1] == "decode-0 waits for a node: Ray found no place for decode-0 within 120 s"
+    assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 actor_died"]
+    assert scene.said[1] == "worker-2 (decode) waits for a node: Ray found no place for worker-2 (decode) within 120 s"
     assert [sentence for sentence in scene.said if "waits" in sentence] == scene.said[1:2]
 
 
 async def test_a_newcomer_that_the_router_does_not_reach_in_time_is_kept_and_introduced_again():
-    scene = Scene(decode_0=["actor_died"])
+    scene = Scene(worker_2=["actor_died"])
     scene.router.not_reached = 5
     await scene.play()
-    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 actor_died"]
+    assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 actor_died"]
     [told] = [sentence for sentence in scene.said if "introduced" in sentence]
     assert "no connection within 30 s" in told
 
 
 async def test_a_newcomer_that_the_router_never_reaches_is_taken_for_broken_in_the_end():
-    scene = Scene(decode_0=["actor_died"])
+    scene = Scene(worker_2=["actor_died"])
     scene.router.not_reached = MAX_INTRODUCTIONS
     await scene.play()
-    assert scene.log == [*["end decode-0", "start decode-0"] * 2, "replace decode-0:2 actor_died"]
+    assert scene.log == [*["end worker-2", "start worker-2"] * 2, "replace worker-2:2 actor_died"]
 
 
 async def test_a_newcomer_that_dies_while_it_is_introduced_is_started_again():
-    scene = Scene(decode_0=["actor_died", "engine_died", "engine_died"])
+    scene = Scene(worker_2=["actor_died", "engine_died", "engine_died"])
     scene.router.not_reached = 1
     await scene.play()
-    assert scene.log == [*["end decode-0", "start decode-0"] * 2, "replace decode-0:2 engine_died"]
+    assert scene.log == [*["end worker-2", "start worker-2"] * 2, "replace worker-2:2 engine_died"]
 
 
 async def test_a_worker_that_only_the_router_does_not_reach_is_replaced():
     scene = Scene()
-    scene.router.cut_off = ("decode-0:0",)
+    scene.router.cut_off = ("worker-2:0",)
     await scene.play()
-    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 cut_off"]
+    assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 cut_off"]
 
 
 async def test_a_cut_off_worker_that_has_no_news_is_not_waited_for():
@@ -242,17 +243,17 @@ async def test_a_cut_off_worker_that_has_no_news_is_not_waited_for():
     async def failure(known=None):
         if known is None:
             return ""
-        scene.router.cut_off = ("decode-0:0",)  # while it is waited for
+        scene.router.cut_off = ("worker-2:0",)  # while it is waited for
         return await asyncio.Event().wait()
 
     scene.workers[2].failure = failure
     await scene.play()
-    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 cut_off"]
+    assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 cut_off"]
 
 
 async def test_a_router_that_reaches_none_of_its_workers_is_what_is_replaced():
-    scene = Scene(("prefill-0", "decode-0"))
-    scene.router.cut_off = ("prefill-0:0", "decode-0:0")
+    scene = Scene(("prefill", "decode"))
+    scene.router.cut_off = ("worker-0:0", "worker-1:0")
     start_again = scene.router.start_again
 
     async def mended(addresses):
@@ -261,39 +262,41 @@ async def test_a_router_that_reaches_none_of_its_workers_is_what_is_replaced():
 
     scene.router.start_again = mended
     await scene.play()
-    assert scene.log == ["end router", "start router with ['prefill-0:0', 'decode-0:0']"]
+    assert scene.log == ["end router", "start router with ['worker-0:0', 'worker-1:0']"]
 
 
 async def test_the_only_worker_of_a_router_is_replaced_when_it_is_cut_off():
-    scene = Scene(("colocated-0",))
-    scene.router.cut_off = ("colocated-0:0",)
+    scene = Scene(("colocated",))
+    scene.router.cut_off = ("worker-0:0",)
     await scene.play()
-    assert scene.log == ["end colocated-0", "start colocated-0", "replace colocated-0:1 cut_off"]
+    assert scene.log == ["end worker-0", "start worker-0", "replace worker-0:1 cut_off"]
 
 
 async def test_a_worker_that_drains_and_cannot_be_reached_has_left():
-    scene = Scene(prefill_1=["draining"] * 5 + ["drained"])
-    scene.router.cut_off = ("prefill-1:0",)
+    scene = Scene(worker_1=["draining"] * 5 + ["drained"])
+    scene.router.cut_off = ("worker-1:0",)
     await scene.play()
-    assert scene.log == ["retire prefill-1", "remove prefill-1"]
+    assert scene.log == ["retire worker-1", "remove worker-1"]
 
 
 async def test_without_a_decode_worker_and_none_coming_the_deployment_ends():
-    scene = Scene(decode_0=["engine_died"] * 9, decode_1=["draining", "drained"])
-    with pytest.raises(DeploymentFailed, match=r"decode-0 was lost more than 5 times .*it was the last decode worker"):
+    scene = Scene(worker_2=["engine_died"] * 9, worker_3=["draining", "drained"])
+    with pytest.raises(
+        DeploymentFailed, match=r"worker-2 \(decode\) was lost more than 5 times .*it was the last decode worker"
+    ):
         await scene.play()
 
 
 async def test_without_a_prefill_worker_it_goes_on():
-    scene = Scene(("prefill-0", "decode-0"), prefill_0=["draining", "drained"])
+    scene = Scene(("prefill", "decode"), worker_0=["draining", "drained"])
     await scene.play()
-    assert scene.log == ["retire prefill-0", "remove prefill-0"]
+    assert scene.log == ["retire worker-0", "remove worker-0"]
 
 
 async def test_the_last_replica_may_be_lost_as_long_as_it_comes_back():
-    scene = Scene(("colocated-0",), colocated_0=["actor_died"])
+    scene = Scene(("colocated",), worker_0=["actor_died"])
     await scene.play()
-    assert scene.said[-1] == "colocated-0: back after 14 s"
+    assert scene.said[-1] == "worker-0 (colocated): back after 14 s"
 
 
 async def test_a_router_that_died_serves_again_with_the_workers_there_are_now():
@@ -301,51 +304,51 @@ async def test_a_router_that_died_serves_again_with_the_workers_there_are_now():
     await scene.play()
     assert scene.log == [
         "end router",
-        "start router with ['prefill-0:0', 'prefill-1:0', 'decode-0:0', 'decode-1:0']",
+        "start router with ['worker-0:0', 'worker-1:0', 'worker-2:0', 'worker-3:0']",
     ]
     assert scene.said[0] == "router is gone (actor process killed); restarting"
     assert scene.said[1].startswith("router: back after ")
 
 
 async def test_a_worker_that_comes_back_while_the_router_is_gone_is_told_to_the_next_router():
-    scene = Scene(decode_0=["actor_died"])
+    scene = Scene(worker_2=["actor_died"])
     scene.router.gone_for = 3
     await scene.play()
-    assert scene.log == ["end decode-0", "start decode-0", "replace decode-0:1 actor_died"]
+    assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 actor_died"]
 
 
 async def test_a_router_lost_together_with_every_worker_starts_with_the_first_one_that_is_back():
-    scene = Scene(("colocated-0",), colocated_0=["actor_died"], router=["actor_died"])
+    scene = Scene(("colocated",), worker_0=["actor_died"], router=["actor_died"])
     await scene.play()
-    assert scene.log.index("start colocated-0") < scene.log.index("start router with ['colocated-0:1']")
-    assert scene.log[-1] == "replace colocated-0:1 actor_died"
+    assert scene.log.index("start worker-0") < scene.log.index("start router with ['worker-0:1']")
+    assert scene.log[-1] == "replace worker-0:1 actor_died"
     assert "could not be brought back" not in " ".join(scene.said)
-    assert [sentence.split(":")[0] for sentence in scene.said[-2:]] == ["router", "colocated-0"]
+    assert [sentence.split(":")[0] for sentence in scene.said[-2:]] == ["router", "worker-0 (colocated)"]
 
 
 async def test_a_router_and_every_worker_lost_for_good_end_the_deployment():
-    scene = Scene(("colocated-0",), colocated_0=["actor_died"], router=["actor_died"])
+    scene = Scene(("colocated",), worker_0=["actor_died"], router=["actor_died"])
     scene.workers[0].never = True
     with pytest.raises(DeploymentFailed, match="it was the last colocated worker"):
         await scene.play()
 
 
 async def test_a_worker_lost_again_before_the_router_is_back_is_started_again_and_not_what_the_router_gets():
-    scene = Scene(("colocated-0",), colocated_0=["actor_died", "engine_died", "engine_died"], router=["actor_died"])
+    scene = Scene(("colocated",), worker_0=["actor_died", "engine_died", "engine_died"], router=["actor_died"])
     scene.router.end = scene.worker_has_started_twice
     await scene.play()
     assert scene.log == [
-        *("end colocated-0", "start colocated-0", "end colocated-0", "start colocated-0"),
-        *("start router with ['colocated-0:2']", "replace colocated-0:2 engine_died"),
+        *("end worker-0", "start worker-0", "end worker-0", "start worker-0"),
+        *("start router with ['worker-0:2']", "replace worker-0:2 engine_died"),
     ]
 
 
 async def test_a_worker_that_the_router_refuses_is_not_what_the_next_router_starts_with():
-    scene = Scene(("decode-0", "decode-1"), decode_0=["actor_died"])
+    scene = Scene(("decode", "decode"), worker_0=["actor_died"])
     scene.router.refuses = DeploymentFailed("router could not replace_worker: WorkerLost: it is gone")
     scene.workers[0].end = lambda: held(scene)
     await scene.play()
-    assert scene.held == [["decode-1:0"], ["decode-1:0"]]
+    assert scene.held == [["worker-1:0"], ["worker-1:0"]]
 
 
 async def held(scene):

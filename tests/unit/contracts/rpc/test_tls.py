@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from cluster.config.loader import ConfigError, load_config
+from cluster.runtime.roles import HANDLERS
 from contracts import errors
 from contracts.errors import WorkerLost
 from contracts.rpc.tls import TlsFileError, TlsFiles
-from decode_worker.handler import DecodeHandler
 from kv_transfer.fetch.control import GrpcControl
 from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.options import TransferOptions
 from kv_transfer.source.grpc_source import GrpcKvSource
 from kv_transfer.source.lease import LeaseTable
 from tests.support.certificates import Authority
@@ -42,8 +43,8 @@ def strangers(tmp_path, ours):
 @asynccontextmanager
 async def worker(tls):
     engine = FakeEngine()
-    engine.config = dataclasses.replace(engine.config, tls=tls)
-    host = WorkerHost(engine, DecodeHandler())
+    engine.config = dataclasses.replace(engine.config, transfer=TransferOptions("127.0.0.1", tls=tls))
+    host = WorkerHost(engine, HANDLERS["decode"])
     await host.start()
     try:
         async with asyncio.timeout(PATIENCE_S):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engine.connector.worker_side import WorkerSide
-from kv_transfer.service import TransferOptions, TransferStats
+from kv_transfer.options import TransferOptions
+from kv_transfer.service import TransferStats
 from tests.support.samples import kv_layout
 
 NUM_BLOCKS = 24

@@ -20,6 +20,7 @@ from kv_transfer.fetch.grpc_puller import GrpcPuller
 from kv_transfer.interfaces import FetchRequest
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.glibc import keep_freed_memory
+from kv_transfer.options import TransferOptions
 from kv_transfer.source import grpc_source
 from kv_transfer.source.grpc_source import GrpcKvSource
 from kv_transfer.source.lease import LeaseTable
@@ -62,7 +63,8 @@ def handoff_at(address, handoff_id):
 
 def make_fetcher(fetch_deadline_s):
     control = GrpcControl()
-    return KvFetcher(LAYOUT, control, [GrpcPuller(control)], fetch_deadline_s=fetch_deadline_s)
+    options = TransferOptions("127.0.0.1", fetch_deadline_s=fetch_deadline_s)
+    return KvFetcher(LAYOUT, control, [GrpcPuller(control)], options)
 
 
 def request_for(handoff_id, first_block=0, num_blocks=1):

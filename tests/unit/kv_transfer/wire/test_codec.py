@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from contracts import errors
 from kv_transfer.interfaces import FetchProgress
 from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.transports import TransportSettings, make_transport
+from kv_transfer.options import TransferOptions
+from kv_transfer.transports import RankCache, make_transport
 from kv_transfer.wire import codec, frames
 from tests.support.samples import kv_layout
 
@@ -355,4 +356,4 @@ def test_an_impossible_mixture_is_refused_when_the_engine_starts(name, kv_dtype,
     _, pool, _, _ = two_pools()
     layout = layout_of(kv_dtype, block_bytes=pool.block_bytes)
     with pytest.raises(ValueError, match=sentence):
-        make_transport(name, TransportSettings(pool, None, layout, "127.0.0.1", 0, wire_dtype="int8"))
+        make_transport(RankCache(pool, None, layout), TransferOptions("127.0.0.1", transport=name, wire_dtype="int8"))

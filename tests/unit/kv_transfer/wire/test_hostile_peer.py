@@ -16,9 +16,9 @@ import psutil
 import pytest
 import xxhash
 
+from cluster.runtime.roles import HANDLERS
 from contracts import errors
 from contracts.handoff import WIRE_VERSION, KvHandoff, new_handoff_id
-from decode_worker.handler import DecodeHandler
 from kv_transfer.collective.puller import _Place
 from kv_transfer.collective.wire import Chunk, Invitation
 from kv_transfer.fetch.control import GrpcControl
@@ -294,7 +294,7 @@ async def test_a_worker_and_its_source_listen_on_their_interface_only():
     from kv_transfer.collective.group import host_store
 
     before = listening()
-    host = WorkerHost(FakeEngine(), DecodeHandler())
+    host = WorkerHost(FakeEngine(), HANDLERS["decode"])
     await host.start()
     source = GrpcKvSource(make_pool(), LeaseTable(), LAYOUT, "127.0.0.1")
     source.start()

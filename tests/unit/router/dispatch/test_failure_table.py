@@ -16,12 +16,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.sampling_params import SamplingParams
 
+from cluster.runtime.roles import HANDLERS
 from contracts.errors import EngineError, EngineFailed
 from contracts.handoff import FetchReceipt, KvHandoff
 from contracts.tasks import TokenDelta
-from decode_worker.handler import DecodeHandler
 from engine.connector.events import Notice
-from prefill_worker.handler import PrefillHandler
 from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from router.dispatch.request import SequenceRequest
 from router.fleet.fleet import Fleet
@@ -64,13 +63,13 @@ class Workers:
         self.running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        for pool, handler in (("prefill", PrefillHandler()), ("decode", DecodeHandler())):
+        for pool in ("prefill", "decode"):
             for index in range(2):
                 name = f"{pool}-{index}"
                 engine = FakeEngine(pool, stepping="manual")  # type: ignore[arg-type]
                 engine.config = engine_config(pool, name)  # type: ignore[arg-type]
                 self.engines[name] = engine
-                self.hosts[name] = WorkerHost(engine, handler)  # type: ignore[arg-type]
+                self.hosts[name] = WorkerHost(engine, HANDLERS[pool])  # type: ignore[arg-type,index]
                 self.addresses.append(await self.hosts[name].start())
 
     def emit(self, delta: TokenDelta) -> bool:

@@ -17,9 +17,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
+from cluster.runtime.roles import HANDLERS
 from contracts.tasks import TokenDelta
-from decode_worker.handler import DecodeHandler
-from prefill_worker.handler import PrefillHandler
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.request import SequenceRequest
 from router.flow.prompt_queue import prompt_queues
@@ -76,7 +75,7 @@ class Scene:
             engine = FakeEngine(pool, stepping="auto" if pool == "prefill" else "manual")
             engine.config = engine_config(pool, name)
             self.engines[name] = engine
-            self.hosts[name] = WorkerHost(engine, PrefillHandler() if pool == "prefill" else DecodeHandler())
+            self.hosts[name] = WorkerHost(engine, HANDLERS[pool])
             addresses.append(await self.hosts[name].start())
         return addresses
 

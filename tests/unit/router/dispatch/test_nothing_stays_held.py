@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from decode_worker.handler import DecodeHandler
-from prefill_worker.handler import PrefillHandler
+from cluster.runtime.roles import HANDLERS
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.releaser import HandoffReleaser
 from router.dispatch.request import SequenceRequest
@@ -51,7 +50,7 @@ async def engines(seed: int) -> AsyncIterator[tuple[LeaseEngine, LeaseEngine]]:
 
 @contextlib.asynccontextmanager
 async def orchestrator(prefill: LeaseEngine, decode: LeaseEngine) -> AsyncIterator[Orchestrator]:
-    hosts = [WorkerHost(prefill, PrefillHandler()), WorkerHost(decode, DecodeHandler())]
+    hosts = [WorkerHost(prefill, HANDLERS["prefill"]), WorkerHost(decode, HANDLERS["decode"])]
     settings, releaser = router_settings(max_outstanding_requests=1000), HandoffReleaser()
     try:
         addresses = [await host.start() for host in hosts]

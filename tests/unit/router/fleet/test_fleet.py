@@ -293,7 +293,7 @@ async def test_a_worker_that_comes_back_takes_the_place_of_its_older_incarnation
         assert fleet.get("decode-0").status is not None
         assert [worker.worker_id for worker in fleet.workers] == ["prefill-0", "decode-0"]
         assert fleet.kv_pairs == [KvPair("prefill-0", "decode-0", "shm", "")]
-        assert fleet.restarts == {("decode-0", "engine_died"): 1}, "told twice is counted once"
+        assert fleet.restarts == {("decode", "decode-0", "engine_died"): 1}, "told twice is counted once"
 
 
 async def test_a_worker_that_has_got_the_port_of_a_dead_one_is_not_taken_for_it():

@@ -111,7 +111,9 @@ async def test_an_unknown_worker_is_answered_with_the_names_there_are():
     async with admin() as (http, _, _, _):
         answer = await http.post("/ridgeline/drain", json={"worker": "decode-7"})
         assert answer.status_code == 404
-        assert answer.json()["detail"] == "there is no worker decode-7; there are: decode-0, prefill-0"
+        assert (
+            answer.json()["detail"] == "there is no worker decode-7; there are: decode-0 (decode), prefill-0 (prefill)"
+        )
 
 
 @pytest.mark.parametrize("body", [{}, {"worker": 5}, {"worker": "prefill-0", "timeout_s": -1}, {"worker": "x", "y": 1}])
@@ -241,7 +243,7 @@ async def test_the_command_tells_what_is_held_until_the_worker_is_gone():
         assert not draining.done()
         await fleet.remove("prefill-0")  # the supervisor's part
         await draining
-        assert console.file.getvalue().splitlines()[-1] == "prefill-0 is gone"
+        assert console.file.getvalue().splitlines()[-1] == "prefill-0 (prefill) is gone"
 
 
 async def test_the_commands_failures_are_sentences_that_name_what_to_do():

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 import router.front.app
 import router.front.metrics_page
 import router.front.middleware.body_limit
-from cluster.runtime.actors import RouterActor
+from cluster.runtime.actors import ServiceActor
 from cluster.runtime.environment import SERVER_VARIABLES, server_variables, server_variables_hidden
 from router.client_identity import hash_key
 from router.front.context import current
@@ -229,7 +229,7 @@ async def test_an_actors_process_forgets_the_variables_before_vllm_could_read_th
         assert server_variables() == []
         assert KEY not in os.environ.values()
     assert dict(os.environ) == before
-    RouterActor()
+    ServiceActor("cluster.runtime.services:RouterService", "router")
     assert server_variables() == []
     assert KEY not in os.environ.values()
     assert os.environ["VLLM_CACHE_ROOT"] == "/somewhere"

@@ -1,0 +1,218 @@
+"""Calls over a socket between an actor and the process that runs its service; pickled, since both are ours.
+
+A message is its length in 8 bytes, big endian, and a pickle. Either side's end is seen by the other at once: as the end
+of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+from cluster.runtime.processes import ProcessId, this_process
+
+READABLE = frozenset({"builtins", "asyncio", "contracts", "cluster", "router"})
+"""Packages whose exceptions travel as they are: an actor can read them without importing vLLM."""
+Collect = Callable[[], Awaitable[object]]
+ENDED = "the service's process has ended"
+_ENDED = (asyncio.IncompleteReadError, ConnectionError)
+_LENGTH = struct.Struct("!Q")
+
+
+class ServiceGone(RuntimeError):
+    """The process of a service has ended."""
+
+
+class ServiceError(RuntimeError):
+    """What a service raised, in words, where its class is one that an actor cannot read or would import vLLM for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of a method."""
+
+    call_id: int
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a call ended: with a value, or with an exception."""
+
+    call_id: int
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Service(Protocol):
+    """An object whose coroutine methods may be called; those named in `OFF_LOOP` are plain functions instead, and are
+    answered on another thread, also while the event loop is stuck."""
+
+    OFF_LOOP: frozenset[str]
+
+
+def encode(message: object) -> bytes:
+    """Return the message with its length in front."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
+
+
+def receive(sock: socket.socket) -> Any:
+    """Return the next message; blocks. Raises EOFError when the other side is gone."""
+    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    return pickle.loads(_exactly(sock, length))
+
+
+def _exactly(sock: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        try:
+            part = sock.recv(min(length - len(data), 1 << 20))
+        except ConnectionError as error:
+            raise EOFError from error
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+class ServiceClient:
+    """The actor's side: any number of calls at a time. `open` makes one."""
+
+    def __init__(self, process: ProcessId, writer: asyncio.StreamWriter, collect: Collect) -> None:
+        self.process = process
+        self._writer = writer
+        self._collect = collect
+        self._ids = count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, sock: socket.socket, on_gone: Callable[[], None], collect: Collect) -> ServiceClient:
+        """Wait until the process says who it is; `on_gone` is called once it has ended. Raises ServiceGone.
+
+        `collect` is awaited once the process is let go: if it is a child, somebody must wait for its end.
+        """
+        reader, writer = await asyncio.open_unix_connection(sock=sock)
+        try:
+            client = cls(await _next(reader), writer, collect)
+        except BaseException as error:
+            writer.close()
+            if not isinstance(error, _ENDED):
+                raise
+            await collect()
+            raise ServiceGone("the service's process ended before it answered") from error
+        client._reading = asyncio.create_task(client._read(reader, on_gone), name="service-replies")
+        return client
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Return what the method returns, or raise what it raises. Raises ServiceGone. The caller sets the deadline."""
+        request = Request(next(self._ids), method, args)
+        answer = self._calls[request.call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(encode(request))
+            await self._writer.drain()
+            return await answer
+        except ConnectionError as error:
+            raise ServiceGone(ENDED) from error
+        finally:
+            self._calls.pop(request.call_id, None)
+
+    async def _read(self, reader: asyncio.StreamReader, on_gone: Callable[[], None]) -> None:
+        try:
+            await self._take_replies(reader)
+        except _ENDED:
+            pass
+        finally:
+            for answer in self._calls.values():
+                if not answer.done():
+                    answer.set_exception(ServiceGone(ENDED))
+            on_gone()
+
+    async def _take_replies(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            reply: Reply = await _next(reader)
+            answer = self._calls.get(reply.call_id)
+            if answer is None or answer.done():
+                continue  # its caller has given up
+            if reply.error is None:
+                answer.set_result(reply.value)
+            else:
+                answer.set_exception(reply.error)
+
+    async def close(self) -> None:
+        """Let go of the service, which then ends; what is still called fails."""
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait((self._reading,))
+        await self._collect()
+
+
+async def _next(reader: asyncio.StreamReader) -> Any:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return pickle.loads(await reader.readexactly(length))
+
+
+class CallServer:
+    """The service's side: reads calls on a thread of its own and runs them in the service's event loop."""
+
+    def __init__(self, sock: socket.socket, service: Service, on_gone: Callable[[], None]) -> None:
+        self._sock = sock
+        self._service = service
+        self._on_gone = on_gone
+        self._sending = threading.Lock()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say who this is and answer calls from now on; `on_gone` is called on the thread when the caller is gone."""
+        self._send(encode(this_process()))
+        threading.Thread(target=self._serve, args=(loop,), name="calls", daemon=True).start()
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            with suppress(EOFError):
+                while True:
+                    self._take(receive(self._sock), loop)
+        finally:
+            self._on_gone()
+
+    def _take(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+        if request.method in self._service.OFF_LOOP:
+            self._answer(request.call_id, lambda: getattr(self._service, request.method)(*request.args))
+            return
+        running = asyncio.run_coroutine_threadsafe(self._run(request), loop)
+        running.add_done_callback(lambda done: self._answer(request.call_id, done.result))
+
+    async def _run(self, request: Request) -> Any:
+        return await getattr(self._service, request.method)(*request.args)
+
+    def _answer(self, call_id: int, result: Callable[[], Any]) -> None:
+        try:
+            data = encode(Reply(call_id, result()))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+            data = _encoded_error(call_id, error)
+        self._send(data)
+
+    def _send(self, data: bytes) -> None:
+        with self._sending, suppress(OSError):  # a caller that is gone is seen where its calls are read
+            self._sock.sendall(data)
+
+
+def _encoded_error(call_id: int, error: Exception) -> bytes:
+    if type(error).__module__.partition(".")[0] in READABLE:
+        with suppress(Exception):  # its pickling may do anything
+            data = encode(Reply(call_id, error=error))
+            pickle.loads(data[_LENGTH.size :])  # some exceptions can be written and not read
+            return data
+    return encode(Reply(call_id, error=ServiceError(f"{type(error).__name__}: {error}")))

@@ -1,0 +1,136 @@
+"""What the process of a service does: take over its actor's environment, make the service and answer calls.
+
+Run by `cluster.runtime.service_process.preloaded` in a forked child. It is also a program that takes the number of a
+connected socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from setproctitle import setproctitle
+
+from cluster.runtime.service_process.calls import CallServer, receive
+
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when its parent ends."""
+CALLER_GONE = 1
+"""Exit status of a service whose actor has ended: whatever it had is lost, as with the actor."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first message: what the process is to become."""
+
+    service: str
+    """`module:Class`, called without arguments."""
+    title: str
+    """The name under which `ps` shows the process."""
+    environment: dict[str, str]
+    niceness: int
+    oom_score_adj: int
+    """Ray sets both for its workers: which process the kernel lets wait, and which it ends when memory is short."""
+
+
+class Unusable:
+    """Stands in for a service that could not be made: every call fails with the reason."""
+
+    OFF_LOOP: frozenset[str] = frozenset()
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, None]]:
+        async def fail(*args: Any) -> None:
+            raise self._error
+
+        return fail
+
+
+class EndsWithParent:
+    """Has what a service forks end with the process that forked it, and let go of the service's socket.
+
+    The socket's end tells the actor that the service is gone. An engine that still loads has no other watch over its
+    parent yet.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._parent = 0
+
+    def before(self) -> None:
+        """Remember who forks."""
+        self._parent = os.getpid()
+
+    def after(self) -> None:
+        """Run in the new process."""
+        self._sock.close()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._parent:  # it ended before this could ask for the signal, which then never comes
+            os._exit(CALLER_GONE)
+
+
+def run(sock: socket.socket) -> None:
+    """Become the service that the first message asks for; never returns."""
+    try:
+        start: Start = receive(sock)
+        _take_over(start, socket.recv_fds(sock, 1, 2)[1])
+        ends = EndsWithParent(sock)
+        os.register_at_fork(before=ends.before, after_in_child=ends.after)
+        asyncio.run(_serve(sock, _made(start.service)))
+    except EOFError:
+        pass  # the actor has ended before it asked for anything
+    except BaseException:  # noqa: BLE001 - in a fork there is nobody above who could be told
+        traceback.print_exc()
+    finally:
+        os._exit(CALLER_GONE)
+
+
+def _take_over(start: Start, log_files: Sequence[int]) -> None:
+    """Take the actor's environment, output and standing.
+
+    OpenMP has read its variable already if torch was imported before.
+    """
+    for wanted, given in zip((1, 2), log_files, strict=True):
+        os.dup2(given, wanted)
+        os.close(given)
+    setproctitle(start.title)  # before the environment moves, beside which the title is
+    os.environ.clear()
+    os.environ.update(start.environment)
+    os.nice(max(0, start.niceness - os.nice(0)))
+    with suppress(OSError):  # lowering it takes a privilege
+        Path("/proc/self/oom_score_adj").write_text(str(start.oom_score_adj))
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _made(name: str) -> Any:
+    module, kind = name.split(":")
+    try:
+        return getattr(import_module(module), kind)()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the actor's calls tell it
+        return Unusable(error)
+
+
+async def _serve(sock: socket.socket, service: Any) -> None:
+    CallServer(sock, service, on_gone=lambda: os._exit(CALLER_GONE)).start(asyncio.get_running_loop())
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the command, which then asks
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    run(control)

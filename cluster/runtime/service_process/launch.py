@@ -1,0 +1,129 @@
+"""Gets a process for a service: from a preloaded parent where there is one, else a fresh one.
+
+`cluster.runtime.deployment` starts the preloaded parent of its machine, before Ray; actors learn of it by a variable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from cluster.runtime.service_process.calls import Collect, ServiceClient, ServiceGone, encode
+from cluster.runtime.service_process.child import Start
+
+PRELOADED = "RIDGELINE_PRELOADED"
+"""Variable with the path of the parent's socket; set by us for actors, no setting."""
+PRELOADED_WITHIN_S = 120.0
+"""How long a start waits for the parent, which may still import; then it does without."""
+END_WITHIN_S = 5.0
+log = logging.getLogger(__name__)
+
+
+async def start_service(service: str, title: str, on_gone: Callable[[], None]) -> ServiceClient:
+    """Start `module:Class` in a process of its own with this process's environment, output and standing.
+
+    `on_gone` is called when that process has ended. Raises ServiceGone if it ends at once. The caller sets
+    the deadline.
+    """
+    path = os.environ.get(PRELOADED)
+    if path is not None:
+        try:
+            async with asyncio.timeout(PRELOADED_WITHIN_S):
+                return await _started(_forked(path), _collected_by_its_parent, service, title, on_gone)
+        except (OSError, ServiceGone) as error:  # TimeoutError is an OSError
+            why = str(error) or type(error).__name__
+            log.warning("the preloaded parent at %s forks nothing (%s): this start takes longer", path, why)
+    sock, child = _fresh()
+    return await _started(sock, partial(asyncio.to_thread, _collect, child), service, title, on_gone)
+
+
+async def _started(
+    sock: socket.socket, collect: Collect, service: str, title: str, on_gone: Callable[[], None]
+) -> ServiceClient:
+    environment = {name: value for name, value in os.environ.items() if name != PRELOADED}
+    try:
+        sock.sendall(encode(Start(service, title, environment, os.nice(0), _oom_score_adj())))
+        socket.send_fds(sock, [b"."], [1, 2])
+        return await ServiceClient.open(sock, on_gone, collect)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _oom_score_adj() -> int:
+    """Return how readily the kernel ends this process when memory is short."""
+    return int(Path("/proc/self/oom_score_adj").read_text())
+
+
+def _forked(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+async def _collected_by_its_parent() -> None:
+    """Do nothing."""
+
+
+def _fresh() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "cluster.runtime.service_process.child", str(theirs.fileno())]
+        return ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_python_environment())
+
+
+def _collect(child: subprocess.Popen[bytes]) -> None:
+    try:
+        child.wait(END_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+@contextmanager
+def preloaded_parent(modules: Sequence[str], environment: Mapping[str, str], messages: Path) -> Iterator[str]:
+    """Have one on this machine meanwhile; yields the path of its socket, which may be connected to at once.
+
+    `modules`: what it imports. `environment`: variables that must be set when it does. `messages`: a file to which it
+    writes what could not be imported.
+    """
+    # No other user may enter it. The path of a socket may have 107 characters.
+    directory = Path(tempfile.mkdtemp(prefix="ridgeline-", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp"))
+    path = str(directory / "preloaded.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, messages.open("ab") as told:
+        listener.bind(path)
+        listener.listen(128)
+        parent = subprocess.Popen(
+            [sys.executable, "-m", "cluster.runtime.service_process.preloaded", str(listener.fileno()), *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # what vLLM says when it is imported
+            stderr=told,
+            pass_fds=[listener.fileno()],
+            env={**_python_environment(), **environment},
+            start_new_session=True,
+        )
+    try:
+        yield path
+    finally:
+        parent.kill()  # it may still import, and has nothing that is lost
+        parent.communicate()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _python_environment() -> dict[str, str]:
+    """This process's, in which another Python finds the same modules."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

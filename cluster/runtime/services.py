@@ -1,0 +1,212 @@
+"""What runs in the process behind an actor: a worker's host with its engine, or the router.
+
+`cluster.runtime.actor_handle` names the classes, and the actors of `cluster.runtime.actors` pass on its calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
+from contracts.vocabulary import Health, Pool
+from engine.config import EngineConfig, HostSettings
+from router.fleet.pairing import KvPair
+from router.settings import PoolHardware, RouterSettings
+
+IMPORTED = (
+    "cluster.runtime.roles",
+    "cluster.runtime.services",
+    "engine.connector.facade",
+    "engine.request.forced_tokens",
+    "engine.vllm_engine",
+    "engine.vllm_workarounds.worker_extension",
+    "router.server",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "worker_runtime.host",
+)
+"""What services with engines on CPUs import, sooner or later. What is missing here costs time, no more."""
+ROUTER_LEFT = 143
+"""Exit status of a router that ended on SIGTERM: 128 + 15."""
+SLOW_LOOP_S = 5.0
+DEAD_LOOP_S = 120.0
+"""How long the router's loop may be stuck on one thing before it counts as dead; slowness alone must not cost every
+client its stream."""
+logger = logging.getLogger(__name__)
+
+
+class NotServing(RuntimeError):
+    """The router process has been started again and does not serve yet."""
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """A worker that serves its data plane."""
+
+    address: str
+    pid: int
+    engine_pids: tuple[int, ...]
+    num_kv_blocks: int
+    cores: tuple[int, ...]
+    engine_processes: tuple[ProcessId, ...] = ()
+    semaphores: tuple[str, ...] = ()
+    """Files that its processes have made, which must not outlive them."""
+
+
+class WorkerService:
+    """One engine, one handler, one data-plane server."""
+
+    OFF_LOOP: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self._host: Any = None
+
+    async def hardware(self, dtype: str, cores: int, gpus: int) -> PoolHardware:
+        """Return the peaks of a worker on this node; measures them if nobody has yet."""
+        from cluster.node_hardware import worker_hardware
+
+        return worker_hardware(dtype, cores, gpus)
+
+    async def start(self, config: EngineConfig, cores: tuple[int, ...], settings: HostSettings) -> WorkerReady:
+        """Load the engine on `cores` and serve; SIGTERM drains it from then on. Takes 10 to 60 s."""
+        from cluster.runtime.roles import HANDLERS
+        from engine.vllm_engine import VllmEngine
+        from engine.vllm_workarounds.cores import BIND_VARIABLE, bind_list
+        from worker_runtime.host import WorkerHost
+
+        if config.transfer.tls is not None:
+            config.transfer.tls.check()  # on this node, before the engine takes its half minute
+        engine = VllmEngine(config)
+        everywhere = os.sched_getaffinity(0)
+        # The engine process inherits the cores; this front end then gives its own pinning up.
+        if cores:
+            os.sched_setaffinity(0, cores)
+            if config.tensor_parallel_size > 1:  # known only now: Ray sets the environment before it picks the node
+                os.environ[BIND_VARIABLE] = bind_list(cores, config.tensor_parallel_size)
+        try:
+            engine.start()
+        finally:
+            os.sched_setaffinity(0, everywhere)
+        host = WorkerHost(engine, HANDLERS[config.pool], settings)
+        address = await host.start()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.drain)
+        self._host = host
+        engines = _engine_processes()
+        pids = tuple(process.pid for process in engines)
+        semaphores = semaphores_of((os.getpid(), *pids))
+        return WorkerReady(address, os.getpid(), pids, engine.num_kv_blocks, cores, engines, semaphores)
+
+    async def failure(self) -> Health:
+        """Report whether the worker must be replaced, and why.
+
+        A process without a host has taken the place of one that died.
+        """
+        return "actor_died" if self._host is None else self._host.failure()
+
+    async def stop(self) -> None:
+        """End the engine process and the server."""
+        if self._host is not None:
+            await self._host.stop()
+            self._host = None
+
+
+class RouterService:
+    """The router: the HTTP front end."""
+
+    OFF_LOOP = frozenset({"failure"})
+
+    def __init__(self) -> None:
+        self._router: Any = None
+        self._leaving: asyncio.Task[None] | None = None
+
+    async def prepare(self, settings: RouterSettings) -> None:
+        """Import vLLM's server and load the tokenizer; the engines load meanwhile."""
+        from router.server import Router
+
+        if settings.tls is not None:
+            settings.tls.check()
+        self._router = Router(settings)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._begin_to_leave)
+
+    async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
+        """Connect to the workers, open the port, and return the URL."""
+        url = str(await self._router.serve(worker_addresses, hardware))
+        gc.collect()
+        gc.freeze()  # vLLM's modules are 600,000 objects: to look at them all again stops every stream for 0.3 s
+        return url
+
+    async def kv_pairs(self) -> list[KvPair]:
+        """Return what carries KV between which workers."""
+        return list(self._router.kv_pairs)
+
+    async def replace_worker(self, address: str, reason: str) -> None:
+        """Take in a worker that has been started again because of `reason`.
+
+        Raises NotServing, WorkerLost, PairingRefused.
+        """
+        await self._serving().replace_worker(address, reason)
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker that has left for good. Raises NotServing."""
+        await self._serving().remove_worker(worker_id)
+
+    async def unreached(self, for_s: float) -> list[str]:
+        """Return the addresses of workers that the router has not reached for too long. Raises NotServing."""
+        return list(self._serving().unreached(for_s))
+
+    def failure(self) -> Health:
+        """Report whether the router must be replaced: it ended by itself, or this process has taken the place of one
+        that died. Runs in another thread than the router: a busy loop is reported, one that is stuck for minutes is a
+        failure."""
+        if self._router is None or self._router.ended:
+            return "actor_died"
+        silent_s = self._router.loop_silent_s
+        if silent_s >= DEAD_LOOP_S:
+            return "unreachable"
+        if silent_s >= SLOW_LOOP_S:
+            logger.warning("the router's event loop is busy for %.0f s: until then every stream stands still", silent_s)
+        return ""
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests; returns how many were still running after `timeout_s`."""
+        return 0 if self._router is None else int(await self._router.drain(timeout_s))
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._router is not None:
+            await self._router.stop()
+            self._router = None
+
+    def _begin_to_leave(self) -> None:
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(), name="leave")
+
+    async def _leave(self) -> None:
+        """End on SIGTERM; Ray takes this for a crash and starts another one, as intended."""
+        try:
+            await self.stop()
+        finally:
+            os._exit(ROUTER_LEFT)
+
+    def _serving(self) -> Any:
+        if self._router is None:
+            raise NotServing("the router does not serve yet")
+        return self._router
+
+
+def _engine_processes() -> tuple[ProcessId, ...]:
+    """Return the engine's processes below this one, without Python's own resource tracker."""
+    children = psutil.Process().children(recursive=True)
+    engines = (child for child in children if not is_tracker(child))
+    return tuple(sorted((ProcessId.of(child) for child in engines), key=lambda process: process.pid))
