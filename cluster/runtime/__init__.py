@@ -5,7 +5,6 @@ deployment.py      starts workers and router, and takes them down
 ray_start.py       starts Ray itself
 actors.py          the Ray actors
 services.py        what runs in the processes behind them: workers and the router
-roles.py           which handler runs which leg
 service_process/   those processes: how they start, and calls to them
 roles.py           which handler runs which leg, by pool
 actor_handle.py    one actor by name, whichever process fills it

@@ -92,9 +92,10 @@ async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[Path]:
 def _preloaded(config: RidgelineConfig, messages: Path) -> Iterator[None]:
     """Import once what all services need, while Ray starts, whose processes inherit the variable that names the parent.
 
-    Not on a joined cluster, whose processes are not ours to start, nor with GPUs, on which it has not been run.
+    Not on a joined cluster, whose processes are not ours to start, nor with GPUs, on which it has not been run; nor if
+    whoever started this process has a parent for it.
     """
-    if config.ray.address is not None or config.uses_gpus():
+    if config.ray.address is not None or config.uses_gpus() or PRELOADED in os.environ:
         yield
         return
     with ExitStack() as stack:

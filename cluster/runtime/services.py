@@ -18,6 +18,7 @@ import psutil
 from cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
 from contracts.vocabulary import Health, Pool
 from engine.config import EngineConfig, HostSettings
+from engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
 from router.fleet.pairing import KvPair
 from router.settings import PoolHardware, RouterSettings
 
@@ -29,12 +30,8 @@ IMPORTED = (
     "engine.vllm_engine",
     "engine.vllm_workarounds.worker_extension",
     "router.server",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.worker.cpu_worker",
     "worker_runtime.host",
+    *CPU_ENGINE_MODULES,
 )
 """What services with engines on CPUs import, sooner or later. What is missing here costs time, no more."""
 ROUTER_LEFT = 143

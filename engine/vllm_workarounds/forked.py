@@ -10,6 +10,15 @@ from __future__ import annotations
 
 import os
 
+CPU_ENGINE_MODULES = (
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What an engine on CPUs imports when it starts, beside what `engine.vllm_engine` does."""
+
 
 def fork_engines() -> None:
     """Have the next engine of this process forked; call it when vLLM has made its configuration."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from contracts.rpc.tls import TlsFiles
+from tests.engines.serve_process import START_WITHIN_S
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
@@ -54,6 +55,23 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for sentence in config.stash.get(FIGURES, []):
         terminalreporter.write_line(sentence)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Import vLLM once for all deployments that this process starts."""
+    from cluster.runtime.actors import engine_environment
+    from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
+    from cluster.runtime.services import IMPORTED
+
+    messages = tmp_path_factory.mktemp("preloaded") / "messages"
+    with (
+        preloaded_parent(IMPORTED, engine_environment(1, START_WITHIN_S, on_cpu=True), messages) as path,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv(PRELOADED, path)
+        yield
+    assert "could not import" not in messages.read_text()
 
 
 @asynccontextmanager

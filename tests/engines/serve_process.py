@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from cluster.runtime.service_process.launch import PRELOADED
+
 REPOSITORY = Path(__file__).parents[2]
 RIDGELINE = Path(sys.executable).parent / "ridgeline"
 START_WITHIN_S = 180.0
@@ -105,6 +107,7 @@ class Serve:
 @contextmanager
 def serving(*arguments: str) -> Iterator[Serve]:
     """`ridgeline serve` on the shipped configuration; whatever the test did, nothing of it runs afterwards."""
+    without_parent = {name: value for name, value in os.environ.items() if name != PRELOADED}  # it makes one of its own
     command = [str(RIDGELINE), "serve", "-c", "deploy/local.yaml", "--port", "0", *arguments]
     process = subprocess.Popen(
         command,
@@ -112,7 +115,7 @@ def serving(*arguments: str) -> Iterator[Serve]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "COLUMNS": "250", "NO_COLOR": "1"},
+        env={**without_parent, "COLUMNS": "250", "NO_COLOR": "1"},
         start_new_session=True,
     )
     serve = Serve(process)

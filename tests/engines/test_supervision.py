@@ -71,7 +71,7 @@ class Deployed:
 
     def back(self, name: str) -> str:
         """Waits for it; the sentence is forgotten, so that the next one can be waited for."""
-        line = self.serve.wait_said(rf"{name} \(\w+\): back after", BACK_WITHIN_S)
+        line = self.serve.wait_said(rf"{name}( \(\w+\))?: back after", BACK_WITHIN_S)
         self.serve.lines.remove(line)
         return line
 

@@ -57,15 +57,15 @@ def named(path: Path) -> str:
 # Maps
 
 
-def entries_of_map(docstring: str) -> set[str]:
-    """Modules and folders that a package's docstring names, one a line: `module.py  what it is`."""
-    return {match[1] for line in docstring.splitlines() if (match := MAP_LINE.match(line))}
+def entries_of_map(docstring: str) -> list[str]:
+    """Modules and folders that a package's docstring names, one a line: `module.py  what it is`; sorted."""
+    return sorted(match[1] for line in docstring.splitlines() if (match := MAP_LINE.match(line)))
 
 
-def contents(folder: Path) -> set[str]:
-    """What a map must name: modules, and folders with modules in them."""
+def contents(folder: Path) -> list[str]:
+    """What a map must name, once each: modules, and folders with modules in them; sorted."""
     files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
-    return files | {f"{path.name}/" for path in folder.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    return sorted(files | {f"{path.name}/" for path in folder.iterdir() if path.is_dir() and any(path.glob("*.py"))})
 
 
 @pytest.mark.parametrize("folder", folders(*MAPPED), ids=named)
@@ -76,7 +76,7 @@ def test_a_package_says_what_each_of_its_modules_is_and_names_nothing_else(folde
 
 def test_a_map_with_a_wrong_or_a_missing_line_would_be_found():
     wrong = "The KV cache.\n\nblocks.py  the blocks\nnothing.py  is not there\n"
-    assert entries_of_map(wrong) == {"blocks.py", "nothing.py"} != contents(REPOSITORY / "kv_transfer" / "memory")
+    assert entries_of_map(wrong) == ["blocks.py", "nothing.py"] != contents(REPOSITORY / "kv_transfer" / "memory")
 
 
 @pytest.mark.parametrize("folder", folders(*PRODUCT), ids=named)
