@@ -23,9 +23,10 @@ $(MODEL_READY): $(READY)
 	@$(BIN)/ridgeline model
 	@touch $@
 
-demo: model      ## colocated against disaggregated on the shipped trace; writes runs/demo/
+DEMO_S ?= 300
+demo: model      ## colocated against disaggregated at 80 % of what this machine can prefill; writes runs/demo/ (DEMO_S=300)
 	@$(BIN)/ridgeline doctor
-	@$(BIN)/ridgeline compare --config deploy/local.yaml --trace demo --out runs/demo
+	@$(BIN)/ridgeline compare --config deploy/local.yaml --trace demo --rate auto --slo auto --budget-s $(DEMO_S) --out runs/demo
 
 lint: setup      ## ruff, mypy strict, import rules
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

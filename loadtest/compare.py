@@ -4,9 +4,12 @@ Called by `cluster.commands.loadtest`.
 
 The order A B B A makes a drift of the machine affect both modes alike. Round r sends the same prompts in both modes,
 and no two rounds share a prompt's beginning, so a server that stays up for two rounds has a cold prefix cache in both.
+
+What the plan leaves to be measured is measured once, at the first server, and holds for both modes and all rounds.
 """
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -22,13 +25,25 @@ from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_f
 from loadtest.report.summary import FORMULAS, summarise
 from loadtest.report.tables import print_comparison
 from loadtest.report.verdict import Verdict, judge
+from loadtest.run.calibration import (
+    Course,
+    Load,
+    Workers,
+    beside_arrivals_s,
+    fit_budget,
+    given_load,
+    minutes_text,
+    settle,
+)
 from loadtest.run.machine import describe_machine
 from loadtest.run.plan import COLOCATED, DISAGGREGATED, ComparePlan, Mode
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import ReplayResult, run_replay
 from loadtest.run.server_metrics import add_up
+from loadtest.run.unloaded import measure_unloaded, sizes_of
 
 MIN_DISAGGREGATED_FRACTION = 0.99
+ONE_OF_EACH = Workers(prefill=1, decode=1)
 Serve = Callable[[Mode], AbstractAsyncContextManager[str]]
 
 
@@ -51,27 +66,63 @@ class Comparison:
     report: Path
 
 
-async def compare(serve: Serve, plan: ComparePlan, out: Path, console: Console) -> Comparison:
+async def compare(
+    serve: Serve, plan: ComparePlan, out: Path, console: Console, workers: Workers = ONE_OF_EACH
+) -> Comparison:
     """Run all rounds, write summary.json, records.jsonl and report.html into `out`, print the table and the verdict.
 
-    `serve(mode)` is entered once for each sequence of rounds in one mode and yields the server's base URL. Raises
-    LoadTestError, and NotDisaggregatedError after the first disaggregated round that did not use both pools.
+    `serve(mode)` is entered once for each sequence of rounds in one mode and yields the server's base URL. `workers`
+    are those of the disaggregated mode, in units of a colocated replica. Raises LoadTestError, and
+    NotDisaggregatedError after the first disaggregated round that did not use both pools.
     """
     records_file = _fresh_records_file(out)
     rounds: list[Round] = []
+    load: Load | None = None
     schedule = round_schedule(plan.rounds)
-    for mode, stretch in itertools.groupby(schedule, key=lambda step: step[0]):
+    stretches = [
+        (mode, [index for _, index in steps]) for mode, steps in itertools.groupby(schedule, lambda step: step[0])
+    ]
+    began_s = time.monotonic()
+    if plan.budget_s is not None:
+        console.print(f"comparing both modes takes about {minutes_text(plan.budget_s)}", highlight=False)
+    for mode, indices in stretches:
+        entered_s = time.monotonic()
         async with serve(mode) as base_url:
-            for _, index in stretch:
+            if load is None:
+                start_s = time.monotonic() - entered_s
+                plan, load = await _settled(base_url, plan, workers, len(stretches) - 1, start_s, began_s, console)
+            for index in indices:
                 label = f"round {len(rounds) + 1} of {len(schedule)}, {mode}"
                 result = await run_replay(base_url, plan, console, label=label, round_index=index)
                 rounds.append(Round(mode, index, result))
                 _append_records(records_file, rounds[-1])
                 if mode == DISAGGREGATED:
                     require_disaggregated(result)
-    comparison = _conclude(rounds, plan, out)
+    comparison = _conclude(rounds, plan, load or given_load(plan, sizes_of(plan)), out)
     print_comparison(comparison.summary, console)
     return comparison
+
+
+async def _settled(
+    base_url: str,
+    plan: ComparePlan,
+    workers: Workers,
+    starts_left: int,
+    start_s: float,
+    began_s: float,
+    console: Console,
+) -> tuple[ComparePlan, Load]:
+    """Measure the first server if the plan asks for it; print rate, limits and how long the rest will take."""
+    trace = sizes_of(plan)
+    if not plan.measures_first:
+        return plan, given_load(plan, trace)
+    unloaded = await measure_unloaded(base_url, plan, console, round_index=plan.rounds)
+    settled, load = settle(plan, trace, unloaded, workers)
+    course = Course(2 * plan.rounds, starts_left, start_s, beside_arrivals_s(plan, unloaded))
+    settled, load = fit_budget(settled, load, trace, course, time.monotonic() - began_s)
+    for sentence in load.sentences(settled.limits):
+        console.print(sentence, highlight=False, markup=False)
+    return settled, load
 
 
 def _fresh_records_file(out: Path) -> Path:
@@ -104,15 +155,16 @@ def require_disaggregated(result: ReplayResult) -> None:
         )
 
 
-def _conclude(rounds: Sequence[Round], plan: ComparePlan, out: Path) -> Comparison:
+def _conclude(rounds: Sequence[Round], plan: ComparePlan, load: Load, out: Path) -> Comparison:
     records: dict[Mode, tuple[RequestRecord, ...]] = {
         mode: _records_of(rounds, mode) for mode in (COLOCATED, DISAGGREGATED)
     }
-    verdict = judge(records[COLOCATED], records[DISAGGREGATED], plan.slo, plan.seed)
+    verdict = judge(records[COLOCATED], records[DISAGGREGATED], plan.limits, plan.seed)
     trace = rounds[0].result.trace
     summary = {
         "verdict": msgspec.to_builtins(verdict),
-        "slo": plan.slo.model_dump(),
+        "slo": plan.limits.model_dump(),
+        "load": load.as_summary(plan.limits),
         "modes": {mode: _mode_summary(rounds, mode, plan) for mode in records},
         "rounds": [_round_summary(each, plan) for each in rounds],
         "trace": {
@@ -140,7 +192,7 @@ def _records_of(rounds: Sequence[Round], mode: Mode) -> tuple[RequestRecord, ...
 def _mode_summary(rounds: Sequence[Round], mode: Mode, plan: ComparePlan) -> dict[str, Any]:
     chosen = [each.result for each in rounds if each.mode == mode]
     duration_s = sum(result.duration_s for result in chosen)
-    summary = summarise(_records_of(rounds, mode), duration_s, plan.slo, plan.seed)
+    summary = summarise(_records_of(rounds, mode), duration_s, plan.limits, plan.seed)
     deltas = [result.metrics for result in chosen if result.metrics is not None]
     delta = add_up(deltas)
     summary |= {
@@ -155,7 +207,7 @@ def _mode_summary(rounds: Sequence[Round], mode: Mode, plan: ComparePlan) -> dic
 
 
 def _round_summary(each: Round, plan: ComparePlan) -> dict[str, Any]:
-    figures = summarise(each.result.records, each.result.duration_s, plan.slo, plan.seed)
+    figures = summarise(each.result.records, each.result.duration_s, plan.limits, plan.seed)
     return {"mode": each.mode, "round": each.index, **figures, "warnings": each.result.warnings}
 
 

@@ -9,25 +9,30 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.commands.serve import refuse_unfit_machine, started
-from cluster.config.models import Mode, RidgelineConfig
+from cluster.config.models import Mode, PoolConfig, RidgelineConfig
 from cluster.runtime.deployment import ray_runtime
 from loadtest.compare import compare
 from loadtest.report.replay_output import report_replay
+from loadtest.run.calibration import Workers, given_load, settle, workers_of
 from loadtest.run.plan import ComparePlan, ReplayPlan
 from loadtest.run.replay import run_replay
-from loadtest.trace.readers import load_trace
-from loadtest.trace.shape import shape_trace
+from loadtest.run.unloaded import measure_unloaded, sizes_of
 
 
 async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:
     """Replay a trace against a running server and print the figures. Raises LoadTestError."""
+    trace = sizes_of(plan)
+    load = given_load(plan, trace)
+    if plan.measures_first:
+        unloaded = await measure_unloaded(url, plan, console, round_index=1)
+        plan, load = settle(plan, trace, unloaded, workers_of(unloaded.workers))
     result = await run_replay(url, plan, console)
-    report_replay(result, plan, out, console)
+    report_replay(result, plan, load, out, console)
 
 
 async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console) -> None:
     """Run both modes on the same cores in alternation and write the comparison. Raises LoadTestError and `serve`'s."""
-    shape_trace(load_trace(plan.trace), plan)  # a wrong trace is told before anything starts
+    sizes_of(plan)  # a wrong trace is told before anything starts
     modes: tuple[Mode, ...] = ("colocated", "disaggregated")
     for mode in modes:
         refuse_unfit_machine(config.model_copy(update={"mode": mode}))
@@ -39,8 +44,22 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
             async with started(config.model_copy(update={"mode": mode}), console) as deployment:
                 yield deployment.url
 
-        comparison = await compare(serving, plan, out, console)
+        comparison = await compare(serving, plan, out, console, split_workers(config))
     console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {comparison.report}")
+
+
+def split_workers(config: RidgelineConfig) -> Workers:
+    """Return the workers of the two pools in units of a colocated replica, on which `compare` measures first."""
+    pools = config.pools
+
+    def hardware(pool: PoolConfig) -> float:
+        return pool.gpus_per_worker or pool.cores_per_worker
+
+    replica = hardware(pools.colocated)
+    return Workers(
+        prefill=pools.prefill.workers * hardware(pools.prefill) / replica,
+        decode=pools.decode.workers * hardware(pools.decode) / replica,
+    )
 
 
 def equal_hardware(config: RidgelineConfig) -> str | None:

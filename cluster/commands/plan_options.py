@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from pydantic import ValidationError
@@ -19,9 +19,9 @@ def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[...,
     """Give a command with a parameter `plan` an option for each field instead, and call it with the checked plan."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def call(**values: Any) -> None:
-            given = {name: values.pop(name) for name in kind.model_fields}
-            command(**values, plan=_checked(kind, given, refuse))
+        def call(context: typer.Context, **values: Any) -> None:
+            chosen = {name: values.pop(name) for name in kind.model_fields}
+            command(**values, plan=_checked(kind, _given(context, chosen), refuse))
 
         hints = get_type_hints(command, include_extras=True)
         own = [
@@ -29,7 +29,8 @@ def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[...,
             for name, one in inspect.signature(command).parameters.items()
             if name != "plan"
         ]
-        parameters = [*own, *_options(kind)]
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters = [context, *own, *_options(kind)]
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {one.name: one.annotation for one in parameters}
         call.__name__, call.__doc__ = command.__name__, command.__doc__
@@ -44,10 +45,22 @@ def _options(kind: type[ReplayPlan]) -> list[inspect.Parameter]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
-            annotation=Annotated[field.annotation, typer.Option(help=field.description)],
+            annotation=Annotated[_option_type(field.annotation), typer.Option(help=field.description)],
         )
         for name, field in kind.model_fields.items()
     ]
+
+
+def _option_type(annotation: Any) -> Any:
+    """Return the type that the command line reads: text for a number or a word, which only the plan tells apart."""
+    kinds = [one for one in get_args(annotation) if one is not type(None)]
+    return str | None if float in kinds and len(kinds) > 1 else annotation
+
+
+def _given(context: typer.Context, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what was not on the command line, so that the plan can tell a default from a choice."""
+    sources = {name: context.get_parameter_source(name) for name in chosen}
+    return {name: chosen[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
 
 
 def _checked(kind: type[ReplayPlan], given: dict[str, Any], refuse: Refuse) -> ReplayPlan:

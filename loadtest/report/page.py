@@ -21,10 +21,10 @@ def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
     """Fill the template with the verdict, the tables and the plots; return the path."""
     verdict = summary["verdict"]
     template = Template(TEMPLATE_FILE.read_text(encoding="utf-8"))
-    headline, _, details = verdict["sentence"].partition(". Median ")
     page = template.substitute(
-        headline=html.escape(headline.removesuffix(".") + "."),
-        details=html.escape(f"Median {details}" if details else ""),
+        headline=html.escape(verdict["headline"]),
+        tail=html.escape(verdict["tail"]),
+        details=html.escape(verdict["sentence"].removeprefix(f"{verdict['headline']} {verdict['tail']}").strip()),
         winner=verdict["winner"] or "none",
         setting=html.escape(_setting(summary)),
         warnings=_warnings(summary),
@@ -46,6 +46,7 @@ def _figures(summary: Summary, records: plots.Records) -> list[go.Figure | None]
         plots.roofline(pools_of(summary)),
         plots.latency_cdf(records, "ttft", "Time to first token", slo.ttft_ms),
         plots.latency_cdf(records, "tpot", "Time per output token", slo.tpot_ms),
+        plots.gap_tail(records),
         plots.stage_bars(summary["modes"]),
     ]
 
@@ -72,11 +73,12 @@ def _legend(figure: go.Figure) -> str:
 
 
 def _setting(summary: Summary) -> str:
-    trace, plan, machine = summary["trace"], summary["plan"], summary["machine"]
-    rate = f" at {trace['mean_rate']:.2f} requests/s" if trace["mean_rate"] else ""
+    trace, plan, machine, load = (summary[part] for part in ("trace", "plan", "machine", "load"))
+    rate = f" at {load['rate']:.3g} requests/s ({load['rate_source']})" if load["rate"] else ""
     return (
-        f"trace '{trace['name']}': {trace['requests']} requests{rate}, {plan['rounds']} rounds in each mode · "
-        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
+        f"Trace '{trace['name']}': {trace['requests']} requests{rate}, {plan['rounds']} rounds in each mode · "
+        f"limits: {load['slo_source']} · {machine['processor']}, {machine['cores']} cores, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB"
     )
 
 
@@ -128,6 +130,7 @@ def _method(summary: Summary) -> str:
         f"{format_figure(fraction, '.1%')} of the disaggregated mode's requests went through both pools.",
         f"Recomputed prompts, by reason: {modes[DISAGGREGATED]['recomputes'] or 'none'}.",
         f"Intervals: {summary['formulas']['ci']}; the ratio's pairs each request with itself in the other mode.",
+        *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary["load"]["sentences"]),
         *(f"Trace: {change}." for change in trace["changes"]),
     ]
     return "".join(f"<li>{html.escape(line)}</li>" for line in lines)

@@ -9,14 +9,15 @@ from rich.console import Console
 from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
 from loadtest.report.summary import FORMULAS, summarise
 from loadtest.report.tables import print_replay
+from loadtest.run.calibration import Load
 from loadtest.run.machine import describe_machine
 from loadtest.run.plan import ReplayPlan
 from loadtest.run.replay import ReplayResult
 
 
-def replay_summary(result: ReplayResult, plan: ReplayPlan) -> dict[str, Any]:
+def replay_summary(result: ReplayResult, plan: ReplayPlan, load: Load) -> dict[str, Any]:
     """Return the summary: vLLM bench's names at the top; pools and stages only if the server publishes them."""
-    summary = summarise(result.records, result.duration_s, plan.slo, plan.seed)
+    summary = summarise(result.records, result.duration_s, plan.limits, plan.seed)
     if result.metrics is not None:
         summary |= {
             "disaggregated_fraction": disaggregated_fraction(result.metrics),
@@ -28,17 +29,22 @@ def replay_summary(result: ReplayResult, plan: ReplayPlan) -> dict[str, Any]:
         "offered_rate": result.trace.mean_rate,
         "warnings": result.warnings,
         "trace": {"name": result.trace.name, "requests": len(result.trace.rows), "changes": result.trace.notes},
-        "slo": plan.slo.model_dump(),
+        "slo": plan.limits.model_dump(),
+        "load": load.as_summary(plan.limits),
         "plan": plan.model_dump(),
         "machine": describe_machine(),
         "formulas": FORMULAS | POOL_FORMULAS,
     }
 
 
-def report_replay(result: ReplayResult, plan: ReplayPlan, out: Path | None, console: Console) -> dict[str, Any]:
+def report_replay(
+    result: ReplayResult, plan: ReplayPlan, load: Load, out: Path | None, console: Console
+) -> dict[str, Any]:
     """Print the table; with `out`, write summary.json and records.jsonl there. Return the summary."""
-    summary = replay_summary(result, plan)
+    summary = replay_summary(result, plan, load)
     print_replay(summary, summary["formulas"], console)
+    for sentence in load.sentences(plan.limits):
+        console.print(sentence, highlight=False, markup=False)
     for change in result.trace.notes:
         console.print(f"trace: {change}", style="dim", highlight=False, markup=False)
     if out is not None:

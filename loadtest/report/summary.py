@@ -52,6 +52,7 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Slo, see
     series = latency_series(done)
     for name, values_s in series.items():
         figures |= _spread(name, values_s)
+    figures["max_itl_ms"] = max(series["itl"]) * 1e3 if series["itl"] else None
     figures["ci95"] = {
         "goodput_ratio": mean_interval([float(met) for met in good], seed),
         "median_ttft_ms": _ms(median_interval(series["ttft"], seed)),

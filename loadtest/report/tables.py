@@ -25,6 +25,9 @@ ROWS = (
     ("TPOT p50, ms", "p50_tpot_ms", ".0f"),
     ("TPOT p90, ms", "p90_tpot_ms", ".0f"),
     ("TPOT p99, ms", "p99_tpot_ms", ".0f"),
+    ("gap between tokens p50, ms", "p50_itl_ms", ".0f"),
+    ("gap between tokens p99, ms", "p99_itl_ms", ".0f"),
+    ("gap between tokens, largest, ms", "max_itl_ms", ".0f"),
     ("latency p50, ms", "p50_e2el_ms", ".0f"),
 )
 POOL_ROWS = (
@@ -67,6 +70,8 @@ def print_comparison(summary: Summary, console: Console) -> None:
     fraction = format_figure(modes[DISAGGREGATED]["disaggregated_fraction"], ".1%")
     console.print(f"Intervals in parentheses: {formulas['ci']}.", style="dim", highlight=False)
     console.print(f"{fraction} of the disaggregated mode's requests went through both pools.", highlight=False)
+    for sentence in summary["load"]["sentences"]:
+        console.print(sentence, highlight=False, markup=False)
     console.print(summary["verdict"]["sentence"], style="bold", highlight=False)
 
 

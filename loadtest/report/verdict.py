@@ -1,10 +1,12 @@
-"""States in one sentence which mode won, under which limits, by how much and how surely. Called by `loadtest.compare`.
+"""States which mode won, under which limits, by how much and how surely, and how long the longest gaps were.
+
+Called by `loadtest.compare`.
 
 Request i of round r is the same request in both modes, so the modes are compared request by request.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -15,35 +17,75 @@ from loadtest.run.plan import COLOCATED, DISAGGREGATED, Mode, Slo
 from loadtest.run.records import RequestRecord
 
 Basis = Literal["goodput", "latency"]
+Ends = tuple[float | None, float | None]
+MODES: tuple[Mode, ...] = (COLOCATED, DISAGGREGATED)
+
+
+class GapTail(msgspec.Struct, frozen=True):
+    """The longest gaps between tokens in one mode, in seconds, over all its finished requests."""
+
+    p99_s: float
+    largest_s: float
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The verdict; `ratio` is disaggregated over colocated, None if infinite. No `winner` means no clear difference."""
+    """The verdict; `ratio` is disaggregated over colocated, None if infinite. No `winner` means no clear difference.
+
+    `sentence` begins with `headline` and `tail`, which names the longest gaps between tokens; it is empty, and
+    `gap_tails` lacks a mode, if no answer of a mode had two tokens.
+    """
 
     sentence: str
+    headline: str
+    tail: str
     winner: Mode | None
     basis: Basis
     ratio: float | None
-    ci95: tuple[float | None, float | None] | None
+    ci95: Ends | None
+    gap_tails: dict[Mode, GapTail]
 
 
 def judge(colocated: Sequence[RequestRecord], disaggregated: Sequence[RequestRecord], slo: Slo, seed: int) -> Verdict:
-    """Compare goodput; if neither mode met the limits for any request, state the medians of TTFT and TPOT only."""
+    """Compare goodput; if neither mode met the limits for any request, state latencies only.
+
+    The gaps' tail is always named: a stall hardly moves a request's TPOT, and the modes differ most in stalls.
+    """
     limits = slo.ttft_ms / 1e3, slo.tpot_ms / 1e3
     good_colocated = [float(record.meets(*limits)) for record in colocated]
     good_disaggregated = [float(record.meets(*limits)) for record in disaggregated]
-    medians = _medians_text(colocated, disaggregated, seed)
+    tails = gap_tails({COLOCATED: colocated, DISAGGREGATED: disaggregated})
+    tail, medians = _tails_text(tails), _medians_text(colocated, disaggregated, seed)
+
+    def verdict(headline: str, winner: Mode | None, basis: Basis, ratio: float | None, ci95: Ends | None) -> Verdict:
+        sentence = " ".join(filter(None, (headline, tail, medians)))
+        return Verdict(sentence, headline, tail, winner, basis, ratio, ci95, tails)
+
     if not any(good_colocated) and not any(good_disaggregated):
-        sentence = f"Neither mode met {slo} for any request, so goodput cannot tell them apart. {medians}"
-        return Verdict(sentence, None, "latency", None, None)
+        headline = f"Neither mode met {slo} for any request, so goodput cannot tell them apart."
+        return verdict(headline, None, "latency", None, None)
     ratio = sum(good_disaggregated) / sum(good_colocated) if any(good_colocated) else math.inf
     ends = paired_ratio_interval(good_disaggregated, good_colocated, _mean, seed) or (ratio, ratio)
+    ci95 = _finite(ends[0]), _finite(ends[1])
     if ends[0] <= 1 <= ends[1]:
-        winner, sentence = None, _draw_text(good_colocated, good_disaggregated, slo, ratio, ends)
-    else:
-        winner = DISAGGREGATED if ratio > 1 else COLOCATED
-        sentence = _win_text(winner, good_colocated, good_disaggregated, slo, ends)
-    return Verdict(f"{sentence} {medians}", winner, "goodput", _finite(ratio), (_finite(ends[0]), _finite(ends[1])))
+        headline = _draw_text(good_colocated, good_disaggregated, slo, ratio, ends)
+        return verdict(headline, None, "goodput", _finite(ratio), ci95)
+    winner = DISAGGREGATED if ratio > 1 else COLOCATED
+    headline = _win_text(winner, good_colocated, good_disaggregated, slo, ends)
+    return verdict(headline, winner, "goodput", _finite(ratio), ci95)
+
+
+def gap_tails(records: Mapping[Mode, Sequence[RequestRecord]]) -> dict[Mode, GapTail]:
+    """Return the tail of the gaps between tokens in each mode."""
+    gaps_s = {mode: [gap_s for one in found if one.ok for gap_s in one.itls_s] for mode, found in records.items()}
+    return {mode: GapTail(float(np.percentile(gaps, 99)), max(gaps)) for mode, gaps in gaps_s.items() if gaps}
+
+
+def _tails_text(tails: Mapping[Mode, GapTail]) -> str:
+    if len(tails) < len(MODES):
+        return ""
+    p99s = " and ".join(f"{_ms(tails[mode].p99_s)} {mode}" for mode in MODES)
+    largest = " and ".join(_ms(tails[mode].largest_s) for mode in MODES)
+    return f"1 % of the gaps between tokens lasted longer than {p99s}; the longest lasted {largest}."
 
 
 def _draw_text(

@@ -5,7 +5,7 @@ Built by `cluster.commands.loadtest`; read by `loadtest.run.replay` and `loadtes
 Each field is an option of the commands, and its description is the help text (`cluster.commands.plan_options`).
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -13,6 +13,7 @@ Mode = Literal["colocated", "disaggregated"]
 COLOCATED: Mode = "colocated"
 DISAGGREGATED: Mode = "disaggregated"
 MIN_ROUNDS = 2
+AUTO: Final = "auto"
 
 
 class Slo(BaseModel):
@@ -36,7 +37,11 @@ class ReplayPlan(BaseModel):
         "demo", description="demo, an Azure CSV, a Mooncake JSONL, or poisson:rate=2,input=512,output=64,n=100"
     )
     time_scale: float = Field(1.0, description="multiply the gaps between arrivals")
-    rate: float | None = Field(None, description="rescale time to this mean rate, requests per second")
+    rate: float | Literal["auto"] | None = Field(
+        None,
+        description="rescale time to this mean rate, requests per second; "
+        "auto: 80 % of what the server can hold, measured before the run",
+    )
     limit: int | None = Field(None, description="first N requests only")
     duration_s: float | None = Field(None, description="only the requests of the trace's first this many seconds")
     length_scale: float = Field(1.0, description="multiply the lengths of prompts and outputs")
@@ -54,6 +59,9 @@ class ReplayPlan(BaseModel):
     warmup_requests: int = Field(2, description="requests sent first, one at a time, and not counted")
     deadline_s: float = Field(120.0, description="a request that takes longer counts as failed")
     settle_s: float = Field(1.0, description="seconds between two readings of /metrics, repeated until two agree")
+    slo: Literal["auto"] | None = Field(
+        None, description="auto: take both limits from the server's unloaded TTFT and TPOT, measured before the run"
+    )
     slo_ttft_ms: float = Field(2000.0, description="goodput: TTFT at most this many ms")
     slo_tpot_ms: float = Field(100.0, description="goodput: TPOT at most this many ms")
     served_name: str | None = Field(None, description="which of the server's models to use; by default the first")
@@ -62,14 +70,27 @@ class ReplayPlan(BaseModel):
     )
 
     @property
-    def slo(self) -> Slo:
-        """The two limits as one value."""
+    def limits(self) -> Slo:
+        """The two limits as one value; with `slo` auto they are right only once it is settled."""
         return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms)
+
+    @property
+    def measures_first(self) -> bool:
+        """Whether a server must be measured before this plan says what is sent (`loadtest.run.calibration`)."""
+        return AUTO in (self.rate, self.slo)
+
+    @field_validator("rate", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: object) -> object:
+        try:
+            return float(value) if isinstance(value, str) and value != AUTO else value
+        except ValueError:
+            raise ValueError(f"must be a number above 0 or auto, not {value!r}") from None
 
     @field_validator("time_scale", "rate", "duration_s", "length_scale", "deadline_s", "slo_ttft_ms", "slo_tpot_ms")
     @classmethod
-    def _above_zero(cls, value: float | None) -> float | None:
-        if value is not None and not 0 < value < float("inf"):
+    def _above_zero(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, float) and not 0 < value < float("inf"):
             raise ValueError(f"must be a number above 0, not {value:g}")
         return value
 
@@ -93,11 +114,35 @@ class ReplayPlan(BaseModel):
             raise ValueError("rate and time_scale both rescale time: give one of them")
         return self
 
+    @model_validator(mode="after")
+    def _one_source_of_limits(self) -> "ReplayPlan":
+        given = sorted({"slo_ttft_ms", "slo_tpot_ms"} & self.model_fields_set)
+        if self.slo == AUTO and given:
+            raise ValueError(f"slo auto measures both limits: leave out {' and '.join(given)}, or slo")
+        return self
+
 
 class ComparePlan(ReplayPlan):
     """A plan that replays the same trace against both modes, in counterbalanced rounds."""
 
     rounds: int = Field(MIN_ROUNDS, description=f"rounds of each mode, at least {MIN_ROUNDS}")
+    budget_s: float | None = Field(
+        None,
+        description="seconds that the whole comparison may take, starts included; "
+        "the number of requests in a round follows from it and from the rate",
+    )
+
+    @property
+    def measures_first(self) -> bool:
+        """Whether a server must be measured first: for rate, limits, or the number of requests that fit the budget."""
+        return super().measures_first or self.budget_s is not None
+
+    @field_validator("budget_s")
+    @classmethod
+    def _some_time(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"must be a number above 0, not {value:g}")
+        return value
 
     @field_validator("rounds")
     @classmethod

@@ -1,6 +1,6 @@
 """Open-loop replay of a trace: requests are sent at their time, whatever the server does.
 
-Called by `cluster.commands.loadtest` and `loadtest.compare`.
+Called by `cluster.commands.loadtest` and `loadtest.compare`, with a plan in which nothing is left to be measured.
 
 It is open-loop because a load that waits for the server would hide the queue it is meant to measure.
 """
@@ -53,7 +53,7 @@ async def run_replay(
     async with open_client(base_url) as client:
         card = await first_model(client, plan.served_name)
         trace = fit_context(trace, card.max_model_len)
-        maker = await asyncio.to_thread(_prompt_maker, trace, plan, card)
+        maker = await asyncio.to_thread(prompt_maker, trace, plan, card)
         await _warm_up(client, plan, card.id, maker, trace, round_index)
         before = await scrape_settled(client, plan.settle_s)
         progress = ReplayProgress(label, len(trace.rows))
@@ -69,7 +69,8 @@ async def run_replay(
     return ReplayResult(trace, records, duration_s, metrics, warnings)
 
 
-def _prompt_maker(trace: Trace, plan: ReplayPlan, card: ModelCard) -> PromptMaker:
+def prompt_maker(trace: Trace, plan: ReplayPlan, card: ModelCard) -> PromptMaker:
+    """Make prompts with the served model's tokenizer. Raises LoadTestError if it is not to be had."""
     tokenizer = plan.tokenizer or card.root
     if tokenizer is None:
         raise LoadTestError("the server does not say where its model's tokenizer is: pass --tokenizer PATH")

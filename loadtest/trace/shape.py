@@ -125,7 +125,7 @@ def _clip_long(trace: Trace, plan: ReplayPlan) -> Trace:
 
 def _scale_time(trace: Trace, plan: ReplayPlan) -> Trace:
     factor = plan.time_scale
-    if plan.rate is not None:
+    if isinstance(plan.rate, float):
         if trace.mean_rate is None:
             raise TraceError(
                 f"the trace '{trace.name}' has no spread of arrivals to rescale to {plan.rate:g} requests/s"

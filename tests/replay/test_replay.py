@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import html
 import json
 import re
 import statistics
@@ -16,8 +17,10 @@ from loadtest.compare import compare, round_schedule
 from loadtest.errors import NotDisaggregatedError, ServerError
 from loadtest.report.replay_output import report_replay
 from loadtest.run import replay as replay_module
+from loadtest.run.calibration import Workers, given_load
 from loadtest.run.plan import ComparePlan, ReplayPlan
 from loadtest.run.replay import ReplayResult, run_replay
+from loadtest.run.unloaded import measure_unloaded
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import PATIENCE_S
 
@@ -143,7 +146,7 @@ async def test_a_server_that_is_not_there_or_fails_its_warm_up_is_named(console)
 async def test_a_server_without_our_metrics_can_be_replayed(console, tmp_path):
     result = await _replay(Behaviour(ttft_s=0.01, has_metrics=False), console)
     assert result.metrics is None
-    report_replay(result, _plan(), tmp_path, console)
+    report_replay(result, _plan(), given_load(_plan(), result.trace), tmp_path, console)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["completed"] == 6
     assert "pools" not in summary
@@ -152,7 +155,7 @@ async def test_a_server_without_our_metrics_can_be_replayed(console, tmp_path):
 
 async def test_a_replay_of_our_server_reports_its_pools(console):
     result = await _replay(Behaviour(ttft_s=0.01), console)
-    summary = report_replay(result, _plan(), None, console)
+    summary = report_replay(result, _plan(), given_load(_plan(), result.trace), None, console)
     assert summary["pools"]["prefill"]["arithmetic_intensity"] == pytest.approx(50)
     assert summary["disaggregated_fraction"] == 1.0
 
@@ -223,6 +226,67 @@ async def test_compare_writes_the_contract_and_says_who_won(tmp_path, console):
     assert len(titles) == page.count("Plotly.newPlot("), "each with its legend, where neither can cover the other"
     assert re.findall(r"</i>(.*?)</span>", titles[-1][1]) == ["queue", "prefill", "wire", "decode"]
     assert "http" not in page.replace(get_plotlyjs(), "")
+
+
+async def test_compare_measures_once_before_round_one_and_both_modes_get_the_same_rate_and_limits(tmp_path, console):
+    cluster = _Cluster()
+    plan = ComparePlan(
+        trace="poisson:rate=1,input=40,output=12,n=30,seed=1",
+        rate="auto",
+        slo="auto",
+        budget_s=0.1,
+        settle_s=0.02,
+        tokenizer="unused",
+        warmup_requests=1,
+    )
+    await compare(cluster.serve, plan, tmp_path, console, Workers(prefill=2, decode=2))
+    first, second, third = cluster.started
+    measured = 1 + 5 + 8 * 2
+    assert [len(each.bodies) for each in cluster.started] == [measured + 11, 2 * 11, 11]
+    prompts = [tuple(prompt) for prompt in (*first.prompts, *third.prompts)]
+    assert len(set(prompts)) == len(prompts), "what was measured is in no round's prefix cache"
+    assert [tuple(prompt) for prompt in second.prompts] == prompts[measured:]
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    load = summary["load"]
+    assert load["unloaded"]["median_ttft_s"] >= first.ttft_s
+    assert load["unloaded"]["median_tpot_s"] >= first.tpot_s
+    assert summary["plan"]["rate"] == load["rate"]
+    assert summary["trace"]["mean_rate"] == pytest.approx(load["rate"])
+    assert load["rate"] == pytest.approx(0.8 * 2 / load["unloaded"]["mean_ttft_s"], rel=0.01)
+    assert summary["slo"]["ttft_ms"] == pytest.approx(5e3 * load["unloaded"]["median_ttft_s"], rel=0.01)
+    assert summary["slo"]["tpot_ms"] == pytest.approx(2.5e3 * load["unloaded"]["median_tpot_s"], rel=0.01)
+    assert [each["completed"] for each in summary["rounds"]] == [10] * 4
+    page = (tmp_path / "report.html").read_text()
+    for sentence in load["sentences"]:
+        assert html.escape(sentence[1:]) in page
+    assert "1 % of the gaps between tokens lasted longer than" in page
+
+
+async def test_a_running_server_is_measured_by_its_own_pools(console):
+    plan = _plan(rate="auto", slo="auto")
+    with running(Behaviour(ttft_s=0.05, tpot_s=0.01)) as url:
+        unloaded = await measure_unloaded(url, plan, console, round_index=1)
+    assert unloaded.workers == {"prefill": 1, "decode": 1}
+    assert unloaded.input_tokens == (40,) * 5
+    assert unloaded.output_tokens == 8
+    assert unloaded.mean_ttft_s >= 0.05
+    assert unloaded.median_batch_gap_s >= 0.009
+
+
+async def test_prompts_that_fill_the_context_are_shortened_by_the_answer_that_is_measured(console):
+    behaviour = Behaviour(ttft_s=0.001, tpot_s=0.001, max_model_len=42, has_metrics=False)
+    with running(behaviour) as url:
+        trace = "poisson:rate=1,input=40,output=2,n=9"
+        unloaded = await measure_unloaded(url, _plan(rate="auto", trace=trace), console, round_index=1)
+    assert unloaded.input_tokens == (34,) * 5
+    assert unloaded.workers == {}
+
+
+async def test_a_server_that_fails_while_it_is_measured_is_named(console):
+    failed = "of 40 tokens to the idle server failed while it was measured: HTTP 503"
+    with running(Behaviour(ttft_s=0.01, faults={3: "refuse"})) as url, pytest.raises(ServerError, match=failed):
+        await measure_unloaded(url, _plan(slo="auto"), console, round_index=1)
 
 
 async def test_a_run_that_was_disaggregated_in_name_only_is_refused(tmp_path, console):

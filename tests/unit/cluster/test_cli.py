@@ -11,8 +11,11 @@ import cluster.cli
 import cluster.commands.loadtest
 import cluster.commands.serve
 from cluster.cli import app
+from cluster.commands.loadtest import split_workers
 from cluster.commands.serve import Unfit
+from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import CheckResult
+from loadtest.run.calibration import Workers
 from loadtest.run.plan import ComparePlan, ReplayPlan
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
@@ -203,6 +206,10 @@ def test_a_model_that_cannot_be_prepared_is_named(ridgeline):
         (["--trace", "poisson:rate=fast"], 1, "poisson"),
         (["--rate", "2", "--time-scale", "3"], 2, "rate and time_scale both rescale time: give one of them"),
         (["--rate", "0"], 2, "rate: must be a number above 0"),
+        (["--rate", "fast"], 2, "rate: must be a number above 0 or auto, not 'fast'"),
+        (["--rate", "auto", "--time-scale", "3"], 2, "rate and time_scale both rescale time: give one of them"),
+        (["--rate", "auto", "--trace", "poisson:n=1"], 1, "no spread of arrivals to rescale to a measured rate"),
+        (["--slo", "auto", "--slo-ttft-ms", "2000"], 2, "slo auto measures both limits: leave out slo_ttft_ms, or slo"),
         (["--limit", "0"], 2, "limit: must be 1 or more"),
         (["--jitter-s", "nan"], 2, "jitter_s: must be a number, 0 or more"),
         (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: must be a number above 0"),
@@ -239,6 +246,10 @@ def test_the_options_reach_the_plan(ridgeline, monkeypatch):
     assert ridgeline("replay", *flags.split())[0] == 0
     asked = {"length_scale": 0.5, "too_long": "drop", "jitter_s": 0.25, "duration_s": 9, "served_name": "m"}
     assert plans == [ReplayPlan(warmup_requests=0, **asked)]
+    assert ridgeline("replay", "--rate", "auto", "--slo", "auto")[0] == 0
+    assert plans[-1] == ReplayPlan(rate="auto", slo="auto")
+    assert ridgeline("replay", "--rate", "0.5")[0] == 0
+    assert plans[-1] == ReplayPlan(rate=0.5)
 
 
 def test_replay_without_a_server_says_where_it_looked(ridgeline):
@@ -268,6 +279,28 @@ def test_compare_on_unequal_hardware_is_refused_with_both_numbers_and_the_fix(ri
     assert status == 2
     assert sentence in error
     assert "change pools.colocated.workers or cores_per_worker" in error
+
+
+@pytest.mark.parametrize(
+    ("pools", "workers"),
+    [
+        ({}, Workers(prefill=1, decode=1)),
+        ({"colocated": {"workers": 1, "cores_per_worker": 2}}, Workers(prefill=0.5, decode=0.5)),
+        (
+            {
+                "prefill": {"workers": 2, "gpus_per_worker": 2},
+                "decode": {"gpus_per_worker": 1},
+                "colocated": {"gpus_per_worker": 1},
+            },
+            Workers(prefill=4, decode=1),
+        ),
+    ],
+)
+def test_workers_of_the_split_are_counted_in_the_replicas_that_are_measured(pools, workers):
+    plain = RidgelineConfig().pools
+    changed = {name: getattr(plain, name).model_copy(update=fields) for name, fields in pools.items()}
+    config = RidgelineConfig().model_copy(update={"pools": plain.model_copy(update=changed)})
+    assert split_workers(config) == workers
 
 
 def test_compare_on_an_unfit_machine_starts_nothing(ridgeline, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from loadtest.errors import ServerError
@@ -9,7 +10,7 @@ from loadtest.report.bootstrap import mean_interval, median_interval, paired_rat
 from loadtest.report.pools import describe_pools, disaggregated_fraction, stage_seconds
 from loadtest.report.summary import FORMULAS, attainment, summarise
 from loadtest.report.tables import ROWS, formula_of
-from loadtest.report.verdict import judge
+from loadtest.report.verdict import GapTail, judge
 from loadtest.run.plan import Slo
 from loadtest.run.records import RequestRecord
 from loadtest.run.server_metrics import add_up, difference, parse_metrics
@@ -101,6 +102,26 @@ def test_the_verdict_names_winner_limits_factor_and_interval():
     assert other.winner == "colocated"
     assert "Colocated won" in other.sentence
     assert "2.00 times" in other.sentence
+
+
+def test_the_verdict_names_the_tail_of_the_gaps_which_no_mean_shows():
+    steady = [_record(i, 0.1, 0.04) for i in range(30)]
+    stalled = [msgspec.structs.replace(one, itls_s=(0.03,) * 9 + (0.9 if one.index < 6 else 0.03,)) for one in steady]
+    broken = _record(30, 0.1, 0.04, error="broken")
+    slower = msgspec.structs.replace(broken, itls_s=(9.0,))
+    verdict = judge([*stalled, slower], [*steady, slower], SLO, seed=0)
+    assert verdict.gap_tails["colocated"] == GapTail(p99_s=pytest.approx(0.9), largest_s=0.9)
+    tail = "1 % of the gaps between tokens lasted longer than 900 ms colocated and 40 ms disaggregated; "
+    assert verdict.sentence.startswith(f"{verdict.headline} {tail}the longest lasted 900 ms and 40 ms. Median TTFT")
+    assert summarise(stalled, 1.0, SLO)["max_itl_ms"] == pytest.approx(900)
+
+
+def test_without_gaps_the_verdict_says_nothing_of_them():
+    single = [_record(i, 0.1, 0.0, output_tokens=1) for i in range(3)]
+    verdict = judge(single, single, SLO, seed=0)
+    assert verdict.gap_tails == {}
+    assert "gaps" not in verdict.sentence
+    assert summarise(single, 1.0, SLO)["max_itl_ms"] is None
 
 
 def test_no_clear_difference_is_said_when_the_interval_includes_one():

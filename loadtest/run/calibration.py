@@ -1,0 +1,221 @@
+"""Chooses rate, limits and number of requests from what an unloaded server was measured to take.
+
+Called by `loadtest.compare` and `cluster.commands.loadtest`; pure arithmetic, `loadtest.run.unloaded` measures.
+
+Machines differ by a factor of ten, so a fixed load is too light for one and too heavy for the next, and fixed limits
+are met by all or by none. One prefill worker is saturated when a prompt arrives every mean TTFT.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from loadtest.run.plan import AUTO, ComparePlan, ReplayPlan, Slo
+from loadtest.run.replay import WARMUP_OUTPUT_TOKENS
+from loadtest.run.unloaded import Unloaded
+from loadtest.trace.trace import Trace
+
+RATE_SHARE = 0.8
+TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.5
+MOST_TIMES_THE_BATCH = 8
+"""A step with more sequences than this many times the measured batch is not extrapolated to."""
+LEAST_REQUESTS = 10
+FEW_REQUESTS = 30
+Plan = TypeVar("Plan", bound=ReplayPlan)
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Workers that share the load, in units of the worker that was measured.
+
+    `replicas` do both phases; `prefill` and `decode` do one each.
+    """
+
+    prefill: float = 0.0
+    decode: float = 0.0
+    replicas: float = 0.0
+
+
+def workers_of(pools: dict[str, int]) -> Workers:
+    """Return the workers of a running server; one that publishes no pools counts as a single replica."""
+    if {"prefill", "decode"} <= pools.keys():
+        return Workers(prefill=pools["prefill"], decode=pools["decode"])
+    return Workers(replicas=pools.get("colocated", 1))
+
+
+class Load(msgspec.Struct, frozen=True):
+    """The load of a run and where it comes from; `load` in summary.json."""
+
+    rate: float | None
+    """Mean arrivals a second; None if all arrive at once."""
+    rate_source: str
+    slo_source: str
+    unloaded: Unloaded | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def _measured_text(self) -> str | None:
+        """What was measured, in one sentence; None if nothing was."""
+        found = self.unloaded
+        if found is None:
+            return None
+        return (
+            f"measured on this machine: TTFT {duration_text(found.median_ttft_s)}, "
+            f"TPOT {duration_text(found.median_tpot_s)} (medians of {len(found.input_tokens)} requests of "
+            f"{found.input_tokens[0]} to {found.input_tokens[-1]} tokens, one at a time; mean TTFT "
+            f"{duration_text(found.mean_ttft_s)}); {duration_text(found.median_batch_gap_s)} between tokens with "
+            f"{found.batch_sequences} sequences on a worker"
+        )
+
+    def sentences(self, limits: Slo) -> list[str]:
+        """Say what was measured, the rate, the limits, and where they come from."""
+        rate = f"{self.rate:.3g} requests/s" if self.rate else "all requests at once"
+        measured = [text] if (text := self._measured_text) else []
+        return [*measured, f"rate: {rate}: {self.rate_source}", f"limits: {limits}: {self.slo_source}", *self.notes]
+
+    def as_summary(self, limits: Slo) -> dict[str, Any]:
+        """Return the content of `load` in summary.json."""
+        summary: dict[str, Any] = msgspec.to_builtins(self)
+        return summary | {"sentences": self.sentences(limits)}
+
+
+def given_load(plan: ReplayPlan, trace: Trace) -> Load:
+    """Describe the load of a plan in which nothing is measured."""
+    rate = plan.rate if isinstance(plan.rate, float) else trace.mean_rate
+    return Load(rate, _given_rate_source(plan), _given_slo_source(plan))
+
+
+def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tuple[Plan, Load]:
+    """Return the plan with numbers in place of `auto`, and the load that it now offers.
+
+    `trace` has the plan's sizes at its own times. The settled plan offers the same load again without measuring.
+    """
+    limits, slo_source = plan.limits, _given_slo_source(plan)
+    if plan.slo == AUTO:
+        limits = Slo(
+            ttft_ms=_three_digits(TTFT_FACTOR * unloaded.median_ttft_s * 1e3),
+            tpot_ms=_three_digits(TPOT_FACTOR * unloaded.median_tpot_s * 1e3),
+        )
+        slo_source = f"{TTFT_FACTOR:g} times the unloaded median TTFT and {TPOT_FACTOR:g} times the median TPOT"
+    changes: dict[str, Any] = {"slo": None, "slo_ttft_ms": limits.ttft_ms, "slo_tpot_ms": limits.tpot_ms}
+    rate, rate_source = trace.mean_rate, _given_rate_source(plan)
+    if plan.rate == AUTO:
+        most, bound = most_rate(unloaded, workers, limits.tpot_ms / 1e3)
+        rate, rate_source = _three_digits(RATE_SHARE * most), f"{RATE_SHARE:.0%} of what {bound}"
+    elif isinstance(plan.rate, float):
+        rate = plan.rate
+    if plan.rate is not None:
+        changes["rate"] = rate
+    return plan.model_copy(update=changes), Load(rate, rate_source, slo_source, unloaded)
+
+
+def most_rate(unloaded: Unloaded, workers: Workers, tpot_limit_s: float) -> tuple[float, str]:
+    """Return the requests a second that saturate the workers, and a clause that names what is saturated."""
+    prompt_s = unloaded.mean_ttft_s
+    answer_s = unloaded.trace_mean_output_tokens * decode_token_s(unloaded, tpot_limit_s)
+    if workers.replicas:
+        each = f"{duration_text(prompt_s)} of prefill and {duration_text(answer_s)} of decode a request"
+        return workers.replicas / (prompt_s + answer_s), f"{_count(workers.replicas, 'replica')} can hold: {each}"
+    rates = {
+        f"{_count(workers.prefill, 'prefill worker')} can hold: a prompt takes {duration_text(prompt_s)} on the mean": (
+            workers.prefill / prompt_s
+        ),
+        f"{_count(workers.decode, 'decode worker')} can hold within the TPOT limit: an answer takes "
+        f"{duration_text(answer_s)} of its steps": workers.decode / answer_s,
+    }
+    bound = min(rates, key=rates.__getitem__)
+    return rates[bound], bound
+
+
+def decode_token_s(unloaded: Unloaded, tpot_limit_s: float) -> float:
+    """Return the worker seconds that one token costs in the largest batch whose steps stay within the limit.
+
+    Steps are taken to grow by the same time with each sequence, as they did up to the measured batch.
+    """
+    alone_s, batch = unloaded.median_tpot_s, unloaded.batch_sequences
+    more_s = max(0.0, unloaded.median_batch_gap_s - alone_s) / (batch - 1)
+    most = float(batch * MOST_TIMES_THE_BATCH)
+    sequences = min(most, 1 + max(0.0, tpot_limit_s - alone_s) / more_s) if more_s else most
+    return (alone_s + more_s * (sequences - 1)) / sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What is left of a comparison after its first server was started and measured."""
+
+    rounds: int
+    starts: int
+    start_s: float
+    beside_arrivals_s: float
+    """Seconds of a round before the first arrival and after the last."""
+
+    def left_s(self, requests: int, rate: float) -> float:
+        """Return the seconds that it will take with this many requests in a round."""
+        return self.starts * self.start_s + self.rounds * (self.beside_arrivals_s + (requests - 1) / rate)
+
+    def requests_within(self, left_s: float, rate: float) -> int:
+        """Return the number of requests in a round that fit into the seconds left; LEAST_REQUESTS at least."""
+        round_s = (left_s - self.starts * self.start_s) / self.rounds - self.beside_arrivals_s
+        return max(LEAST_REQUESTS, int(round_s * rate) + 1)
+
+
+def beside_arrivals_s(plan: ReplayPlan, unloaded: Unloaded) -> float:
+    """Estimate the seconds of a round's warm-up, of its readings of /metrics, and of its last answers."""
+    warm_up_s = plan.warmup_requests * (unloaded.mean_ttft_s + WARMUP_OUTPUT_TOKENS * unloaded.median_tpot_s)
+    last_answers_s = 2 * unloaded.mean_ttft_s + 1.5 * unloaded.trace_mean_output_tokens * unloaded.median_tpot_s
+    return warm_up_s + 4 * plan.settle_s + last_answers_s
+
+
+def fit_budget(plan: ComparePlan, load: Load, trace: Trace, course: Course, spent_s: float) -> tuple[ComparePlan, Load]:
+    """Limit the requests of a round to what the budget leaves time for, and say what that means."""
+    if load.rate is None or plan.budget_s is None:
+        return plan, load
+    fitting = course.requests_within(plan.budget_s - spent_s, load.rate)
+    requests = min(fitting, len(trace.rows))
+    notes = [
+        f"{course.rounds} rounds of {requests} requests, {(requests - 1) / load.rate:.0f} s each: about "
+        f"{minutes_text(course.left_s(requests, load.rate))} more, {course.starts} starts included"
+    ]
+    whole_s = spent_s + course.left_s(requests, load.rate)
+    if fitting == LEAST_REQUESTS and whole_s > plan.budget_s:
+        notes.append(
+            f"{LEAST_REQUESTS} requests a round are the least that is compared: on this machine the whole takes about "
+            f"{minutes_text(whole_s)}, more than the {minutes_text(plan.budget_s)} that were asked for"
+        )
+    elif requests < min(FEW_REQUESTS, len(trace.rows)):
+        notes.append(
+            f"this machine is slow for this trace: only {requests} requests a round fit into "
+            f"{minutes_text(plan.budget_s)}, so only large differences can be seen; a larger budget_s helps"
+        )
+    elif fitting > len(trace.rows):
+        notes.append(f"all {requests} requests of the trace fit; more need a longer trace")
+    return plan.model_copy(update={"limit": requests}), msgspec.structs.replace(load, notes=(*load.notes, *notes))
+
+
+def duration_text(seconds: float) -> str:
+    """Format a short time for people."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def minutes_text(seconds: float) -> str:
+    """Format minutes and seconds as 4:05 min."""
+    return f"{round(seconds) // 60}:{round(seconds) % 60:02d} min"
+
+
+def _given_rate_source(plan: ReplayPlan) -> str:
+    if isinstance(plan.rate, float):
+        return "as given"
+    return "the trace's own" if plan.time_scale == 1 else f"the trace's own, gaps multiplied by {plan.time_scale:g}"
+
+
+def _given_slo_source(plan: ReplayPlan) -> str:
+    return "as given" if {"slo_ttft_ms", "slo_tpot_ms"} & plan.model_fields_set else "the defaults"
+
+
+def _count(workers: float, name: str) -> str:
+    return f"{workers:g} {name}{'' if workers == 1 else 's'}"
+
+
+def _three_digits(value: float) -> float:
+    return float(f"{value:.3g}")

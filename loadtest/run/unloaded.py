@@ -1,0 +1,145 @@
+"""Measures what a server takes for one request at a time, and for one step with several sequences.
+
+Called by `loadtest.compare` and `cluster.commands.loadtest`, before the first round of a plan that leaves something to
+be measured. `loadtest.run.calibration` makes rate and limits of it.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+from rich.console import Console
+
+from loadtest.errors import ServerError, TraceError
+from loadtest.run.client import Completion, complete, encode_body, first_model, open_client
+from loadtest.run.plan import AUTO, ReplayPlan
+from loadtest.run.records import RequestRecord
+from loadtest.run.replay import prompt_maker
+from loadtest.run.server_metrics import scrape
+from loadtest.trace.prompts import PromptMaker
+from loadtest.trace.readers import load_trace
+from loadtest.trace.shape import fit_context, shape_trace
+from loadtest.trace.trace import Trace
+
+SIZE_QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""The middles of five equal parts of the trace's prompt lengths, so that their mean is about the trace's mean."""
+LEAST_OUTPUT_TOKENS, MOST_OUTPUT_TOKENS = 8, 32
+WARM_UP_OUTPUT_TOKENS = 4
+BATCH_SEQUENCES = 8
+
+
+class Unloaded(msgspec.Struct, frozen=True):
+    """What requests take on a server that does nothing else. Times are in seconds."""
+
+    input_tokens: tuple[int, ...]
+    """Prompt lengths of the requests that were sent one at a time, ascending."""
+    output_tokens: int
+    median_ttft_s: float
+    mean_ttft_s: float
+    median_tpot_s: float
+    batch_sequences: int
+    """Sequences that each decoding worker had at once in the second measurement."""
+    median_batch_gap_s: float
+    """Median gap between tokens with that many sequences."""
+    trace_mean_output_tokens: float
+    workers: dict[str, int]
+    """Workers by pool, as the server publishes them; empty for a server that is not Ridgeline's."""
+
+
+def sizes_of(plan: ReplayPlan) -> Trace:
+    """Return the plan's trace at its own times, for its sizes; nothing is started or sent.
+
+    Raises TraceError for whatever the replay would refuse of the trace.
+    """
+    read = load_trace(plan.trace)
+    trace = shape_trace(read, plan.model_copy(update={"rate": None, "duration_s": None}))
+    if plan.rate != AUTO:
+        shape_trace(read, plan)
+    elif trace.mean_rate is None:
+        raise TraceError(f"the trace '{trace.name}' has no spread of arrivals to rescale to a measured rate")
+    return trace
+
+
+async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *, round_index: int) -> Unloaded:
+    """Warm up, send five requests of the trace's sizes one at a time, then several short ones at once.
+
+    No prompt of a round below `round_index` begins like one of these. Raises ServerError if a request fails.
+    """
+    async with open_client(base_url) as client:
+        card = await first_model(client, plan.served_name)
+        trace = fit_context(sizes_of(plan), card.max_model_len)
+        maker = await asyncio.to_thread(prompt_maker, trace, plan, card)
+        inputs = _at_quantiles([row.input_tokens for row in trace.rows])
+        outputs = [row.output_tokens for row in trace.rows]
+        output_tokens = min(max(LEAST_OUTPUT_TOKENS, round(statistics.median(outputs))), MOST_OUTPUT_TOKENS)
+        if card.max_model_len is not None:
+            inputs = [max(1, min(tokens, card.max_model_len - output_tokens)) for tokens in inputs]
+        console.print(
+            f"measuring this server: {len(inputs)} requests of {inputs[0]} to {inputs[-1]} tokens, one at a time, then "
+            f"{BATCH_SEQUENCES} at once on each worker",
+            highlight=False,
+        )
+        workers = await _workers(client)
+        sender = _Sender(client, card.id, maker, round_index, plan.deadline_s)
+        await sender.send(inputs[len(inputs) // 2], WARM_UP_OUTPUT_TOKENS)
+        alone = [await sender.send(tokens, output_tokens) for tokens in inputs]
+        decoders = workers.get("decode") or workers.get("colocated") or 1
+        together = [sender.send(inputs[0], output_tokens) for _ in range(BATCH_SEQUENCES * decoders)]
+        batch = await asyncio.gather(*together)
+    ttfts_s = [record.ttft_s for record in alone if record.ttft_s is not None]
+    return Unloaded(
+        input_tokens=tuple(inputs),
+        output_tokens=output_tokens,
+        median_ttft_s=statistics.median(ttfts_s),
+        mean_ttft_s=statistics.fmean(ttfts_s),
+        median_tpot_s=statistics.median(record.tpot_s or 0.0 for record in alone),
+        batch_sequences=BATCH_SEQUENCES,
+        median_batch_gap_s=statistics.median([gap_s for record in batch for gap_s in record.itls_s]),
+        trace_mean_output_tokens=statistics.fmean(outputs),
+        workers=dict(workers),
+    )
+
+
+@dataclass(slots=True)
+class _Sender:
+    """Sends requests that must succeed, each with a prompt of its own."""
+
+    client: httpx.AsyncClient
+    model: str
+    maker: PromptMaker
+    round_index: int
+    deadline_s: float
+    sent: int = 0
+
+    async def send(self, input_tokens: int, output_tokens: int) -> RequestRecord:
+        prompt = self.maker.warmup_prompt(self.sent, self.round_index, input_tokens)
+        request = Completion(
+            self.sent, 0.0, input_tokens, output_tokens, encode_body(self.model, prompt, output_tokens)
+        )
+        self.sent += 1
+        record = await complete(self.client, request, time.perf_counter(), self.deadline_s)
+        if not record.ok:
+            raise ServerError(
+                f"a request of {input_tokens} tokens to the idle server failed while it was measured: {record.error}"
+            )
+        return record
+
+
+def _at_quantiles(lengths: list[int]) -> list[int]:
+    ordered = sorted(lengths)
+    return [ordered[round(quantile * (len(ordered) - 1))] for quantile in SIZE_QUANTILES]
+
+
+async def _workers(client: httpx.AsyncClient) -> Mapping[str, int]:
+    found = await scrape(client)
+    if found is None:
+        return {}
+    return {
+        dict(labels)["pool"]: round(value)
+        for (name, labels), value in found.gauges.items()
+        if name == "ridgeline_workers"
+    }

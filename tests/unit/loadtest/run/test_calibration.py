@@ -1,0 +1,178 @@
+"""Rate, limits and number of requests from what an unloaded server takes: arithmetic, with figures made up."""
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from loadtest.run.calibration import (
+    FEW_REQUESTS,
+    LEAST_REQUESTS,
+    Course,
+    Workers,
+    decode_token_s,
+    fit_budget,
+    given_load,
+    minutes_text,
+    most_rate,
+    settle,
+    workers_of,
+)
+from loadtest.run.plan import ComparePlan, ReplayPlan, Slo
+from loadtest.run.unloaded import Unloaded
+from loadtest.trace.trace import Trace, TraceRow
+
+CPU = Unloaded(
+    input_tokens=(128, 260, 510, 577, 1024),
+    output_tokens=32,
+    median_ttft_s=1.0,
+    mean_ttft_s=1.25,
+    median_tpot_s=0.04,
+    batch_sequences=8,
+    median_batch_gap_s=0.054,
+    trace_mean_output_tokens=80.0,
+    workers={"colocated": 2},
+)
+GPU = msgspec.structs.replace(
+    CPU, median_ttft_s=0.0071, mean_ttft_s=0.0083, median_tpot_s=0.0031, median_batch_gap_s=0.0034
+)
+SLOW = msgspec.structs.replace(CPU, median_ttft_s=21.0, mean_ttft_s=26.0, median_tpot_s=0.9, median_batch_gap_s=1.1)
+PAIR = Workers(prefill=1, decode=1)
+TRACE = Trace("t", tuple(TraceRow(2.0 * i, 500, 80) for i in range(200)))
+
+
+def test_rate_is_four_fifths_of_what_the_prefill_workers_hold_and_limits_are_multiples_of_the_unloaded_medians():
+    plan, load = settle(ReplayPlan(rate="auto", slo="auto"), TRACE, CPU, PAIR)
+    assert plan.rate == load.rate == pytest.approx(0.8 / 1.25)
+    assert plan.limits == Slo(ttft_ms=5000, tpot_ms=100)
+    assert not plan.measures_first
+    twice, _ = settle(ReplayPlan(rate="auto"), TRACE, CPU, Workers(prefill=2, decode=1))
+    assert twice.rate == pytest.approx(2 * 0.8 / 1.25)
+
+
+def test_the_settled_plan_is_a_plan_that_offers_the_same_load_without_measuring():
+    plan, _ = settle(ComparePlan(rate="auto", slo="auto"), TRACE, CPU, PAIR)
+    assert ComparePlan(**plan.model_dump()) == plan
+
+
+def test_only_what_is_auto_is_measured():
+    plan, load = settle(ReplayPlan(slo="auto", rate=3), TRACE, CPU, PAIR)
+    assert (plan.rate, load.rate, load.rate_source) == (3, 3, "as given")
+    plan, load = settle(ReplayPlan(rate="auto", slo_ttft_ms=700), TRACE, CPU, PAIR)
+    assert plan.limits == Slo(ttft_ms=700, tpot_ms=100)
+    assert load.slo_source == "as given"
+    plan, load = settle(ComparePlan(budget_s=60), TRACE, CPU, PAIR)
+    assert (plan.rate, load.rate, load.slo_source) == (None, TRACE.mean_rate, "the defaults")
+
+
+def test_both_are_printed_with_their_source():
+    plan, load = settle(ReplayPlan(rate="auto", slo="auto"), TRACE, CPU, PAIR)
+    assert load.sentences(plan.limits) == [
+        "measured on this machine: TTFT 1.00 s, TPOT 40 ms (medians of 5 requests of 128 to 1024 tokens, one at a "
+        "time; mean TTFT 1.25 s); 54 ms between tokens with 8 sequences on a worker",
+        "rate: 0.64 requests/s: 80% of what 1 prefill worker can hold: a prompt takes 1.25 s on the mean",
+        "limits: TTFT <= 5000 ms and TPOT <= 100 ms: 5 times the unloaded median TTFT and 2.5 times the median TPOT",
+    ]
+    slower = ReplayPlan(time_scale=2)
+    assert given_load(slower, TRACE).sentences(slower.limits) == [
+        "rate: 0.5 requests/s: the trace's own, gaps multiplied by 2",
+        "limits: TTFT <= 2000 ms and TPOT <= 100 ms: the defaults",
+    ]
+    assert given_load(ReplayPlan(), Trace("t", TRACE.rows[:1])).sentences(Slo())[0].startswith("rate: all requests at")
+
+
+def test_decode_bounds_the_rate_where_answers_are_long():
+    long = msgspec.structs.replace(CPU, trace_mean_output_tokens=4000.0)
+    most, bound = most_rate(long, PAIR, tpot_limit_s=0.1)
+    # 2 ms more for each sequence: 31 sequences in a step of 100 ms
+    assert most == pytest.approx(31 / 0.1 / 4000)
+    assert "1 decode worker can hold within the TPOT limit" in bound
+    assert "prefill" in most_rate(CPU, PAIR, tpot_limit_s=0.1)[1]
+
+
+def test_a_batch_is_not_extrapolated_beyond_eight_times_what_was_measured():
+    flat = msgspec.structs.replace(CPU, median_batch_gap_s=0.03)
+    assert decode_token_s(flat, 0.1) == pytest.approx(0.04 / 64)
+    assert decode_token_s(CPU, 100.0) == pytest.approx((0.04 + 0.002 * 63) / 64)
+    assert decode_token_s(CPU, 0.01) == pytest.approx(0.04), "one sequence at least, whatever the limit"
+
+
+def test_replicas_do_both_phases():
+    most, bound = most_rate(CPU, Workers(replicas=2), tpot_limit_s=0.1)
+    assert most == pytest.approx(2 / (1.25 + 80 * 0.1 / 31))
+    assert bound.startswith("2 replicas can hold: 1.25 s of prefill")
+
+
+@pytest.mark.parametrize(
+    ("pools", "workers"),
+    [
+        ({"prefill": 3, "decode": 2}, Workers(prefill=3, decode=2)),
+        ({"colocated": 4}, Workers(replicas=4)),
+        ({}, Workers(replicas=1)),
+    ],
+)
+def test_a_running_server_says_how_many_workers_share_the_load(pools, workers):
+    assert workers_of(pools) == workers
+
+
+@pytest.mark.parametrize("unloaded", [CPU, GPU, SLOW], ids=["cpu", "gpu", "slow"])
+@pytest.mark.parametrize("budget_s", [1.0, 60.0, 300.0, 3600.0])
+def test_a_round_has_requests_enough_and_no_more_than_the_trace_on_any_machine(unloaded, budget_s):
+    plan, load = settle(ComparePlan(rate="auto", slo="auto", budget_s=budget_s), TRACE, unloaded, PAIR)
+    plan, load = fit_budget(plan, load, TRACE, Course(4, 2, 30.0, 8.0), 50.0)
+    assert LEAST_REQUESTS <= plan.limit <= len(TRACE.rows)
+    assert 0 < plan.rate < float("inf")
+    assert 0 < plan.slo_ttft_ms < float("inf")
+    assert load.notes[0].startswith(f"4 rounds of {plan.limit} requests")
+
+
+def _budget(budget_s: float, rate: float, trace: Trace = TRACE):
+    plan = ComparePlan(rate=rate, budget_s=budget_s)
+    return fit_budget(plan, given_load(plan, trace), trace, COURSE, spent_s=60.0)
+
+
+COURSE = Course(rounds=4, starts=2, start_s=40.0, beside_arrivals_s=10.0)
+
+
+def test_the_requests_of_a_round_are_what_the_budget_leaves_time_for():
+    plan, load = _budget(300.0, 1.0)
+    assert plan.limit == 31, "(300 - 60 - 2 x 40) / 4 - 10 = 30 s of arrivals"
+    assert COURSE.left_s(plan.limit, 1.0) == pytest.approx(240.0)
+    assert load.notes == ("4 rounds of 31 requests, 30 s each: about 4:00 min more, 2 starts included",)
+
+
+def test_a_slow_machine_gets_fewer_requests_and_is_told():
+    plan, load = _budget(300.0, 0.5)
+    assert LEAST_REQUESTS < plan.limit == 16 < FEW_REQUESTS
+    assert "this machine is slow for this trace: only 16 requests a round fit into 5:00 min" in load.notes[1]
+
+
+def test_a_machine_too_slow_for_the_budget_is_told_how_long_it_will_take():
+    plan, load = _budget(300.0, 0.05)
+    assert plan.limit == LEAST_REQUESTS
+    assert "the whole takes about 15:00 min, more than the 5:00 min that were asked for" in load.notes[1]
+
+
+def test_a_fast_machine_replays_the_whole_trace_and_is_told_that_it_is_short():
+    plan, load = _budget(300.0, 1000.0)
+    assert plan.limit == 200
+    assert load.notes[0].startswith("4 rounds of 200 requests, 0 s each")
+    assert load.notes[1] == "all 200 requests of the trace fit; more need a longer trace"
+
+
+def test_without_a_budget_every_request_is_sent():
+    plan = ComparePlan(rate=1.0)
+    load = given_load(plan, TRACE)
+    assert fit_budget(plan, load, TRACE, COURSE, 0.0) == (plan, load)
+
+
+def test_more_rounds_or_starts_leave_less_for_each():
+    shorter = [
+        dataclasses.replace(COURSE, **change).requests_within(240.0, 1.0)
+        for change in ({}, {"starts": 3}, {"rounds": 5}, {"beside_arrivals_s": 20.0})
+    ]
+    assert shorter == [31, 21, 23, 21]
+
+
+def test_minutes_are_written_as_on_a_clock():
+    assert [minutes_text(seconds) for seconds in (4.6, 59.7, 245.0)] == ["0:05 min", "1:00 min", "4:05 min"]

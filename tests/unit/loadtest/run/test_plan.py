@@ -1,0 +1,42 @@
+"""Plans that leave rate and limits to be measured, and combinations that are refused."""
+
+import pytest
+from pydantic import ValidationError
+
+from loadtest.errors import TraceError
+from loadtest.run.plan import ComparePlan, ReplayPlan
+from loadtest.run.unloaded import sizes_of
+
+
+@pytest.mark.parametrize(
+    ("fields", "fix"),
+    [
+        ({"slo": "auto", "slo_ttft_ms": 2000}, "leave out slo_ttft_ms, or slo"),
+        ({"slo": "auto", "slo_ttft_ms": 1, "slo_tpot_ms": 2}, "leave out slo_tpot_ms and slo_ttft_ms, or slo"),
+        ({"rate": "auto", "time_scale": 2}, "give one of them"),
+        ({"rate": "fast"}, "must be a number above 0 or auto, not 'fast'"),
+        ({"rate": "-1"}, "above 0"),
+        ({"rate": "nan"}, "above 0"),
+        ({"slo": "strict"}, "auto"),
+        ({"budget_s": 0}, "above 0"),
+    ],
+)
+def test_a_combination_that_contradicts_itself_is_refused_with_the_fix(fields, fix):
+    with pytest.raises(ValidationError, match=fix):
+        ComparePlan(**fields)
+
+
+def test_a_plan_measures_first_only_if_something_is_left_to_be_measured():
+    assert not ReplayPlan(rate=2).measures_first
+    assert ReplayPlan(rate="auto").measures_first
+    assert ReplayPlan(slo="auto").measures_first
+    assert ComparePlan(budget_s=60).measures_first
+    assert ReplayPlan(rate="2.5").rate == 2.5
+
+
+def test_a_trace_without_spread_cannot_have_a_measured_rate_and_that_is_said_before_anything_starts():
+    with pytest.raises(TraceError, match="no spread of arrivals to rescale to a measured rate"):
+        sizes_of(ReplayPlan(trace="poisson:n=1", rate="auto"))
+    with pytest.raises(TraceError, match="no spread of arrivals to rescale to 2 requests/s"):
+        sizes_of(ReplayPlan(trace="poisson:n=1", rate=2))
+    assert len(sizes_of(ReplayPlan(trace="poisson:n=9", rate="auto", duration_s=0.001)).rows) == 9
