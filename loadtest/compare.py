@@ -115,7 +115,11 @@ async def _settled(
     """Measure the first server if the plan asks for it; print rate, limits and how long the rest will take."""
     trace = sizes_of(plan)
     if not plan.measures_first:
-        return plan, given_load(plan, trace)
+        load = given_load(plan, trace)
+        if load.rate is not None:
+            seconds = min((len(trace.rows) - 1) / load.rate, plan.duration_s or float("inf"))
+            console.print(f"{2 * plan.rounds} rounds of about {minutes_text(seconds)} each", highlight=False)
+        return plan, load
     unloaded = await measure_unloaded(base_url, plan, console, round_index=plan.rounds)
     settled, load = settle(plan, trace, unloaded, workers)
     course = Course(2 * plan.rounds, starts_left, start_s, beside_arrivals_s(plan, unloaded))

@@ -26,6 +26,8 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
     if plan.measures_first:
         unloaded = await measure_unloaded(url, plan, console, round_index=1)
         plan, load = settle(plan, trace, unloaded, workers_of(unloaded.workers))
+    for sentence in load.sentences(plan.limits):
+        console.print(sentence, highlight=False, markup=False)
     result = await run_replay(url, plan, console)
     report_replay(result, plan, load, out, console)
 

@@ -43,8 +43,6 @@ def report_replay(
     """Print the table; with `out`, write summary.json and records.jsonl there. Return the summary."""
     summary = replay_summary(result, plan, load)
     print_replay(summary, summary["formulas"], console)
-    for sentence in load.sentences(plan.limits):
-        console.print(sentence, highlight=False, markup=False)
     for change in result.trace.notes:
         console.print(f"trace: {change}", style="dim", highlight=False, markup=False)
     if out is not None:

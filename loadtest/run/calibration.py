@@ -168,16 +168,23 @@ def beside_arrivals_s(plan: ReplayPlan, unloaded: Unloaded) -> float:
 
 
 def fit_budget(plan: ComparePlan, load: Load, trace: Trace, course: Course, spent_s: float) -> tuple[ComparePlan, Load]:
-    """Limit the requests of a round to what the budget leaves time for, and say what that means."""
-    if load.rate is None or plan.budget_s is None:
+    """Limit the requests of a round to what the budget leaves time for, and say how long it takes and what it means.
+
+    Without a budget every request of the trace is sent.
+    """
+    if load.rate is None:
         return plan, load
-    fitting = course.requests_within(plan.budget_s - spent_s, load.rate)
+    fitting = len(trace.rows)
+    if plan.budget_s is not None:
+        fitting = course.requests_within(plan.budget_s - spent_s, load.rate)
     requests = min(fitting, len(trace.rows))
     notes = [
-        f"{course.rounds} rounds of {requests} requests, {(requests - 1) / load.rate:.0f} s each: about "
-        f"{minutes_text(course.left_s(requests, load.rate))} more, {course.starts} starts included"
+        f"{course.rounds} rounds of {requests} requests, {(requests - 1) / load.rate:.0f} s each, and {course.starts} "
+        f"more starts: about {minutes_text(course.left_s(requests, load.rate))}"
     ]
     whole_s = spent_s + course.left_s(requests, load.rate)
+    if plan.budget_s is None:
+        return plan, msgspec.structs.replace(load, notes=(*load.notes, *notes))
     if fitting == LEAST_REQUESTS and whole_s > plan.budget_s:
         notes.append(
             f"{LEAST_REQUESTS} requests a round are the least that is compared: on this machine the whole takes about "

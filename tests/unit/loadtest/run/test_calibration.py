@@ -138,7 +138,7 @@ def test_the_requests_of_a_round_are_what_the_budget_leaves_time_for():
     plan, load = _budget(300.0, 1.0)
     assert plan.limit == 31, "(300 - 60 - 2 x 40) / 4 - 10 = 30 s of arrivals"
     assert COURSE.left_s(plan.limit, 1.0) == pytest.approx(240.0)
-    assert load.notes == ("4 rounds of 31 requests, 30 s each: about 4:00 min more, 2 starts included",)
+    assert load.notes == ("4 rounds of 31 requests, 30 s each, and 2 more starts: about 4:00 min",)
 
 
 def test_a_slow_machine_gets_fewer_requests_and_is_told():
@@ -161,9 +161,9 @@ def test_a_fast_machine_replays_the_whole_trace_and_is_told_that_it_is_short():
 
 
 def test_without_a_budget_every_request_is_sent():
-    plan = ComparePlan(rate=1.0)
-    load = given_load(plan, TRACE)
-    assert fit_budget(plan, load, TRACE, COURSE, 0.0) == (plan, load)
+    plan, load = fit_budget(ComparePlan(rate=1.0), given_load(ComparePlan(rate=1.0), TRACE), TRACE, COURSE, 0.0)
+    assert plan.limit is None
+    assert load.notes == ("4 rounds of 200 requests, 199 s each, and 2 more starts: about 15:16 min",)
 
 
 def test_more_rounds_or_starts_leave_less_for_each():
