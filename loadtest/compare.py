@@ -122,7 +122,7 @@ async def _settled(
         return plan, load
     unloaded = await measure_unloaded(base_url, plan, console, round_index=plan.rounds)
     settled, load = settle(plan, trace, unloaded, workers)
-    course = Course(2 * plan.rounds, starts_left, start_s, beside_arrivals_s(plan, unloaded))
+    course = Course(2 * plan.rounds, starts_left, start_s, beside_arrivals_s(plan, trace, unloaded))
     settled, load = fit_budget(settled, load, trace, course, time.monotonic() - began_s)
     for sentence in load.sentences(settled.limits):
         console.print(sentence, highlight=False, markup=False)

@@ -25,7 +25,7 @@ STAGE_COLORS = {
 }
 INK, GRID, MUTED = "#1b2330", "#e8ecf1", "#5f6b7a"
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 65))
-TIME_TICKS_MS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
+TIME_TICKS_MS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 3))
 Records = Mapping[Mode, Sequence[RequestRecord]]
 
 
@@ -52,24 +52,29 @@ def latency_cdf(records: Records, name: str, title: str, limit_ms: float) -> go.
 
 def gap_tail(records: Records) -> go.Figure | None:
     """Plot the share of gaps between tokens that last longer than a time; None if no answer had two tokens."""
+    series = {
+        mode: np.sort(latency_series([record for record in found if record.ok])["itl"]) * 1e3
+        for mode, found in records.items()
+    }
+    gaps_ms = np.concatenate(list(series.values()))
+    if not len(gaps_ms):
+        return None
     figure = go.Figure()
-    for mode, mode_records in records.items():
-        gaps_s = latency_series([record for record in mode_records if record.ok])["itl"]
-        gaps_ms = np.unique(np.asarray(gaps_s, dtype=np.float64) * 1e3)
-        longer = 1 - np.searchsorted(np.sort(gaps_s) * 1e3, gaps_ms, side="right") / max(1, len(gaps_s))
-        # A log axis has no 0, so the line ends at the second largest gap's share.
+    for mode, sorted_ms in series.items():
+        longer = np.arange(len(sorted_ms) - 1, 0, -1) / max(1, len(sorted_ms))
         figure.add_scatter(
-            x=gaps_ms[:-1].tolist(),
-            y=longer[:-1].tolist(),
+            x=sorted_ms[:-1].tolist(),  # a log axis has no 0, so the largest gap has no point of its own
+            y=longer.tolist(),
             name=mode,
-            line={"color": COLORS[mode], "width": 2.5, "shape": "hv"},
+            line={"color": COLORS[mode], "width": 2.5},
             hovertemplate="%{y:.2%} longer than %{x:.0f} ms<extra>" + mode + "</extra>",
         )
-    if not any(len(drawn.x) for drawn in figure.data):
-        return None
     figure.add_hline(y=0.01, line={"color": MUTED, "dash": "dot"})
-    _style(figure, "Gaps between tokens: how many last longer", "milliseconds", "share of gaps, log")
-    figure.update_xaxes(type="log", tickvals=TIME_TICKS_MS, ticktext=[f"{tick:g}" for tick in TIME_TICKS_MS])
+    _style(figure, "Gaps between tokens: how many last longer", "milliseconds", "share of gaps")
+    # Chunks that arrive together have gaps near 0, which would take most of a log axis.
+    ends = np.log10([max(1e-3, np.median(gaps_ms) / 4), np.max(gaps_ms) * 1.1])
+    figure.update_xaxes(type="log", range=ends.tolist(), tickvals=TIME_TICKS_MS, tickangle=0)
+    figure.update_xaxes(ticktext=[f"{tick:g}" for tick in TIME_TICKS_MS])
     figure.update_yaxes(type="log", tickvals=[1, 0.1, 0.01, 0.001, 0.0001], tickformat=".2~%")
     return figure
 

@@ -20,6 +20,7 @@ RATE_SHARE = 0.8
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.5
 MOST_TIMES_THE_BATCH = 8
 """A step with more sequences than this many times the measured batch is not extrapolated to."""
+LONG_ANSWER_QUANTILE = 0.9
 LEAST_REQUESTS = 10
 FEW_REQUESTS = 30
 Plan = TypeVar("Plan", bound=ReplayPlan)
@@ -160,10 +161,15 @@ class Course:
         return max(LEAST_REQUESTS, int(round_s * rate) + 1)
 
 
-def beside_arrivals_s(plan: ReplayPlan, unloaded: Unloaded) -> float:
-    """Estimate the seconds of a round's warm-up, of its readings of /metrics, and of its last answers."""
+def beside_arrivals_s(plan: ReplayPlan, trace: Trace, unloaded: Unloaded) -> float:
+    """Estimate the seconds of a round's warm-up, of its readings of /metrics, and of its last answers.
+
+    Workers are busy when the last requests arrive, and the round ends with a long answer rather than a mean one.
+    """
     warm_up_s = plan.warmup_requests * (unloaded.mean_ttft_s + WARMUP_OUTPUT_TOKENS * unloaded.median_tpot_s)
-    last_answers_s = 2 * unloaded.mean_ttft_s + 1.5 * unloaded.trace_mean_output_tokens * unloaded.median_tpot_s
+    lengths = sorted(row.output_tokens for row in trace.rows)
+    long_tokens = lengths[round(LONG_ANSWER_QUANTILE * (len(lengths) - 1))]
+    last_answers_s = 2 * unloaded.mean_ttft_s + long_tokens * unloaded.median_batch_gap_s
     return warm_up_s + 4 * plan.settle_s + last_answers_s
 
 

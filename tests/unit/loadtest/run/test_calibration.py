@@ -10,6 +10,7 @@ from loadtest.run.calibration import (
     LEAST_REQUESTS,
     Course,
     Workers,
+    beside_arrivals_s,
     decode_token_s,
     fit_budget,
     given_load,
@@ -158,6 +159,13 @@ def test_a_fast_machine_replays_the_whole_trace_and_is_told_that_it_is_short():
     assert plan.limit == 200
     assert load.notes[0].startswith("4 rounds of 200 requests, 0 s each")
     assert load.notes[1] == "all 200 requests of the trace fit; more need a longer trace"
+
+
+def test_a_round_ends_with_a_long_answer_of_busy_workers():
+    rows = tuple(TraceRow(float(i), 500, 20 if i < 80 else 120) for i in range(100))
+    plan = ReplayPlan(warmup_requests=2, settle_s=1)
+    warm_up_s, readings_s, last_s = 2 * (1.25 + 8 * 0.04), 4, 2 * 1.25 + 120 * 0.054
+    assert beside_arrivals_s(plan, Trace("t", rows), CPU) == pytest.approx(warm_up_s + readings_s + last_s)
 
 
 def test_without_a_budget_every_request_is_sent():
