@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from pydantic import ValidationError
 
-from loadtest.run.plan import ReplayPlan
+from loadtest.run.plan import NumberOrAuto, ReplayPlan
 
 Refuse = Callable[[list[str]], None]
 """Ends the command with the given sentences."""
@@ -45,16 +45,17 @@ def _options(kind: type[ReplayPlan]) -> list[inspect.Parameter]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
-            annotation=Annotated[_option_type(field.annotation), typer.Option(help=field.description)],
+            annotation=_annotation(field.annotation, field.description),
         )
         for name, field in kind.model_fields.items()
     ]
 
 
-def _option_type(annotation: Any) -> Any:
-    """Return the type that the command line reads: text for a number or a word, which only the plan tells apart."""
-    kinds = [one for one in get_args(annotation) if one is not type(None)]
-    return str | None if float in kinds and len(kinds) > 1 else annotation
+def _annotation(annotation: Any, help_text: str | None) -> Any:
+    """Return what typer reads; a number or the word auto is text to it, and only the plan tells them apart."""
+    if annotation == NumberOrAuto:
+        return Annotated[str | None, typer.Option(help=help_text, metavar="NUMBER|auto")]
+    return Annotated[annotation, typer.Option(help=help_text)]
 
 
 def _given(context: typer.Context, chosen: dict[str, Any]) -> dict[str, Any]:

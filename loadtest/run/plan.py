@@ -14,6 +14,7 @@ COLOCATED: Mode = "colocated"
 DISAGGREGATED: Mode = "disaggregated"
 MIN_ROUNDS = 2
 AUTO: Final = "auto"
+NumberOrAuto = float | Literal["auto"] | None
 
 
 class Slo(BaseModel):
@@ -37,7 +38,7 @@ class ReplayPlan(BaseModel):
         "demo", description="demo, an Azure CSV, a Mooncake JSONL, or poisson:rate=2,input=512,output=64,n=100"
     )
     time_scale: float = Field(1.0, description="multiply the gaps between arrivals")
-    rate: float | Literal["auto"] | None = Field(
+    rate: NumberOrAuto = Field(
         None,
         description="rescale time to this mean rate, requests per second; "
         "auto: 80 % of what the server can hold, measured before the run",
