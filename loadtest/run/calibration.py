@@ -119,11 +119,11 @@ def most_rate(unloaded: Unloaded, workers: Workers, tpot_limit_s: float) -> tupl
         each = f"{duration_text(prompt_s)} of prefill and {duration_text(answer_s)} of decode a request"
         return workers.replicas / (prompt_s + answer_s), f"{_count(workers.replicas, 'replica')} can hold: {each}"
     rates = {
-        f"{_count(workers.prefill, 'prefill worker')} can hold: a prompt takes {duration_text(prompt_s)} on the mean": (
+        f"{_count(workers.prefill, 'prefill worker')} can hold: a prompt takes {duration_text(prompt_s)} on average": (
             workers.prefill / prompt_s
         ),
         f"{_count(workers.decode, 'decode worker')} can hold within the TPOT limit: an answer takes "
-        f"{duration_text(answer_s)} of its steps": workers.decode / answer_s,
+        f"{duration_text(answer_s)} of its time": workers.decode / answer_s,
     }
     bound = min(rates, key=rates.__getitem__)
     return rates[bound], bound

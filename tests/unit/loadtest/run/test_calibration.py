@@ -71,7 +71,7 @@ def test_both_are_printed_with_their_source():
     assert load.sentences(plan.limits) == [
         "measured on this machine: TTFT 1.00 s, TPOT 40 ms (medians of 5 requests of 128 to 1024 tokens, one at a "
         "time; mean TTFT 1.25 s); 54 ms between tokens with 8 sequences on a worker",
-        "rate: 0.64 requests/s: 80% of what 1 prefill worker can hold: a prompt takes 1.25 s on the mean",
+        "rate: 0.64 requests/s: 80% of what 1 prefill worker can hold: a prompt takes 1.25 s on average",
         "limits: TTFT <= 5000 ms and TPOT <= 100 ms: 5 times the unloaded median TTFT and 2.5 times the median TPOT",
     ]
     slower = ReplayPlan(time_scale=2)
