@@ -251,7 +251,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
             kv_connector_extra_config={
                 "transfer": msgspec.to_builtins(config.transfer),
                 "hands_over": config.pool != "colocated",
-                "share_kv_cache": config.on_cpu and config.pool == "prefill",
+                "share_kv_cache": config.on_cpu,
             },
         ),
     }

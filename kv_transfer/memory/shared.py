@@ -1,9 +1,9 @@
 """A KV cache that other processes of this host can map: anonymous, opened through /proc, freed with its owner.
 
-The prefill engine allocates its cache here (`serving_torch_zeros`) and offers it (`offer`); a decode engine maps it
-read-only (`MappedPool`). It is a memfd: unlike a file in /dev/shm it leaves nothing behind however the process ends,
-and does not count against the size of /dev/shm, which is 64 MiB in a container by default. A peer opens it by process
-id and descriptor, which the kernel allows only to the same user in the same process namespace.
+An engine on CPUs allocates its cache here (`serving_torch_zeros`) and offers it (`offer`); the decode engine that
+fetches from it maps it read-only (`MappedPool`). It is a memfd: unlike a file in /dev/shm it leaves nothing behind
+however the process ends, and does not count against the size of /dev/shm, which is 64 MiB in a container by default. A
+peer opens it by process id and descriptor, which the kernel allows only to the same user in the same process namespace.
 """
 
 from __future__ import annotations
