@@ -10,7 +10,4 @@ FirstToken = Literal["continue", "resample"]
 ErrorKind = Literal["", "invalid", "engine", "handoff", "draining"]
 Health = Literal["", "draining", "drained", "actor_died", "engine_died", "stalled", "unreachable", "cut_off"]
 """A worker's health. Replace it unless this is "" (well), "draining" or "drained". An `unreachable` worker does not
-answer the supervisor; a `cut_off` one does, but the router cannot reach it.
-
-`unreachable` does not answer the supervisor; `cut_off` does, and the router does not reach it.
-"""
+answer the supervisor; a `cut_off` one does, but the router cannot reach it."""

@@ -1,4 +1,8 @@
-"""Processes of one node: names for them that last, and their end. Used by `cluster.runtime.actor_handle`."""
+"""Processes of one node: names for them that last, and their end.
+
+Used by `cluster.runtime.actors`, `cluster.runtime.actor_handle`, `cluster.runtime.services` and
+`cluster.runtime.service_process.calls`.
+"""
 
 from __future__ import annotations
 

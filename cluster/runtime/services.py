@@ -62,7 +62,7 @@ class WorkerReady:
 
 
 class WorkerService:
-    """One engine, one handler, one data-plane server."""
+    """One engine, the handlers of its pool, one data-plane server."""
 
     OFF_LOOP: frozenset[str] = frozenset()
 

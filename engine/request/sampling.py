@@ -1,7 +1,7 @@
 """The SamplingParams of a request's two legs, derived from the client's.
 
-Called by `router.front.sampling` to choose the first-token mode, and by `prefill_worker.handler` and
-`decode_worker.handler` for their leg's parameters.
+Called by `router.front.engine_client` to drop what a client may not set, by `router.front.sampling` to choose the
+first-token mode, and by `prefill_worker.handler` and `decode_worker.handler` for their leg's parameters.
 """
 
 from __future__ import annotations
