@@ -67,13 +67,18 @@ class Comparison:
 
 
 async def compare(
-    serve: Serve, plan: ComparePlan, out: Path, console: Console, workers: Workers = ONE_OF_EACH
+    serve: Serve,
+    plan: ComparePlan,
+    out: Path,
+    console: Console,
+    workers: Workers = ONE_OF_EACH,
+    notes: tuple[str, ...] = (),
 ) -> Comparison:
     """Run all rounds, write summary.json, records.jsonl and report.html into `out`, print the table and the verdict.
 
     `serve(mode)` is entered once for each sequence of rounds in one mode and yields the server's base URL. `workers`
-    are those of the disaggregated mode, in units of a colocated replica. Raises LoadTestError, and
-    NotDisaggregatedError after the first disaggregated round that did not use both pools.
+    are those of the disaggregated mode, in units of a colocated replica; `notes` are said with the load. Raises
+    LoadTestError, and NotDisaggregatedError after the first disaggregated round that did not use both pools.
     """
     records_file = _fresh_records_file(out)
     rounds: list[Round] = []
@@ -91,6 +96,7 @@ async def compare(
             if load is None:
                 start_s = time.monotonic() - entered_s
                 plan, load = await _settled(base_url, plan, workers, len(stretches) - 1, start_s, began_s, console)
+                load = msgspec.structs.replace(load, notes=(*notes, *load.notes))
             for index in indices:
                 label = f"round {len(rounds) + 1} of {len(schedule)}, {mode}"
                 result = await run_replay(base_url, plan, console, label=label, round_index=index)

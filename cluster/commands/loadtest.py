@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from cluster.runtime.deployment import ray_runtime
 from loadtest.compare import compare
 from loadtest.report.replay_output import report_replay
 from loadtest.run.calibration import Workers, given_load, settle, workers_of
+from loadtest.run.machine import busy_note
 from loadtest.run.plan import ComparePlan, ReplayPlan
 from loadtest.run.replay import run_replay
 from loadtest.run.unloaded import measure_unloaded, sizes_of
@@ -38,6 +40,7 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
     modes: tuple[Mode, ...] = ("colocated", "disaggregated")
     for mode in modes:
         refuse_unfit_machine(config.model_copy(update={"mode": mode}))
+    notes = await _notes_of_other_work(config, console)
     async with ray_runtime(config) as ray_messages:
         console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
 
@@ -46,8 +49,17 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
             async with started(config.model_copy(update={"mode": mode}), console) as deployment:
                 yield deployment.url
 
-        comparison = await compare(serving, plan, out, console, split_workers(config))
+        comparison = await compare(serving, plan, out, console, split_workers(config), notes)
     console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {comparison.report}")
+
+
+async def _notes_of_other_work(config: RidgelineConfig, console: Console) -> tuple[str, ...]:
+    """Look for other work before any of ours begins; only on this machine, a cluster's nodes are not seen from here."""
+    note = await asyncio.to_thread(busy_note) if config.ray.address is None else None
+    if note is None:
+        return ()
+    console.print(f"warning: {note}", style="yellow", markup=False)
+    return (note,)
 
 
 def split_workers(config: RidgelineConfig) -> Workers:

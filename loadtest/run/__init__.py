@@ -8,5 +8,5 @@ client.py          sends one streamed completion and times it
 records.py         the record of each request
 progress.py        shows the progress
 server_metrics.py  computes differences of the server's counters
-machine.py         describes the machine of the run
+machine.py         describes the machine of the run and notices other work on it
 """

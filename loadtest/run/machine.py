@@ -1,6 +1,6 @@
-"""Describes the machine of a run for summary.json.
+"""Describes the machine of a run for summary.json, and notices other work on it.
 
-Called by `loadtest.compare` and `loadtest.report.replay_output`.
+Called by `loadtest.compare`, `loadtest.report.replay_output` and `cluster.commands.loadtest`.
 """
 
 import os
@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+WATCH_S = 0.5
+BUSY_PERCENT = 20.0
 
 
 def describe_machine() -> dict[str, Any]:
@@ -20,6 +23,17 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     }
+
+
+def busy_note() -> str | None:
+    """Watch this machine for a moment and say so if other work takes a good part of its cores; blocks meanwhile."""
+    busy_percent: float = psutil.cpu_percent(interval=WATCH_S)
+    if busy_percent < BUSY_PERCENT:
+        return None
+    return (
+        f"other work took {busy_percent:.0f} % of this machine's cores before the first start: what is measured holds "
+        "for a machine that is so busy, and may differ from run to run"
+    )
 
 
 def _processor_name() -> str:

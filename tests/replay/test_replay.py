@@ -239,7 +239,7 @@ async def test_compare_measures_once_before_round_one_and_both_modes_get_the_sam
         tokenizer="unused",
         warmup_requests=1,
     )
-    await compare(cluster.serve, plan, tmp_path, console, Workers(prefill=2, decode=2))
+    await compare(cluster.serve, plan, tmp_path, console, Workers(prefill=2, decode=2), notes=("others work here",))
     first, second, third = cluster.started
     measured = 1 + 5 + 8 * 2
     assert [len(each.bodies) for each in cluster.started] == [measured + 11, 2 * 11, 11]
@@ -249,6 +249,7 @@ async def test_compare_measures_once_before_round_one_and_both_modes_get_the_sam
 
     summary = json.loads((tmp_path / "summary.json").read_text())
     load = summary["load"]
+    assert load["notes"][0] == "others work here"
     assert load["unloaded"]["median_ttft_s"] >= first.ttft_s
     assert load["unloaded"]["median_tpot_s"] >= first.tpot_s
     assert summary["plan"]["rate"] == load["rate"]
