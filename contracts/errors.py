@@ -108,10 +108,12 @@ class WorkerLost(EngineError):
 
 
 class HandoffLost(EngineError):
-    """A decode leg that followed a prefill cannot go on; nothing was emitted, and the prefill may well succeed."""
+    """A decode leg whose transfer overlapped the prefill cannot go on.
+
+    It has emitted nothing, and the prefill may well succeed."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"following the hand-off failed: {reason}")
+        super().__init__(f"the transfer that overlapped the prefill failed: {reason}")
         self.reason = reason
 
 

@@ -21,9 +21,9 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     from it. `emitted_token_ids` are output tokens the client already has; the worker goes on after them and sends none
     again. `first_token` says how: `continue` computes them as part of the prompt, `resample` has decode produce every
     token itself, also those once more (`engine.request.forced_tokens`), so that its sampling state is right. `handoff`
-    tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker computes it. One that is not
-    complete is followed while prefill computes it, and brings the first token along. `cache_salt` keeps its blocks out
-    of the prefix caches of requests with another one, on every worker.
+    tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker computes it. If the
+    hand-off is not complete, its transfer overlaps the prefill and brings the first token along. `cache_salt` keeps the
+    request's blocks apart in the prefix caches, on every worker: only requests with the same salt find them.
     """
 
     request_id: str

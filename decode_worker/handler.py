@@ -26,20 +26,20 @@ class DecodeHandler:
     async def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
         """Yield the rest of the answer after `task.emitted_token_ids`.
 
-        Raises InvalidTask, EngineFailed, and HandoffLost if a hand-off that was followed came to nothing.
+        Raises InvalidTask, EngineFailed, and HandoffLost if the prefill that a transfer overlapped came to nothing.
         """
         if task.handoff is not None and not task.handoff.complete:
-            followed = self._follow(engine, task, task.handoff)
+            deltas = self._overlap(engine, task, task.handoff)
         else:
-            followed = self._rest(engine, task, task.emitted_token_ids, _transfer(task))
-        async with aclosing(followed) as deltas:
+            deltas = self._rest(engine, task, task.emitted_token_ids, _transfer(task))
+        async with aclosing(deltas):
             async for delta in deltas:
                 yield delta
 
-    async def _follow(
+    async def _overlap(
         self, engine: VllmEngine, task: GenerateTask, handoff: KvHandoff
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Admit the request while its prompt is still computed elsewhere (overlap).
+        """Admit the request while its prompt is still being computed elsewhere, so that the transfer overlaps it.
 
         In mode `continue` the engine gets a placeholder for the first token, which is not known yet.
         """

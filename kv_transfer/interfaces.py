@@ -169,8 +169,8 @@ class Pull:
     """The target pool, narrowed to the part of each block that this source fills."""
     progress: FetchProgress
     lease_s: float
-    follows: bool
-    """Whether the prefill is still running (overlap): the pull then lasts until it ends."""
+    overlaps: bool
+    """Whether the prefill is still running; the pull then lasts until it ends."""
     give_up_at_s: float
     """The pull's deadline on time.monotonic's scale."""
 

@@ -20,7 +20,8 @@ class PrefillHandler:
     async def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
         """Yield one finished delta: the first token and the hand-off, or the whole answer if it is that short.
 
-        Of a prompt that takes several steps a delta without tokens comes first: its hand-off can be followed.
+        A prompt of several engine steps yields a delta without tokens first. Its hand-off is not complete yet: with it
+        the transfer can overlap the prefill.
 
         With a hand-off `finish_reason` is None: the request goes on elsewhere. Raises InvalidTask, EngineFailed.
         """
@@ -33,14 +34,14 @@ class PrefillHandler:
         if goes_on:
             leg = sampling.with_transfer(leg, {"do_remote_decode": True, "handoff_id": handoff_id})
         stream = engine.generate(task.request_id, task.prompt_token_ids + emitted, leg, cache_salt=task.cache_salt)
-        told = not goes_on
+        passed_on = not goes_on
         try:
             async with aclosing(self._deltas(engine, task, stream, handoff_id, resample=resample)) as deltas:
                 async for delta in deltas:
-                    told = told or delta.finished
+                    passed_on = passed_on or delta.finished
                     yield delta
         finally:
-            if not told:
+            if not passed_on:
                 # The engine may have finished and kept the blocks while its answer was on the way here. An abort comes
                 # too late then, and nobody else knows the hand-off's id.
                 engine.release_own(handoff_id)

@@ -51,10 +51,10 @@ class AddressClients:
             return _client(address)
         texts = b",".join(forwarded_for).rsplit(b",", MAX_FORWARDED)[-MAX_FORWARDED:]
         for text in reversed(texts):
-            told = _forwarded_address(text.strip())
-            if told is None:
+            forwarded = _forwarded_address(text.strip())
+            if forwarded is None:
                 break
-            address = told
+            address = forwarded
             if not self._trusts(address):
                 break
         return _client(address)

@@ -163,7 +163,8 @@ class WorkerClient:
         Raises WorkerLost, WorkerDraining, TaskRejected, InvalidTask, HandoffLost or EngineFailed.
         """
         if not self.connected:
-            # The worker would take it into a session that is about to end, and then nobody would say so.
+            # Otherwise the worker could accept the task into a session that is being torn down, and the stream of its
+            # deltas would never end.
             raise WorkerLost(self._why_lost or f"the worker at {self.address} is not connected")
         deltas: asyncio.Queue[TokenDelta | WorkerLost] = asyncio.Queue()
         self._streams[task.request_id] = deltas

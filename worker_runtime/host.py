@@ -51,7 +51,7 @@ from worker_runtime.draining import kv_unneeded
 
 logger = logging.getLogger(__name__)
 HEALTH_LOOK_S = 0.5
-"""How often a worker looks whether its health has changed, which its routers are then told."""
+"""How often a worker checks whether its health has changed. It reports a change to its routers at once."""
 ABORT_WITHIN_S = 2.0
 """How long a task that is cut off may take to end; with a hung engine it may never end."""
 MAX_DELTA_BYTES = MAX_MESSAGE_BYTES // 2
@@ -224,7 +224,7 @@ class WorkerHost:
         port = add_port(self._server, join_host_port(config.transfer.host, 0), config.transfer.tls)
         await self._server.start()
         self.address = join_host_port(config.transfer.host, port)
-        self._looking = asyncio.create_task(self._tell_health(), name="tell-health")
+        self._looking = asyncio.create_task(self._report_health(), name="tell-health")
         return self.address
 
     def failure(self) -> Health:
@@ -235,13 +235,13 @@ class WorkerHost:
             return "engine_died"
         return "stalled" if self._stalled_s() >= self._settings.stall_timeout_s else ""
 
-    async def _tell_health(self) -> None:
-        """Tell the routers when it changes, until cancelled: they seldom ask a worker that has nothing to do."""
-        told = self.failure()
+    async def _report_health(self) -> None:
+        """Report each change of health to the routers, until cancelled: they seldom ask a worker that is idle."""
+        reported = self.failure()
         while True:
             await asyncio.sleep(HEALTH_LOOK_S)
-            if (health := self.failure()) != told:
-                told = health
+            if (health := self.failure()) != reported:
+                reported = health
                 for session in self._sessions.values():
                     session.nudge()
 
@@ -316,8 +316,8 @@ class WorkerHost:
             lingering_handoffs=stats.lingering,
             draining=self._leaving is not None,
             engine_failed=self._engine.failed,
-            # Routers keep a stalled worker out. Told as soon as it has no work, it would stay out and never reach the
-            # stall timeout: without work it is usable, so the next request tries it, steps or adds to the time.
+            # Report 0 while idle. A router sends nothing to a stalled worker, so a worker that hung and then lost its
+            # last task would never get the work that either unblocks it or lets it reach the stall timeout.
             stalled_s=self._stalled_s() if self._tasks else 0.0,
             incarnation=self._engine.config.incarnation,
         )

@@ -130,8 +130,8 @@ class ActorSlot:
             raise ActorGone(f"{self.title} ended while it ran {method}: {first_line}") from error
         except RayError as error:
             cause = getattr(error, "cause", None) or error
-            told = str(cause) if isinstance(cause, ServiceError) else f"{type(cause).__name__}: {cause}"
-            raise _KINDS.get(type(cause), DeploymentFailed)(f"{self.title} could not {method}: {told}") from error
+            message = str(cause) if isinstance(cause, ServiceError) else f"{type(cause).__name__}: {cause}"
+            raise _KINDS.get(type(cause), DeploymentFailed)(f"{self.title} could not {method}: {message}") from error
 
     async def failure(self, known: Health | None = None) -> Health:
         """Ask whether the actor's process must be replaced, and why. While that is `known`, the answer takes `HOLD_S`.

@@ -155,7 +155,7 @@ async def _start(plan: Plan, workers: list[WorkerSlot], router: RouterSlot, say:
     say(f"placing {len(workers)} workers and the router on Ray")
     places = await _placed(workers)
     for worker in workers:
-        worker.take_cores()  # all before the first one starts: too few are told at once
+        worker.take_cores()  # for all before the first one starts, so that too few cores are reported at once
     hardware = await _hardware(plan, workers, say)
     started = await _all_or_fail([*(_timed_load(worker, say) for worker in workers), router.prepare()])
     ready: list[tuple[WorkerReady, float]] = started[:-1]

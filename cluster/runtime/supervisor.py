@@ -162,7 +162,7 @@ class Supervisor:
         try:
             addresses = await self._router.unreached(self._settings.unreachable_timeout_s)
         except DeploymentFailed:
-            return  # it is minded already
+            return  # another task watches the router, and restarts it
         names = {name for name, address in self._addresses.items() if address in addresses}
         if len(names) > 1 and len(names) == len(self._addresses):
             names = {self._router.name}
@@ -193,23 +193,23 @@ class Supervisor:
 
     async def _placed(self, one: Supervised, start: Callable[[], Awaitable[T]]) -> T:
         """Start the worker as soon as there is a place for it: having none, after its node was lost, is no crash."""
-        told = False
+        reported = False
         while True:
             try:
                 return await start()
             except NoPlace as error:
-                if not told:
+                if not reported:
                     self._say(f"{one.title} waits for a node: {error}")
-                told = True
+                reported = True
                 await self._sleep(POLL_S)
 
     async def _introduce(self, worker: SupervisedWorker, address: str, why: Health) -> None:
         """Enter its address and have the router take it in. Raises DeploymentFailed if the router refuses.
 
-        The address comes first: a router that is gone may be waiting for one to start again with, and being told of one
-        that it has does not harm it. A worker that is lost meanwhile must not be what the router starts with again and
-        again: back to who minds it. One that the router does not reach in time is kept, for its engine took long to
-        load and the router may just have much to do.
+        The address comes first: a router that is gone may be waiting for one to start again with, and one that gets an
+        address twice is not harmed. A worker that is lost meanwhile must not be what the router starts with again and
+        again: its supervision starts it anew. One that the router does not reach in time is kept, for its engine
+        took long to load and the router may just have much to do.
         """
         failed = 0
         while True:

@@ -264,8 +264,12 @@ class _Transfer:
                 if isinstance(end, Chunk):
                     self._receive(end)
         except grpc.RpcError as failure:
-            told = grpc_methods.reason_of(failure)
-            self.settled = told is not None and told not in (errors.STALE_PAIRING, errors.UNREACHABLE, errors.TIMEOUT)
+            reason = grpc_methods.reason_of(failure)
+            self.settled = reason is not None and reason not in (
+                errors.STALE_PAIRING,
+                errors.UNREACHABLE,
+                errors.TIMEOUT,
+            )
             if self._failure is not None:
                 raise self._failure from failure
             raise

@@ -174,7 +174,7 @@ class KvFetcher:
                 pool=pool.part(part.target_start, part.num_bytes),
                 progress=progress,
                 lease_s=handoff.lease_s,
-                follows=not handoff.complete,
+                overlaps=not handoff.complete,
                 give_up_at_s=progress.started_s + allowed_s,
             )
             try:

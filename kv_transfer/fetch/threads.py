@@ -14,7 +14,7 @@ from kv_transfer.interfaces import Pull, run_in_thread
 
 MAX_CONCURRENT_FETCHES: Final = 8
 """Concurrent pulls of complete hand-offs; each holds at most one frame in memory."""
-MAX_CONCURRENT_FOLLOWERS: Final = 8
+MAX_CONCURRENT_OVERLAPS: Final = 8
 """Concurrent pulls that overlap their prefill; each needs as much memory. Further pulls wait for a thread."""
 
 
@@ -24,13 +24,13 @@ class FetchThreads:
     def __init__(self, name: str) -> None:
         """`name` is the prefix of the threads' names."""
         self._whole = ThreadPoolExecutor(MAX_CONCURRENT_FETCHES, thread_name_prefix=name)
-        self._following = ThreadPoolExecutor(MAX_CONCURRENT_FOLLOWERS, thread_name_prefix=f"{name}-follow")
+        self._overlapping = ThreadPoolExecutor(MAX_CONCURRENT_OVERLAPS, thread_name_prefix=f"{name}-follow")
 
     async def run(self, pull: Pull, work: Callable[[], None], stop: Callable[[], None]) -> None:
         """Run like `run_in_thread`, on a thread of the pool for this kind of pull."""
-        await run_in_thread(self._following if pull.follows else self._whole, work, stop)
+        await run_in_thread(self._overlapping if pull.overlaps else self._whole, work, stop)
 
     def close(self) -> None:
         """Start no more work. Calling it again does nothing."""
-        for threads in (self._whole, self._following):
+        for threads in (self._whole, self._overlapping):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -40,5 +40,5 @@ class HandoffJournal:
         """Describe the hand-off's events in one sentence, each with its seconds since the first."""
         events = self._lives.get(handoff_id, [])
         began_s = events[0][0] if events else self._clock()
-        told = [f"{event} at {at_s - began_s:.3f} s" for at_s, event in events]
-        return f"hand-off {shown_id(handoff_id)}: {', '.join([*told, f'now {self._clock() - began_s:.3f} s'])}"
+        entries = [f"{event} at {at_s - began_s:.3f} s" for at_s, event in events]
+        return f"hand-off {shown_id(handoff_id)}: {', '.join([*entries, f'now {self._clock() - began_s:.3f} s'])}"

@@ -140,9 +140,9 @@ def reason_of(failure: Any) -> str | None:
 
 def error_of(failure: Any, address: str) -> errors.HandoffError:
     """Return the error for a failed call; `failure` is the RpcError, which is also the call."""
-    told = reason_of(failure)
-    if told is not None:
-        return errors.error_for(told, failure.details() or "")
+    reason = reason_of(failure)
+    if reason is not None:
+        return errors.error_for(reason, failure.details() or "")
     code = failure.code()
     reason = _REASON.get(code, errors.INTERNAL)
     why = why_refused(failure.details())

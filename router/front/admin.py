@@ -26,7 +26,7 @@ REFRESH_EVERY_S = 0.5
 """Interval at which workers are asked for their figures when many callers want the list."""
 
 
-class DrainWish(BaseModel):
+class DrainBody(BaseModel):
     """The body of POST /ridgeline/drain."""
 
     model_config = ConfigDict(extra="forbid")
@@ -52,22 +52,22 @@ def admin_routes(fleet: Fleet) -> APIRouter:
     one_at_a_time = asyncio.Lock()
 
     @routes.post("/drain", status_code=HTTPStatus.ACCEPTED)
-    async def drain(wish: DrainWish) -> dict[str, Any]:
+    async def drain(body: DrainBody) -> dict[str, Any]:
         async with one_at_a_time:  # two drains at once would each count on the other's worker staying
-            return await _drain(fleet, wish)
+            return await _drain(fleet, body)
 
     return routes
 
 
-async def _drain(fleet: Fleet, wish: DrainWish) -> dict[str, Any]:
-    worker = _find(fleet, wish.worker)
-    if _state(worker) != "draining" and _is_last(fleet, worker):  # one that leaves already may be told to hurry
-        _refuse_last(worker, force=wish.force)
-    logger.warning("an operator drains %s, force: %s", worker.description.title, wish.force)
+async def _drain(fleet: Fleet, body: DrainBody) -> dict[str, Any]:
+    worker = _find(fleet, body.worker)
+    if _state(worker) != "draining" and _is_last(fleet, worker):  # one that already leaves may be asked to hurry
+        _refuse_last(worker, force=body.force)
+    logger.warning("an operator drains %s, force: %s", worker.description.title, body.force)
     try:
-        await worker.client.drain(wish.timeout_s)
+        await worker.client.drain(body.timeout_s)
     except WorkerLost as error:
-        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{wish.worker} does not answer: {error}") from error
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{body.worker} does not answer: {error}") from error
     await fleet.refresh()  # from now on, nothing new is sent to it
     return _row(worker)
 

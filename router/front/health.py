@@ -174,11 +174,11 @@ class Canary:
     async def __call__(self) -> None:
         """Run one canary; raises what any request would."""
         prompt = [random.randrange(self.vocabulary_size) for _ in range(self.prompt_tokens)]
-        wish = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         request = SequenceRequest(
             f"canary-{secrets.token_hex(8)}",
             prompt,
-            sampling_of(wish),
+            sampling_of(params),
             reasoning_ended=True,
             client=CANARY_CLIENT,
             canary=True,

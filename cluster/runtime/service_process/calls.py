@@ -200,7 +200,7 @@ class CallServer:
     def _answer(self, call_id: int, result: Callable[[], Any]) -> None:
         try:
             data = encode(Reply(call_id, result()))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
             data = _encoded_error(call_id, error)
         self._send(data)
 

@@ -92,7 +92,7 @@ def run(sock: socket.socket) -> None:
         asyncio.run(_serve(sock, _made(start.service)))
     except EOFError:
         pass  # the actor has ended before it asked for anything
-    except BaseException:  # noqa: BLE001 - in a fork there is nobody above who could be told
+    except BaseException:  # noqa: BLE001 - in a fork there is nobody above to report to
         traceback.print_exc()
     finally:
         os._exit(CALLER_GONE)

@@ -104,14 +104,14 @@ def preloaded_parent(modules: Sequence[str], environment: Mapping[str, str], mes
     # No other user may enter it. The path of a socket may have 107 characters.
     directory = Path(tempfile.mkdtemp(prefix="ridgeline-", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp"))
     path = str(directory / "preloaded.sock")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, messages.open("ab") as told:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, messages.open("ab") as errors:
         listener.bind(path)
         listener.listen(128)
         parent = subprocess.Popen(
             [sys.executable, "-m", "cluster.runtime.service_process.preloaded", str(listener.fileno()), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # what vLLM says when it is imported
-            stderr=told,
+            stderr=errors,
             pass_fds=[listener.fileno()],
             env={**_python_environment(), **environment},
             start_new_session=True,

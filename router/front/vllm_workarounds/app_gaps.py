@@ -83,8 +83,8 @@ def name_settings(state: Any) -> None:
     answer = renderer.create_error_response
 
     def with_our_names(message: Any, *args: Any, **kwargs: Any) -> Any:
-        told = _FLAG.sub(_our_name, message) if isinstance(message, str) else message
-        return answer(told, *args, **kwargs)
+        renamed = _FLAG.sub(_our_name, message) if isinstance(message, str) else message
+        return answer(renamed, *args, **kwargs)
 
     vars(renderer)["create_error_response"] = with_our_names
 
