@@ -18,9 +18,9 @@ from cluster.commands.plan_options import with_plan
 from cluster.commands.server_url import server_url
 from cluster.config.api_keys import ApiKeyError
 from cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
-from cluster.config.models import Mode
 from cluster.doctor import checks as doctor_checks
 from cluster.model_store import ModelError, prepare_model
+from contracts.vocabulary import Mode
 from loadtest.errors import LoadTestError
 from loadtest.run.plan import ComparePlan, ReplayPlan
 from roofline.errors import RooflineError

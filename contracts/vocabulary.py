@@ -1,9 +1,10 @@
-"""The words that settings, messages and metric labels share: pools, legs, and how a worker is."""
+"""The words that settings, messages and metric labels share: modes, pools, legs, and a worker's health."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+Mode = Literal["disaggregated", "colocated"]
 Pool = Literal["prefill", "decode", "colocated"]
 Leg = Literal["prefill", "decode"]
 FirstToken = Literal["continue", "resample"]

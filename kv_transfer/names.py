@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
-TransportName = Literal["auto", "shm", "collective", "grpc", "memory"]
+SettableTransport = Literal["auto", "shm", "collective", "grpc"]
+TransportName = Literal[SettableTransport, "memory"]
+"""The transports that a configuration may name, and the one of the tests, in which nothing leaves the process."""
 TRANSPORT_NAMES: Final = get_args(TransportName)
 AUTO: Final = ("shm", "grpc")
 """The transports that `auto` tries with each source, best first; TLS covers each. `collective` is left out: NCCL has

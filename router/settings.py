@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contracts.rpc.tls import TlsFiles
-from contracts.vocabulary import Pool
+from contracts.vocabulary import Mode, Pool
 from router.client_identity import IpNetwork
 
 
@@ -30,7 +30,7 @@ class RouterSettings:
     max_model_len_tokens: int
     host: str
     port: int
-    mode: str
+    mode: Mode
     request_deadline_s: float
     max_outstanding_requests: int
     overlap: bool

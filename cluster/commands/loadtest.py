@@ -10,8 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.commands.serve import refuse_unfit_machine, started
-from cluster.config.models import Mode, PoolConfig, RidgelineConfig
+from cluster.config.models import PoolConfig, RidgelineConfig
 from cluster.runtime.deployment import ray_runtime
+from contracts.vocabulary import Mode
 from loadtest.compare import compare
 from loadtest.report.replay_output import report_replay
 from loadtest.run.calibration import Workers, given_load, settle, workers_of

@@ -14,44 +14,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from rich.table import Table
 
-from cluster.config.models import (
-    Dtype,
-    Mode,
-    ModelConfig,
-    PoolConfig,
-    PoolName,
-    PoolsConfig,
-    RayConfig,
-    RidgelineConfig,
-    RouterConfig,
-    SecurityConfig,
-    ServerConfig,
-    SupervisionConfig,
-    TlsConfig,
-    TransferConfig,
-    conflicts,
-)
-
-__all__ = [
-    "ConfigError",
-    "Dtype",
-    "LoadedConfig",
-    "Mode",
-    "ModelConfig",
-    "PoolConfig",
-    "PoolName",
-    "PoolsConfig",
-    "RayConfig",
-    "RidgelineConfig",
-    "RouterConfig",
-    "SecurityConfig",
-    "ServerConfig",
-    "SupervisionConfig",
-    "TlsConfig",
-    "TransferConfig",
-    "explain",
-    "load_config",
-]
+from cluster.config.models import RidgelineConfig, conflicts
+from contracts.vocabulary import Mode
 
 DEFAULT_ORIGIN = "default"
 FLAG_ORIGIN = "flag"

@@ -1,7 +1,7 @@
 """The shape of a Ridgeline configuration: every setting, its unit, its default and what it means.
 
 Why: one typed, frozen object travels from the command line to every actor, so no part reads files or environment
-variables of its own. `cluster.config.loader` fills it from YAML and flags; import the classes from there.
+variables of its own. `cluster.config.loader` fills it from YAML and flags.
 """
 
 from ipaddress import IPv6Address
@@ -12,11 +12,10 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, IPvAnyNetwork, TypeAdapter
 
 from contracts.rpc.tls import TlsFiles
+from contracts.vocabulary import Mode, Pool
 from engine import passed_args
-from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, WireDtype
+from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, SettableTransport, WireDtype
 
-PoolName = Literal["prefill", "decode", "colocated"]
-Mode = Literal["disaggregated", "colocated"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 GIB = 1024**3
@@ -202,7 +201,7 @@ class TransferConfig(_Section):
         le=LONGEST_FETCH_DEADLINE_S,
         description="how long one fetch may take before the prompt is recomputed; a source refuses longer ones",
     )
-    transport: Literal["auto", "shm", "collective", "grpc"] = Field(
+    transport: SettableTransport = Field(
         default="auto",
         description="what carries the bytes: shm (one host), grpc, collective (nccl or gloo); auto: shm, else grpc",
     )
@@ -346,21 +345,21 @@ class RidgelineConfig(_Section):
         description="vLLM's own arguments for its HTTP front: tool_call_parser, chat_template ...",
     )
 
-    def active_pools(self) -> dict[PoolName, PoolConfig]:
+    def active_pools(self) -> dict[Pool, PoolConfig]:
         """Return the pools that run in this mode, in the order in which they are placed."""
         if self.mode == "colocated":
             return {"colocated": self.pools.colocated}
         return {"prefill": self.pools.prefill, "decode": self.pools.decode}
 
-    def all_pools(self) -> dict[PoolName, PoolConfig]:
+    def all_pools(self) -> dict[Pool, PoolConfig]:
         """Return every pool, whatever the mode: `compare` runs both modes from one configuration."""
         return {"prefill": self.pools.prefill, "decode": self.pools.decode, "colocated": self.pools.colocated}
 
-    def args_of(self, pool: PoolName) -> dict[str, Any]:
+    def args_of(self, pool: Pool) -> dict[str, Any]:
         """Return the arguments for vLLM's engine in this pool."""
         return {**self.engine_args, **self.all_pools()[pool].engine_args}
 
-    def window_tokens(self, pool: PoolName) -> int:
+    def window_tokens(self, pool: Pool) -> int:
         """Return how many prompt tokens a worker of this pool has at a time."""
         return self.router.prefill_window_tokens or WINDOW_STEPS * self.all_pools()[pool].max_num_batched_tokens
 

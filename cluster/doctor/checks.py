@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from cluster.config.models import PoolConfig, PoolName, RidgelineConfig
+from cluster.config.models import PoolConfig, RidgelineConfig
 from cluster.doctor.facts import HostFacts, read_cpu_flags, read_host_facts
 from cluster.doctor.model_support import model_conflicts
 from cluster.doctor.software import (
@@ -25,6 +25,7 @@ from cluster.doctor.software import (
     security,
     torch_companions,
 )
+from contracts.vocabulary import Pool
 
 __all__ = ["CheckResult", "checks", "failures", "report", "resolve_dtype"]
 
@@ -197,7 +198,7 @@ def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
                 yield _kv_cache_fits(config, name, pool.kv_cache_bytes, token_bytes)
 
 
-def _kv_cache_fits(config: RidgelineConfig, name: PoolName, cache_bytes: int, token_bytes: int) -> CheckResult:
+def _kv_cache_fits(config: RidgelineConfig, name: Pool, cache_bytes: int, token_bytes: int) -> CheckResult:
     """Check that one request of full length fits; otherwise the engine refuses to start."""
     block = config.model.block_size_tokens
     fits = cache_bytes // (token_bytes * block) * block

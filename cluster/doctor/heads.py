@@ -5,8 +5,9 @@ Why: vLLM finds out half a minute into its start, in a rank's process, and its e
 
 from __future__ import annotations
 
-from cluster.config.models import PoolConfig, PoolName, RidgelineConfig
+from cluster.config.models import PoolConfig, RidgelineConfig
 from cluster.doctor.facts import ModelFacts
+from contracts.vocabulary import Pool
 
 
 def head_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
@@ -21,13 +22,13 @@ def head_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     return found
 
 
-def _splits(heads: int, name: PoolName, pool: PoolConfig) -> bool:
+def _splits(heads: int, name: Pool, pool: PoolConfig) -> bool:
     if name == "colocated" and pool.ranks > heads:  # nothing is handed over: vLLM may keep copies of KV heads
         return pool.ranks % heads == 0
     return heads % pool.ranks == 0
 
 
-def _sentence(model: str, name: PoolName, pool: PoolConfig, heads: str, allowed: list[int]) -> str:
+def _sentence(model: str, name: Pool, pool: PoolConfig, heads: str, allowed: list[int]) -> str:
     setting = "gpus_per_worker" if pool.gpus_per_worker else "tensor_parallel"
     values = " or ".join(map(str, allowed))
     return (

@@ -16,14 +16,14 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config.models import PoolName, RidgelineConfig
+from cluster.config.models import RidgelineConfig
 from cluster.runtime.actors import NodePlace, ServiceActor, engine_environment
 from cluster.runtime.plan import CoreTable, PlacementError, Plan, PlannedWorker
 from cluster.runtime.processes import ProcessId, end_processes
 from cluster.runtime.service_process.calls import ServiceError, ServiceGone
 from cluster.runtime.services import NotServing, WorkerReady
 from contracts.errors import WorkerLost
-from contracts.vocabulary import Health
+from contracts.vocabulary import Health, Pool
 from router.settings import PoolHardware
 
 LOOPBACK = "127.0.0.1"
@@ -215,7 +215,7 @@ class WorkerSlot(ActorSlot):
         self._cores = cores
 
     @property
-    def pool(self) -> PoolName:
+    def pool(self) -> Pool:
         """The pool that this worker belongs to."""
         return self.planned.pool
 
@@ -272,7 +272,7 @@ class RouterSlot(ActorSlot):
         )
         super().__init__("router", actor, plan.config)
         self._settings = plan.router_settings()
-        self._hardware: dict[PoolName, PoolHardware] = {}
+        self._hardware: dict[Pool, PoolHardware] = {}
 
     async def prepare(self) -> None:
         """Have it import what is slow to import, while the engines load. Raises DeploymentFailed."""
@@ -280,7 +280,7 @@ class RouterSlot(ActorSlot):
         await self.begin()
         await self.call("prepare", self._settings)
 
-    async def serve(self, addresses: list[str], hardware: dict[PoolName, PoolHardware]) -> str:
+    async def serve(self, addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
         """Have it connect to the workers and open the port; returns the URL. Raises DeploymentFailed."""
         self._hardware = hardware
         url = str(await self.call("serve", addresses, hardware))

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from cluster.config.models import PoolName, RidgelineConfig
+from cluster.config.models import RidgelineConfig
 from cluster.runtime.actor_handle import LOOPBACK, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
 from cluster.runtime.actors import NodePlace, engine_environment
 from cluster.runtime.environment import server_variables_hidden
@@ -28,6 +28,7 @@ from cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
 from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
 from cluster.runtime.services import IMPORTED, WorkerReady
 from cluster.runtime.supervisor import Say, Supervisor
+from contracts.vocabulary import Pool
 from router.fleet.pairing import KvPair
 from router.settings import PoolHardware
 
@@ -194,7 +195,7 @@ async def _placed(workers: list[WorkerSlot]) -> list[NodePlace]:
         ) from error
 
 
-async def _hardware(plan: Plan, workers: list[WorkerSlot], say: Say) -> dict[PoolName, PoolHardware]:
+async def _hardware(plan: Plan, workers: list[WorkerSlot], say: Say) -> dict[Pool, PoolHardware]:
     """Measure the peaks of one worker of each pool, one after the other and before any engine makes the node busy."""
     say("reading or measuring peak FLOP/s and memory bandwidth")
     first = {worker.pool: worker for worker in reversed(workers)}

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.api_keys import KeyHashes, key_hashes
-from cluster.config.models import PoolConfig, PoolName, RidgelineConfig
+from cluster.config.models import PoolConfig, RidgelineConfig
 from cluster.doctor.checks import resolve_dtype
 from cluster.doctor.facts import read_model_facts
 from cluster.doctor.model_support import model_conflicts
 from cluster.model_store import ModelError, prepare_model
 from cluster.runtime.actors import NodePlace
+from contracts.vocabulary import Pool
 from engine import passed_args
 from engine.config import EngineConfig, HostSettings
 from kv_transfer.options import TransferOptions
@@ -31,7 +32,7 @@ class PlannedWorker:
 
     worker_id: str
     """`worker-N`, counted over all pools: the same for the same configuration, and whatever its role becomes."""
-    pool: PoolName
+    pool: Pool
     settings: PoolConfig
 
     @property

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from cluster.config.models import PoolName, SupervisionConfig
+from cluster.config.models import SupervisionConfig
 from cluster.runtime.actor_handle import ActorGone, DeploymentFailed, NoPlace, NotReached
 from cluster.runtime.restart_budget import RestartBudget
-from contracts.vocabulary import Health
+from contracts.vocabulary import Health, Pool
 
 POLL_S = 0.5
 MAX_INTRODUCTIONS = 10
@@ -47,7 +47,7 @@ class SupervisedWorker(Supervised, Protocol):
     """A worker, whichever process runs it."""
 
     @property
-    def pool(self) -> PoolName: ...
+    def pool(self) -> Pool: ...
     async def start_again(self) -> str: ...
     async def retire(self) -> None: ...
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from contracts.vocabulary import Pool
+from contracts.vocabulary import Mode, Pool
 from router.client_identity import ANONYMOUS
 
 Path = Literal["disaggregated", "fallback", "decode_only", "colocated"]
@@ -81,12 +81,12 @@ Scorer = Callable[[Demand, WorkerLoad], tuple[float, ...]]
 # Which path
 
 
-def pools_of(mode: str) -> tuple[Pool, ...]:
+def pools_of(mode: Mode) -> tuple[Pool, ...]:
     """Return the pools of a deployment; the last one decodes."""
     return ("colocated",) if mode == "colocated" else ("prefill", "decode")
 
 
-def path_for(demand: Demand, mode: str, min_remote_prefill_tokens: int, prefill_usable: bool) -> Path:
+def path_for(demand: Demand, mode: Mode, min_remote_prefill_tokens: int, prefill_usable: bool) -> Path:
     """Return the path of a request, before a worker is chosen for any part of it."""
     if mode == "colocated":
         return "colocated"

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from cluster.commands.serve import started
 from cluster.config.loader import load_config
-from cluster.config.models import Mode
 from cluster.runtime.deployment import ray_runtime
+from contracts.vocabulary import Mode
 from loadtest.report.pools import stage_seconds
 from loadtest.run.server_metrics import MetricsDelta, difference, parse_metrics
 
