@@ -124,13 +124,13 @@ class KvHandoff(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.convert(dict(params), cls)
 
 
-Outcome = Literal["ok", "failed", "cancelled"]
+FetchOutcome = Literal["ok", "failed", "cancelled"]
 
 
 class FetchReceipt(msgspec.Struct, frozen=True, kw_only=True):
     """How one fetch ended. `reason` is empty or one of `contracts.errors.REASONS`."""
 
-    outcome: Outcome
+    outcome: FetchOutcome
     reason: str = ""
     message: str = ""
     num_bytes: int = 0

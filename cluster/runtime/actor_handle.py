@@ -60,7 +60,7 @@ _KINDS: dict[type[BaseException], type[DeploymentFailed]] = {
 """What each exception of an actor becomes on this side."""
 
 
-class ActorSlot:
+class ActorHandle:
     """What workers and the router have in common: one actor by name."""
 
     def __init__(self, name: str, actor: Any, config: RidgelineConfig, title: str | None = None) -> None:
@@ -205,7 +205,7 @@ def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
     )
 
 
-class WorkerSlot(ActorSlot):
+class WorkerHandle(ActorHandle):
     """One worker; `start` makes a new incarnation of it."""
 
     def __init__(self, plan: Plan, planned: PlannedWorker, cores: CoreTable) -> None:
@@ -256,7 +256,7 @@ def _router_environment(config: RidgelineConfig) -> dict[str, str]:
     return engine_environment(1, config.supervision.start_timeout_s, on_cpu=not config.uses_gpus())
 
 
-class RouterSlot(ActorSlot):
+class RouterHandle(ActorHandle):
     """The router's actor; once it has picked a port it keeps it."""
 
     def __init__(self, plan: Plan) -> None:

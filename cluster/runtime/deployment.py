@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from cluster.config.models import RidgelineConfig
-from cluster.runtime.actor_handle import LOOPBACK, DeploymentFailed, NoPlace, RouterSlot, WorkerSlot
+from cluster.runtime.actor_handle import LOOPBACK, DeploymentFailed, NoPlace, RouterHandle, WorkerHandle
 from cluster.runtime.actors import NodePlace, engine_environment
 from cluster.runtime.environment import server_variables_hidden
 from cluster.runtime.plan import CoreTable, PlacementError, Plan
@@ -59,7 +59,7 @@ class Deployment:
     """Running actors; made by `deploy`."""
 
     def __init__(
-        self, url: str, rows: list[Row], kv_pairs: list[KvPair], router: RouterSlot, supervisor: Supervisor
+        self, url: str, rows: list[Row], kv_pairs: list[KvPair], router: RouterHandle, supervisor: Supervisor
     ) -> None:
         self.url = url
         self.rows = rows
@@ -143,8 +143,8 @@ def _ray(config: RidgelineConfig) -> Iterator[None]:
 async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
     """Place and start everything; on exit stop it. Raises PlacementError or DeploymentFailed."""
     cores = CoreTable(share=plan.config.ray.share_cores)
-    workers = [WorkerSlot(plan, planned, cores) for planned in plan.workers]
-    router = RouterSlot(plan)
+    workers = [WorkerHandle(plan, planned, cores) for planned in plan.workers]
+    router = RouterHandle(plan)
     try:
         yield await _start(plan, workers, router, say)
     finally:
@@ -152,7 +152,7 @@ async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
             say(sentence)
 
 
-async def _start(plan: Plan, workers: list[WorkerSlot], router: RouterSlot, say: Say) -> Deployment:
+async def _start(plan: Plan, workers: list[WorkerHandle], router: RouterHandle, say: Say) -> Deployment:
     say(f"placing {len(workers)} workers and the router on Ray")
     places = await _placed(workers)
     for worker in workers:
@@ -161,27 +161,27 @@ async def _start(plan: Plan, workers: list[WorkerSlot], router: RouterSlot, say:
     started = await _all_or_fail([*(_timed_load(worker, say) for worker in workers), router.prepare()])
     ready: list[tuple[WorkerReady, float]] = started[:-1]
     say("connecting the router to the workers")
-    addresses = {slot.name: worker.address for slot, (worker, _) in zip(workers, ready, strict=True)}
+    addresses = {handle.name: worker.address for handle, (worker, _) in zip(workers, ready, strict=True)}
     url = await router.serve(list(addresses.values()), hardware)
     rows = [
         Row(
-            name=slot.name,
-            pool=slot.pool,
+            name=handle.name,
+            pool=handle.pool,
             node=place.host,
-            cores=",".join(map(str, worker.cores)) or f"{slot.planned.settings.gpus_per_worker} GPU",
+            cores=",".join(map(str, worker.cores)) or f"{handle.planned.settings.gpus_per_worker} GPU",
             pid=worker.pid,
             engine_pids=worker.engine_pids,
             address=worker.address,
             kv_blocks=worker.num_kv_blocks,
             start_s=start_s,
         )
-        for slot, place, (worker, start_s) in zip(workers, places, ready, strict=True)
+        for handle, place, (worker, start_s) in zip(workers, places, ready, strict=True)
     ]
     supervisor = Supervisor(workers, router, addresses, plan.config.supervision)
     return Deployment(url, rows, await router.call("kv_pairs"), router, supervisor)
 
 
-async def _placed(workers: list[WorkerSlot]) -> list[NodePlace]:
+async def _placed(workers: list[WorkerHandle]) -> list[NodePlace]:
     try:
         return list(await _all_or_fail([worker.find_place() for worker in workers]))
     except NoPlace as error:
@@ -195,7 +195,7 @@ async def _placed(workers: list[WorkerSlot]) -> list[NodePlace]:
         ) from error
 
 
-async def _hardware(plan: Plan, workers: list[WorkerSlot], say: Say) -> dict[Pool, PoolHardware]:
+async def _hardware(plan: Plan, workers: list[WorkerHandle], say: Say) -> dict[Pool, PoolHardware]:
     """Measure the peaks of one worker of each pool, one after the other and before any engine makes the node busy."""
     say("reading or measuring peak FLOP/s and memory bandwidth")
     first = {worker.pool: worker for worker in reversed(workers)}
@@ -207,7 +207,7 @@ async def _hardware(plan: Plan, workers: list[WorkerSlot], say: Say) -> dict[Poo
     }
 
 
-async def _timed_load(worker: WorkerSlot, say: Say) -> tuple[WorkerReady, float]:
+async def _timed_load(worker: WorkerHandle, say: Say) -> tuple[WorkerReady, float]:
     began_s = time.monotonic()
     cores = worker.take_cores()
     say(f"{worker.title}: loading the engine" + (f" on core {','.join(map(str, cores))}" if cores else ""))
@@ -226,19 +226,19 @@ async def _all_or_fail(awaitables: list[Any]) -> list[Any]:
             task.cancel()
 
 
-async def _stop(workers: list[WorkerSlot], router: RouterSlot) -> list[str]:
+async def _stop(workers: list[WorkerHandle], router: RouterHandle) -> list[str]:
     """Stop gracefully, the router first so that its clients hear why; then end what is left, also if it hangs.
 
     If one cannot be ended, the others are ended all the same; returns a sentence for each that could not.
     """
-    for slots, within_s in (([router], STOP_ROUTER_WITHIN_S), (workers, STOP_WORKERS_WITHIN_S)):
-        stopping = [asyncio.ensure_future(slot.stop()) for slot in slots]
+    for handles, within_s in (([router], STOP_ROUTER_WITHIN_S), (workers, STOP_WORKERS_WITHIN_S)):
+        stopping = [asyncio.ensure_future(handle.stop()) for handle in handles]
         if stopping:
             await asyncio.wait(stopping, timeout=within_s)
     everyone = (router, *workers)
-    ends = await asyncio.gather(*(slot.kill() for slot in everyone), return_exceptions=True)
+    ends = await asyncio.gather(*(handle.kill() for handle in everyone), return_exceptions=True)
     return [
-        f"{slot.title} could not be ended, and may run on: {type(error).__name__}: {error}"
-        for slot, error in zip(everyone, ends, strict=True)
+        f"{handle.title} could not be ended, and may run on: {type(error).__name__}: {error}"
+        for handle, error in zip(everyone, ends, strict=True)
         if isinstance(error, BaseException)
     ]

@@ -15,7 +15,7 @@ import grpc.aio
 
 from contracts.rpc.tls import SERVER_NAME, TlsFiles
 
-Options = Sequence[tuple[str, Any]]
+GrpcOptions = Sequence[tuple[str, Any]]
 
 
 def add_port(server: Any, address: str, tls: TlsFiles | None) -> int:
@@ -30,14 +30,14 @@ def add_port(server: Any, address: str, tls: TlsFiles | None) -> int:
     return int(server.add_secure_port(address, credentials))
 
 
-def open_channel(address: str, options: Options, tls: TlsFiles | None) -> grpc.Channel:
+def open_channel(address: str, options: GrpcOptions, tls: TlsFiles | None) -> grpc.Channel:
     """Open a channel of the synchronous API; it connects when first used. Raises TlsFileError."""
     if tls is None:
         return grpc.insecure_channel(address, options=list(options))
     return grpc.secure_channel(address, _credentials(tls), options=_named(options))
 
 
-def open_aio_channel(address: str, options: Options, tls: TlsFiles | None) -> grpc.aio.Channel:
+def open_aio_channel(address: str, options: GrpcOptions, tls: TlsFiles | None) -> grpc.aio.Channel:
     """Open a channel of the asynchronous API; it connects when first used. Raises TlsFileError."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=list(options))
@@ -59,5 +59,5 @@ def _credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=certificate)
 
 
-def _named(options: Options) -> list[tuple[str, Any]]:
+def _named(options: GrpcOptions) -> list[tuple[str, Any]]:
     return [*options, ("grpc.ssl_target_name_override", SERVER_NAME)]

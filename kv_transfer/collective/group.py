@@ -99,10 +99,10 @@ class Sending:
 class PairGroup:
     """One end of a pair. It runs one transfer at a time; `break_off` may be called from any other thread."""
 
-    def __init__(self, end: _End, peer: str) -> None:
+    def __init__(self, end: _GroupEnd, peer: str) -> None:
         self._peer = peer
         self._lock = threading.Lock()
-        self._end: _End | None = end
+        self._end: _GroupEnd | None = end
 
     @classmethod
     def form(cls, rank: int, key: str, store: Store, host: str, device: torch.device, peer: str) -> PairGroup:
@@ -112,7 +112,7 @@ class PairGroup:
         """
         store = _c10d.PrefixStore(key, store)
         try:
-            end: _End = _Nccl(store, rank, device) if device.type == "cuda" else _Gloo(store, rank, host)
+            end: _GroupEnd = _Nccl(store, rank, device) if device.type == "cuda" else _Gloo(store, rank, host)
         except RuntimeError as error:
             sentence = f"no pair group with {peer}: {_first_line(error)}"
             raise errors.TransferFailed(errors.UNREACHABLE, sentence) from error
@@ -160,7 +160,7 @@ class PairGroup:
         if end is not None:
             end.close()
 
-    def _whole(self) -> _End:
+    def _whole(self) -> _GroupEnd:
         end = self._end
         if end is None:
             raise errors.TransferFailed(errors.UNREACHABLE, f"the pair group with {self._peer} was broken off")
@@ -210,7 +210,7 @@ class SendWindow:
             self._group.finish(self._under_way.popleft(), self._deadline_s)
 
 
-class _End(ABC):
+class _GroupEnd(ABC):
     """What differs between backends. After any RuntimeError from here the group cannot be used any more."""
 
     @abstractmethod
@@ -228,7 +228,7 @@ class _End(ABC):
         """Release every thread that waits, at both ends."""
 
 
-class _Gloo(_End):
+class _Gloo(_GroupEnd):
     """Sockets between host memories. A send ends only when the other side receives, which is the back-pressure."""
 
     def __init__(self, store: Store, rank: int, host: str) -> None:
@@ -258,7 +258,7 @@ class _Gloo(_End):
             self._group.recv([nothing], self._peer, _NEVER_SENT_TAG).wait(timedelta(milliseconds=1))
 
 
-class _Nccl(_End):
+class _Nccl(_GroupEnd):
     """GPUs, on a separate stream, so that the engine's stream never waits for a peer. Never executed: see above."""
 
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:

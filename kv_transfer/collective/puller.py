@@ -73,7 +73,7 @@ class CollectivePuller(Puller):
         pair = self._pair(pull)
         async with pair.turn(pull):
             membership = await self._membership(pair, pull)
-            transfer = _Transfer(pull, membership)
+            transfer = _RunningTransfer(pull, membership)
             try:
                 await run_in_thread(self._threads, transfer.run, transfer.stop)
             finally:
@@ -208,7 +208,7 @@ class _Membership:
         read_last_events(self._call)
 
 
-class _Transfer:
+class _RunningTransfer:
     """One pull. `run` runs on its own thread; `stop` is called from the event loop."""
 
     def __init__(self, pull: Pull, membership: _Membership) -> None:

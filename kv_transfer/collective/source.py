@@ -34,7 +34,7 @@ from kv_transfer.collective.wire import (
 )
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.source.block_server import BlockRead, BlockServer, Segment, Wanted
-from kv_transfer.source.grpc_source import Slot, SourceExtension, parse
+from kv_transfer.source.grpc_source import FetchSlot, SourceExtension, parse
 from kv_transfer.wire import grpc_methods
 from kv_transfer.wire.frames import blocks_per_frame
 
@@ -71,7 +71,7 @@ class CollectiveSource(SourceExtension):
         backend = backend_for(self._device)
         return None if backend is None else {"backend": backend}
 
-    def handlers(self, server: BlockServer, slot: Slot) -> Mapping[str, grpc.RpcMethodHandler]:
+    def handlers(self, server: BlockServer, slot: FetchSlot) -> Mapping[str, grpc.RpcMethodHandler]:
         def join(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             return self._join(server, context)
 
@@ -139,7 +139,7 @@ class CollectiveSource(SourceExtension):
             raise errors.TransferFailed(errors.UNREACHABLE, "this source is closing")
 
     def _collect(
-        self, server: BlockServer, slot: Slot, message: bytes, context: grpc.ServicerContext
+        self, server: BlockServer, slot: FetchSlot, message: bytes, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         with slot(context):
             transfer = parse(_decode_transfer, message)

@@ -37,7 +37,7 @@ CONTROL_THREADS: Final = 4
 """Threads that fetches never occupy, so that renewals and releases get through."""
 
 Parsed = TypeVar("Parsed")
-Slot = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
+FetchSlot = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
 """Reserves one stream while the block runs; a HandoffError inside becomes the call's status."""
 
 _decode_request: Final = msgspec.msgpack.Decoder(FetchRequest).decode
@@ -59,7 +59,7 @@ class SourceExtension(ABC):
         """Return what its pullers need to know; None if it does not work here."""
 
     @abstractmethod
-    def handlers(self, server: BlockServer, slot: Slot) -> Mapping[str, grpc.RpcMethodHandler]:
+    def handlers(self, server: BlockServer, slot: FetchSlot) -> Mapping[str, grpc.RpcMethodHandler]:
         """Return its methods by name."""
 
     @abstractmethod

@@ -17,7 +17,7 @@ import msgspec
 
 from contracts import errors
 from contracts.handoff import UNREADABLE, HandoffId
-from contracts.rpc.channel import why_refused
+from contracts.rpc.channel import GrpcOptions, why_refused
 
 SERVICE: Final = "ridgeline.KvTransfer"
 FETCH: Final = "Fetch"
@@ -50,7 +50,6 @@ _REASON: Final = {
     grpc.StatusCode.UNIMPLEMENTED: errors.BAD_REQUEST,
 }
 
-Options = list[tuple[str, int]]
 Answer = TypeVar("Answer")
 
 
@@ -74,7 +73,7 @@ class PinnedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     first_token: int | None = None
 
 
-def server_options(largest_message_bytes: int) -> Options:
+def server_options(largest_message_bytes: int) -> GrpcOptions:
     """Return server options: fail on a taken port, bound messages, and accept pings as often as peers send them."""
     return [
         ("grpc.so_reuseport", 0),
@@ -85,7 +84,7 @@ def server_options(largest_message_bytes: int) -> Options:
     ]
 
 
-def channel_options(largest_message_bytes: int) -> Options:
+def channel_options(largest_message_bytes: int) -> GrpcOptions:
     """Return channel options: bound messages, and notice a silent or unreachable peer within seconds."""
     return [
         ("grpc.max_receive_message_length", max(largest_message_bytes, CONTROL_MESSAGE_BYTES)),

@@ -21,7 +21,7 @@ from router.dispatch.request import Attempt
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.policy import DECODE_SCORER, blocks_needed, pick, prompt_blocks, room_to_overlap
 from router.fleet.worker import PromptReservation
-from router.flow.prompt_queue import PromptQueue, Turn
+from router.flow.prompt_queue import PromptQueue, PromptTurn
 
 ReleaseHandoff = Callable[[KvHandoff, float], None]
 """Tells the prefill worker, in the background and after this many seconds, that a hand-off will not be fetched."""
@@ -62,7 +62,7 @@ class Legs:
             await self._prefill_then_decode(_Decode(self._fleet, attempt, counted), attempt)
 
     @asynccontextmanager
-    async def _turn(self, pool: Pool, attempt: Attempt) -> AsyncIterator[Turn]:
+    async def _turn(self, pool: Pool, attempt: Attempt) -> AsyncIterator[PromptTurn]:
         """Wait until it is this prompt's turn on a worker that computes it."""
         timeline = attempt.progress.timeline
         began_s = timeline.clock()
@@ -143,7 +143,7 @@ class Legs:
         leg: AsyncGenerator[TokenDelta, None],
         pool: Pool,
         attempt: Attempt,
-        counted: Turn | PromptReservation,
+        counted: PromptTurn | PromptReservation,
     ) -> bool:
         """Stream one decode leg on a worker of `pool`. Returns whether it made a token, and so has the KV."""
         progress, produced = attempt.progress, False
@@ -172,7 +172,7 @@ class _Decode:
         self._attempt = attempt
         self._stack = counted
 
-    def choose(self, turn: Turn) -> None:
+    def choose(self, turn: PromptTurn) -> None:
         """Pick a worker by the KV blocks that the sequence will need, half of its answer included, and count it there.
 
         The place in its batch came with the turn. Raises WorkerLost or WorkerDraining if no worker is left.

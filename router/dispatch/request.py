@@ -12,7 +12,7 @@ from contracts.vocabulary import FirstToken, Leg, Pool
 from router.client_identity import ANONYMOUS
 from router.fleet.policy import Demand
 from router.observe.metrics import RequestMetrics
-from router.observe.timeline import RequestTimeline, State
+from router.observe.timeline import RequestState, RequestTimeline
 
 Emit = Callable[[TokenDelta], bool]
 """Sends a delta to the client; returns True if no more is wanted, because a stop string was found."""
@@ -62,7 +62,7 @@ class SequenceRequest:
         return Demand(len(self.prompt_token_ids), self.sampling.max_tokens, self.client)
 
 
-TRANSITIONS: Mapping[State, frozenset[State]] = {
+TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
     "queued": frozenset({"queued", "prefilling"}),
     "prefilling": frozenset({"queued", "handoff", "decoding"}),
     "handoff": frozenset({"queued", "decoding"}),
@@ -90,14 +90,14 @@ class RequestProgress:
         self.token_ids: list[int] = []
         self.ended = False
         self._emit = emit
-        self._state: State = "queued"
+        self._state: RequestState = "queued"
 
     @property
-    def state(self) -> State:
+    def state(self) -> RequestState:
         """The current state."""
         return self._state
 
-    def advance(self, to: State) -> None:
+    def advance(self, to: RequestState) -> None:
         """Enter this state. Raises IllegalTransition if `TRANSITIONS` does not allow it."""
         if to not in TRANSITIONS[self._state]:
             raise IllegalTransition(f"a request that is {self._state!r} cannot become {to!r}")

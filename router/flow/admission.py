@@ -26,7 +26,7 @@ from router.flow.prompt_queue import PromptQueue
 from router.observe.metrics import RequestMetrics
 from router.settings import RouterSettings
 
-State = Literal["not_ready", "open", "draining"]
+AdmissionState = Literal["not_ready", "open", "draining"]
 LONGEST_RETRY_AFTER_S = 60
 DRAIN_WINDOW_S = 10.0
 LEFT_WINDOW_S = 10.0
@@ -60,7 +60,7 @@ class Ask:
 class Snapshot:
     """The state of the deployment and of accepted requests, as far as admission depends on it."""
 
-    state: State
+    state: AdmissionState
     block_size_tokens: int
     answer_pool: Pool
     """The pool that decodes."""
@@ -273,7 +273,7 @@ class Admission:
         metrics: RequestMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.state: State = "not_ready"
+        self.state: AdmissionState = "not_ready"
         self._limits = Limits(
             max_outstanding_requests=settings.max_outstanding_requests,
             max_prompt_wait_s=settings.max_prompt_wait_s,

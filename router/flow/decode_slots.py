@@ -54,19 +54,19 @@ class DecodeSlots:
         total = held.total()
         return lambda client: may_have_more(held[client], total - held[client], places, PART)
 
-    def take(self, client: str) -> Slot:
+    def take(self, client: str) -> DecodeSlot:
         """Count one sequence; the caller must release the slot."""
         self._taken += 1
-        return Slot(self, client)
+        return DecodeSlot(self, client)
 
     def add(self, client: str, worker: Worker | None, number: int) -> None:
-        """Change the count of places, for `Slot`."""
+        """Change the count of places, for `DecodeSlot`."""
         self._held[client, worker] += number
         if not self._held[client, worker]:
             del self._held[client, worker]
 
     def freed(self) -> None:
-        """Offer a free place to the pools whose prompts wait, in turn; for `Slot`.
+        """Offer a free place to the pools whose prompts wait, in turn; for `DecodeSlot`.
 
         In a fixed order, the second pool's prompts would wait as long as the first pool has any.
         """
@@ -78,7 +78,7 @@ class DecodeSlots:
                 self._on_free.append(on_free)
 
 
-class Slot:
+class DecodeSlot:
     """The place of one sequence that is decoded, or will be once its prompt is computed."""
 
     def __init__(self, slots: DecodeSlots, client: str) -> None:

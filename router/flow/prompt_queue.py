@@ -31,7 +31,7 @@ from router.fleet.policy import (
     pools_of,
     prompt_blocks,
 )
-from router.flow.decode_slots import DecodeSlots, Slot
+from router.flow.decode_slots import DecodeSlot, DecodeSlots
 from router.flow.fair_queue import FairQueue
 from router.flow.rates import ServiceRate
 from router.settings import RouterSettings
@@ -42,13 +42,13 @@ RECHECK_S = 0.25
 """Interval of checks while prompts wait for a pool without a usable worker."""
 
 
-class Turn:
+class PromptTurn:
     """A prompt's place on a worker, and its sequence's place where it is decoded.
 
     It counts as a sequence on the worker, and as prompt tokens until `prompt_done`.
     """
 
-    def __init__(self, queue: PromptQueue, worker: Worker, demand: Demand, slot: Slot) -> None:
+    def __init__(self, queue: PromptQueue, worker: Worker, demand: Demand, slot: DecodeSlot) -> None:
         self.worker = worker
         self.prompt_tokens = demand.prompt_tokens
         self._queue = queue
@@ -56,7 +56,7 @@ class Turn:
         block_size_tokens = worker.description.block_size_tokens
         blocks = 0 if queue.pool == "prefill" else prompt_blocks(demand, block_size_tokens)
         self._reservation = self._counted.enter_context(worker.reserve(demand.prompt_tokens, blocks, blocks))
-        self._slot: Slot | None = slot
+        self._slot: DecodeSlot | None = slot
         if queue.pool != "prefill":
             slot.on(worker)
         self._open = True
@@ -75,7 +75,7 @@ class Turn:
         if self._slot is not None:
             self.take_slot().release()
 
-    def take_slot(self) -> Slot:
+    def take_slot(self) -> DecodeSlot:
         """Return the slot for a sequence that another worker decodes. Call it once; the caller must release it."""
         assert self._slot is not None
         slot, self._slot = self._slot, None
@@ -91,7 +91,7 @@ class Turn:
 @dataclass(frozen=True)
 class _Waiting:
     demand: Demand
-    granted: asyncio.Future[Turn]
+    granted: asyncio.Future[PromptTurn]
 
 
 class PromptQueue:
@@ -119,13 +119,13 @@ class PromptQueue:
         self._recheck: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def turn(self, demand: Demand, *, urgent: bool = False) -> AsyncIterator[Turn]:
+    async def turn(self, demand: Demand, *, urgent: bool = False) -> AsyncIterator[PromptTurn]:
         """Wait for a worker, and count this sequence there while the block runs.
 
         An `urgent` prompt goes before all others. Raises NoWorker once the pool has had no usable worker for
         `recovery_timeout_s` while prompts waited.
         """
-        granted: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[PromptTurn] = asyncio.get_running_loop().create_future()
         entry = self._queue.push(demand.client, demand.prompt_tokens, _Waiting(demand, granted), urgent=urgent)
         self.dispatch()
         try:
@@ -158,8 +158,8 @@ class PromptQueue:
             self._grant(entry.item, worker)
         self._watch_outage()
 
-    def ended(self, turn: Turn, computed: bool) -> None:
-        """Record that a turn's prompt tokens are no longer outstanding; for `Turn`."""
+    def ended(self, turn: PromptTurn, computed: bool) -> None:
+        """Record that a turn's prompt tokens are no longer outstanding; for `PromptTurn`."""
         worker_id = turn.worker.worker_id
         if not computed:
             self._rate.dropped(worker_id)
@@ -229,7 +229,7 @@ class PromptQueue:
 
     def _grant(self, waiting: _Waiting, worker: Worker) -> None:
         idle = not worker.load().outstanding_prompt_tokens
-        waiting.granted.set_result(Turn(self, worker, waiting.demand, self._slots.take(waiting.demand.client)))
+        waiting.granted.set_result(PromptTurn(self, worker, waiting.demand, self._slots.take(waiting.demand.client)))
         if idle:
             self._rate.begin(worker.worker_id, self._full(worker))
 

@@ -34,7 +34,7 @@ class Honoured:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedField:
     """The field is refused with this sentence before any work is done. For vLLM's refusals it is a part of vLLM's."""
 
     sentence: str
@@ -51,20 +51,20 @@ class WithoutEffect:
     why: str
 
 
-Verdict = Honoured | Refused | WithoutEffect
+FieldRule = Honoured | RefusedField | WithoutEffect
 
-_NO_BEAMS = Refused("this server does no beam search")
-_OTHER_KV = Refused("only the router may name hosts, ports and other requests' KV")
+_NO_BEAMS = RefusedField("this server does no beam search")
+_OTHER_KV = RefusedField("only the router may name hosts, ports and other requests' KV")
 _RENDERED_ONLY = WithoutEffect(
     "vLLM reads it only where requests are rendered and not run, which this server does not offer"
 )
-_NO_MEDIA = Refused("are disabled by default", by="vLLM")
-_NO_BEST_OF = Refused("this server returns every sequence that it generates: use n", but_for=(1,))
-_NO_BACKEND = Refused("vLLM no longer offers a choice of backend per request")
-_NO_GUIDED = Refused("vLLM no longer has this field: use structured_outputs or response_format")
-_TEXT_ONLY = Refused("this server answers with text only", but_for=(["text"],))
+_NO_MEDIA = RefusedField("are disabled by default", by="vLLM")
+_NO_BEST_OF = RefusedField("this server returns every sequence that it generates: use n", but_for=(1,))
+_NO_BACKEND = RefusedField("vLLM no longer offers a choice of backend per request")
+_NO_GUIDED = RefusedField("vLLM no longer has this field: use structured_outputs or response_format")
+_TEXT_ONLY = RefusedField("this server answers with text only", but_for=(["text"],))
 
-FIELDS: dict[str, Verdict] = {
+FIELDS: dict[str, FieldRule] = {
     # what is asked
     "messages": Honoured(),
     "prompt": Honoured(),
@@ -76,8 +76,8 @@ FIELDS: dict[str, Verdict] = {
     "model": Honoured(),
     "system": Honoured(),
     "instructions": Honoured(),
-    "suffix": Refused("suffix is only supported for models with FIM completion", by="vLLM"),
-    "prompt_embeds": Refused("enable-prompt-embeds", by="vLLM"),
+    "suffix": RefusedField("suffix is only supported for models with FIM completion", by="vLLM"),
+    "prompt_embeds": RefusedField("enable-prompt-embeds", by="vLLM"),
     # how the prompt is made
     "tools": Honoured(),
     "tool_choice": Honoured(),
@@ -85,7 +85,7 @@ FIELDS: dict[str, Verdict] = {
     "documents": Honoured(),
     "reasoning_effort": Honoured(),
     "reasoning": Honoured(),
-    "chat_template": Refused("Chat template is passed with request", by="vLLM"),
+    "chat_template": RefusedField("Chat template is passed with request", by="vLLM"),
     "chat_template_kwargs": Honoured(),
     "add_generation_prompt": Honoured(),
     "continue_final_message": Honoured(),
@@ -98,8 +98,8 @@ FIELDS: dict[str, Verdict] = {
     "mm_processor_kwargs": _NO_MEDIA,
     "mm_payload": _RENDERED_ONLY,
     "return_mm_kwargs": _RENDERED_ONLY,
-    "previous_input_messages": Refused("vLLM reads it for some models only: put earlier messages into input"),
-    "previous_response_id": Refused("not found", by="vLLM", status=404),
+    "previous_input_messages": RefusedField("vLLM reads it for some models only: put earlier messages into input"),
+    "previous_response_id": RefusedField("not found", by="vLLM", status=404),
     # how tokens are chosen
     "temperature": Honoured(),
     "top_p": Honoured(),
@@ -118,12 +118,12 @@ FIELDS: dict[str, Verdict] = {
     "text": Honoured(),
     "output_config": Honoured(),
     "repetition_detection": Honoured(),
-    "thinking_token_budget": Refused("reasoning_config is not configured", by="vLLM"),
+    "thinking_token_budget": RefusedField("reasoning_config is not configured", by="vLLM"),
     "thinking": Honoured(),
-    "watermarking": Refused("this server has no watermark configured", but_for=(False,)),
+    "watermarking": RefusedField("this server has no watermark configured", but_for=(False,)),
     "use_beam_search": _NO_BEAMS,
-    "length_penalty": Refused("it belongs to beam search, which this server does not do"),
-    "early_stopping": Refused("it belongs to beam search, which this server does not do"),
+    "length_penalty": RefusedField("it belongs to beam search, which this server does not do"),
+    "early_stopping": RefusedField("it belongs to beam search, which this server does not do"),
     "best_of": _NO_BEST_OF,
     "guided_decoding_backend": _NO_BACKEND,
     # where the answer ends
@@ -155,8 +155,10 @@ FIELDS: dict[str, Verdict] = {
     "return_token_ids": Honoured(),
     "return_token_strs": Honoured(),
     "return_prompt_text": Honoured(),
-    "return_token_offsets": Refused("this server returns no offsets; /tokenize returns token_strs", but_for=(False,)),
-    "routed_experts_prompt_start": Refused("this server does not report which experts were chosen"),
+    "return_token_offsets": RefusedField(
+        "this server returns no offsets; /tokenize returns token_strs", but_for=(False,)
+    ),
+    "routed_experts_prompt_start": RefusedField("this server does not report which experts were chosen"),
     "enable_response_messages": Honoured(),
     # names, and what belongs to a server
     "request_id": Honoured(),
@@ -167,18 +169,18 @@ FIELDS: dict[str, Verdict] = {
     "prompt_cache_key": WithoutEffect("vLLM ignores it; `cache_salt` keeps caches apart"),
     "service_tier": WithoutEffect("there is one tier"),
     "store": WithoutEffect("nothing is stored"),
-    "background": Refused("does not support `store=True`", by="vLLM"),
-    "priority": Refused("requests are taken in order of arrival, fairly among clients"),
+    "background": RefusedField("does not support `store=True`", by="vLLM"),
+    "priority": RefusedField("requests are taken in order of arrival, fairly among clients"),
     "kv_transfer_params": _OTHER_KV,
     "ec_transfer_params": _OTHER_KV,
-    "vllm_xargs": Refused("it is for extensions of vLLM's engine, and this server offers clients none"),
+    "vllm_xargs": RefusedField("it is for extensions of vLLM's engine, and this server offers clients none"),
 }
 """The treatment of each field in all bodies except those below."""
 
-SPECIAL: dict[tuple[str, str], Verdict] = {
-    ("ResponsesRequest", "prompt"): Refused("prompt template is not supported", by="vLLM"),
-    ("BatchChatCompletionRequest", "n"): Refused("do not support `n > 1`", by="vLLM"),
-    ("BatchChatCompletionRequest", "use_beam_search"): Refused("do not support beam search", by="vLLM"),
+SPECIAL: dict[tuple[str, str], FieldRule] = {
+    ("ResponsesRequest", "prompt"): RefusedField("prompt template is not supported", by="vLLM"),
+    ("BatchChatCompletionRequest", "n"): RefusedField("do not support `n > 1`", by="vLLM"),
+    ("BatchChatCompletionRequest", "use_beam_search"): RefusedField("do not support beam search", by="vLLM"),
     ("BatchChatCompletionRequest", "tool_choice"): WithoutEffect("a batch takes no tools"),
     ("AnthropicMessagesRequest", "metadata"): WithoutEffect("clients are told apart by API key or address"),
     ("ResponsesRequest", "include_reasoning"): WithoutEffect(
@@ -186,7 +188,7 @@ SPECIAL: dict[tuple[str, str], Verdict] = {
     ),
 }
 
-FOREIGN: dict[str, Refused] = {
+FOREIGN: dict[str, RefusedField] = {
     "guided_json": _NO_GUIDED,
     "guided_regex": _NO_GUIDED,
     "guided_choice": _NO_GUIDED,
@@ -194,25 +196,25 @@ FOREIGN: dict[str, Refused] = {
     "guided_whitespace_pattern": _NO_GUIDED,
     "guided_decoding_backend": _NO_BACKEND,
     "best_of": _NO_BEST_OF,
-    "functions": Refused("use tools"),
-    "function_call": Refused("use tool_choice", but_for=("none",)),
-    "logits_processors": Refused("clients cannot send code to this server"),
+    "functions": RefusedField("use tools"),
+    "function_call": RefusedField("use tool_choice", but_for=("none",)),
+    "logits_processors": RefusedField("clients cannot send code to this server"),
     "modalities": _TEXT_ONLY,
     "audio": _TEXT_ONLY,
-    "web_search_options": Refused("this server runs no tools"),
-    "lora_request": Refused("this server has no LoRA adapters"),
+    "web_search_options": RefusedField("this server runs no tools"),
+    "lora_request": RefusedField("this server has no LoRA adapters"),
 }
 """Fields of other servers and of older vLLM versions, which would have no effect here."""
 
-HEADERS: dict[str, Verdict] = {
+HEADERS: dict[str, FieldRule] = {
     "authorization": Honoured("tests/unit/router/front/middleware/test_auth.py"),
     "x-api-key": Honoured("tests/unit/router/front/middleware/test_auth.py"),
     "x-request-id": Honoured(f"{FIELD_TESTS}::test_a_request_id_comes_back_in_the_answer"),
     "x-ridgeline-timeout-s": Honoured(f"{FIELD_TESTS}::test_a_client_is_told_when_its_time_is_over"),
-    "x-vllm-priority": Refused(
+    "x-vllm-priority": RefusedField(
         "X-Vllm-Priority must be 0 or absent: requests are taken in order of arrival, fairly among clients"
     ),
-    "x-data-parallel-rank": Refused("X-data-parallel-rank must be 0 or absent: the router chooses the worker"),
+    "x-data-parallel-rank": RefusedField("X-data-parallel-rank must be 0 or absent: the router chooses the worker"),
     "x-session-id": WithoutEffect("vLLM passes it to caches outside the engine, and there are none"),
     "traceparent": WithoutEffect("the router exports no traces"),
     "endpoint-load-metrics-format": WithoutEffect("it asks for the load of one engine, and the router has none"),
@@ -221,7 +223,7 @@ HEADERS: dict[str, Verdict] = {
 
 _OURS = WithoutEffect("clients cannot set it: each leg has a value of its own")
 _NOT_OVER_HTTP = WithoutEffect("no field of a body sets it")
-SAMPLING: dict[str, Verdict] = {
+SAMPLING: dict[str, FieldRule] = {
     "detokenize": _OURS,
     "output_kind": _OURS,
     "skip_clone": _OURS,
@@ -242,7 +244,7 @@ SAMPLING: dict[str, Verdict] = {
 """Fields of vLLM's SamplingParams that no body has under the same name."""
 
 
-def verdict(model: str, field: str) -> Verdict | None:
+def verdict(model: str, field: str) -> FieldRule | None:
     """Return how a field of one of vLLM's bodies is treated; None if it is not listed."""
     return SPECIAL.get((model, field)) or FIELDS.get(field)
 
@@ -252,7 +254,7 @@ def refusal(request: BaseModel) -> VLLMValidationError | None:
     fields = type(request).model_fields
     for name in request.model_fields_set:
         said = verdict(type(request).__name__, name) if name in fields else FOREIGN.get(name)
-        if not isinstance(said, Refused) or said.by == "vLLM":
+        if not isinstance(said, RefusedField) or said.by == "vLLM":
             continue
         default = fields[name].get_default(call_default_factory=True) if name in fields else None
         if getattr(request, name) not in (None, [], {}, default, *said.but_for):
@@ -309,7 +311,7 @@ class RefusedHeaders:
         """Serve one request by the ASGI protocol."""
         for raw_name, value in scope.get("headers", ()) if scope["type"] == "http" else ():
             said = HEADERS.get(raw_name.decode("latin-1"))
-            if isinstance(said, Refused) and value.strip() not in (b"", b"0"):
+            if isinstance(said, RefusedField) and value.strip() not in (b"", b"0"):
                 await send_error(send, HTTPStatus.BAD_REQUEST, said.sentence, param=raw_name.decode())
                 return
         await self._app(scope, receive, send)
@@ -338,7 +340,7 @@ def _special(name: str) -> str:
     return ", ".join(f"`{model}`" for model, field in SPECIAL if field == name)
 
 
-def _in_words(said: Verdict) -> str:
+def _in_words(said: FieldRule) -> str:
     if isinstance(said, Honoured):
         return f"honoured: `{said.test.partition('::')[0]}`"
     if isinstance(said, WithoutEffect):

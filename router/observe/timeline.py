@@ -16,7 +16,7 @@ from contracts.vocabulary import Pool
 from router.fleet.policy import Path
 
 Outcome = Literal["finished", "failed", "cancelled"]
-State = Literal["queued", "prefilling", "handoff", "decoding"]
+RequestState = Literal["queued", "prefilling", "handoff", "decoding"]
 """The state of a request. `handoff`: its first token was sent, and decode has not produced one yet."""
 Latency = Literal["ttft", "second_token", "itl"]
 """From arrival to the first delta with tokens; from the first to the second; from each delta to the next."""
@@ -46,7 +46,7 @@ class RequestTimeline:
     decode_timing: LegTiming | None = None
     overlapped: bool = False
     """The KV was fetched during prefill (overlap), so that waiting for it cost only the last segment."""
-    pauses_s: list[tuple[State, float]] = field(default_factory=list)
+    pauses_s: list[tuple[RequestState, float]] = field(default_factory=list)
     """For each loss of a worker, the request's state and the pause that the client saw: from the last token before the
     loss, or from arrival, to the next token."""
     last_pool: Pool | None = None
@@ -57,7 +57,7 @@ class RequestTimeline:
     _first_token_s: float = 0.0
     _last_token_s: float = 0.0
     _num_deltas: int = 0
-    _interrupted: State | None = None
+    _interrupted: RequestState | None = None
 
     def __post_init__(self) -> None:
         now_s = self.clock()
@@ -94,7 +94,7 @@ class RequestTimeline:
         if self.path == "disaggregated" and receipt is not None and receipt.outcome != "ok":
             self.path = "fallback"
 
-    def interrupted(self, state: State) -> None:
+    def interrupted(self, state: RequestState) -> None:
         """Record that the request was taken from its worker in this state and goes on elsewhere."""
         self._interrupted = state
         self.overlapped = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from router.observe.timeline import State
+from router.observe.timeline import RequestState
 
 Fault = Literal[
     "prefill_lost",
@@ -24,7 +24,7 @@ Fault = Literal[
 ]
 Ending = Literal["whole", "error", "gone"]
 """What the client has at the end: the whole answer, one error, or it has left."""
-STATES: tuple[State, ...] = get_args(State)
+STATES: tuple[RequestState, ...] = get_args(RequestState)
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
@@ -32,7 +32,7 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 class Row:
     """The outcome of one fault in one state."""
 
-    state: State
+    state: RequestState
     fault: Fault
     then: str
     """What is tried again, and where."""
@@ -90,7 +90,7 @@ ROWS: tuple[Row, ...] = (
     Row("decoding", "router_restarted", "nothing", _ABORTED, "gone", _BROKEN, _CANCELLED),
 )  # fmt: skip
 
-CANNOT_HAPPEN: dict[tuple[State, Fault], str] = {
+CANNOT_HAPPEN: dict[tuple[RequestState, Fault], str] = {
     ("queued", "transfer_failed"): "there is no KV yet",
     ("queued", "lease_expired"): "there is no KV yet",
     ("prefilling", "lease_expired"): "a growing hand-off has no time limit: its request still runs",

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.config.loader import load_config
-from cluster.runtime.actor_handle import ActorSlot, DeploymentFailed, NoPlace
+from cluster.runtime.actor_handle import ActorHandle, DeploymentFailed, NoPlace
 
 
 class Silent:
@@ -18,19 +18,19 @@ class Silent:
         return asyncio.get_running_loop().create_future()
 
 
-def slot(**settings):
-    return ActorSlot(
+def handle(**settings):
+    return ActorHandle(
         "worker-1", Silent(), load_config(None, {k.replace("__", "."): v for k, v in settings.items()}).config
     )
 
 
 async def test_a_worker_without_a_place_is_given_up_after_the_configured_time():
     with pytest.raises(NoPlace, match=r"no place for worker-1 within 0 s \(ray\.placement_timeout_s\)"):
-        await slot(ray__placement_timeout_s="0.01").find_place()
+        await handle(ray__placement_timeout_s="0.01").find_place()
 
 
 async def test_a_start_that_takes_too_long_names_the_setting_and_a_call_with_a_limit_of_its_own_does_not():
-    waiting = slot()
+    waiting = handle()
     assert waiting._start_timeout_s == 900
     waiting._start_timeout_s = 0.01
     with pytest.raises(DeploymentFailed, match=r"did not finish start within 0 s \(supervision\.start_timeout_s\)"):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from cluster.config.models import RidgelineConfig
-from cluster.runtime.actor_handle import ActorSlot
+from cluster.runtime.actor_handle import ActorHandle
 from cluster.runtime.deployment import _stop
 
 
@@ -44,7 +44,7 @@ async def test_what_ray_says_of_an_actor_does_not_spare_its_processes(monkeypatc
         ended.append(self.name)
 
     monkeypatch.setattr("cluster.runtime.actor_handle.ray.kill", refuse)
-    monkeypatch.setattr(ActorSlot, "end", end)
+    monkeypatch.setattr(ActorHandle, "end", end)
     with pytest.raises(ValueError, match=re.escape("not an actor")):
-        await ActorSlot("worker-1", None, RidgelineConfig()).kill()
+        await ActorHandle("worker-1", None, RidgelineConfig()).kill()
     assert ended == ["worker-1"]

@@ -31,7 +31,7 @@ from router.front.request_fields import (
     SAMPLING,
     SPECIAL,
     Honoured,
-    Refused,
+    RefusedField,
     WithoutEffect,
     verdict,
 )
@@ -390,7 +390,7 @@ async def test_what_is_without_effect_changes_nothing(served: Served, model: str
     assert changed == plain
 
 
-REFUSED = [f for f in FIELDS_OF_BODIES if isinstance(verdict(*f), Refused)]
+REFUSED = [f for f in FIELDS_OF_BODIES if isinstance(verdict(*f), RefusedField)]
 
 
 @over_http
@@ -446,7 +446,7 @@ async def test_the_other_door_to_a_handler_refuses_as_well(served: Served, path:
 
 
 @over_http
-@pytest.mark.parametrize("name", [name for name, said in HEADERS.items() if isinstance(said, Refused)])
+@pytest.mark.parametrize("name", [name for name, said in HEADERS.items() if isinstance(said, RefusedField)])
 @pytest.mark.parametrize("value", ["1", "x", "9" * 30])
 async def test_a_refused_header_is_a_bad_request(served: Served, name: str, value: str):
     for body in (TEXT, TEXT | {"stream": True}):
