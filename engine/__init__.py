@@ -1,11 +1,12 @@
 """One vLLM engine behind a small interface. With the router's front, the only importer of vLLM.
 
-vllm_engine.py     runs AsyncLLM: tokens in, token deltas out
-config.py          the configuration of one engine
-passed_args.py     vLLM's own arguments that a configuration may set
-vllm_arguments.py  converts them to vLLM's types
-stall.py           distinguishes a hung engine from an idle one
-request/           sampling and log-probabilities of a request's legs
-connector/         vLLM's KV connector: publishes, fetches and releases KV
-vllm_workarounds/  workarounds for vLLM's behaviour
+vllm_engine.py       runs AsyncLLM: tokens in, token deltas out
+config.py            the configuration of one engine
+passed_args.py       vLLM's own arguments that a configuration may set
+vllm_arguments.py    converts them to vLLM's types
+stall.py             distinguishes a hung engine from an idle one
+request/             sampling and log-probabilities of a request's legs
+connector/           vLLM's KV connector: publishes, fetches and releases KV
+worker_extension.py  reaches it from the front end: methods for vLLM's worker
+vllm_workarounds/    workarounds for vLLM's behaviour
 """

@@ -240,7 +240,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
         "disable_log_stats": True,
         # The default multiprocess executor spins at 100 % of a core while idle; on a CPU that core is the engine's.
         "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
-        "worker_extension_cls": "engine.vllm_workarounds.worker_extension.RidgelineWorkerExtension",
+        "worker_extension_cls": "engine.worker_extension.RidgelineWorkerExtension",
         "kv_transfer_config": KVTransferConfig(
             kv_connector="RidgelineConnector",
             kv_connector_module_path="engine.connector.facade",

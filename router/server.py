@@ -30,8 +30,8 @@ from router.flow.prompt_queue import prompt_queues
 from router.front.app import Gates, build_app, frontend_config, server_args
 from router.front.engine_client import RouterEngineClient
 from router.front.health import Canary, Readiness, canary_prompt_tokens
+from router.front.http.types import Asgi
 from router.front.middleware.http_protocol import BoundedHeads
-from router.front.middleware.types import Asgi
 from router.front.vllm_workarounds import unread
 from router.observe.loop_lag import LoopLag
 from router.observe.metrics import QueueCollector, RequestMetrics, WorkerCollector

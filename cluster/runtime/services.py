@@ -28,7 +28,7 @@ IMPORTED = (
     "engine.connector.facade",
     "engine.request.forced_tokens",
     "engine.vllm_engine",
-    "engine.vllm_workarounds.worker_extension",
+    "engine.worker_extension",
     "router.server",
     "worker_runtime.host",
     *CPU_ENGINE_MODULES,

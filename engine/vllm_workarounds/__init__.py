@@ -6,5 +6,4 @@ gloo_device.py       keeps the process groups of a lone rank from waking a threa
 forked.py            has engine processes forked and not started afresh
 orphan_watch.py      ends a child process whose parent is gone
 cores.py             decides which cores a CPU engine computes on
-worker_extension.py  installs the others in vLLM's worker, and asks its connector
 """

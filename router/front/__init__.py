@@ -1,14 +1,12 @@
 """All code that knows HTTP or vLLM's API server app.
 
 app.py             builds vLLM's app with our routes, behind the layers
-context.py         the context of the request being served
-errors.py          the body of every error
+http/              what all of this package shares of HTTP
 middleware/        the layers before the app
 engine_client.py   vLLM's EngineClient: one request in, outputs out
 sampling.py        sampling parameters as dispatch carries them
 text_stream.py     turns deltas into text
 request_fields.py  says how each field of a body is treated
-routes.py          every route, and who may call it
 health.py          GET /ready
 admin.py           /ridgeline/*, the operator's paths
 metrics_page.py    GET /metrics

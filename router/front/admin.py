@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.errors import WorkerLost
 from router.fleet.fleet import Fleet, Worker
-from router.front.context import current
+from router.front.http.context import current
 from router.front.middleware.admin_access import ADMIN_PATH
 from router.front.shared_answer import Shared
 

@@ -26,9 +26,11 @@ from router.flow.held_bodies import HeldBodies
 from router.flow.intake import AT_A_TIME, Intake
 from router.front import request_fields
 from router.front.admin import admin_routes
-from router.front.context import WithContext
 from router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.front.health import Readiness, ready_endpoint
+from router.front.http.context import WithContext
+from router.front.http.routes import keep_known_routes
+from router.front.http.types import Asgi
 from router.front.metrics_page import metrics_endpoint
 from router.front.middleware.admin_access import AdminAccess
 from router.front.middleware.auth import Access, KeyGuard
@@ -38,8 +40,6 @@ from router.front.middleware.deadline import Deadline
 from router.front.middleware.fair_order import BoundedBodies, EarlyRefusal, FairOrder
 from router.front.middleware.json_cost import BoundedJson, WholeBodies
 from router.front.middleware.retry_after import RetryAfter
-from router.front.middleware.types import Asgi
-from router.front.routes import keep_known_routes
 from router.front.vllm_workarounds import app_gaps
 from router.settings import RouterSettings
 

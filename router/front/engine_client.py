@@ -34,7 +34,7 @@ from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from router.dispatch.request import Sampling, SequenceRequest
 from router.fleet.policy import NoWorker
 from router.flow.admission import Admission, Ask, Permit, Refused
-from router.front.context import current
+from router.front.http.context import current
 from router.front.sampling import sampling_of
 from router.front.text_stream import TextSink
 from router.front.vllm_workarounds.text_length import bound_texts

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from vllm.exceptions import VLLMValidationError
 
-from router.front.errors import send_error
-from router.front.middleware.types import Asgi, Receive, Scope, Send
+from router.front.http.errors import send_error
+from router.front.http.types import Asgi, Receive, Scope, Send
 
 FIELD_TESTS = "tests/unit/router/front/test_request_fields.py"
 SHOWN = f"{FIELD_TESTS}::test_what_is_honoured_changes_what_engines_are_asked_or_the_client_gets"

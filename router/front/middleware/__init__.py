@@ -1,6 +1,5 @@
 """The layers before vLLM's app, and uvicorn's limits below them. `layers` in `router/front/app.py` defines their order.
 
-types.py          the types of ASGI
 http_protocol.py  uvicorn's parser, with limits
 auth.py           checks API keys and names each client
 body_limit.py     limits the length of bodies

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final, Literal
+from typing import Final
 
 from contracts.rpc.address import is_loopback
 from router.client_identity import hash_key
-from router.front.middleware.types import Scope
+from router.front.http.context import AdminRight
+from router.front.http.types import Scope
 
 ADMIN_PATH: Final = "/ridgeline"
-AdminRight = Literal["", "local", "key"]
-"""No right; that of a caller on this machine; that of a caller with an admin key."""
 _PASSED_ON: Final = frozenset({b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"forwarded", b"via"})
 _SET_FILE: Final = "set security.admin_keys_file and send a key of that file"
 

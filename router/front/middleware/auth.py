@@ -14,11 +14,11 @@ from http import HTTPStatus
 from typing import Final
 
 from router.client_identity import MAX_KEY_BYTES, AddressClients, hash_key, key_client
-from router.front.context import current
-from router.front.errors import send_error
+from router.front.http.context import current
+from router.front.http.errors import send_error
+from router.front.http.routes import OPEN_PATHS
+from router.front.http.types import Asgi, Receive, Scope, Send
 from router.front.middleware.admin_access import AdminAccess, AdminRefusal, is_admin_path
-from router.front.middleware.types import Asgi, Receive, Scope, Send
-from router.front.routes import OPEN_PATHS
 
 _POLICY_VIOLATION: Final = 1008
 _NO_KEY: Final = (

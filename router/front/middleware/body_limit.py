@@ -8,8 +8,8 @@ from typing import Final
 
 from starlette.requests import ClientDisconnect
 
-from router.front.errors import send_error
-from router.front.middleware.types import Asgi, Message, Receive, Scope, Send
+from router.front.http.errors import send_error
+from router.front.http.types import Asgi, Message, Receive, Scope, Send
 
 LINGER_BYTES: Final = 64 << 20
 BODY_PART_WITHIN_S: Final = 30.0

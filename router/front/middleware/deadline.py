@@ -6,9 +6,9 @@ import math
 from http import HTTPStatus
 from typing import Final
 
-from router.front.context import current
-from router.front.errors import send_error
-from router.front.middleware.types import Asgi, Receive, Scope, Send
+from router.front.http.context import current
+from router.front.http.errors import send_error
+from router.front.http.types import Asgi, Receive, Scope, Send
 
 HEADER: Final = b"x-ridgeline-timeout-s"
 

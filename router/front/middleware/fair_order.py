@@ -11,11 +11,11 @@ from collections.abc import Callable
 from router.flow.admission import Refused
 from router.flow.held_bodies import HeldBodies
 from router.flow.intake import Intake
-from router.front.context import current
-from router.front.errors import send_error
+from router.front.http.context import current
+from router.front.http.errors import send_error
+from router.front.http.routes import GENERATING
+from router.front.http.types import Asgi, Message, Receive, Scope, Send
 from router.front.middleware.body_limit import announced_bytes
-from router.front.middleware.types import Asgi, Message, Receive, Scope, Send
-from router.front.routes import GENERATING
 
 
 class EarlyRefusal:

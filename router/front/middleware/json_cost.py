@@ -11,8 +11,8 @@ import re
 from http import HTTPStatus
 from typing import Final
 
-from router.front.errors import send_error
-from router.front.middleware.types import Asgi, Message, Receive, Scope, Send
+from router.front.http.errors import send_error
+from router.front.http.types import Asgi, Message, Receive, Scope, Send
 
 MAX_COST: Final = 1_000_000
 """Largest cost, about 0.15 s of the loop. In numbers: a context of a million tokens, or eight of 128,000."""

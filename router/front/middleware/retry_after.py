@@ -5,8 +5,8 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Final
 
-from router.front.context import current
-from router.front.middleware.types import Asgi, Message, Receive, Scope, Send
+from router.front.http.context import current
+from router.front.http.types import Asgi, Message, Receive, Scope, Send
 
 _RETRYABLE: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 

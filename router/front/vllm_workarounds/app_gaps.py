@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.completion import api_router as completion_routes
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from engine.passed_args import SERVER_ARGS
-from router.front.middleware.types import Asgi, Message, Receive, Scope, Send
+from router.front.http.types import Asgi, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 

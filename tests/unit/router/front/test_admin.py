@@ -16,7 +16,7 @@ from cluster.config.loader import explain, load_config
 from loadtest.errors import ServerError
 from router.client_identity import hash_key
 from router.front.admin import admin_routes
-from router.front.context import WithContext
+from router.front.http.context import WithContext
 from router.front.middleware.admin_access import AdminAccess
 from router.front.middleware.auth import Access, KeyGuard
 from tests.support.fake_engine import LAYOUT, eventually

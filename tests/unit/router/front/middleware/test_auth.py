@@ -20,7 +20,7 @@ import router.front.middleware.http_protocol
 from cluster.config.api_keys import ApiKeyError, api_key_hashes, open_to_all
 from router.client_identity import AddressClients, hash_key
 from router.front.app import behind
-from router.front.context import WithContext, current
+from router.front.http.context import WithContext, current
 from router.front.middleware.auth import Access, KeyGuard
 from router.front.middleware.body_limit import BodyLimit
 from router.front.middleware.http_protocol import MAX_HEAD_BYTES, BoundedHeads

@@ -8,7 +8,7 @@ import pytest
 
 from router.flow.admission import Refused
 from router.flow.intake import AT_A_TIME, Intake
-from router.front.context import WithContext, current
+from router.front.http.context import WithContext, current
 from router.front.middleware.fair_order import EarlyRefusal, FairOrder
 from tests.support.http_server import listening
 from tests.unit.router.flow.test_prompt_queue import settle

@@ -20,9 +20,9 @@ import router.front.middleware.body_limit
 from cluster.runtime.actors import ServiceActor
 from cluster.runtime.environment import SERVER_VARIABLES, server_variables, server_variables_hidden
 from router.client_identity import hash_key
-from router.front.context import current
+from router.front.http.context import current
+from router.front.http.routes import ON_WISH, OPEN_PATHS, ROUTES, keep_known_routes
 from router.front.middleware.auth import KeyGuard
-from router.front.routes import ON_WISH, OPEN_PATHS, ROUTES, keep_known_routes
 from router.front.shared_answer import BURST
 from tests.support import ipv6
 from tests.support.served_router import make_model, serving

@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from router.front.context import WithContext, current
+from router.front.http.context import WithContext, current
 from router.front.middleware.http_protocol import BoundedHeads
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from router.client_identity import ANONYMOUS
-from router.front.middleware.admin_access import AdminRight
-from router.front.middleware.types import Asgi, Receive, Scope, Send
+from router.front.http.types import Asgi, Receive, Scope, Send
 
+AdminRight = Literal["", "local", "key"]
+"""No right; that of a caller on this machine; that of a caller with an admin key."""
 _HEAD_READ_S: Final = "ridgeline_head_read_s"
 
 
