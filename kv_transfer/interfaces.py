@@ -13,12 +13,9 @@ transport must pass `tests/conformance/check_transport.py`.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,21 +198,3 @@ class Puller(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Close all connections. Calling it again does nothing."""
-
-
-async def run_in_thread(threads: ThreadPoolExecutor, work: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Await `work` on a thread. If cancelled, call `stop` and return only when the thread has ended."""
-    running = threads.submit(work)
-    ended = asyncio.wrap_future(running)
-    try:
-        await asyncio.wait((ended,))  # unlike awaiting it, this leaves it running when we are cancelled
-    except asyncio.CancelledError:
-        stop()
-        running.cancel()  # succeeds only if no thread has taken it yet
-        while not ended.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait((ended,))
-        if not ended.cancelled():
-            ended.exception()  # retrieve the result; how it ended no longer matters
-        raise
-    ended.result()

@@ -34,7 +34,7 @@ class RankCache:
 
 
 def puller_classes() -> Sequence[type[Puller]]:
-    """Return the pullers' classes, best first. Importing them imports torch."""
+    """Return the pullers' classes. Importing them imports torch."""
     from kv_transfer.collective.puller import CollectivePuller
     from kv_transfer.fetch.grpc_puller import GrpcPuller
     from kv_transfer.fetch.shm_puller import ShmPuller
@@ -92,7 +92,7 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
     pullers: list[Puller] = [ShmPuller(control), GrpcPuller(control)]
     if options.tls is None or CollectivePuller.covered_by_tls:
         extensions.append(CollectiveSource(cache.pool, options.host))
-        pullers.insert(1, CollectivePuller(control, cache.pool.device, options.host))
+        pullers.append(CollectivePuller(control, cache.pool.device, options.host))
     source = GrpcKvSource(
         cache.pool,
         cache.leases,

@@ -28,7 +28,8 @@ from kv_transfer.collective.group import FETCHER_RANK, FORM_S, PairGroup, backen
 from kv_transfer.collective.wire import COLLECT, FORMED, JOIN, STOP, Chunk, End, Invitation, Stop, Transfer
 from kv_transfer.fetch.control import CONTROL_DEADLINE_S, GrpcControl
 from kv_transfer.fetch.stream import SourceStream, read_last_events
-from kv_transfer.interfaces import Pull, Puller, SourceDescription, run_in_thread
+from kv_transfer.fetch.threads import run_in_thread
+from kv_transfer.interfaces import Pull, Puller, SourceDescription
 from kv_transfer.memory.glibc import keep_freed_memory
 from kv_transfer.wire import grpc_methods
 from kv_transfer.wire.frames import TARGET_FRAME_BYTES

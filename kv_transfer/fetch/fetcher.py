@@ -45,14 +45,15 @@ class KvFetcher:
         options: TransferOptions,
         rank: int = 0,
     ) -> None:
-        """`pullers` are ordered best first: each source gets the first one that `options.transport` allows and that
-        reaches it. Raises ValueError if blocks of this layout cannot travel as `options.wire_dtype`.
+        """Each source gets the first of the `pullers` that reaches it, in the order of `options.transport` or `AUTO`.
+
+        Raises ValueError if blocks of this layout cannot travel as `options.wire_dtype`.
         """
         make_codec(options.wire_dtype, layout, layout.block_bytes)  # fail now rather than in every fetch
         self._layout = layout
         self._control = control
-        self._pullers = tuple(pullers)
-        self._allowed = frozenset(AUTO if options.transport == "auto" else (options.transport,))
+        self._pullers = {puller.name: puller for puller in pullers}
+        self._allowed: tuple[str, ...] = AUTO if options.transport == "auto" else (options.transport,)
         self._options = options
         self._rank = rank
         self._pairings: dict[str, Pairing] = {}
@@ -64,7 +65,7 @@ class KvFetcher:
         """
         pairing = self._pairings.get(address)
         if pairing is None or transport is not None:
-            allowed = self._allowed if transport is None else frozenset((transport,))
+            allowed = self._allowed if transport is None else (transport,)
             pairing = self._agree(address, await self._control.describe(address), allowed)
             self._pairings[address] = pairing
         return pairing
@@ -83,14 +84,12 @@ class KvFetcher:
         if pairing is not None:
             pairing.puller.forget(pairing.source)
 
-    def _agree(self, address: str, source: SourceDescription, allowed: frozenset[str]) -> Pairing:
+    def _agree(self, address: str, source: SourceDescription, allowed: Sequence[str]) -> Pairing:
         mismatch = explain_mismatch(self._layout, source.layout)
         if mismatch is not None:
             raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
         obstacles: list[str] = []
-        for puller in self._pullers:
-            if puller.name not in allowed:
-                continue
+        for puller in filter(None, map(self._pullers.get, allowed)):
             obstacle = puller.obstacle(source)
             if obstacle is None:
                 if self._options.wire_dtype != "none" and puller.copies_raw:
@@ -203,7 +202,7 @@ class KvFetcher:
 
     async def close(self) -> None:
         """Close all connections. Calling it again does nothing."""
-        for puller in self._pullers:
+        for puller in self._pullers.values():
             await puller.close()
         await self._control.close()
 

@@ -6,11 +6,13 @@ and must not wait behind it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
-from kv_transfer.interfaces import Pull, run_in_thread
+from kv_transfer.interfaces import Pull
 
 MAX_CONCURRENT_FETCHES: Final = 8
 """Concurrent pulls of complete hand-offs; each holds at most one frame in memory."""
@@ -34,3 +36,21 @@ class FetchThreads:
         """Start no more work. Calling it again does nothing."""
         for threads in (self._whole, self._overlapping):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def run_in_thread(threads: ThreadPoolExecutor, work: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Await `work` on a thread. If cancelled, call `stop` and return only when the thread has ended."""
+    running = threads.submit(work)
+    ended = asyncio.wrap_future(running)
+    try:
+        await asyncio.wait((ended,))  # unlike awaiting it, this leaves it running when we are cancelled
+    except asyncio.CancelledError:
+        stop()
+        running.cancel()  # succeeds only if no thread has taken it yet
+        while not ended.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((ended,))
+        if not ended.cancelled():
+            ended.exception()  # retrieve the result; how it ended no longer matters
+        raise
+    ended.result()

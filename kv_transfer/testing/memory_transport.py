@@ -11,7 +11,8 @@ from typing import Final
 
 from contracts import errors
 from contracts.handoff import KvLayout
-from kv_transfer.interfaces import KvSource, Pull, Puller, SourceControl, SourceDescription, run_in_thread
+from kv_transfer.fetch.threads import run_in_thread
+from kv_transfer.interfaces import KvSource, Pull, Puller, SourceControl, SourceDescription
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.source.block_server import BlockServer
 from kv_transfer.source.lease import LeaseTable

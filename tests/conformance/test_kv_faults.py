@@ -68,7 +68,7 @@ async def nodes(transport, plan, layout=None, num_blocks=32):
 
 def repair(node):
     """From here on its wire is sound."""
-    for puller in node.fetcher._pullers:
+    for puller in node.fetcher._pullers.values():
         puller._plan = FaultPlan()
 
 
@@ -318,4 +318,4 @@ def test_a_bad_plan_is_refused_with_a_sentence(text, sentence):
 
 def test_without_a_plan_nothing_is_wrapped():
     node = Node(FaultyHarness("memory", None), make_layout(), 0)
-    assert [type(puller).__name__ for puller in node.fetcher._pullers] == ["MemoryPuller"]
+    assert [type(puller).__name__ for puller in node.fetcher._pullers.values()] == ["MemoryPuller"]

@@ -231,7 +231,7 @@ class TestCollective(TransportConformance):
 
     def group(self, decode, prefill):
         """The fetcher's end of the group with this source."""
-        puller = next(puller for puller in decode.fetcher._pullers if puller.name == "collective")
+        puller = next(puller for puller in decode.fetcher._pullers.values() if puller.name == "collective")
         return puller._pairs[prefill.source.address].membership.result().group
 
     def served(self, prefill):
