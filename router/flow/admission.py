@@ -1,6 +1,7 @@
 """Decides before any work whether a request is accepted; one that cannot fit, or would wait too long, is refused.
 
-`decide` is a pure function of a snapshot. `Admission` makes the snapshot and counts what is accepted and refused.
+The rules are in `admission_rules.py`. `Admission` makes the snapshot that they judge, and counts what is accepted and
+refused.
 vLLM's server asks twice: before it has tokenised the prompt (`check`), and then with the tokens (`admit`).
 
 An accepted prompt is promised the wait at that moment. A client that comes later takes no more than its fair share
@@ -11,255 +12,32 @@ have at most (1 + 1/2 + ... + 1/n) * `max_prompt_wait_s` of prompts waiting, and
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
-from typing import Literal
 
 from contracts.vocabulary import Pool
 from router.fleet.fleet import Worker
 from router.fleet.policy import Demand, WorkerLoad, path_for, pools_of, prompt_pool
+from router.flow.admission_rules import (
+    LEFT_WINDOW_S,
+    AdmissionState,
+    Ask,
+    Limits,
+    Refused,
+    Snapshot,
+    blocks_of,
+    decide,
+    refuse_beyond_the_clients_share,
+    share_of,
+)
 from router.flow.prompt_queue import PromptQueue
+from router.flow.rates import FadingAmount
 from router.observe.metrics import RequestMetrics
 from router.settings import RouterSettings
 
-AdmissionState = Literal["not_ready", "open", "draining"]
-LONGEST_RETRY_AFTER_S = 60
 DRAIN_WINDOW_S = 10.0
-LEFT_WINDOW_S = 10.0
-"""Window for requests that their clients left before the end. They cost as much as completed ones but would hold no
-place, so they count against the client's share for about this long; else leaving early would evade the share."""
-
-
-class Refused(Exception):
-    """The request is not accepted; the message says why, and what would change that."""
-
-    def __init__(self, status: HTTPStatus, reason: str, sentence: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(sentence)
-        self.status = status
-        self.reason = reason
-        self.retry_after_s = min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(retry_after_s)))
-        """Whole seconds after which another try may succeed."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What a request asks for. Token counts are 0 until its prompt is tokenised."""
-
-    sequences: int
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    logprobs: int = 0
-    """Log-probabilities in the answer, if it gets as many tokens as it asks for."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The state of the deployment and of accepted requests, as far as admission depends on it."""
-
-    state: AdmissionState
-    block_size_tokens: int
-    answer_pool: Pool
-    """The pool that decodes."""
-    usable_answer_workers: int
-    answer_blocks: int
-    """KV blocks of that pool's usable workers."""
-    whole_answer_blocks: int
-    """KV blocks of all its workers, including those that are away or draining."""
-    prompt_worker_blocks: int
-    """KV blocks of the largest worker that may compute this prompt."""
-    answer_worker_blocks: int
-    """KV blocks of the largest worker that may decode the answer."""
-    sequences: int
-    """Sequences accepted and not ended."""
-    client_sequences: int
-    """This client's part of `sequences`."""
-    prompt_blocks: int
-    """KV blocks of their prompts: the sum without sharing, or what workers report, whichever is less."""
-    client_blocks: int
-    """This client's part of `prompt_blocks`."""
-    client_left: int
-    """Sequences that this client left recently before they had ended; see `LEFT_WINDOW_S`."""
-    sequences_per_s: float
-    """Rate at which sequences have ended recently."""
-    blocks_per_s: float
-    prompt_wait_s: float | None
-    """Seconds that this client's next prompt, or the last of its n, would wait to start; None until measured."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Admission's limits, from the configuration."""
-
-    max_outstanding_requests: int
-    max_prompt_wait_s: float
-    max_logprobs_per_request: int = 250_000
-    max_client_share: float = 1.0
-    """The fraction that one client may hold of what the others leave."""
-
-
-def decide(ask: Ask, now: Snapshot, limits: Limits) -> None:
-    """Return if the request fits; otherwise raise Refused."""
-    _refuse_unless_open(now)
-    _refuse_what_never_fits(ask, now, limits)
-    if not now.usable_answer_workers:
-        raise Refused(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "no_worker",
-            f"no {now.answer_pool} worker is connected and accepting work: try again later, or see /ready",
-        )
-    _refuse_what_is_too_much_now(ask, now, limits)
-
-
-def _refuse_unless_open(now: Snapshot) -> None:
-    if now.state == "draining":
-        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "draining", "the server is shutting down")
-    if now.state == "not_ready":
-        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the workers are not ready yet")
-
-
-def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: Limits) -> None:
-    if ask.sequences > limits.max_outstanding_requests:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
-            f"n = {ask.sequences} sequences can never be served at a time, the limit is "
-            f"{limits.max_outstanding_requests} (router.max_outstanding_requests): ask for fewer",
-        )
-    if ask.logprobs > limits.max_logprobs_per_request:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
-            f"the answer may have {ask.logprobs} log-probabilities (of the prompt's tokens and of max_tokens, for each "
-            f"of n sequences), the limit is {limits.max_logprobs_per_request} (router.max_logprobs_per_request): ask "
-            "for fewer per token, lower max_tokens or n, send a shorter prompt, or stream the answer, so that its own "
-            "log-probabilities do not count",
-        )
-    alone = _share(limits.max_outstanding_requests, limits)
-    if ask.sequences > alone:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
-            f"n = {ask.sequences} sequences can never be served to one client at a time, {alone} of the "
-            f"{limits.max_outstanding_requests} can (router.max_client_share): ask for fewer",
-        )
-    if not now.usable_answer_workers:
-        return  # their size is not known
-    prompt_blocks = _blocks(ask.prompt_tokens, now)
-    whole_blocks = _blocks(ask.prompt_tokens + ask.output_tokens, now)
-    for needed, have, what in (
-        (prompt_blocks, now.prompt_worker_blocks, f"the prompt ({ask.prompt_tokens} tokens)"),
-        (
-            whole_blocks,
-            now.answer_worker_blocks,
-            f"prompt and answer ({ask.prompt_tokens} + {ask.output_tokens} tokens)",
-        ),
-    ):
-        if needed > have > 0:
-            raise Refused(
-                HTTPStatus.BAD_REQUEST,
-                "too_large",
-                f"{what} take {needed} KV blocks and the largest worker has {have}: send a shorter prompt or lower "
-                "max_tokens (the server's setting is pools.*.kv_cache_bytes)",
-            )
-    if ask.sequences * prompt_blocks > now.whole_answer_blocks:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
-            f"n = {ask.sequences} prompts of {prompt_blocks} KV blocks each take {ask.sequences * prompt_blocks}, and "
-            f"the {now.answer_pool} pool has {now.whole_answer_blocks}: ask for fewer, or send a shorter prompt (the "
-            f"server's settings are pools.{now.answer_pool}.kv_cache_bytes and workers)",
-        )
-
-
-def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: Limits) -> None:
-    excess = now.sequences + ask.sequences - limits.max_outstanding_requests
-    if excess > 0:
-        raise _overload(
-            "overload",
-            f"{now.sequences} requests are being served, the limit is {limits.max_outstanding_requests} "
-            "(router.max_outstanding_requests)",
-            _seconds(excess, now.sequences_per_s),
-        )
-    if now.prompt_wait_s is not None and now.prompt_wait_s > limits.max_prompt_wait_s:
-        raise _overload(
-            "prompt_wait",
-            f"{_prompts(ask)} would wait about {now.prompt_wait_s:.0f} s to be started, the limit is "
-            f"{limits.max_prompt_wait_s:.0f} s (router.max_prompt_wait_s)",
-            now.prompt_wait_s - limits.max_prompt_wait_s,
-        )
-    wanted = now.prompt_blocks + ask.sequences * _blocks(ask.prompt_tokens, now)
-    if wanted > now.answer_blocks:
-        raise _overload(
-            "kv_blocks",
-            f"the prompts accepted and this one take {wanted} KV blocks, the {now.answer_pool} pool has "
-            f"{now.answer_blocks} (pools.{now.answer_pool}.kv_cache_bytes and workers)",
-            _seconds(wanted - now.answer_blocks, now.blocks_per_s),
-        )
-    _refuse_beyond_the_clients_share(ask, now, limits)
-
-
-def _refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: Limits) -> None:
-    """Limit a client to its share of what the others leave, so that any other client finds room.
-
-    One sequence is accepted whatever it takes, if its client has no other.
-    """
-    others = now.sequences - now.client_sequences
-    may_have = _share(limits.max_outstanding_requests, limits)
-    if (
-        now.client_left
-        and limits.max_client_share < 1
-        and now.client_sequences + now.client_left + ask.sequences > may_have
-    ):
-        raise _overload(
-            "client_share",
-            f"{now.client_sequences} of your requests are being served and you left {now.client_left} recently before "
-            f"they had ended; you may have {may_have} of both (router.max_client_share)",
-            LEFT_WINDOW_S * math.log((now.client_sequences + now.client_left + ask.sequences) / may_have),
-        )
-    may_have = _share(limits.max_outstanding_requests - others, limits)
-    if now.client_sequences + ask.sequences > may_have:
-        raise _overload(
-            "client_share",
-            f"{now.client_sequences} of your requests are being served and {others} of other clients; you may have "
-            f"{may_have} at a time now, of {limits.max_outstanding_requests} (router.max_client_share)",
-            _seconds(now.client_sequences + ask.sequences - may_have, now.sequences_per_s),
-        )
-    blocks = ask.sequences * _blocks(ask.prompt_tokens, now)
-    may_have = _share(now.answer_blocks - (now.prompt_blocks - now.client_blocks), limits)
-    alone = ask.sequences == 1 and not now.client_sequences
-    if now.client_blocks + blocks > may_have and not alone:
-        raise _overload(
-            "client_share",
-            f"the prompts of your requests would take {now.client_blocks + blocks} KV blocks with this one; you may "
-            f"have {may_have} now, of {now.answer_blocks} (router.max_client_share)",
-            _seconds(now.client_blocks + blocks - may_have, now.blocks_per_s),
-        )
-
-
-def _share(of: int, limits: Limits) -> int:
-    return max(1, int(limits.max_client_share * of))
-
-
-def _overload(reason: str, sentence: str, retry_after_s: float) -> Refused:
-    refused = Refused(HTTPStatus.TOO_MANY_REQUESTS, reason, sentence, retry_after_s)
-    refused.args = (f"{sentence}: try again in {refused.retry_after_s} s",)
-    return refused
-
-
-def _prompts(ask: Ask) -> str:
-    return "a prompt" if ask.sequences == 1 else f"the last of n = {ask.sequences} prompts"
-
-
-def _blocks(tokens: int, now: Snapshot) -> int:
-    return -(-tokens // now.block_size_tokens)
-
-
-def _seconds(amount: float, per_s: float) -> float:
-    return amount / per_s if per_s > 0 else 1.0
 
 
 class Admission:
@@ -289,11 +67,11 @@ class Admission:
         self._held: dict[str, _Held] = {}
         """What each client holds; clients that hold nothing are left out."""
         self._all = _Held()
-        self._left: dict[str, _Fading] = {}
+        self._left: dict[str, FadingAmount] = {}
         """For each client, the sequences that it left recently before they had ended."""
         self._clock = clock
-        self._ended_sequences = _Fading(clock, DRAIN_WINDOW_S)
-        self._ended_blocks = _Fading(clock, DRAIN_WINDOW_S)
+        self._ended_sequences = FadingAmount(clock, DRAIN_WINDOW_S)
+        self._ended_blocks = FadingAmount(clock, DRAIN_WINDOW_S)
 
     def check(self, client: str, sequences: int) -> None:
         """Raise Refused if a request of this client would be refused, as far as can be told without its prompt."""
@@ -310,12 +88,12 @@ class Admission:
             return
         now = self._snapshot(client, self._prompt_pool(0), None)
         if now.usable_answer_workers:
-            self._or_counted(lambda: _refuse_beyond_the_clients_share(Ask(1 + coming), now, self._limits))
+            self._or_counted(lambda: refuse_beyond_the_clients_share(Ask(1 + coming), now, self._limits))
 
     @property
     def most_of_one_client(self) -> int:
         """How many sequences one client may have served at the same time if it is alone."""
-        return _share(self._limits.max_outstanding_requests, self._limits)
+        return share_of(self._limits.max_outstanding_requests, self._limits)
 
     @property
     def sequences(self) -> int:
@@ -327,13 +105,13 @@ class Admission:
         pool = self._prompt_pool(ask.prompt_tokens)
         now = self._snapshot(client, pool, self._queues[pool].wait_s(client, ask.prompt_tokens, ask.sequences))
         self._decide(ask, now)
-        blocks = _blocks(ask.prompt_tokens, now)
+        blocks = blocks_of(ask.prompt_tokens, now)
         self._count(client, ask.sequences, blocks)
 
         def give_back(ended: int, left: bool) -> None:
             self._count(client, -ended, blocks)
             if left:
-                self._left.setdefault(client, _Fading(self._clock, LEFT_WINDOW_S)).add(ended)
+                self._left.setdefault(client, FadingAmount(self._clock, LEFT_WINDOW_S)).add(ended)
 
         return Permit(ask.sequences, give_back)
 
@@ -444,25 +222,3 @@ def _give_back_rest(rest: list[int], give_back: Callable[[int, bool], None]) -> 
     number, rest[0] = rest[0], 0
     if number:
         give_back(number, False)
-
-
-class _Fading:
-    """An amount that decays exponentially with a time constant of `window_s` seconds."""
-
-    def __init__(self, clock: Callable[[], float], window_s: float) -> None:
-        self._clock = clock
-        self._window_s = window_s
-        self._value = 0.0
-        self._at_s = clock()
-
-    def add(self, amount: float) -> None:
-        self._value = self.amount + amount
-        self._at_s = self._clock()
-
-    @property
-    def per_s(self) -> float:
-        return self.amount / self._window_s
-
-    @property
-    def amount(self) -> float:
-        return self._value * math.exp((self._at_s - self._clock()) / self._window_s)

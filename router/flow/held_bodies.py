@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Final
 
-from router.flow.admission import Refused
+from router.flow.admission_rules import Refused
 from router.flow.fair_queue import may_have_more
 
 MOST_BODIES: Final = 64

@@ -1,4 +1,6 @@
-"""Measures how many prompt tokens per second one worker of a pool computes while it is fully loaded.
+"""Rates that the router measures: prompt tokens of a fully loaded worker, and amounts that fade.
+
+`ServiceRate` is how many prompt tokens per second one worker of a pool computes while it is fully loaded.
 
 A worker with little to do shows its latency rather than its rate, so only intervals between two finished prompts that
 began with a full window count. The rate is a ratio of sums in which old intervals fade, so that prompts that finish in
@@ -10,6 +12,7 @@ later, with the long prompt. So no rate is given until several windows of tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 HALF_LIFE_S = 30.0
@@ -54,3 +57,28 @@ class ServiceRate:
     def dropped(self, worker_id: str) -> None:
         """Record that a prompt was aborted: how much of it was computed is unknown, so the interval does not count."""
         self._intervals.pop(worker_id, None)
+
+
+class FadingAmount:
+    """An amount that decays exponentially with a time constant of `window_s` seconds."""
+
+    def __init__(self, clock: Callable[[], float], window_s: float) -> None:
+        self._clock = clock
+        self._window_s = window_s
+        self._value = 0.0
+        self._at_s = clock()
+
+    def add(self, amount: float) -> None:
+        """Add to the amount; what was added earlier has decayed since."""
+        self._value = self.amount + amount
+        self._at_s = self._clock()
+
+    @property
+    def per_s(self) -> float:
+        """The rate at which it was added within about the window."""
+        return self.amount / self._window_s
+
+    @property
+    def amount(self) -> float:
+        """What is left of all that was added."""
+        return self._value * math.exp((self._at_s - self._clock()) / self._window_s)

@@ -33,7 +33,8 @@ from engine.request import sampling
 from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from router.dispatch.request import Sampling, SequenceRequest
 from router.fleet.policy import NoWorker
-from router.flow.admission import Admission, Ask, Permit, Refused
+from router.flow.admission import Admission, Permit
+from router.flow.admission_rules import Ask, Refused
 from router.front.http.context import current
 from router.front.sampling import sampling_of
 from router.front.text_stream import TextSink

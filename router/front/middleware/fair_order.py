@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.flow.admission import Refused
+from router.flow.admission_rules import Refused
 from router.flow.held_bodies import HeldBodies
 from router.flow.intake import Intake
 from router.front.http.context import current

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from contracts.workers import WorkerStatus
 from router.fleet.policy import Demand
-from router.flow.admission import Admission, Ask, Limits, Refused, Snapshot, decide
+from router.flow.admission import Admission
+from router.flow.admission_rules import Ask, Limits, Refused, Snapshot, decide
 from router.flow.prompt_queue import prompt_queues
 from router.observe.metrics import RequestMetrics
 from tests.support.fake_engine import FakeClock

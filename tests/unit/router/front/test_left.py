@@ -4,7 +4,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from router.flow.admission import Ask
+from router.flow.admission_rules import Ask
 from tests.support.fake_engine import eventually
 from tests.support.served_router import make_model, serving
 from tests.support.talking_router import TalkingEngine

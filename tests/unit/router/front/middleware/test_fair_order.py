@@ -6,7 +6,7 @@ from http import HTTPStatus
 import httpx
 import pytest
 
-from router.flow.admission import Refused
+from router.flow.admission_rules import Refused
 from router.flow.intake import AT_A_TIME, Intake
 from router.front.http.context import WithContext, current
 from router.front.middleware.fair_order import EarlyRefusal, FairOrder
