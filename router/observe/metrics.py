@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -31,102 +32,88 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
         """Register the series. Without a registry they are counted but not published."""
+        histogram, counter = partial(Histogram, registry=registry), partial(Counter, registry=registry)
         pool = ("pool",)
-        self.ttft = Histogram(
+        self.ttft = histogram(
             "ridgeline_ttft_seconds",
             "Time to first token (TTFT): from the head of the HTTP request being read to the first token being handed "
             "to the HTTP side; once per sequence",
             pool,
             buckets=LATENCY_BUCKETS,
-            registry=registry,
         )
-        self.tpot = Histogram(
+        self.tpot = histogram(
             "ridgeline_tpot_seconds",
             "Time per output token (TPOT) of a finished sequence: (latency - TTFT) / (output tokens - 1)",
             pool,
             buckets=TOKEN_BUCKETS,
-            registry=registry,
         )
-        self.itl = Histogram(
+        self.itl = histogram(
             "ridgeline_itl_seconds",
             "Inter-token latency (ITL): gap between two successive deltas sent to a client; a delta can hold several "
             "tokens",
             pool,
             buckets=TOKEN_BUCKETS,
-            registry=registry,
         )
-        self.second_token = Histogram(
+        self.second_token = histogram(
             "ridgeline_second_token_seconds",
             "Gap between a sequence's first delta and its second; with first-token mode continue it includes the "
             "hand-off of KV",
             pool,
             buckets=TOKEN_BUCKETS,
-            registry=registry,
         )
-        self.stage = Histogram(
+        self.stage = histogram(
             "ridgeline_stage_seconds",
             "Time that a finished sequence spent in each stage: preprocess (reading and tokenising the request, "
             "admission), queue (router, then engine), prefill, handoff_wait (from the decode worker asking for the KV "
             "to the first byte), wire (moving the KV), decode_queue, decode",
             ("stage",),
             buckets=STAGE_BUCKETS,
-            registry=registry,
         )
-        self.requests = Counter(
+        self.requests = counter(
             "ridgeline_requests",
             "Sequences that ended, by outcome and path: disaggregated (prefilled on one worker, decoded on another), "
             "fallback (whole on a decode worker because prefill or the KV transfer failed or was not available), "
             "decode_only (whole on a decode worker because the prompt is short), colocated (whole on a replica, as "
             "intended in this mode); a request with n > 1 counts as n",
             ("path", "outcome"),
-            registry=registry,
         )
-        self.first_token = Counter(
+        self.first_token = counter(
             "ridgeline_first_token",
             "KV hand-offs by who sampled the first token: continue (prefill) or resample (decode, for the given "
             "reason)",
             ("mode", "reason"),
-            registry=registry,
         )
-        self.overlapped = Counter(
+        self.overlapped = counter(
             "ridgeline_followed_handoffs",
             "Prompts of several chunks: ok if their KV was transferred while prefill went on, otherwise why it was not",
             ("result",),
-            registry=registry,
         )
-        self.retries = Counter(
+        self.retries = counter(
             "ridgeline_retries",
             "Requests moved to another worker, by the state they were in and the cause",
             ("state", "cause"),
-            registry=registry,
         )
-        self.pause = Histogram(
+        self.pause = histogram(
             "ridgeline_continuation_pause_seconds",
             "Pause that a client saw when its worker was lost: from the last token before the loss, or from arrival, "
             "to the next token; by the state the request was in",
             ("state",),
             buckets=LATENCY_BUCKETS,
-            registry=registry,
         )
-        self.rejected = Counter(
+        self.rejected = counter(
             "ridgeline_rejected",
             "Requests refused by admission: draining, not_ready, no_worker, too_large (can never fit), overload (too "
             "many requests), prompt_wait (too long a queue), kv_blocks (too little KV cache), client_share (this "
             "client holds its share)",
             ("reason",),
-            registry=registry,
         )
-        self.unread = Counter(
+        self.unread = counter(
             "ridgeline_unread_answers_ended",
             "Answers cut off because their client did not read them: deadline (took nothing for too long), "
             "stream_bytes (this one too far behind), total_bytes (all unread answers together too large)",
             ("why",),
-            registry=registry,
         )
-
-        self.canaries = Counter(
-            "ridgeline_canaries", "Canary requests sent by GET /ready, by result", ("result",), registry=registry
-        )
+        self.canaries = counter("ridgeline_canaries", "Canary requests sent by GET /ready, by result", ("result",))
 
         self._latencies: dict[tuple[Latency, Pool], Histogram] = {}
         """The children, cached because `labels` costs more than `observe`, and both run for each token."""
