@@ -30,24 +30,9 @@ def decode_floor_s(active_params: float, bytes_per_param: float, hardware: Hardw
     return active_params * bytes_per_param / hardware.peak_bytes_per_s
 
 
-def decode_tokens_per_s(batch: int, params: float, bytes_per_param: float, hardware: Hardware) -> float:
-    """Return B / max(weight bytes / bandwidth, B * 2P / peak): weights are read once per batch, KV is left out.
-
-    The rate rises with B up to the ridge batch and stays flat beyond. Use `StepCostModel.decode` to include KV.
-    """
-    read_s = params * bytes_per_param / hardware.peak_bytes_per_s
-    compute_s = batch * 2.0 * params / hardware.peak_flops
-    return batch / max(read_s, compute_s)
-
-
 def ridge_batch(hardware: Hardware, bytes_per_param: float) -> float:
     """Return the batch B at which weights-only decode becomes compute-bound: 2PB / (P*b) = ridge, so B = ridge*b/2."""
     return hardware.ridge * bytes_per_param / 2.0
-
-
-def prefill_floor_s(shape: ModelShape, hardware: Hardware, prompt_tokens: int, cached_tokens: int = 0) -> float:
-    """Return the least time from prompt to first token, in one step, with `cached_tokens` already in the KV cache."""
-    return step_floor_s(StepCostModel(shape).prefill(prompt_tokens, cached_tokens), hardware)
 
 
 def prefill_tokens_per_s(shape: ModelShape, hardware: Hardware, prompt_tokens: int, mfu: float) -> float:
@@ -58,11 +43,6 @@ def prefill_tokens_per_s(shape: ModelShape, hardware: Hardware, prompt_tokens: i
 def kv_link_bytes_per_s(kv_bytes_per_token: float, prefill_tokens_per_s: float) -> float:
     """Return the link speed at which KV leaves as fast as prefill makes it, so that transfer is hidden (Splitwise)."""
     return kv_bytes_per_token * prefill_tokens_per_s
-
-
-def exposed_transfer_s(kv_bytes: float, num_layers: int, link_bytes_per_s: float, latency_s: float = 0.0) -> float:
-    """Return the transfer time that layer-by-layer sending cannot hide: the last layer, plus latency (Splitwise)."""
-    return kv_bytes / num_layers / link_bytes_per_s + latency_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +82,6 @@ def pool_balance(
     )
 
 
-def speculative_tokens_per_pass(acceptance_rate: float, drafted_tokens: int) -> float:
-    """Return the expected tokens per target pass, (1 - a^(K+1)) / (1 - a) (Leviathan et al., 2023, eq. 1).
-
-    It equals sum_{k<K} (k+1) a^k (1-a) + (K+1) a^K; if that sum ran to K it would count a full acceptance twice.
-    """
-    if acceptance_rate == 1.0:
-        return drafted_tokens + 1.0
-    return float((1.0 - acceptance_rate ** (drafted_tokens + 1)) / (1.0 - acceptance_rate))
-
-
-def speculative_speedup(acceptance_rate: float, drafted_tokens: int, draft_cost: float) -> float:
-    """Return tokens per pass over its cost; `draft_cost` is all drafting for one pass, in units of target passes."""
-    return speculative_tokens_per_pass(acceptance_rate, drafted_tokens) / (1.0 + draft_cost)
-
-
 def mfu(flops: float, seconds: float, hardware: Hardware) -> float:
     """Return model FLOPs utilisation, FLOPs / (peak * time) (PaLM, appendix B); `seconds` may be busy or wall time."""
     return flops / (hardware.peak_flops * seconds)
@@ -130,13 +95,3 @@ def mbu(moved_bytes: float, seconds: float, hardware: Hardware) -> float:
 def sequences_that_fit(free_bytes: float, tokens_per_sequence: int, kv_bytes_per_token: float) -> int:
     """Return how many whole sequences fit by their KV; paging wastes at most one block each (PagedAttention paper)."""
     return int(free_bytes // (tokens_per_sequence * kv_bytes_per_token))
-
-
-def kv_share_of_bytes(cost: StepCost) -> float:
-    """Return the fraction of a step's traffic that is KV, which batching does not amortise."""
-    return (cost.kv_read_bytes + cost.kv_write_bytes) / cost.bytes
-
-
-def shared_prefix_saved_tokens(requests: int, prefix_tokens: int) -> int:
-    """Return the prompt tokens saved when `requests` share a prefix: it is computed and stored for the first only."""
-    return max(0, requests - 1) * prefix_tokens

@@ -1,11 +1,11 @@
-"""The checked figures of decode floors, batching, KV, transfer, balance, speculation and efficiency."""
+"""The checked figures of decode floors, batching, KV, transfer, balance and efficiency."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from roofline import analysis
-from roofline.cost import StepCost, StepCostModel
+from roofline.cost import StepCostModel
 from roofline.hardware import Hardware, hardware_by_name
 from roofline.model_shape import load_model_shape
 from roofline.table import roofline_table
@@ -33,15 +33,6 @@ def test_compute_alone_of_a_13b_token_on_a100_is_83_microseconds():
     assert 2 * 13e9 / A100_ROUNDED.peak_flops * 1e6 == pytest.approx(83, rel=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("batch", "tokens_per_s"),
-    # Sources print about 11,800 at 156 and 12,100 at 300; the simple roofline is flat at 12,000.
-    [(1, 76.9), (10, 769), (50, 3846), (100, 7692), (156, 12_000), (300, 12_000), (1000, 12_000)],
-)
-def test_batched_decode_of_llama_2_13b_on_a100_rises_to_12000_and_stays_there(batch, tokens_per_s):
-    assert analysis.decode_tokens_per_s(batch, 13e9, 2, A100_ROUNDED) == pytest.approx(tokens_per_s, rel=1e-3)
-
-
 def test_the_weights_only_ridge_batch_is_the_ridge_for_two_byte_weights():
     assert analysis.ridge_batch(A100_ROUNDED, 2) == pytest.approx(156)
     assert analysis.ridge_batch(H100, 2) == pytest.approx(295, abs=0.5)
@@ -60,36 +51,6 @@ def test_llama_70b_kv_is_2_68_gb_at_8k_and_335_gb_for_eight_at_128k():
     kv_bytes = load_model_shape("llama-3.1-70b").kv_bytes_per_token
     assert 8192 * kv_bytes == pytest.approx(2.68e9, rel=2e-3)  # one source prints 26.8 GB
     assert 128_000 * 8 * kv_bytes == pytest.approx(335.5e9, rel=1e-3)  # and 3.3 TB
-
-
-def test_prefix_sharing_of_64_requests_saves_63_prefills():
-    assert analysis.shared_prefix_saved_tokens(64, 2_000) == 126_000
-    assert analysis.shared_prefix_saved_tokens(0, 2_000) == 0
-
-
-def test_speculative_decoding_expects_3_36_tokens_and_a_speed_up_of_2_8():
-    assert analysis.speculative_tokens_per_pass(0.8, 4) == pytest.approx(3.36, abs=2e-3)  # not 3.77
-    assert analysis.speculative_speedup(0.8, 4, draft_cost=0.2) == pytest.approx(2.8, abs=2e-3)
-    assert analysis.speculative_tokens_per_pass(1.0, 4) == 5.0
-    assert analysis.speculative_tokens_per_pass(0.0, 4) == 1.0
-
-
-def test_a_speculative_sum_that_runs_to_k_gives_the_wrong_3_77():
-    wrong = sum((k + 1) * 0.8**k * 0.2 for k in range(5)) + 5 * 0.8**4
-    assert wrong == pytest.approx(3.77, abs=5e-3)
-    assert analysis.speculative_tokens_per_pass(0.8, 4) < wrong - 0.4
-
-
-def test_speculation_at_a_fifth_of_a_pass_per_drafted_token_stops_paying_below_one_half():
-    assert analysis.speculative_speedup(0.5, 4, draft_cost=4 * 0.2) > 1.0
-    assert analysis.speculative_speedup(0.45, 4, draft_cost=4 * 0.2) < 1.0
-
-
-@given(acceptance=st.floats(0.0, 0.999), drafted=st.integers(1, 16))
-def test_the_closed_form_of_speculation_equals_the_expectation(acceptance, drafted):
-    expectation = sum((k + 1) * acceptance**k * (1 - acceptance) for k in range(drafted))
-    expectation += (drafted + 1) * acceptance**drafted
-    assert analysis.speculative_tokens_per_pass(acceptance, drafted) == pytest.approx(expectation)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +82,6 @@ def test_prefill_flops_per_token_at_8k_match_the_checked_table(name, gflops):
     assert cost.flops / 8192 / 1e9 == pytest.approx(gflops, rel=5e-3)
 
 
-def test_only_the_last_layer_of_a_layerwise_transfer_is_exposed():
-    assert analysis.exposed_transfer_s(2.68e9, 80, 50e9, latency_s=0.001) == pytest.approx(0.00167)
-
-
 def test_pool_balance_is_uncached_prompt_time_against_decode_time():
     balance = analysis.pool_balance(1e15, 0.5, H100, output_tokens=200, decode_step_s=0.02, decode_batch=16)
     assert balance.prefill_s == pytest.approx(1e15 / (0.5 * 989e12))
@@ -143,13 +100,9 @@ def test_a_step_that_takes_exactly_its_floor_has_full_utilisation_of_the_limit_t
 
 
 def test_a_cached_prefix_shortens_prefill():
-    shape = load_model_shape("llama-3.1-8b")
-    whole, half = (analysis.prefill_floor_s(shape, H100, 8192, cached) for cached in (0, 4096))
+    model = StepCostModel(load_model_shape("llama-3.1-8b"))
+    whole, half = (analysis.step_floor_s(model.prefill(8192, cached), H100) for cached in (0, 4096))
     assert whole / 2 < half < whole
-
-
-def test_kv_share_counts_what_batching_does_not_amortise():
-    assert analysis.kv_share_of_bytes(StepCost(1.0, 75.0, 20.0, 5.0)) == 0.25
 
 
 def test_the_table_shows_prefill_crossing_the_ridge_and_decode_staying_below_it():
