@@ -26,7 +26,7 @@ class FetchThreads:
     def __init__(self, name: str) -> None:
         """`name` is the prefix of the threads' names."""
         self._whole = ThreadPoolExecutor(MAX_CONCURRENT_FETCHES, thread_name_prefix=name)
-        self._overlapping = ThreadPoolExecutor(MAX_CONCURRENT_OVERLAPS, thread_name_prefix=f"{name}-follow")
+        self._overlapping = ThreadPoolExecutor(MAX_CONCURRENT_OVERLAPS, thread_name_prefix=f"{name}-overlap")
 
     async def run(self, pull: Pull, work: Callable[[], None], stop: Callable[[], None]) -> None:
         """Run like `run_in_thread`, on a thread of the pool for this kind of pull."""

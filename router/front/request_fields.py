@@ -244,7 +244,7 @@ SAMPLING: dict[str, FieldRule] = {
 """Fields of vLLM's SamplingParams that no body has under the same name."""
 
 
-def verdict(model: str, field: str) -> FieldRule | None:
+def rule_of(model: str, field: str) -> FieldRule | None:
     """Return how a field of one of vLLM's bodies is treated; None if it is not listed."""
     return SPECIAL.get((model, field)) or FIELDS.get(field)
 
@@ -253,12 +253,12 @@ def refusal(request: BaseModel) -> VLLMValidationError | None:
     """Return why this body is refused; None if it is not."""
     fields = type(request).model_fields
     for name in request.model_fields_set:
-        said = verdict(type(request).__name__, name) if name in fields else FOREIGN.get(name)
-        if not isinstance(said, RefusedField) or said.by == "vLLM":
+        rule = rule_of(type(request).__name__, name) if name in fields else FOREIGN.get(name)
+        if not isinstance(rule, RefusedField) or rule.by == "vLLM":
             continue
         default = fields[name].get_default(call_default_factory=True) if name in fields else None
-        if getattr(request, name) not in (None, [], {}, default, *said.but_for):
-            return VLLMValidationError(f"{name} is not supported by this server: {said.sentence}", parameter=name)
+        if getattr(request, name) not in (None, [], {}, default, *rule.but_for):
+            return VLLMValidationError(f"{name} is not supported by this server: {rule.sentence}", parameter=name)
     return None
 
 
@@ -310,9 +310,9 @@ class RefusedHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request by the ASGI protocol."""
         for raw_name, value in scope.get("headers", ()) if scope["type"] == "http" else ():
-            said = HEADERS.get(raw_name.decode("latin-1"))
-            if isinstance(said, RefusedField) and value.strip() not in (b"", b"0"):
-                await send_error(send, HTTPStatus.BAD_REQUEST, said.sentence, param=raw_name.decode())
+            rule = HEADERS.get(raw_name.decode("latin-1"))
+            if isinstance(rule, RefusedField) and value.strip() not in (b"", b"0"):
+                await send_error(send, HTTPStatus.BAD_REQUEST, rule.sentence, param=raw_name.decode())
                 return
         await self._app(scope, receive, send)
 
@@ -322,16 +322,16 @@ def as_markdown() -> str:
     rows = [
         (f"`{name}`", "" if not (models := _special(name)) else f"all but {models}", FIELDS[name]) for name in FIELDS
     ]
-    rows += [(f"`{name}`", f"`{model}`", said) for (model, name), said in SPECIAL.items()]
-    rows += [(f"`{name}`", "unknown to vLLM", said) for name, said in FOREIGN.items()]
+    rows += [(f"`{name}`", f"`{model}`", rule) for (model, name), rule in SPECIAL.items()]
+    rows += [(f"`{name}`", "unknown to vLLM", rule) for name, rule in FOREIGN.items()]
     tables = [
         ("Fields of bodies", "field", sorted(rows)),
-        ("Headers", "header", [(f"`{name}`", "", said) for name, said in sorted(HEADERS.items())]),
-        ("What only vLLM's `SamplingParams` have", "field", [(f"`{n}`", "", said) for n, said in SAMPLING.items()]),
+        ("Headers", "header", [(f"`{name}`", "", rule) for name, rule in sorted(HEADERS.items())]),
+        ("What only vLLM's `SamplingParams` have", "field", [(f"`{n}`", "", rule) for n, rule in SAMPLING.items()]),
     ]
     return "\n".join(
         f"## {title}\n\n| {first} | of | here |\n|---|---|---|\n"
-        + "".join(f"| {name} | {where} | {_in_words(said)} |\n" for name, where, said in table)
+        + "".join(f"| {name} | {where} | {_in_words(rule)} |\n" for name, where, rule in table)
         for title, first, table in tables
     )
 
@@ -340,10 +340,10 @@ def _special(name: str) -> str:
     return ", ".join(f"`{model}`" for model, field in SPECIAL if field == name)
 
 
-def _in_words(said: FieldRule) -> str:
-    if isinstance(said, Honoured):
-        return f"honoured: `{said.test.partition('::')[0]}`"
-    if isinstance(said, WithoutEffect):
-        return f"without effect: {said.why}"
-    unless = f", unless it is {' or '.join(repr(value) for value in said.but_for)}" if said.but_for else ""
-    return f"refused with {said.status} by {said.by}{unless}: {said.sentence}"
+def _in_words(rule: FieldRule) -> str:
+    if isinstance(rule, Honoured):
+        return f"honoured: `{rule.test.partition('::')[0]}`"
+    if isinstance(rule, WithoutEffect):
+        return f"without effect: {rule.why}"
+    unless = f", unless it is {' or '.join(repr(value) for value in rule.but_for)}" if rule.but_for else ""
+    return f"refused with {rule.status} by {rule.by}{unless}: {rule.sentence}"

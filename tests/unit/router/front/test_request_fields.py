@@ -33,7 +33,7 @@ from router.front.request_fields import (
     Honoured,
     RefusedField,
     WithoutEffect,
-    verdict,
+    rule_of,
 )
 from tests.support.fake_engine import eventually
 from tests.support.talking_router import TalkingEngine, make_model, talking_router
@@ -347,7 +347,7 @@ async def test_the_bodies_of_all_routes_are_known(served: Served):
 
 
 def test_every_field_of_vllms_bodies_is_in_the_table():
-    unknown = [each for each in FIELDS_OF_BODIES if verdict(*each) is None]
+    unknown = [each for each in FIELDS_OF_BODIES if rule_of(*each) is None]
     assert unknown == [], "say in router/front/request_fields.py what becomes of these"
     assert [each for each in FIELDS_OF_BODIES if each not in OTHER_SAMPLES and each[1] not in SAMPLES] == []
 
@@ -366,7 +366,7 @@ def test_every_field_of_vllms_sampling_parameters_is_in_the_table():
 @over_http
 @pytest.mark.parametrize(
     ("model", "name"),
-    [f for f in FIELDS_OF_BODIES if isinstance(verdict(*f), Honoured) and verdict(*f).test != request_fields.CHUNKS],
+    [f for f in FIELDS_OF_BODIES if isinstance(rule_of(*f), Honoured) and rule_of(*f).test != request_fields.CHUNKS],
 )
 async def test_what_is_honoured_changes_what_engines_are_asked_or_the_client_gets(
     served: Served, model: str, name: str
@@ -380,7 +380,7 @@ async def test_what_is_honoured_changes_what_engines_are_asked_or_the_client_get
 
 
 @over_http
-@pytest.mark.parametrize(("model", "name"), [f for f in FIELDS_OF_BODIES if isinstance(verdict(*f), WithoutEffect)])
+@pytest.mark.parametrize(("model", "name"), [f for f in FIELDS_OF_BODIES if isinstance(rule_of(*f), WithoutEffect)])
 async def test_what_is_without_effect_changes_nothing(served: Served, model: str, name: str):
     path, without, with_it = body_with(model, name)
     plain, changed = await served.once(path, without), await served.send(path, with_it)
@@ -390,28 +390,28 @@ async def test_what_is_without_effect_changes_nothing(served: Served, model: str
     assert changed == plain
 
 
-REFUSED = [f for f in FIELDS_OF_BODIES if isinstance(verdict(*f), RefusedField)]
+REFUSED = [f for f in FIELDS_OF_BODIES if isinstance(rule_of(*f), RefusedField)]
 
 
 @over_http
 @pytest.mark.parametrize(("model", "name"), REFUSED)
 async def test_what_is_refused_is_a_bad_request_before_any_work_in_a_stream_too(served: Served, model: str, name: str):
     path, _, body = body_with(model, name)
-    said = verdict(model, name)
+    rule = rule_of(model, name)
     stream = "stream" in MODELS[model].model_fields
     status, told, asked = await served.send(path, body | ({"stream": True} if stream else {}))
-    assert (status, asked) == (said.status, []), told
+    assert (status, asked) == (rule.status, []), told
     sentence = told["error"]["message"]
-    assert said.sentence in sentence or (stream and name == "use_beam_search")
+    assert rule.sentence in sentence or (stream and name == "use_beam_search")
 
 
 @over_http
 @pytest.mark.parametrize("model", BODIES)
 async def test_refused_fields_with_their_default_values_or_null_were_not_sent(served: Served, model: str):
     path, body = BODIES[model]
-    names = [name for each, name in REFUSED if each == model and verdict(model, name).by == "the router"]
+    names = [name for each, name in REFUSED if each == model and rule_of(model, name).by == "the router"]
     defaults = {name: MODELS[model].model_fields[name].get_default(call_default_factory=True) for name in names}
-    nothing = {name: value for name in names for value in verdict(model, name).but_for}
+    nothing = {name: value for name in names for value in rule_of(model, name).but_for}
     plain = await served.once(path, body)
     assert plain[0] == 200
     assert await served.send(path, body | defaults) == plain
@@ -446,7 +446,7 @@ async def test_the_other_door_to_a_handler_refuses_as_well(served: Served, path:
 
 
 @over_http
-@pytest.mark.parametrize("name", [name for name, said in HEADERS.items() if isinstance(said, RefusedField)])
+@pytest.mark.parametrize("name", [name for name, rule in HEADERS.items() if isinstance(rule, RefusedField)])
 @pytest.mark.parametrize("value", ["1", "x", "9" * 30])
 async def test_a_refused_header_is_a_bad_request(served: Served, name: str, value: str):
     for body in (TEXT, TEXT | {"stream": True}):
@@ -456,7 +456,7 @@ async def test_a_refused_header_is_a_bad_request(served: Served, name: str, valu
 
 
 @over_http
-@pytest.mark.parametrize("name", [name for name, said in HEADERS.items() if isinstance(said, WithoutEffect)])
+@pytest.mark.parametrize("name", [name for name, rule in HEADERS.items() if isinstance(rule, WithoutEffect)])
 async def test_a_header_without_effect_changes_nothing(served: Served, name: str):
     plain = await served.once("/v1/completions", TEXT)
     assert (
@@ -488,7 +488,7 @@ async def test_a_client_is_told_when_its_time_is_over(served: Served):
 
 def proofs() -> set[str]:
     table = [*FIELDS.values(), *SPECIAL.values(), *HEADERS.values(), *SAMPLING.values()]
-    return {said.test for said in table if isinstance(said, Honoured)}
+    return {rule.test for rule in table if isinstance(rule, Honoured)}
 
 
 @pytest.mark.parametrize("test", sorted(proofs()))
