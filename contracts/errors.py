@@ -110,7 +110,8 @@ class WorkerLost(EngineError):
 class HandoffLost(EngineError):
     """A decode leg whose transfer overlapped the prefill cannot go on.
 
-    It has emitted nothing, and the prefill may well succeed."""
+    It has emitted nothing, and the prefill may well succeed.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the transfer that overlapped the prefill failed: {reason}")

@@ -224,7 +224,7 @@ class WorkerHost:
         port = add_port(self._server, join_host_port(config.transfer.host, 0), config.transfer.tls)
         await self._server.start()
         self.address = join_host_port(config.transfer.host, port)
-        self._looking = asyncio.create_task(self._report_health(), name="tell-health")
+        self._looking = asyncio.create_task(self._report_health(), name="report-health")
         return self.address
 
     def failure(self) -> Health:

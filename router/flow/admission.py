@@ -1,8 +1,7 @@
 """Decides before any work whether a request is accepted; one that cannot fit, or would wait too long, is refused.
 
 The rules are in `admission_rules.py`. `Admission` makes the snapshot that they judge, and counts what is accepted and
-refused.
-vLLM's server asks twice: before it has tokenised the prompt (`check`), and then with the tokens (`admit`).
+refused. vLLM's server asks twice: before it has tokenised the prompt (`check`), and then with the tokens (`admit`).
 
 An accepted prompt is promised the wait at that moment. A client that comes later takes no more than its fair share
 (`router/flow/fair_queue.py`), and is refused itself if that share would make it wait too long. So n clients together
