@@ -171,12 +171,13 @@ async def test_without_its_preloaded_parent_a_service_is_started_afresh_and_that
 async def test_a_preloaded_parent_that_is_killed_or_hangs_costs_what_it_forked_nothing_and_the_next_start_only_time(
     children, monkeypatch, caplog, tmp_path
 ):
-    monkeypatch.setattr(launch, "PRELOADED_WITHIN_S", 1.0)
     with preloaded_parent(["tests.support.example_service"], {}, tmp_path / "messages") as path:
         monkeypatch.setenv(PRELOADED, path)
         first = await start_service(SERVICE, "t", on_gone=lambda: None)
+        monkeypatch.setattr(launch, "PRELOADED_WITHIN_S", 1.0)
         parent = psutil.Process(first.process.pid).parent()
         assert parent is not None
+        assert parent.pid != os.getpid()
         for signal_number in (signal.SIGSTOP, signal.SIGKILL):
             parent.send_signal(signal_number)
             caplog.clear()
