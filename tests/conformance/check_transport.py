@@ -468,6 +468,7 @@ class TransportConformance:
             for node in decode:
                 assert all(source.leases.stats().open_leases == 1 for source in prefill[-1:])
                 await node.fetcher.release(handoff)
+            await eventually(lambda: all(node.leases.stats().open_leases == 0 for node in prefill))
             assert all(node.leases.take_finished() == {"a"} for node in prefill)
         finally:
             for node in (*prefill, *decode):
