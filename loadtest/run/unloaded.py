@@ -67,7 +67,8 @@ def sizes_of(plan: ReplayPlan) -> Trace:
 async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *, round_index: int) -> Unloaded:
     """Warm up, send five requests of the trace's sizes one at a time, then several short ones at once.
 
-    No prompt of a round below `round_index` begins like one of these. Raises ServerError if a request fails.
+    No prompt of a round below `round_index` begins like one of these. Raises ServerError if a request fails or
+    the server does not stream.
     """
     async with open_client(base_url) as client:
         card = await first_model(client, plan.served_name)
@@ -91,14 +92,21 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
         together = [sender.send(inputs[0], output_tokens) for _ in range(BATCH_SEQUENCES * decoders)]
         batch = await asyncio.gather(*together)
     ttfts_s = [record.ttft_s for record in alone if record.ttft_s is not None]
+    tpots_s = [record.tpot_s for record in alone if record.tpot_s]
+    gaps_s = [gap_s for record in batch for gap_s in record.itls_s]
+    if not (ttfts_s and tpots_s and gaps_s):
+        raise ServerError(
+            "the server sent no answer token by token, so nothing can be measured: give --rate, --slo-ttft-ms and "
+            "--slo-tpot-ms instead of auto"
+        )
     return Unloaded(
         input_tokens=tuple(inputs),
         output_tokens=output_tokens,
         median_ttft_s=statistics.median(ttfts_s),
         mean_ttft_s=statistics.fmean(ttfts_s),
-        median_tpot_s=statistics.median(record.tpot_s or 0.0 for record in alone),
+        median_tpot_s=statistics.median(tpots_s),
         batch_sequences=BATCH_SEQUENCES,
-        median_batch_gap_s=statistics.median([gap_s for record in batch for gap_s in record.itls_s]),
+        median_batch_gap_s=statistics.median(gaps_s),
         trace_mean_output_tokens=statistics.fmean(outputs),
         workers=dict(workers),
     )

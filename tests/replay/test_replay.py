@@ -290,6 +290,12 @@ async def test_a_server_that_fails_while_it_is_measured_is_named(console):
         await measure_unloaded(url, _plan(slo="auto"), console, round_index=1)
 
 
+async def test_a_server_that_does_not_stream_cannot_be_measured_and_the_error_says_what_to_give(console):
+    instead = "no answer token by token.*: give --rate, --slo-ttft-ms and --slo-tpot-ms instead of auto"
+    with running(Behaviour(in_one_piece=True)) as url, pytest.raises(ServerError, match=instead):
+        await measure_unloaded(url, _plan(slo="auto"), console, round_index=1)
+
+
 async def test_a_run_that_was_disaggregated_in_name_only_is_refused(tmp_path, console):
     with pytest.raises(NotDisaggregatedError, match=r"only .* of the eligible requests went through both pools"):
         await compare(_Cluster(fallback_every=6).serve, _compare_plan(), tmp_path, console)

@@ -30,6 +30,8 @@ class Behaviour:
     tpot_s: float = 0.01
     mode: str = "disaggregated"
     fallback_every: int = 0
+    in_one_piece: bool = False
+    """Whether an answer comes in one event, as from a server that does not stream."""
     has_metrics: bool = True
     max_model_len: int = 8192
     tokenizer: str | None = None
@@ -121,7 +123,9 @@ async def answer(behaviour: Behaviour, metrics: FakeMetrics, body: dict, number:
     """Stream one completion with a pause before each token, or the fault planned for this request."""
     total, fault = body["max_tokens"], behaviour.faults.get(number, "")
     await eventually(lambda: len(behaviour.bodies) >= behaviour.answers_after_requests)
-    for token in range(total):
+    if behaviour.in_one_piece:
+        yield event({"choices": [{"index": 0, "text": "word " * total, "finish_reason": "length"}]})
+    for token in range(0 if behaviour.in_one_piece else total):
         await asyncio.sleep(behaviour.tpot_s if token else behaviour.ttft_s)
         if fault and token == 2:
             if fault == "hang":
