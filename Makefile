@@ -50,7 +50,7 @@ test: starts lint model unit conformance ## what shows in minutes that all works
 	@$(BIN)/pytest -v --durations=10 -m core tests/engines
 
 starts:
-	@echo "make test takes about 14 minutes on two cores, make test-all about 50; this machine has $$(nproc)"
+	@echo "make test takes about 11 minutes on two cores, make test-all about 40; this machine has $$(nproc)"
 
 test-all: test   ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, both number formats
 	@$(BIN)/pytest -q tests/network
