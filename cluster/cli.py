@@ -22,7 +22,7 @@ from cluster.doctor import checks as doctor_checks
 from cluster.model_store import ModelError, prepare_model
 from contracts.vocabulary import Mode
 from loadtest.errors import LoadTestError
-from loadtest.run.plan import ComparePlan, ReplayPlan
+from loadtest.plan import ComparePlan, ReplayPlan
 from roofline.errors import RooflineError
 
 app = typer.Typer(

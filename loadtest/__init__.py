@@ -2,6 +2,7 @@
 
 It speaks only HTTP to the server, so the same code can load any OpenAI-compatible server.
 
+plan.py     the settings of a run, checked before anything starts
 compare.py  runs both modes on the same requests, in rounds
 trace/      what is replayed: arrivals, lengths, prompts
 run/        one replay, from the plan to the records

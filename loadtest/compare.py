@@ -20,6 +20,7 @@ import msgspec
 from rich.console import Console
 
 from loadtest.errors import NotDisaggregatedError
+from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, Mode
 from loadtest.report.page import write_report
 from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
 from loadtest.report.summary import FORMULAS, summarise
@@ -36,7 +37,6 @@ from loadtest.run.calibration import (
     settle,
 )
 from loadtest.run.machine import describe_machine
-from loadtest.run.plan import COLOCATED, DISAGGREGATED, ComparePlan, Mode
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import ReplayResult, run_replay
 from loadtest.run.server_metrics import add_up

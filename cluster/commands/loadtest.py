@@ -14,10 +14,10 @@ from cluster.config.models import PoolConfig, RidgelineConfig
 from cluster.runtime.deployment import ray_runtime
 from contracts.vocabulary import Mode
 from loadtest.compare import compare
+from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
 from loadtest.run.calibration import Workers, given_load, settle, workers_of
 from loadtest.run.machine import busy_note
-from loadtest.run.plan import ComparePlan, ReplayPlan
 from loadtest.run.replay import run_replay
 from loadtest.run.unloaded import measure_unloaded, sizes_of
 

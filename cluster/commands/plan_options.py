@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from pydantic import ValidationError
 
-from loadtest.run.plan import NumberOrAuto, ReplayPlan
+from loadtest.plan import NumberOrAuto, ReplayPlan
 
 Refuse = Callable[[list[str]], None]
 """Ends the command with the given sentences."""

@@ -9,9 +9,9 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from loadtest.plan import DISAGGREGATED, Slo
 from loadtest.report import plots
 from loadtest.report.tables import MODES, POOL_ROWS, ROWS, figure_text, format_figure, pools_of, row_formulas
-from loadtest.run.plan import DISAGGREGATED, Slo
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "data" / "report.html.template"
 Summary = Mapping[str, Any]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from loadtest.plan import COLOCATED, DISAGGREGATED, Mode, Slo
 from loadtest.report.summary import attainment, latency_series
-from loadtest.run.plan import COLOCATED, DISAGGREGATED, Mode, Slo
 from loadtest.run.records import RequestRecord
 
 COLORS = {COLOCATED: "#d9730d", DISAGGREGATED: "#1f6feb", "prefill": "#0b8a6b", "decode": "#7a4fd0"}

@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from loadtest.plan import ReplayPlan
 from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
 from loadtest.report.summary import FORMULAS, summarise
 from loadtest.report.tables import print_replay
 from loadtest.run.calibration import Load
 from loadtest.run.machine import describe_machine
-from loadtest.run.plan import ReplayPlan
 from loadtest.run.replay import ReplayResult
 
 

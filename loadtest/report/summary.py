@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from loadtest.plan import Slo
 from loadtest.report.bootstrap import mean_interval, median_interval
-from loadtest.run.plan import Slo
 from loadtest.run.records import RequestRecord
 
 PERCENTILES = (50, 90, 99)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.run.plan import COLOCATED, DISAGGREGATED
+from loadtest.plan import COLOCATED, DISAGGREGATED
 
 Summary = Mapping[str, Any]
 MODES = (COLOCATED, DISAGGREGATED)

@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from loadtest.plan import COLOCATED, DISAGGREGATED, Mode, Slo
 from loadtest.report.bootstrap import Floats, paired_ratio_interval
-from loadtest.run.plan import COLOCATED, DISAGGREGATED, Mode, Slo
 from loadtest.run.records import RequestRecord
 
 Basis = Literal["goodput", "latency"]

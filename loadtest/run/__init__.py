@@ -1,6 +1,5 @@
 """One replay, from the plan to the records.
 
-plan.py            the settings of a run, checked before anything starts
 unloaded.py        measures what an idle server takes for a request and for a step
 calibration.py     chooses rate, limits and number of requests from that
 replay.py          sends requests at their time, whatever the server does

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from loadtest.run.plan import AUTO, ComparePlan, ReplayPlan, Slo
+from loadtest.plan import AUTO, ComparePlan, ReplayPlan, Slo
 from loadtest.run.replay import WARMUP_OUTPUT_TOKENS
 from loadtest.run.unloaded import Unloaded
 from loadtest.trace.trace import Trace

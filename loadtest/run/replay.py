@@ -15,8 +15,8 @@ import numpy as np
 from rich.console import Console
 
 from loadtest.errors import LoadTestError, ServerError
+from loadtest.plan import ReplayPlan
 from loadtest.run.client import Completion, ModelCard, complete, encode_body, first_model, open_client
-from loadtest.run.plan import ReplayPlan
 from loadtest.run.progress import ReplayProgress, shown
 from loadtest.run.records import RequestRecord
 from loadtest.run.server_metrics import MetricsDelta, difference, scrape_settled

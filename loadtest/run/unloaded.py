@@ -15,8 +15,8 @@ import msgspec
 from rich.console import Console
 
 from loadtest.errors import ServerError, TraceError
+from loadtest.plan import AUTO, ReplayPlan
 from loadtest.run.client import Completion, complete, encode_body, first_model, open_client
-from loadtest.run.plan import AUTO, ReplayPlan
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import prompt_maker
 from loadtest.run.server_metrics import scrape

@@ -9,7 +9,7 @@ import random
 from dataclasses import replace
 
 from loadtest.errors import TraceError
-from loadtest.run.plan import ReplayPlan
+from loadtest.plan import ReplayPlan
 from loadtest.trace.trace import Trace, TraceRow
 
 MIN_BLOCK_TOKENS = 16

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from loadtest.compare import compare, round_schedule
 from loadtest.errors import NotDisaggregatedError, ServerError
+from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
 from loadtest.run import replay as replay_module
 from loadtest.run.calibration import Workers, given_load
-from loadtest.run.plan import ComparePlan, ReplayPlan
 from loadtest.run.replay import ReplayResult, run_replay
 from loadtest.run.unloaded import measure_unloaded
 from tests.support.openai_server import Behaviour, running

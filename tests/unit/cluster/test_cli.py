@@ -15,8 +15,8 @@ from cluster.commands.loadtest import split_workers
 from cluster.commands.serve import Unfit
 from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import CheckResult
+from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.run.calibration import Workers
-from loadtest.run.plan import ComparePlan, ReplayPlan
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 COMMANDS = ("serve", "doctor", "model", "roofline", "replay", "compare", "bench")

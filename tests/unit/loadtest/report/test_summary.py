@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from loadtest.errors import ServerError
+from loadtest.plan import Slo
 from loadtest.report.bootstrap import mean_interval, median_interval, paired_ratio_interval
 from loadtest.report.pools import describe_pools, disaggregated_fraction, stage_seconds
 from loadtest.report.summary import FORMULAS, attainment, summarise
 from loadtest.report.tables import ROWS, formula_of
 from loadtest.report.verdict import GapTail, judge
-from loadtest.run.plan import Slo
 from loadtest.run.records import RequestRecord
 from loadtest.run.server_metrics import add_up, difference, parse_metrics
 

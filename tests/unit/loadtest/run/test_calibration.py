@@ -5,6 +5,7 @@ import dataclasses
 import msgspec
 import pytest
 
+from loadtest.plan import ComparePlan, ReplayPlan, Slo
 from loadtest.run.calibration import (
     FEW_REQUESTS,
     LEAST_REQUESTS,
@@ -19,7 +20,6 @@ from loadtest.run.calibration import (
     settle,
     workers_of,
 )
-from loadtest.run.plan import ComparePlan, ReplayPlan, Slo
 from loadtest.run.unloaded import Unloaded
 from loadtest.trace.trace import Trace, TraceRow
 

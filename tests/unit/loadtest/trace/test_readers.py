@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from loadtest.errors import TraceError
-from loadtest.run.plan import ComparePlan, ReplayPlan
+from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.trace import demo
 from loadtest.trace.prompts import TEXT_FILE, PromptMaker, TextWindows
 from loadtest.trace.readers import load_trace

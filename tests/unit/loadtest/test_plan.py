@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from loadtest.errors import TraceError
-from loadtest.run.plan import ComparePlan, ReplayPlan
+from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.run.unloaded import sizes_of
 
 
