@@ -9,7 +9,7 @@ MODEL_READY := $(VENV)/.model-ready
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit conformance transports hostile fuzz lint bench-unloaded bench-idle chaos differential scored kill-decode stress soak clean
+.PHONY: help setup model demo test test-all starts unit conformance transports hostile fuzz lint bench-unloaded bench-idle power chaos differential scored kill-decode stress soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -64,6 +64,9 @@ bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alterna
 
 bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)
 	@$(BIN)/python -m tools.bench.idle_cpu
+
+power: setup     ## how often simulated comparisons find what is there and what is not, as a table (about 5 minutes; COMPARISONS=1000)
+	@$(BIN)/python -m tools.bench.power --comparisons $(or $(COMPARISONS),1000) --seed $(SEED)
 
 chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds $(SECONDS) --seed $(SEED)

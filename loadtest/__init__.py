@@ -2,10 +2,11 @@
 
 It speaks only HTTP to the server, so the same code can load any OpenAI-compatible server.
 
-plan.py     the settings of a run, checked before anything starts
-compare.py  runs both modes on the same requests, in rounds
-trace/      what is replayed: arrivals, lengths, prompts
-run/        one replay, from the plan to the records
-report/     figures, verdict and page
-errors.py   errors whose messages the command line prints
+plan.py      the settings of a run, checked before anything starts
+compare.py   runs both modes on the same requests, in rounds
+trace/       what is replayed: arrivals, lengths, prompts
+run/         one replay, from the plan to the records
+statistics/  from pairs of rounds to an outcome
+report/      figures, sentences and page
+errors.py    errors whose messages the command line prints
 """

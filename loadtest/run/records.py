@@ -1,13 +1,16 @@
 """The record of one request, which is one line of records.jsonl.
 
-Made by `loadtest.run.client`; read by `loadtest.report` and `loadtest.compare`.
+Made by `loadtest.run.client`; read by `loadtest.report`, `loadtest.statistics` and `loadtest.compare`.
 """
 
 import msgspec
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """One request as its client saw it. Times are in seconds; those after `sent_s` count from when it was sent."""
+    """One request as its client saw it. Times are in seconds; those after `sent_s` count from when it was sent.
+
+    Limits are judged from when it should have been sent, so that a late client does not flatter the server.
+    """
 
     index: int
     scheduled_s: float
@@ -34,6 +37,18 @@ class RequestRecord(msgspec.Struct, frozen=True):
         return self.sent_s - self.scheduled_s
 
     @property
+    def ttft_scheduled_s(self) -> float | None:
+        """TTFT from the time at which the trace has the request, as MLPerf's LoadGen counts it."""
+        return None if self.ttft_s is None else self.ttft_s + max(0.0, self.send_lag_s)
+
+    @property
+    def ttst_s(self) -> float | None:
+        """Seconds from the first chunk to the second; None for a single chunk."""
+        if self.second_token_s is None or self.ttft_s is None:
+            return None
+        return self.second_token_s - self.ttft_s
+
+    @property
     def tpot_s(self) -> float | None:
         """vLLM's time per output token, in seconds; None for a single token."""
         if self.ttft_s is None or self.latency_s is None or self.output_tokens < 2:
@@ -42,11 +57,15 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     def meets(self, ttft_s: float, tpot_s: float) -> bool:
         """Return whether this request is goodput. As in vLLM, one with a single output token has no TPOT to miss."""
-        if not self.ok or self.ttft_s is None:
+        if not self.ok or self.ttft_scheduled_s is None:
             return False
-        return self.ttft_s <= ttft_s and (self.tpot_s or 0.0) <= tpot_s
+        return self.ttft_scheduled_s <= ttft_s and (self.tpot_s or 0.0) <= tpot_s
 
     def as_line(self, **labels: str | int) -> bytes:
         """Return one JSON line, with derived figures and the labels of the run."""
-        derived = {"send_lag_s": self.send_lag_s, "tpot_s": self.tpot_s}
+        derived = {
+            "send_lag_s": self.send_lag_s,
+            "ttft_scheduled_s": self.ttft_scheduled_s,
+            "tpot_s": self.tpot_s,
+        }
         return msgspec.json.encode(labels | msgspec.to_builtins(self) | derived) + b"\n"

@@ -1,0 +1,61 @@
+"""What one pair of rounds says: the same requests at the same times in arm a and in arm b.
+
+Judged by `loadtest.statistics.outcome`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Literal
+
+import msgspec
+
+from loadtest.plan import Slo
+from loadtest.run.records import RequestRecord
+from loadtest.statistics.proportions import PairedCounts
+
+Latency = Literal["ttft", "ttst", "tpot", "largest_gap"]
+LATENCIES: dict[Latency, Callable[[RequestRecord], float | None]] = {
+    "ttft": lambda record: record.ttft_scheduled_s,
+    "ttst": lambda record: record.ttst_s,
+    "tpot": lambda record: record.tpot_s,
+    "largest_gap": lambda record: max(record.itls_s, default=None),
+}
+
+
+class PairDifference(msgspec.Struct, frozen=True):
+    """Arm b against arm a in one pair: differences are b - a, ratios are ln(b / a)."""
+
+    counts: PairedCounts
+    attainment: float
+    """Difference of the shares of requests that met the limits."""
+    goodput: float | None
+    """Log ratio of the requests per second that met the limits; None if in one arm none did."""
+    latencies: dict[Latency, float]
+    """Mean log ratio of each latency over the requests that finished in both arms; those without any are left out."""
+    compared: int
+    """Requests that finished in both arms."""
+
+
+def pair_difference(a: Sequence[RequestRecord], b: Sequence[RequestRecord], slo: Slo) -> PairDifference:
+    """Compare request by request; position i is the same request in both arms."""
+    limits = slo.ttft_ms / 1e3, slo.tpot_ms / 1e3
+    met = [(one.meets(*limits), other.meets(*limits)) for one, other in zip(a, b, strict=True)]
+    counts = PairedCounts(*(met.count(case) for case in ((True, True), (True, False), (False, True), (False, False))))
+    done = [(one, other) for one, other in zip(a, b, strict=True) if one.ok and other.ok]
+    good_a, good_b = counts.both + counts.only_a, counts.both + counts.only_b
+    return PairDifference(
+        counts=counts,
+        attainment=(good_b - good_a) / counts.total,
+        goodput=math.log(good_b / good_a) if good_a and good_b else None,
+        latencies={name: mean for name, of in LATENCIES.items() if (mean := _mean_log_ratio(done, of)) is not None},
+        compared=len(done),
+    )
+
+
+def _mean_log_ratio(
+    done: Sequence[tuple[RequestRecord, RequestRecord]], of: Callable[[RequestRecord], float | None]
+) -> float | None:
+    values = ((of(one), of(other)) for one, other in done)
+    ratios = [math.log(in_b / in_a) for in_a, in_b in values if in_a and in_b]
+    return fmean(ratios) if ratios else None

@@ -1,0 +1,43 @@
+"""Student's t distribution for whole degrees of freedom.
+
+Called by `loadtest.statistics.paired_tests` and `loadtest.statistics.outcome`.
+
+The closed forms 26.7.3 and 26.7.4 of Abramowitz and Stegun, Handbook of Mathematical Functions (1964), are exact. With
+at most some dozens of pairs they make a library for one function unnecessary.
+"""
+
+import math
+from functools import cache
+
+STEPS = 80
+"""Halvings of the interval in which a quantile is searched; more than a double has bits."""
+
+
+def two_sided_p(t: float, degrees: int) -> float:
+    """Return the probability that |T| is at least `t`. Raises ValueError below one degree of freedom."""
+    if degrees < 1:
+        raise ValueError(f"the t distribution needs one degree of freedom or more, not {degrees}")
+    if math.isinf(t):
+        return 0.0
+    angle = math.atan(abs(t) / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term = cosine if odd else 1.0
+    total = term if degrees > 1 else 0.0
+    for k in range(2 + odd, degrees - 1, 2):
+        term *= cosine * cosine * (k - 1) / k
+        total += term
+    within = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return max(0.0, 1 - within)
+
+
+@cache
+def critical_t(level: float, degrees: int) -> float:
+    """Return the t that |T| exceeds with probability `level`, between 0 and 1."""
+    low, high = 0.0, 1.0
+    while two_sided_p(high, degrees) > level:
+        high *= 2
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if two_sided_p(middle, degrees) > level else (low, middle)
+    return high
