@@ -34,6 +34,7 @@ from engine.request import logprobs
 from engine.stall import StallWatch
 from engine.vllm_arguments import engine_values
 from engine.vllm_workarounds.forked import fork_engines
+from engine.vllm_workarounds.one_tokenizer import one_tokenizer
 from kv_transfer.service import PairedTransport
 
 PAIR_S = 20.0
@@ -90,12 +91,13 @@ class VllmEngine:
         self._require_supported(vllm_config.model_config)
         if self.config.on_cpu and self.config.tensor_parallel_size == 1:
             fork_engines()
-        self._llm = AsyncLLM.from_vllm_config(
-            vllm_config,
-            enable_log_requests=args.enable_log_requests,
-            disable_log_stats=args.disable_log_stats,
-            stat_loggers=[lambda vllm_config, index: self.stats],
-        )
+        with one_tokenizer():
+            self._llm = AsyncLLM.from_vllm_config(
+                vllm_config,
+                enable_log_requests=args.enable_log_requests,
+                disable_log_stats=args.disable_log_stats,
+                stat_loggers=[lambda vllm_config, index: self.stats],
+            )
 
     def _require_supported(self, model: ModelConfig) -> None:
         obstacle = model_obstacle(

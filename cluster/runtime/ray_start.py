@@ -11,6 +11,7 @@ import ray
 from ray._private import ray_constants
 
 from cluster.runtime.actor_handle import DeploymentFailed
+from cluster.runtime.ray_workarounds.fewer_processes import fewer_processes
 
 STARTS = 2
 END_WITHIN_S = 5.0
@@ -60,7 +61,8 @@ def start_ray(**options: Any) -> None:
     for start in range(1, STARTS + 1):
         earlier = set(psutil.Process().children())
         try:
-            ray.init(_system_config=dict(SYSTEM_CONFIG), **options)
+            with fewer_processes():
+                ray.init(_system_config=dict(SYSTEM_CONFIG), **options)
             return
         except Exception as error:
             if type(error) is not Exception:

@@ -4,6 +4,7 @@ seeded_chunks.py     makes seeds work with prompts of several steps on CPU
 queue_names.py       frees shared memory that would outlive a killed engine
 gloo_device.py       keeps the process groups of a lone rank from waking a thread each
 forked.py            has engine processes forked and not started afresh
+one_tokenizer.py     keeps an engine's front end from copying its tokenizer
 orphan_watch.py      ends a child process whose parent is gone
 cores.py             decides which cores a CPU engine computes on
 """

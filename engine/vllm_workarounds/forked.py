@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 
 CPU_ENGINE_MODULES = (
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_model_runner",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ import xxhash
 
 ByteMatrix: TypeAlias = npt.NDArray[np.uint8]
 """One layer's blocks: uint8 [num_blocks, block_bytes]."""
+MADV_POPULATE_WRITE = 23
+"""Of madvise(2); Python's `mmap` does not name it."""
 
 
 class BlockMemory(ABC):
@@ -105,10 +108,27 @@ class HostMemory(BlockMemory):
             target[:, first : first + count] = from_[:, source_first : source_first + count]
 
     def commit(self) -> None:
-        """Rewrite one byte of every page with itself, which leaves the content as it is."""
+        """Have the kernel enter every page, or rewrite one byte of each with itself: the content stays as it is."""
+        if _populated(self._layers):
+            return
         for layer in self._layers:
             for touched in (layer[:, :: mmap.PAGESIZE], layer[:, -1:]):
                 np.bitwise_or(touched, 0, out=touched)
+
+
+def _populated(layers: Sequence[ByteMatrix]) -> bool:
+    """Enter all pages at once, for half the CPU time of one fault for each.
+
+    Returns False if the layers do not fill one region, or if the kernel is older than 5.14.
+    """
+    starts = [layer.__array_interface__["data"][0] for layer in layers]
+    spans = [(len(layer) - 1) * layer.strides[0] + layer.shape[1] for layer in layers]
+    first, end = min(starts), max(start + span for start, span in zip(starts, spans, strict=True))
+    if sum(layer.size for layer in layers) != end - first:
+        return False
+    first -= first % mmap.PAGESIZE
+    advised: int = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_POPULATE_WRITE)
+    return advised == 0
 
 
 def _stacks(layers: Sequence[ByteMatrix]) -> list[npt.NDArray[np.uint8]]:

@@ -38,6 +38,7 @@ from router.flow.admission_rules import Ask, Refused
 from router.front.http.context import current
 from router.front.sampling import sampling_of
 from router.front.text_stream import TextSink
+from router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
 from router.front.vllm_workarounds.text_length import bound_texts
 from router.front.vllm_workarounds.unread import BoundedCollector, Why
 
@@ -65,6 +66,7 @@ class RouterEngineClient(EngineClient):
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
+        note_that_there_is_no_processor(self.renderer.tokenizer, self.model_config)
         bound_texts(self.renderer, self.model_config.max_model_len)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kv_transfer.memory import host
 from kv_transfer.memory.blocks import BlockPool
 
 
@@ -95,11 +96,22 @@ def test_committing_keeps_what_the_cache_holds(order):
     assert all(torch.equal(seen, was) for seen, was in zip(layers, before, strict=True))
 
 
+def test_memory_between_layers_is_not_entered():
+    whole = np.zeros((4, mmap.PAGESIZE), np.uint8)
+    assert host._populated([whole[:2], whole[2:]])
+    assert not host._populated([whole[:1], whole[2:]])
+
+
 def minor_faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def test_after_committing_a_lazily_allocated_cache_writes_cause_no_page_faults():
+UNKNOWN_ADVICE = 999
+
+
+@pytest.mark.parametrize("advice", [host.MADV_POPULATE_WRITE, UNKNOWN_ADVICE])
+def test_after_committing_a_lazily_allocated_cache_writes_cause_no_page_faults(advice, monkeypatch):
+    monkeypatch.setattr(host, "MADV_POPULATE_WRITE", advice)  # an older kernel knows none to enter pages at once
     pages = 2000
     with mmap.mmap(-1, (pages + 2) * mmap.PAGESIZE) as memory:
         cache = np.frombuffer(memory, np.uint8)[123 : 123 + pages * mmap.PAGESIZE]  # blocks that begin within pages
