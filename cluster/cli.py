@@ -42,6 +42,12 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML 
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="override one setting: section.key=value")]
 ModelOption = Annotated[str | None, typer.Option(help="directory, hub name or smollm2-135m")]
 LOCAL_URL = "http://127.0.0.1:8000"
+AdminKeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="RIDGELINE_ADMIN_KEY_FILE", help="the server's security.admin_keys_file; its first key is sent"
+    ),
+]
 UrlOption = Annotated[str, typer.Option(parser=server_url, metavar="URL", help="a running server")]
 PortOption = Annotated[int | None, typer.Option(help="HTTP port")]
 
@@ -220,17 +226,26 @@ def drain(
     force: Annotated[
         bool, typer.Option("--force", help="also the last worker of its pool; needs an admin key")
     ] = False,
-    admin_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="RIDGELINE_ADMIN_KEY_FILE", help="the server's security.admin_keys_file; its first key is sent"
-        ),
-    ] = None,
+    admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Let one worker finish what it does and leave for good."""
     from cluster.commands.drain import drain as drain_worker
 
     run(drain_worker(url, worker, timeout_s, force=force, admin_key_file=admin_key_file, console=console))
+
+
+@app.command()
+def mode(
+    wanted: Annotated[Mode | None, typer.Argument(help="the mode to change to; without it, the mode is only told")] = (
+        None
+    ),
+    url: UrlOption = LOCAL_URL,
+    admin_key_file: AdminKeyOption = None,
+) -> None:
+    """Tell the mode of a running server, or change it while it serves; no request is lost."""
+    from cluster.commands.mode import mode as tell_or_change
+
+    run(tell_or_change(url, wanted, admin_key_file=admin_key_file, console=console))
 
 
 @app.command()

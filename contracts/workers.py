@@ -9,7 +9,24 @@ import msgspec
 
 from contracts.handoff import KvLayout
 from contracts.tasks import GenerateTask
-from contracts.vocabulary import Pool
+from contracts.vocabulary import Mode, Pool
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is for at present. The router decides, and may change it while the worker serves.
+
+    A worker runs every leg in every role: its role says which legs the router sends there, and how much one step of its
+    engine may hold. The worker only keeps it, so that a router that has been started again finds the mode it was in.
+    """
+
+    mode: Mode
+    pool: Pool
+    max_num_seqs: int
+    """Sequences that its engine runs at a time."""
+    max_num_batched_tokens: int
+    """Tokens that one step of its engine computes."""
+    number: int = 0
+    """Counts the changes of mode; of several roles the one with the highest number is the newest."""
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +35,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     incarnation: str
     pool: Pool
+    """The pool for which it was started."""
     pid: int
     host: str
     layout: KvLayout
@@ -27,14 +45,11 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: int
     max_model_len_tokens: int
     max_num_seqs: int
-    """Sequences that its engine runs at a time."""
+    """Sequences that its engine can run at a time."""
     repeats_tokens: bool = True
     """Whether it can go on after emitted tokens in `resample` mode."""
-
-    @property
-    def title(self) -> str:
-        """Its id and its pool, for sentences that people read."""
-        return f"{self.worker_id} ({self.pool})"
+    role: Role | None = None
+    """The role that a router has given it; None if none has yet."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +70,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: float = 0.0
     """Seconds since the engine's last step, while it has work; 0 without work."""
     incarnation: str = ""
+    role_number: int = 0
+    """The number of its role; 0 if no router has given it one."""
 
 
 class AttachRequest(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """The decode role: admit, fetch KV, stream tokens; without a hand-off, a whole replica.
 
-Used by `cluster.runtime.roles`.
+Used by `cluster.runtime.handlers`.
 
 handler.py  runs the decode leg of a request
 """

@@ -27,6 +27,9 @@ class EngineConfig:
     worker_id: str
     incarnation: str
     pool: Pool
+    """The pool for which it is started; the router may give it another one later."""
+    hands_over: bool
+    """Whether its KV blocks may go to another engine; in a deployment that stays in mode colocated they do not."""
     model_path: str
     dtype: str
     max_model_len_tokens: int

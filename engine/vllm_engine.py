@@ -35,6 +35,7 @@ from engine.stall import StallWatch
 from engine.vllm_arguments import engine_values
 from engine.vllm_workarounds.forked import fork_engines
 from engine.vllm_workarounds.one_tokenizer import one_tokenizer
+from engine.vllm_workarounds.step_limits import LIMIT_STEPS
 from kv_transfer.service import PairedTransport
 
 PAIR_S = 20.0
@@ -103,7 +104,7 @@ class VllmEngine:
         obstacle = model_obstacle(
             model.hf_text_config.to_dict(),
             max_model_len_tokens=model.max_model_len,
-            hands_over=self.config.pool != "colocated",
+            hands_over=self.config.hands_over,
         )
         if obstacle is not None:
             raise UnsupportedModel(f"{self.config.model_path} cannot be served: {obstacle}.")
@@ -178,7 +179,7 @@ class VllmEngine:
                 error.__cause__, ValueError | TypeError | OverflowError
             ):  # a check by vLLM's front end, before the engine
                 raise InvalidTask(str(error.__cause__)) from error
-            raise EngineFailed(f"the engine of {self.config.worker_id} ({self.config.pool}) failed: {error}") from error
+            raise EngineFailed(f"the engine of {self.config.worker_id} failed: {error}") from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidTask(str(error)) from error
 
@@ -197,6 +198,17 @@ class VllmEngine:
             self._to_release.clear()  # its blocks are gone with the engine
         finally:
             self._releasing = None
+
+    async def limit_steps(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Limit what the engine's next steps hold; the limits it was started with bound both.
+
+        Sequences that run already are not stopped. Raises EngineFailed.
+        """
+        assert self._llm is not None
+        try:
+            await self._llm.engine_core.call_utility_async(LIMIT_STEPS, max_num_seqs, max_num_batched_tokens)
+        except EngineDeadError as error:
+            raise EngineFailed(f"the engine of {self.config.worker_id} failed: {error}") from error
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; return False if some are in use. For tests and cold measurements."""
@@ -252,7 +264,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={
                 "transfer": msgspec.to_builtins(config.transfer),
-                "hands_over": config.pool != "colocated",
+                "hands_over": config.hands_over,
                 "share_kv_cache": config.on_cpu,
             },
         ),

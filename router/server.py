@@ -19,11 +19,13 @@ from contracts.errors import EngineError
 from contracts.rpc.address import http_url, join_host_port
 from contracts.vocabulary import Pool
 from contracts.workers import WorkerDescription
+from router.dispatch.modes import Modes
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.releaser import HandoffReleaser
 from router.fleet.fleet import Fleet
 from router.fleet.pairing import KvPair, PairingRefused
 from router.fleet.policy import pools_of
+from router.fleet.roles import RoleTable
 from router.flow.admission import Admission
 from router.flow.held_bodies import HeldBodies
 from router.flow.prompt_queue import prompt_queues
@@ -66,9 +68,10 @@ class Router:
             settings.tls,
             on_gone=self._releaser.forget,
             stall_timeout_s=settings.stall_timeout_s,
+            roles=RoleTable(settings.mode, settings.roles, settings.why_not),
         )
         self._queues = prompt_queues(self._fleet, settings)
-        self._admission = Admission(settings, self._queues, self._fleet.pool, self._metrics)
+        self._admission = Admission(settings, self._queues, self._fleet, self._metrics)
         self._gates = Gates(
             check_share=self._admission.check_share,
             most_sequences=self._admission.most_of_one_client,
@@ -86,7 +89,8 @@ class Router:
         REGISTRY.register(
             WorkerCollector(
                 workers=lambda: self._fleet.workers,
-                hardware=lambda: self._hardware,
+                hardware=lambda: {pool: self._hardware[pool] for pool in self._pools if pool in self._hardware},
+                mode=lambda: self._fleet.mode,
                 in_flight=lambda: self._orchestrator.in_flight,
                 kv_pairs=lambda: self._fleet.kv_pairs,
                 restarts=lambda: self._fleet.restarts,
@@ -98,6 +102,10 @@ class Router:
         self._stop = asyncio.Event()
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._running: asyncio.Task[None] | None = None
+
+    @property
+    def _pools(self) -> tuple[Pool, ...]:
+        return pools_of(self._fleet.mode)
 
     @property
     def workers(self) -> list[WorkerDescription]:
@@ -198,6 +206,7 @@ class Router:
                 self._settings,
                 self._client,
                 self._fleet,
+                Modes(self._fleet, self._queues),
                 self._readiness,
                 self._gates,
                 REGISTRY,
@@ -235,7 +244,7 @@ class Router:
             prompt_tokens=canary_prompt_tokens(self._fleet.workers[0].description.block_size_tokens),
         )
         return Readiness(
-            pools=lambda: {name: self._fleet.pool(name) for name in pools_of(settings.mode)},
+            pools=lambda: {name: self._fleet.pool(name) for name in self._pools},
             canary=canary,
             refresh=self._fleet.refresh,
             deadline_s=settings.ready_deadline_s,

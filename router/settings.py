@@ -8,6 +8,7 @@ from typing import Any
 
 from contracts.rpc.tls import TlsFiles
 from contracts.vocabulary import Mode, Pool
+from contracts.workers import Role
 from router.client_identity import IpNetwork
 
 
@@ -44,6 +45,10 @@ class RouterSettings:
     """Time that accepted requests wait for a pool that has lost all its workers."""
     ready_deadline_s: float
     """Time that the canary of /ready may take."""
+    roles: Mapping[Mode, Mapping[str, Role]] = field(default_factory=dict)
+    """Each worker's role by mode and worker id, for every mode that the deployment may change to; see `RoleTable`."""
+    why_not: Mapping[Mode, str] = field(default_factory=dict)
+    """For every other mode, why not."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Those of the engines' arguments that say what the model is."""
     server_args: Mapping[str, Any] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from contracts.workers import (
     DrainRequest,
     PairAnswer,
     PairRequest,
+    Role,
     SubmitRequest,
     WorkerDescription,
     WorkerStatus,
@@ -148,6 +149,10 @@ class WorkerClient:
     async def pair(self, addresses: list[str], transport: str | None = None) -> PairAnswer:
         """Have the worker agree with the sources it will fetch from, before the first request. Raises WorkerLost."""
         return await self._unary("Pair", PairRequest(addresses, transport), PairAnswer, deadline_s=PAIR_DEADLINE_S)
+
+    async def take_role(self, role: Role) -> None:
+        """Have the worker keep this role and limit its engine's steps accordingly. Raises WorkerLost."""
+        await self._unary("TakeRole", role, Ack)
 
     async def drain(self, timeout_s: float) -> None:
         """Have the worker leave, see `DrainRequest`; returns at once. Raises WorkerLost."""

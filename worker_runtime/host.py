@@ -31,6 +31,7 @@ from contracts.workers import (
     DrainRequest,
     PairAnswer,
     PairRequest,
+    Role,
     SubmitRequest,
     WorkerDescription,
     WorkerStatus,
@@ -191,6 +192,7 @@ class WorkerHost:
         self._patience: asyncio.Timeout | None = None
         self.address = ""
         self._description: WorkerDescription | None = None
+        self._role: Role | None = None
 
     async def start(self) -> str:
         """Serve on the engine's interface; returns host:port."""
@@ -218,6 +220,7 @@ class WorkerHost:
             "Submit": unary_handler(self._submit, SubmitRequest),
             "Abort": unary_handler(self._abort, AbortRequest),
             "Drain": unary_handler(self._drain, DrainRequest),
+            "TakeRole": unary_handler(self._take_role, Role),
             "Attach": stream_handler(self._attach, AttachRequest),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -288,7 +291,7 @@ class WorkerHost:
 
     @property
     def _refusal(self) -> str:
-        return f"{self._engine.config.worker_id} ({self._engine.config.pool}) is draining"
+        return f"{self._engine.config.worker_id} is draining"
 
     def _release_own(self, handoff: KvHandoff) -> None:
         self._engine.release_own(handoff.handoff_id)
@@ -300,7 +303,7 @@ class WorkerHost:
 
     async def _describe(self, request: Ack) -> WorkerDescription:
         assert self._description is not None
-        return self._description
+        return msgspec.structs.replace(self._description, role=self._role)
 
     async def _status(self, request: Ack) -> WorkerStatus:
         stats = self._engine.stats
@@ -320,6 +323,7 @@ class WorkerHost:
             # last task would never get the work that either unblocks it or lets it reach the stall timeout.
             stalled_s=self._stalled_s() if self._tasks else 0.0,
             incarnation=self._engine.config.incarnation,
+            role_number=self._role.number if self._role else 0,
         )
 
     async def _pair(self, request: PairRequest) -> PairAnswer:
@@ -331,6 +335,11 @@ class WorkerHost:
             if not isinstance(answer, str)
         }
         return PairAnswer(paired=paired, refused=refused)
+
+    async def _take_role(self, role: Role) -> Ack:
+        await self._engine.limit_steps(role.max_num_seqs, role.max_num_batched_tokens)
+        self._role = role
+        return Ack()
 
     async def _reset_prefix_cache(self, request: Ack) -> Ack:
         return Ack(accepted=await self._engine.reset_prefix_cache())
@@ -407,7 +416,7 @@ class WorkerHost:
     def _handler_of(self, leg: Leg) -> Handler:
         handler = self._handlers.get(leg)
         if handler is None:
-            raise InvalidTask(f"this worker is in the {self._engine.config.pool} pool and cannot run a {leg} leg")
+            raise InvalidTask(f"this worker has no handler for a {leg} leg")
         return handler
 
     async def _run(self, session: RouterSession, task: GenerateTask) -> None:

@@ -7,5 +7,7 @@ bench.py         `ridgeline bench transfer`
 roofline.py      `ridgeline roofline`
 top.py           `ridgeline top`
 drain.py         `ridgeline drain`
+mode.py          `ridgeline mode`
+operator.py      calls to the paths of operators, for those two
 server_url.py    the option that names a running server
 """

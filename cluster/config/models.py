@@ -327,6 +327,11 @@ class RidgelineConfig(_Section):
     """The whole configuration. `load_config` builds it and also checks it across sections."""
 
     mode: Mode = Field(default="disaggregated", description="two pools, or whole replicas behind the same router")
+    fixed_mode: bool = Field(
+        default=False,
+        description="the mode stays as it is: engines start with the limits of their own pool alone, instead of with "
+        "those of both modes, between which `ridgeline mode` changes while they serve",
+    )
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
     ray: RayConfig = RayConfig()

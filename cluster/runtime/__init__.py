@@ -1,12 +1,13 @@
 """What runs on Ray, from the plan to the supervisor.
 
 plan.py            engine and router settings, made from the configuration
+roles.py           each worker's role in each mode, or why the mode cannot change
 deployment.py      starts workers and router, and takes them down
 ray_start.py       starts Ray itself
 actors.py          the Ray actors
 services.py        what runs in the processes behind them: workers and the router
 service_process/   those processes: how they start, and calls to them
-roles.py           which handler runs which leg, by pool
+handlers.py        which handler runs which leg
 actor_handle.py    one actor by name, whichever process fills it
 supervisor.py      brings back what dies
 restart_budget.py  how often, and how soon

@@ -63,10 +63,8 @@ _KINDS: dict[type[BaseException], type[DeploymentFailed]] = {
 class ActorHandle:
     """What workers and the router have in common: one actor by name."""
 
-    def __init__(self, name: str, actor: Any, config: RidgelineConfig, title: str | None = None) -> None:
+    def __init__(self, name: str, actor: Any, config: RidgelineConfig) -> None:
         self.name = name
-        self.title = name if title is None else title
-        """Its name in sentences that people read."""
         self._placement_timeout_s = config.ray.patience_s
         self._start_timeout_s = config.supervision.start_timeout_s
         self._actor = actor
@@ -88,9 +86,9 @@ class ActorHandle:
                 self._place = await self._other_place(self._place)
         except TimeoutError as error:
             limit = f"{self._placement_timeout_s:.0f} s (ray.placement_timeout_s)"
-            raise NoPlace(f"Ray found no place for {self.title} within {limit}") from error
+            raise NoPlace(f"Ray found no place for {self.name} within {limit}") from error
         except RayError as error:
-            raise DeploymentFailed(f"Ray could not start {self.title}: {str(error).splitlines()[0]}") from error
+            raise DeploymentFailed(f"Ray could not start {self.name}: {str(error).splitlines()[0]}") from error
         return self._place
 
     async def _other_place(self, former: NodePlace | None) -> NodePlace:
@@ -124,14 +122,14 @@ class ActorHandle:
                 return await getattr(self._actor, what).remote(*args)
         except TimeoutError as error:
             setting = " (supervision.start_timeout_s)" if timeout_s is None else ""
-            raise DeploymentFailed(f"{self.title} did not finish {method} within {limit_s:.0f} s{setting}") from error
+            raise DeploymentFailed(f"{self.name} did not finish {method} within {limit_s:.0f} s{setting}") from error
         except RayActorError as error:
             first_line = str(error).splitlines()[0]
-            raise ActorGone(f"{self.title} ended while it ran {method}: {first_line}") from error
+            raise ActorGone(f"{self.name} ended while it ran {method}: {first_line}") from error
         except RayError as error:
             cause = getattr(error, "cause", None) or error
             message = str(cause) if isinstance(cause, ServiceError) else f"{type(cause).__name__}: {cause}"
-            raise _KINDS.get(type(cause), DeploymentFailed)(f"{self.title} could not {method}: {message}") from error
+            raise _KINDS.get(type(cause), DeploymentFailed)(f"{self.name} could not {method}: {message}") from error
 
     async def failure(self, known: Health | None = None) -> Health:
         """Ask whether the actor's process must be replaced, and why. While that is `known`, the answer takes `HOLD_S`.
@@ -209,15 +207,10 @@ class WorkerHandle(ActorHandle):
     """One worker; `start` makes a new incarnation of it."""
 
     def __init__(self, plan: Plan, planned: PlannedWorker, cores: CoreTable) -> None:
-        super().__init__(planned.worker_id, worker_actor(planned, plan.config), plan.config, planned.title)
+        super().__init__(planned.worker_id, worker_actor(planned, plan.config), plan.config)
         self.planned = planned
         self._plan = plan
         self._cores = cores
-
-    @property
-    def pool(self) -> Pool:
-        """The pool that this worker belongs to."""
-        return self.planned.pool
 
     def take_cores(self) -> tuple[int, ...]:
         """Take the cores the worker will run on; `find_place` must have been called. Raises PlacementError."""

@@ -166,7 +166,7 @@ async def _start(plan: Plan, workers: list[WorkerHandle], router: RouterHandle, 
     rows = [
         Row(
             name=handle.name,
-            pool=handle.pool,
+            pool=handle.planned.pool,
             node=place.host,
             cores=",".join(map(str, worker.cores)) or f"{handle.planned.settings.gpus_per_worker} GPU",
             pid=worker.pid,
@@ -186,7 +186,7 @@ async def _placed(workers: list[WorkerHandle]) -> list[NodePlace]:
         return list(await _all_or_fail([worker.find_place() for worker in workers]))
     except NoPlace as error:
         wanted = ", ".join(
-            f"{w.title}: {w.planned.settings.cores_per_worker} CPU, {w.planned.settings.gpus_per_worker} GPU, "
+            f"{w.planned.title}: {w.planned.settings.cores_per_worker} CPU, {w.planned.settings.gpus_per_worker} GPU, "
             f"{w.planned.settings.resources or 'no custom resources'}"
             for w in workers
         )
@@ -198,22 +198,27 @@ async def _placed(workers: list[WorkerHandle]) -> list[NodePlace]:
 async def _hardware(plan: Plan, workers: list[WorkerHandle], say: Say) -> dict[Pool, PoolHardware]:
     """Measure the peaks of one worker of each pool, one after the other and before any engine makes the node busy."""
     say("reading or measuring peak FLOP/s and memory bandwidth")
-    first = {worker.pool: worker for worker in reversed(workers)}
-    return {
+    first = {worker.planned.pool: worker for worker in reversed(workers)}
+    peaks: dict[Pool, PoolHardware] = {
         pool: await worker.call_apart(
             "hardware", plan.dtype, worker.planned.settings.cores_per_worker, worker.planned.settings.gpus_per_worker
         )
         for pool, worker in first.items()
     }
+    started_for = {worker.name: worker.planned.pool for worker in workers}
+    for roles in plan.roles.by_mode.values():  # a worker has the same hardware in each of its pools
+        for worker_id, role in roles.items():
+            peaks.setdefault(role.pool, peaks[started_for[worker_id]])
+    return peaks
 
 
 async def _timed_load(worker: WorkerHandle, say: Say) -> tuple[WorkerReady, float]:
     began_s = time.monotonic()
     cores = worker.take_cores()
-    say(f"{worker.title}: loading the engine" + (f" on core {','.join(map(str, cores))}" if cores else ""))
+    say(f"{worker.planned.title}: loading the engine" + (f" on core {','.join(map(str, cores))}" if cores else ""))
     ready = await worker.load()
     took_s = time.monotonic() - began_s
-    say(f"{worker.title}: ready after {took_s:.0f} s")
+    say(f"{worker.planned.title}: ready after {took_s:.0f} s")
     return ready, took_s
 
 
@@ -238,7 +243,7 @@ async def _stop(workers: list[WorkerHandle], router: RouterHandle) -> list[str]:
     everyone = (router, *workers)
     ends = await asyncio.gather(*(handle.kill() for handle in everyone), return_exceptions=True)
     return [
-        f"{handle.title} could not be ended, and may run on: {type(error).__name__}: {error}"
+        f"{handle.name} could not be ended, and may run on: {type(error).__name__}: {error}"
         for handle, error in zip(everyone, ends, strict=True)
         if isinstance(error, BaseException)
     ]

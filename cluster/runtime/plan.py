@@ -15,6 +15,7 @@ from cluster.doctor.facts import read_model_facts
 from cluster.doctor.model_support import model_conflicts
 from cluster.model_store import ModelError, prepare_model
 from cluster.runtime.actors import NodePlace
+from cluster.runtime.roles import ModeRoles, limits_for_all, mode_roles, worker_ids
 from contracts.vocabulary import Pool
 from engine import passed_args
 from engine.config import EngineConfig, HostSettings
@@ -53,6 +54,7 @@ class Plan:
     """Arguments for every engine and the router, with absolute paths of files."""
     server_args: Mapping[str, Any]
     workers: tuple[PlannedWorker, ...]
+    roles: ModeRoles
     keys: KeyHashes = field(default_factory=KeyHashes)
 
     def router_settings(self) -> RouterSettings:
@@ -70,7 +72,9 @@ class Plan:
             max_outstanding_requests=config.router.max_outstanding_requests,
             overlap=config.transfer.overlap,
             min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
-            prefill_window_tokens={name: config.window_tokens(name) for name in config.active_pools()},
+            roles=self.roles.by_mode,
+            why_not=self.roles.why_not,
+            prefill_window_tokens={name: config.window_tokens(name) for name in config.all_pools()},
             max_prompt_wait_s=config.router.max_prompt_wait_s,
             max_logprobs_per_request=config.router.max_logprobs_per_request,
             max_client_share=config.router.max_client_share,
@@ -98,6 +102,7 @@ class Plan:
             worker_id=worker.worker_id,
             incarnation=secrets.token_hex(4),
             pool=worker.pool,
+            hands_over=self.config.mode == "disaggregated" or "disaggregated" in self.roles.by_mode,
             model_path=str(self.model_path),
             dtype=self.dtype,
             max_model_len_tokens=model.max_model_len_tokens,
@@ -137,12 +142,19 @@ def make_plan(config: RidgelineConfig) -> Plan:
 
     May convert the default model and measure this machine (a few seconds each). Raises ModelError, ApiKeyError.
     """
-    impossible = model_conflicts(config, read_model_facts(config.model.path))
+    facts = read_model_facts(config.model.path)
+    impossible = model_conflicts(config, facts)
     if impossible:
         raise ModelError("\n".join(impossible))
     dtype = resolve_dtype(config)
     places = [(name, pool) for name, pool in config.active_pools().items() for _ in range(pool.workers)]
-    workers = tuple(PlannedWorker(f"worker-{number}", name, pool) for number, (name, pool) in enumerate(places))
+    roles = mode_roles(config, facts)
+    workers = tuple(
+        PlannedWorker(
+            worker_id, name, limits_for_all(tuple(config.all_pools().values()), pool) if roles.by_mode else pool
+        )
+        for worker_id, (name, pool) in zip(worker_ids(len(places)), places, strict=True)
+    )
     return Plan(
         config=config,
         model_path=prepare_model(config.model.path),
@@ -151,6 +163,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
         engine_args=_with_whole_paths(config.engine_args),
         server_args=_server_args(config),
         workers=workers,
+        roles=roles,
         keys=key_hashes(config.security.api_keys_file, config.security.admin_keys_file),
     )
 

@@ -1,22 +1,96 @@
-"""The one table of which handler runs which leg, by pool. Used by `cluster.runtime.services`.
+"""Which worker gets which role in each mode, or why the mode of a deployment cannot change. Called by
+`cluster.runtime.plan`.
 
-Here, since only `cluster` may know both roles: `worker_runtime.host` is given one row and refuses every leg that is not
-in it. To give a pool another leg, or a worker another pool, is to use another row.
+Workers are started once. So a mode can be changed only if every worker has the same hardware, memory and engine
+arguments in the pool that it has in the other mode; the limits of a step may differ, since they are set at run time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from contracts.vocabulary import Leg, Pool
-from decode_worker.handler import DecodeHandler
-from prefill_worker.handler import PrefillHandler
-from worker_runtime.host import Handler
+from cluster.config.models import PoolConfig, RidgelineConfig, conflicts
+from cluster.doctor.facts import ModelFacts
+from cluster.doctor.model_support import model_conflicts
+from contracts.vocabulary import Mode, Pool
+from contracts.workers import Role
 
-HANDLERS: Final[Mapping[Pool, Mapping[Leg, Handler]]] = {
-    "prefill": {"prefill": PrefillHandler()},
-    "decode": {"decode": DecodeHandler()},
-    "colocated": {"decode": DecodeHandler()},
-}
-"""Handlers keep nothing, so workers may share one. A whole replica runs a request as decode does without a hand-off."""
+ANOTHER: Mapping[Mode, Mode] = {"colocated": "disaggregated", "disaggregated": "colocated"}
+KEPT = ("cores_per_worker", "gpus_per_worker", "tensor_parallel", "kv_cache_bytes", "resources", "engine_args")
+"""What a worker cannot change while it serves. The limits of its steps it can."""
+
+
+@dataclass(frozen=True)
+class ModeRoles:
+    """Roles by mode and worker id; both are empty in a deployment that stays in its mode, and `why_not` says why."""
+
+    by_mode: Mapping[Mode, Mapping[str, Role]] = field(default_factory=dict)
+    why_not: Mapping[Mode, str] = field(default_factory=dict)
+
+
+def worker_ids(number: int) -> list[str]:
+    """Return the ids of a deployment's workers: the same ones in every mode."""
+    return [f"worker-{index}" for index in range(number)]
+
+
+def mode_roles(config: RidgelineConfig, model: ModelFacts) -> ModeRoles:
+    """Return every worker's role in both modes, or the sentence that says why there is only one."""
+    other = ANOTHER[config.mode]
+    obstacle = _obstacle(config, config.model_copy(update={"mode": other}), model)
+    if obstacle is not None:
+        return ModeRoles(why_not={other: obstacle})
+    by_mode = {mode: _roles(config.model_copy(update={"mode": mode})) for mode in (config.mode, other)}
+    return ModeRoles(by_mode=by_mode)
+
+
+def limits_for_all(pools: Sequence[PoolConfig], start: PoolConfig) -> PoolConfig:
+    """Return the settings to start a worker with, so that its engine's buffers fit the limits of all these pools."""
+    return start.model_copy(
+        update={
+            "max_num_seqs": max(pool.max_num_seqs for pool in pools),
+            "max_num_batched_tokens": max(pool.max_num_batched_tokens for pool in pools),
+        }
+    )
+
+
+def _obstacle(config: RidgelineConfig, other: RidgelineConfig, model: ModelFacts) -> str | None:
+    if config.fixed_mode:
+        return "fixed_mode is set: leave it out, and start again"
+    here, there = _places(config), _places(other)
+    if len(here) != len(there):
+        split = config.pools.prefill.workers + config.pools.decode.workers
+        return (
+            f"it takes as many workers in both modes, and pools.prefill.workers and pools.decode.workers are {split} "
+            f"together, pools.colocated.workers is {config.pools.colocated.workers}: make them equal, and start again"
+        )
+    for (name, one), (other_name, another) in zip(here, there, strict=True):
+        for setting in KEPT:
+            value, other_value = _kept(one, setting), _kept(another, setting)
+            if value != other_value:
+                return (
+                    f"a running engine keeps its {setting}: pools.{name}.{setting} is {value} and "
+                    f"pools.{other_name}.{setting} is {other_value}: make them equal, and start again"
+                )
+    return next(iter([*conflicts(other), *model_conflicts(other, model)]), None)
+
+
+def _kept(pool: PoolConfig, setting: str) -> object:
+    return pool.ranks if setting == "tensor_parallel" else getattr(pool, setting)
+
+
+def _places(config: RidgelineConfig) -> list[tuple[Pool, PoolConfig]]:
+    return [(name, pool) for name, pool in config.active_pools().items() for _ in range(pool.workers)]
+
+
+def _roles(config: RidgelineConfig) -> dict[str, Role]:
+    places = _places(config)
+    return {
+        worker_id: Role(
+            mode=config.mode,
+            pool=name,
+            max_num_seqs=pool.max_num_seqs,
+            max_num_batched_tokens=pool.max_num_batched_tokens,
+        )
+        for worker_id, (name, pool) in zip(worker_ids(len(places)), places, strict=True)
+    }

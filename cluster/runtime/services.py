@@ -23,7 +23,7 @@ from router.fleet.pairing import KvPair
 from router.settings import PoolHardware, RouterSettings
 
 IMPORTED = (
-    "cluster.runtime.roles",
+    "cluster.runtime.handlers",
     "cluster.runtime.services",
     "engine.connector.facade",
     "engine.request.forced_tokens",
@@ -77,7 +77,7 @@ class WorkerService:
 
     async def start(self, config: EngineConfig, cores: tuple[int, ...], settings: HostSettings) -> WorkerReady:
         """Load the engine on `cores` and serve; SIGTERM drains it from then on. Takes 10 to 60 s."""
-        from cluster.runtime.roles import HANDLERS
+        from cluster.runtime.handlers import HANDLERS
         from engine.vllm_engine import VllmEngine
         from engine.vllm_workarounds.cores import BIND_VARIABLE, bind_list
         from worker_runtime.host import WorkerHost
@@ -95,7 +95,7 @@ class WorkerService:
             engine.start()
         finally:
             os.sched_setaffinity(0, everywhere)
-        host = WorkerHost(engine, HANDLERS[config.pool], settings)
+        host = WorkerHost(engine, HANDLERS, settings)
         address = await host.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.drain)
         self._host = host

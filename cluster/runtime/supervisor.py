@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from cluster.config.models import SupervisionConfig
 from cluster.runtime.actor_handle import ActorGone, DeploymentFailed, NoPlace, NotReached
 from cluster.runtime.restart_budget import RestartBudget
-from contracts.vocabulary import Health, Pool
+from contracts.vocabulary import Health
 
 POLL_S = 0.5
 MAX_INTRODUCTIONS = 10
@@ -37,8 +37,6 @@ class Supervised(Protocol):
 
     @property
     def name(self) -> str: ...
-    @property
-    def title(self) -> str: ...
     async def failure(self, known: Health | None = None) -> Health: ...
     async def end(self) -> None: ...
 
@@ -46,8 +44,6 @@ class Supervised(Protocol):
 class SupervisedWorker(Supervised, Protocol):
     """A worker, whichever process runs it."""
 
-    @property
-    def pool(self) -> Pool: ...
     async def start_again(self) -> str: ...
     async def retire(self) -> None: ...
 
@@ -105,19 +101,19 @@ class Supervisor:
             why = await self._until_lost(worker)
             self._addresses.pop(worker.name, None)
             if why == "drained":
-                await self._dismiss(worker, f"{worker.title} has drained and is gone")
+                await self._dismiss(worker, f"{worker.name} has drained and is gone")
                 return
-            self._say(f"{worker.title} is gone ({_WHAT_HAPPENED[why]}); restarting")
+            self._say(f"{worker.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
             began_s = self._clock()
             if not await self._bring_back(worker, why, budget):
                 await self._dismiss(
                     worker,
-                    f"{worker.title} was lost more than {self._settings.max_restarts} times within "
+                    f"{worker.name} was lost more than {self._settings.max_restarts} times within "
                     f"{self._settings.window_s:.0f} s of service and stays away",
                 )
                 return
             budget.serves()
-            self._say(f"{worker.title}: back after {self._clock() - began_s:.0f} s")
+            self._say(f"{worker.name}: back after {self._clock() - began_s:.0f} s")
 
     async def _until_lost(self, one: Supervised) -> Health:
         """Ask until it must be replaced or has left; one that dies while it drains has left.
@@ -130,7 +126,7 @@ class Supervisor:
         while True:
             health = await self._health(one, health)
             if health == "draining" and not drains:
-                self._say(f"{one.title} drains")
+                self._say(f"{one.name} drains")
             drains = drains or health == "draining"
             if health not in ("", "draining"):
                 return "drained" if drains else health
@@ -187,7 +183,7 @@ class Supervisor:
                 address = await self._placed(worker, worker.start_again)
                 await self._introduce(worker, address, why)
             except DeploymentFailed as error:
-                self._say(f"{worker.title} could not be brought back: {error}")
+                self._say(f"{worker.name} could not be brought back: {error}")
                 continue
             return True
 
@@ -199,7 +195,7 @@ class Supervisor:
                 return await start()
             except NoPlace as error:
                 if not reported:
-                    self._say(f"{one.title} waits for a node: {error}")
+                    self._say(f"{one.name} waits for a node: {error}")
                 reported = True
                 await self._sleep(POLL_S)
 
@@ -226,7 +222,7 @@ class Supervisor:
                     if not isinstance(error, NotReached) or failed == MAX_INTRODUCTIONS:
                         raise
                     if failed == 1:
-                        self._say(f"{worker.title} runs, and is introduced to the router until it reaches it: {error}")
+                        self._say(f"{worker.name} runs, and is introduced to the router until it reaches it: {error}")
             await self._sleep(POLL_S)
             if await worker.failure() not in ("", "draining"):
                 return
@@ -236,9 +232,8 @@ class Supervisor:
         del self._workers[worker.name]
         self._say(sentence)
         await worker.retire()
-        needed = worker.pool != "prefill"  # decode workers can compute prompts themselves
-        if needed and all(other.pool != worker.pool for other in self._workers.values()):
-            raise DeploymentFailed(f"{sentence}; it was the last {worker.pool} worker")
+        if not self._workers:  # else any other worker can serve whole requests
+            raise DeploymentFailed(f"{sentence}; it was the last worker")
         await self._tell_router(partial(self._router.remove_worker, worker.name))
 
     async def _tell_router(self, tell: Callable[[], Awaitable[None]]) -> None:
@@ -261,13 +256,13 @@ class Supervisor:
         while True:
             why = await self._until_lost(self._router)
             self._router_serves.clear()
-            self._say(f"{self._router.title} is gone ({_WHAT_HAPPENED[why]}); restarting")
+            self._say(f"{self._router.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
             began_s = self._clock()
             await self._router_back(budget)
             budget.serves()
             self._set_cut_off(set())
             self._router_serves.set()
-            self._say(f"{self._router.title}: back after {self._clock() - began_s:.0f} s")
+            self._say(f"{self._router.name}: back after {self._clock() - began_s:.0f} s")
 
     async def _router_back(self, budget: RestartBudget) -> None:
         while True:
@@ -283,7 +278,7 @@ class Supervisor:
                 await self._placed(self._router, self._router_again)
                 return
             except DeploymentFailed as error:
-                self._say(f"{self._router.title} could not be brought back: {error}")
+                self._say(f"{self._router.name} could not be brought back: {error}")
 
     async def _router_again(self) -> None:
         await self._router.start_again(await self._first_addresses())

@@ -40,6 +40,7 @@ from engine.connector.worker_side import WorkerSide
 from engine.vllm_workarounds.cores import helpers_on_all_cores_of
 from engine.vllm_workarounds.orphan_watch import exit_with_parent
 from engine.vllm_workarounds.queue_names import forget_queue_names
+from engine.vllm_workarounds.step_limits import add_limit_steps
 from kv_transfer.memory.shared import KvCacheAllocation
 from kv_transfer.options import TransferOptions
 from roofline.cost import StepCostModel
@@ -76,6 +77,7 @@ class RidgelineConnector(KVConnectorBase_V1):
             hands_over=bool(self._settings["hands_over"]),
         )
         if role is KVConnectorRole.SCHEDULER:
+            add_limit_steps()
             if self._has_ranks:
                 forget_queue_names()
             self._scheduler = SchedulerSide(

@@ -3,5 +3,6 @@
 request.py       what was asked for, and what the client has so far
 orchestrator.py  deadline, attempts and outcome
 legs.py          the legs of one attempt
+modes.py         changes the mode while requests are served
 releaser.py      releases hand-offs that will not be fetched
 """

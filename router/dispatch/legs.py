@@ -19,7 +19,7 @@ from contracts.tasks import TokenDelta
 from contracts.vocabulary import Pool
 from router.dispatch.request import Attempt
 from router.fleet.fleet import Fleet, Worker
-from router.fleet.policy import DECODE_SCORER, blocks_needed, pick, prompt_blocks, room_to_overlap
+from router.fleet.policy import DECODE_SCORER, Rerouted, blocks_needed, pick, prompt_blocks, room_to_overlap
 from router.fleet.worker import PromptReservation
 from router.flow.prompt_queue import PromptQueue, PromptTurn
 
@@ -34,7 +34,8 @@ class Legs:
     """Runs attempts on workers; the caller decides which way an attempt goes.
 
     Cancelling either method aborts what runs on workers. Both raise WorkerLost, WorkerDraining, EngineFailed,
-    InvalidTask or TaskRejected, and NoWorker if the pool that computes the prompt stays without a worker.
+    InvalidTask or TaskRejected, NoWorker if the pool that computes the prompt stays without a worker, and Rerouted if
+    the mode has been changed while the prompt waited.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Legs:
 
     async def whole(self, attempt: Attempt, pool: Pool, recompute_reason: str) -> None:
         """Run the whole request on one worker of a pool, with the reason why prefill did not compute the prompt."""
-        async with self._turn(pool, attempt) as turn:
+        async with self._turn(pool, attempt, decodes_here=True) as turn:
             leg = turn.worker.client.generate(attempt.whole_task(recompute_reason))
             await self._stream(leg, pool, attempt, turn)
 
@@ -62,11 +63,12 @@ class Legs:
             await self._prefill_then_decode(_Decode(self._fleet, attempt, counted), attempt)
 
     @asynccontextmanager
-    async def _turn(self, pool: Pool, attempt: Attempt) -> AsyncIterator[PromptTurn]:
+    async def _turn(self, pool: Pool, attempt: Attempt, *, decodes_here: bool) -> AsyncIterator[PromptTurn]:
         """Wait until it is this prompt's turn on a worker that computes it."""
         timeline = attempt.progress.timeline
         began_s = timeline.clock()
-        async with self._queues[pool].turn(attempt.demand, urgent=attempt.urgent) as turn:
+        wait = self._queues[pool].turn(attempt.demand, urgent=attempt.urgent, decodes_here=decodes_here)
+        async with wait as turn:
             timeline.router_queue_s += timeline.clock() - began_s
             attempt.progress.advance("prefilling")
             yield turn
@@ -106,10 +108,10 @@ class Legs:
     async def _prefill(self, decode: _Decode, attempt: Attempt, begin_early: Callable[[KvHandoff], None]) -> TokenDelta:
         """Return the leg's last delta; call `begin_early` before that, once the growing hand-off can be fetched."""
         progress = attempt.progress
-        async with self._turn("prefill", attempt) as turn:
+        async with self._turn("prefill", attempt, decodes_here=False) as turn:
             try:
                 decode.choose(turn)
-            except (WorkerLost, WorkerDraining):
+            except (WorkerLost, WorkerDraining, Rerouted):
                 progress.advance("queued")
                 raise
             async with aclosing(turn.worker.client.generate(attempt.prefill_task())) as deltas:
@@ -175,9 +177,12 @@ class _Decode:
     def choose(self, turn: PromptTurn) -> None:
         """Pick a worker by the KV blocks that the sequence will need, half of its answer included, and count it there.
 
-        The place in its batch came with the turn. Raises WorkerLost or WorkerDraining if no worker is left.
+        The place in its batch came with the turn. Raises WorkerLost or WorkerDraining if no worker is left, and
+        Rerouted if there is no such pool any more.
         """
         pool = self._fleet.usable("decode")
+        if not pool and self._fleet.mode != "disaggregated":
+            raise Rerouted("the mode was changed while the prompt waited for its turn")
         if not pool:
             leaves = any(worker.load().draining for worker in self._fleet.pool("decode"))
             gone = WorkerDraining if leaves else WorkerLost

@@ -17,7 +17,7 @@ from contracts.vocabulary import Pool
 from router.dispatch.legs import Legs, ReleaseHandoff
 from router.dispatch.request import Attempt, Emit, RequestProgress, SequenceRequest
 from router.fleet.fleet import Fleet
-from router.fleet.policy import NoWorker, Path, path_for, pools_of, prompt_pool
+from router.fleet.policy import SPLIT, NoWorker, Rerouted, Route
 from router.flow.prompt_queue import PromptQueue
 from router.observe.metrics import RequestMetrics
 from router.observe.timeline import Outcome, RequestTimeline
@@ -37,9 +37,6 @@ CAUSES: dict[type[EngineError], str] = {
     TaskRejected: "draining",
 }
 """Errors after which another worker may succeed, with their label in the metrics."""
-
-_RECOMPUTE_REASONS: dict[Path, str] = {"colocated": "", "decode_only": "short_prompt", "fallback": "no_prefill_worker"}
-"""Why the worker that gets a whole request computes the prompt, which prefill could have computed."""
 
 
 class DeadlineExceeded(Exception):
@@ -79,7 +76,7 @@ class Orchestrator:
             time.monotonic,
             request.request_id,
             len(request.prompt_token_ids),
-            self._path_of(request),
+            self._route_of(request).path,
             head_read_s=request.head_read_s,
             observe=metrics.observe,
         )
@@ -125,31 +122,37 @@ class Orchestrator:
             await asyncio.sleep(RETRY_PAUSE_S * fruitless)
 
     async def _try(self, attempt: Attempt) -> None:
-        """Run one attempt, on the path that is right at the moment."""
-        progress = attempt.progress
-        path = progress.timeline.path = self._path_of(attempt.request)
-        if path == "disaggregated":
-            # Do not prefill while there is no worker to decode.
-            await self._fleet.wait_until_usable("decode", self._settings.recovery_timeout_s)
+        """Run one attempt, on the route that is right at the moment; another one if that changes before it starts."""
+        while True:
+            route = self._route_of(attempt.request)
+            attempt.progress.timeline.path = route.path
             try:
-                await self._legs.split(attempt)
+                await self._go(attempt, route)
                 return
-            except NoWorker:  # the prefill pool was lost while the prompt waited
-                progress.advance("queued")
-                path = progress.timeline.path = "fallback"
-        await self._legs.whole(attempt, prompt_pool(path), _RECOMPUTE_REASONS[path])
+            except Rerouted:
+                attempt.progress.advance("queued")
+            except NoWorker:  # the pool was lost while the prompt waited
+                if self._route_of(attempt.request) == route:
+                    raise
+                attempt.progress.advance("queued")
 
-    def _path_of(self, request: SequenceRequest) -> Path:
+    async def _go(self, attempt: Attempt, route: Route) -> None:
+        if route != SPLIT:
+            await self._legs.whole(attempt, route.prompt_pool, route.recompute_reason)
+            return
+        # Do not prefill while it is not known whether there is a worker to decode.
+        await self._fleet.wait_until_usable("decode", self._settings.recovery_timeout_s)
+        await self._legs.split(attempt)
+
+    def _route_of(self, request: SequenceRequest) -> Route:
         least_tokens = 0 if request.canary else self._settings.min_remote_prefill_tokens
-        prefill_usable = bool(self._fleet.usable("prefill"))
-        return path_for(request.demand, self._settings.mode, least_tokens, prefill_usable)
+        return self._fleet.route(request.demand, least_tokens)
 
     def _check_continuable(self, request: SequenceRequest, progress: RequestProgress, error: Exception) -> None:
         reason = request.sampling.resample_reason
         if not progress.token_ids or reason is None:
             return
-        pool = self._fleet.pool(pools_of(self._settings.mode)[-1])
-        if not all(worker.description.repeats_tokens for worker in pool):
+        if not all(worker.description.repeats_tokens for worker in self._fleet.answering()):
             raise CannotContinue(
                 f"the worker was lost during the stream ({error}), and {reason} needs sampling state that the workers "
                 "cannot rebuild: send the request again"

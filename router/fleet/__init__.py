@@ -2,6 +2,7 @@
 
 worker.py   one worker: its status, and what is outstanding there
 fleet.py    all workers
+roles.py    which worker is for what, in each mode
 pairing.py  which workers can exchange KV
 policy.py   which path and which worker a request gets
 """

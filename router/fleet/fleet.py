@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 
 from contracts.errors import WorkerLost
 from contracts.rpc.tls import TlsFiles
-from contracts.vocabulary import Pool
+from contracts.vocabulary import Mode, Pool
 from contracts.workers import WorkerDescription
 from router.fleet.pairing import KvPair, PairingRefused, check_layouts, pair_all, pair_while_serving
-from router.fleet.policy import NoWorker
+from router.fleet.policy import Demand, NoWorker, Route, answer_pool, pools_of, route_for
+from router.fleet.roles import RoleTable
 from router.fleet.worker import STALL_TIMEOUT_S, Worker
 from worker_runtime.client import OnUnclaimed, WorkerClient
 
@@ -23,6 +24,7 @@ __all__ = ["Fleet", "Worker"]
 CONNECT_TIMEOUT_S = 30.0
 PAIR_WITHIN_S = 10.0
 """How long adding a worker waits for pairings that are not answered."""
+SPLIT_FOR_EVER = RoleTable("disaggregated")
 OnGone = Callable[[Sequence[str]], None]
 """Receives the addresses at which the KV of a removed worker could be fetched."""
 
@@ -38,17 +40,21 @@ class Fleet:
         *,
         on_gone: OnGone = lambda _: None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        roles: RoleTable = SPLIT_FOR_EVER,
     ) -> None:
         self._router_id = router_id
         self._tls = tls
         self._on_unclaimed = on_unclaimed
         self._on_gone = on_gone
         self._stall_timeout_s = stall_timeout_s
+        self.roles = roles
+        self.mode: Mode = roles.first
+        self._role_number = 0
         self._workers: dict[str, Worker] = {}
         self._clients: dict[WorkerClient, asyncio.Task[None]] = {}
         self._pollers: dict[Worker, asyncio.Task[None]] = {}
-        self._usable: dict[Pool, asyncio.Event] = {}
-        """By pool, the event for requests that wait for a usable worker; a new one each time a worker may be usable."""
+        self._news: dict[Pool, asyncio.Event] = {}
+        """By pool, the event for requests that wait for news of its workers; a new one each time there are some."""
         self._group: asyncio.TaskGroup | None = None
         self.kv_pairs: list[KvPair] = []
         self.restarts: Counter[tuple[Pool, str, str]] = Counter()
@@ -67,7 +73,10 @@ class Fleet:
         self._group = group
         opening = [asyncio.create_task(self._first_time(address)) for address in addresses]
         try:
-            for worker in await asyncio.gather(*opening):
+            workers = await asyncio.gather(*opening)
+            newest = self.roles.newest([worker.description for worker in workers])
+            self._assign(newest.mode if newest else self.mode, newest.number if newest else 1, workers)
+            for worker in workers:
                 self._enter(worker)
         finally:
             for task in opening:
@@ -94,6 +103,7 @@ class Fleet:
                 await self._close_client(client)
                 return
             worker = await self._attach(client, description)
+            self._assign(self.mode, self._role_number, (worker,))
             self._check_layout(worker)
         except (WorkerLost, PairingRefused):
             await self._close_client(client)
@@ -121,6 +131,38 @@ class Fleet:
         if worker.pool == "prefill":  # decode workers keep its KV cache mapped until they pair without it
             await self._pair(self.pool("decode"))
 
+    async def change_mode(self, mode: Mode, on_change: Callable[[], object] = lambda: None) -> None:
+        """Give every worker its role in this mode. What runs on a worker goes on there, whatever its role becomes.
+
+        Pairs the workers that will exchange KV before anything is sent their way, calls `on_change` at the moment of
+        the change, and waits until all that answer have their role; the others get it when they answer. Call it from
+        one task at a time. Raises ModeImpossible or PairingRefused, and then changes nothing.
+        """
+        self.roles.require(mode)
+        prefills, decodes = (self._becoming(mode, pool) for pool in ("prefill", "decode"))
+        check_layouts(prefills, decodes)
+        await self._pair(decodes, prefills)
+        self._assign(mode, self._role_number + 1, self.workers)
+        on_change()
+        for pool in tuple(self._news):
+            self._tell_news(pool)
+        await self.refresh()
+
+    def _becoming(self, mode: Mode, pool: Pool) -> list[Worker]:
+        """Return the connected workers that are in this pool in another mode."""
+        role_of = {worker: self.roles.role_of(worker.worker_id, mode, 0) for worker in self._connected()}
+        return [worker for worker, role in role_of.items() if (role.pool if role else worker.description.pool) == pool]
+
+    def _assign(self, mode: Mode, number: int, workers: Sequence[Worker]) -> None:
+        self.mode, self._role_number = mode, number
+        for worker in workers:
+            worker.role = self.roles.role_of(worker.worker_id, mode, number)
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools of every mode that it can serve."""
+        return tuple(pool for mode in self.roles.modes for pool in pools_of(mode))
+
     def unreached(self, for_s: float) -> list[str]:
         """Return the addresses of workers that this router has not reached for this many seconds."""
         return [worker.client.address for worker in self.workers if worker.unreached_s >= for_s]
@@ -137,19 +179,41 @@ class Fleet:
         """Return the workers of one pool that may get new work."""
         return [worker for worker in self.pool(name) if worker.load().usable]
 
+    def route(self, demand: Demand, min_remote_prefill_tokens: int) -> Route:
+        """Return which way a request goes at this moment."""
+        return route_for(demand, self.mode, min_remote_prefill_tokens, self._usable_pools())
+
+    @property
+    def answer_pool(self) -> Pool:
+        """The pool whose workers decode at this moment."""
+        return answer_pool(self.mode, self._usable_pools())
+
+    def answering(self) -> list[Worker]:
+        """Return the workers of the pool that decodes at this moment."""
+        return self.pool(self.answer_pool)
+
+    def _usable_pools(self) -> set[Pool]:
+        return {worker.pool for worker in self.workers if worker.load().usable}
+
     async def wait_until_usable(self, pool: Pool, within_s: float) -> None:
-        """Wait until a worker of the pool takes work; it chooses none. Raises NoWorker after `within_s`."""
+        """Wait while the pool's workers are in doubt; it chooses none. Raises NoWorker if they are lost.
+
+        The status of a worker in doubt is being asked for, so that this takes no longer than its answer, or
+        `within_s`.
+        """
         try:
             async with asyncio.timeout(within_s):
                 while not any(worker.load().takes_work for worker in self.pool(pool)):
-                    await self._usable.setdefault(pool, asyncio.Event()).wait()
+                    if not self.usable(pool):
+                        raise NoWorker(f"no {pool} worker is usable")
+                    await self._news.setdefault(pool, asyncio.Event()).wait()
         except TimeoutError as error:
             raise NoWorker(f"no {pool} worker has been usable for {within_s:g} s") from error
 
-    def _tell_usable(self, pool: Pool) -> None:
-        """Wake all requests that wait for a worker of the pool; each looks for one itself."""
-        if pool in self._usable:
-            self._usable.pop(pool).set()
+    def _tell_news(self, pool: Pool) -> None:
+        """Wake all requests that wait for news of the pool's workers; each looks for one itself."""
+        if pool in self._news:
+            self._news.pop(pool).set()
 
     async def refresh(self) -> None:
         """Update every worker's status; a worker that does not answer has none.
@@ -172,7 +236,7 @@ class Fleet:
         assert self._group is not None
         self._clients[client] = self._group.create_task(client.run(), name=f"client-{client.address}")
         await client.wait_connected(CONNECT_TIMEOUT_S)
-        return Worker(client, description, self._tell_usable, self._stall_timeout_s)
+        return Worker(client, description, self._tell_news, self._stall_timeout_s)
 
     async def _close(self, worker: Worker) -> None:
         poller = self._pollers.pop(worker, None)
@@ -193,20 +257,24 @@ class Fleet:
         prefills, decodes = ([one for one in (*others, newcomer) if one.pool == pool] for pool in ("prefill", "decode"))
         check_layouts(prefills, decodes)
 
-    async def _pair(self, decodes: Sequence[Worker]) -> None:
-        """Pair all of them at once. One that does not answer is no obstacle: it pairs when it answers or comes back."""
+    async def _pair(self, decodes: Sequence[Worker], prefills: Sequence[Worker] | None = None) -> None:
+        """Pair all of them at once, with these prefill workers or with those of the pool when it is their turn.
+
+        One that does not answer is no obstacle: it pairs when it answers or comes back.
+        """
         assert self._group is not None
         asked = [
-            self._group.create_task(self._pair_one(decode), name=f"pair-{decode.worker_id}")
+            self._group.create_task(self._pair_one(decode, prefills), name=f"pair-{decode.worker_id}")
             for decode in decodes
             if decode.client.connected
         ]
         if asked:
             await asyncio.wait(asked, timeout=PAIR_WITHIN_S)
 
-    async def _pair_one(self, decode: Worker) -> None:
+    async def _pair_one(self, decode: Worker, prefills: Sequence[Worker] | None) -> None:
         async with decode.pairing:
-            prefills = [one for one in self._connected() if one.pool == "prefill"]  # all: others are forgotten
+            if prefills is None:
+                prefills = [one for one in self._connected() if one.pool == "prefill"]  # all: others are forgotten
             pairs = await pair_while_serving(prefills, decode)
         still = {*self.workers}
         if decode not in still:

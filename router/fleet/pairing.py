@@ -44,6 +44,9 @@ class Connected(Protocol):
     @property
     def worker_id(self) -> str: ...
 
+    @property
+    def title(self) -> str: ...
+
 
 async def pair_all(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> list[KvPair]:
     """Make every decode worker agree on a transport with every prefill worker, before any request.
@@ -66,7 +69,7 @@ async def pair_while_serving(prefills: Sequence[Connected], decode: Connected) -
     try:
         paired, refused = await _pair(prefills, decode)
     except WorkerLost as error:
-        paired, refused = [], [f"{decode.description.title}: {error}"]
+        paired, refused = [], [f"{decode.title}: {error}"]
     for sentence in refused:
         logger.warning("not paired for now: %s", sentence)
     return paired
@@ -77,9 +80,7 @@ def check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) -
     for prefill, decode in product(prefills, decodes):
         sentence = explain_mismatch(prefill.description.layout, decode.description.layout)
         if sentence is not None:
-            raise PairingRefused(
-                f"{prefill.description.title} and {decode.description.title} cannot exchange KV: {sentence}"
-            )
+            raise PairingRefused(f"{prefill.title} and {decode.title} cannot exchange KV: {sentence}")
 
 
 async def _pair(prefills: Sequence[Connected], decode: Connected) -> tuple[list[KvPair], list[str]]:
@@ -87,7 +88,7 @@ async def _pair(prefills: Sequence[Connected], decode: Connected) -> tuple[list[
     sources = {address: worker for worker in prefills for address in worker.description.transfer_addresses}
     answer = await decode.client.pair(list(sources))
     refused = [
-        f"{sources[address].description.title} and {decode.description.title} cannot exchange KV: {sentence}"
+        f"{sources[address].title} and {decode.title} cannot exchange KV: {sentence}"
         for address, sentence in answer.refused.items()
     ]
     pairs = [

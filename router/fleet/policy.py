@@ -10,7 +10,7 @@ a field to `Demand`, which `router.dispatch.request` fills in, or to `WorkerLoad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,12 +19,16 @@ from router.client_identity import ANONYMOUS
 
 Path = Literal["disaggregated", "fallback", "decode_only", "colocated"]
 """The path of a request. `disaggregated`: prefill on one worker, decode on another. `decode_only`: decode computes the
-prompt too, because it is too short for a remote prefill. `fallback`: decode computes it because prefill, or the
-transfer of its KV, failed or was not available. `colocated`: a whole replica does both."""
+prompt too, because it is too short for a remote prefill. `fallback`: one worker does both, because the transfer of its
+KV failed, or the workers of one pool were not available. `colocated`: a whole replica does both."""
 
 
 class NoWorker(Exception):
     """No worker of the pool can take the request now."""
+
+
+class Rerouted(Exception):
+    """The prompt waited for a pool that no longer serves; it must go another way."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,24 @@ Scorer = Callable[[Demand, WorkerLoad], tuple[float, ...]]
 """Scores a worker for a request; the lowest score wins."""
 
 
-# Which path
+# Which way
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which way a request goes: its path, the pool whose worker computes its prompt, and why that one if it decodes."""
+
+    path: Path
+    prompt_pool: Pool
+    recompute_reason: str = ""
+    """Why the worker that gets the whole request computes the prompt, which prefill could have computed."""
+
+
+WHOLE_REPLICA = Route("colocated", "colocated")
+SPLIT = Route("disaggregated", "prefill")
+SHORT_PROMPT = Route("decode_only", "decode", "short_prompt")
+WITHOUT_PREFILL = Route("fallback", "decode", "no_prefill_worker")
+WITHOUT_DECODE = Route("fallback", "prefill", "no_decode_worker")
 
 
 def pools_of(mode: Mode) -> tuple[Pool, ...]:
@@ -86,19 +107,24 @@ def pools_of(mode: Mode) -> tuple[Pool, ...]:
     return ("colocated",) if mode == "colocated" else ("prefill", "decode")
 
 
-def path_for(demand: Demand, mode: Mode, min_remote_prefill_tokens: int, prefill_usable: bool) -> Path:
-    """Return the path of a request, before a worker is chosen for any part of it."""
+def answer_pool(mode: Mode, usable: Collection[Pool]) -> Pool:
+    """Return the pool that decodes; `usable` are those with a usable worker.
+
+    Prefill workers decode while no decode worker is usable and one of theirs is.
+    """
+    decodes = pools_of(mode)[-1]
+    return "prefill" if decodes == "decode" and "decode" not in usable and "prefill" in usable else decodes
+
+
+def route_for(demand: Demand, mode: Mode, min_remote_prefill_tokens: int, usable: Collection[Pool]) -> Route:
+    """Return which way a request goes, before a worker is chosen for any part of it."""
     if mode == "colocated":
-        return "colocated"
+        return WHOLE_REPLICA
+    if answer_pool(mode, usable) == "prefill":
+        return WITHOUT_DECODE
     if demand.prompt_tokens < min_remote_prefill_tokens:
-        return "decode_only"
-    return "disaggregated" if prefill_usable else "fallback"
-
-
-def prompt_pool(path: Path) -> Pool:
-    """Return the pool that computes the prompt on this path."""
-    pools: dict[Path, Pool] = {"disaggregated": "prefill", "colocated": "colocated"}
-    return pools.get(path, "decode")
+        return SHORT_PROMPT
+    return SPLIT if "prefill" in usable else WITHOUT_PREFILL
 
 
 # Which worker

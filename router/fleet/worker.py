@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from contracts.errors import WorkerLost
 from contracts.vocabulary import Pool
-from contracts.workers import WorkerDescription, WorkerStatus
+from contracts.workers import Role, WorkerDescription, WorkerStatus
 from router.fleet.policy import WorkerLoad
 from worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
 
@@ -27,21 +27,23 @@ LATE_S = 0.25
 STALL_TIMEOUT_S = 60.0
 STALLED_PART = 1 / 3
 """A worker whose engine has work but no step for this fraction of `supervision.stall_timeout_s` gets no new work."""
-OnUsable = Callable[[Pool], None]
+OnNews = Callable[[Pool], None]
 
 
 class Worker:
-    """One worker, and what this router has outstanding there. `on_usable` is called whenever it may take work."""
+    """One worker, and what this router has outstanding there. `on_news` is called with its pool after each answer."""
 
     def __init__(
         self,
         client: WorkerClient,
         description: WorkerDescription,
-        on_usable: OnUsable = lambda _: None,
+        on_news: OnNews = lambda _: None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self.client = client
         self.description = description
+        self.role: Role | None = None
+        """What it is for; None: what it was started for. It is told with the next status request."""
         self.status: WorkerStatus | None = None
         self.answers = True
         """Whether it answers status requests; one that hangs gets no new work."""
@@ -51,7 +53,7 @@ class Worker:
         """Whether it must not get work yet, because the workers it will exchange KV with are still pairing."""
         self.pairing = asyncio.Lock()
         """Held during pairing requests, so that the last one it gets is the newest."""
-        self._on_usable = on_usable
+        self._on_news = on_news
         self._stalled_s = STALLED_PART * stall_timeout_s
         self._question: asyncio.Task[None] | None = None
         self._known_s = float("-inf")
@@ -71,8 +73,18 @@ class Worker:
 
     @property
     def pool(self) -> Pool:
-        """The pool it belongs to."""
-        return self.description.pool
+        """The pool it belongs to at present."""
+        return self.role.pool if self.role else self.description.pool
+
+    @property
+    def title(self) -> str:
+        """Its id and its pool, for sentences that people read."""
+        return f"{self.worker_id} ({self.pool})"
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that its engine runs at a time."""
+        return self.role.max_num_seqs if self.role else self.description.max_num_seqs
 
     def load(self) -> WorkerLoad:
         """Return a snapshot for the policy."""
@@ -85,7 +97,7 @@ class Worker:
             in_doubt=self.client.failed_s > self._known_s,
             outstanding_prompt_tokens=self._outstanding_prompt_tokens,
             running=self._running,
-            max_running=self.description.max_num_seqs,
+            max_running=self.max_num_seqs,
             block_size_tokens=self.description.block_size_tokens,
             kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
             kv_blocks_total=self.description.num_kv_blocks,
@@ -136,6 +148,8 @@ class Worker:
         sent_s, reached = time.monotonic(), False
         try:
             status = self.status = self._own(await self.client.status())
+            if self.role is not None and status.role_number != self.role.number:
+                await self.client.take_role(self.role)
         except WorkerLost:
             now_s = time.monotonic()
             if now_s - sent_s >= STATUS_DEADLINE_S + LATE_S:
@@ -153,8 +167,7 @@ class Worker:
             self._unreached_since_s = None
         elif self._unreached_since_s is None:
             self._unreached_since_s = time.monotonic()
-        if self.load().takes_work:
-            self._on_usable(self.pool)
+        self._on_news(self.pool)
 
     def _own(self, status: WorkerStatus) -> WorkerStatus:
         """Return the status. Raises WorkerLost if another worker or incarnation has this address now."""

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from contracts.vocabulary import Pool
-from router.fleet.fleet import Worker
-from router.fleet.policy import Demand, WorkerLoad, path_for, pools_of, prompt_pool
+from router.fleet.fleet import Fleet
+from router.fleet.policy import Demand, WorkerLoad
 from router.flow.admission_rules import (
     LEFT_WINDOW_S,
     AdmissionState,
@@ -46,7 +46,7 @@ class Admission:
         self,
         settings: RouterSettings,
         queues: Mapping[Pool, PromptQueue],
-        workers: Callable[[Pool], list[Worker]],
+        fleet: Fleet,
         metrics: RequestMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,11 +57,9 @@ class Admission:
             max_logprobs_per_request=settings.max_logprobs_per_request,
             max_client_share=settings.max_client_share,
         )
-        self._mode = settings.mode
-        self._answer_pool = pools_of(settings.mode)[-1]
         self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
         self._queues = queues
-        self._workers = workers
+        self._fleet = fleet
         self._metrics = metrics
         self._held: dict[str, _Held] = {}
         """What each client holds; clients that hold nothing are left out."""
@@ -136,19 +134,18 @@ class Admission:
 
     def _prompt_pool(self, prompt_tokens: int) -> Pool:
         """Return the pool that would compute a prompt of this length."""
-        prefill = self._queues.get("prefill")
-        usable = prefill is not None and prefill.usable_workers > 0
-        return prompt_pool(path_for(Demand(prompt_tokens), self._mode, self._min_remote_prefill_tokens, usable))
+        return self._fleet.route(Demand(prompt_tokens), self._min_remote_prefill_tokens).prompt_pool
 
     def _snapshot(self, client: str, prompt_pool: Pool, prompt_wait_s: float | None) -> Snapshot:
         held = self._held.get(client, _Held())
-        answer, prompt = self._workers(self._answer_pool), self._workers(prompt_pool)
+        answer_pool = self._fleet.answer_pool
+        answer, prompt = self._fleet.pool(answer_pool), self._fleet.pool(prompt_pool)
         usable = [worker for worker in answer if worker.load().usable]
         blocks = min(self._all.blocks, _blocks_taken([worker.load() for worker in usable], self._all.blocks))
         return Snapshot(
             state=self.state,
             block_size_tokens=answer[0].description.block_size_tokens if answer else 1,
-            answer_pool=self._answer_pool,
+            answer_pool=answer_pool,
             usable_answer_workers=len(usable),
             answer_blocks=sum(worker.description.num_kv_blocks for worker in usable),
             whole_answer_blocks=sum(worker.description.num_kv_blocks for worker in answer),

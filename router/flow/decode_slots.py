@@ -1,4 +1,4 @@
-"""Places in the batches of the pool that decodes, limited per client so that none can fill them alone.
+"""Places in the batches of the workers that decode, limited per client so that none can fill them alone.
 
 An engine decodes `max_num_seqs` sequences at a time, in order of arrival: one client with enough long answers would
 keep all others from their second token. So a prompt starts only when its client may have one more sequence decoded
@@ -22,7 +22,7 @@ PART = 7 / 8
 
 
 class DecodeSlots:
-    """The places of all workers of the pool together; one object per router."""
+    """The places of all workers that decode together; one object per router."""
 
     def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
         self._workers = workers
@@ -46,7 +46,7 @@ class DecodeSlots:
     def as_of_now(self) -> Callable[[str], bool]:
         """Return `may_start` as a function that counts once and is valid until a place is taken or freed."""
         there: set[Worker | None] = {None, *(worker for worker in self._workers() if worker.load().usable)}
-        places = sum(worker.description.max_num_seqs for worker in there if worker is not None)
+        places = sum(worker.max_num_seqs for worker in there if worker is not None)
         held = Counter[str]()
         for (name, worker), number in self._held.items():
             if worker in there:

@@ -26,6 +26,7 @@ from router.fleet.policy import (
     PROMPT_SCORERS,
     Demand,
     NoWorker,
+    Rerouted,
     WorkerLoad,
     pick,
     pools_of,
@@ -36,8 +37,8 @@ from router.flow.fair_queue import FairQueue
 from router.flow.rates import ServiceRate
 from router.settings import RouterSettings
 
-PREFILL_PATIENCE_S = 2.0
-"""Prompts whose prefill pool is lost wait this long and are then computed on decode; other pools have no substitute."""
+SUBSTITUTED_PATIENCE_S = 2.0
+"""Prompts whose pool is lost wait this long if the workers of another pool can serve them whole meanwhile."""
 RECHECK_S = 0.25
 """Interval of checks while prompts wait for a pool without a usable worker."""
 
@@ -48,16 +49,19 @@ class PromptTurn:
     It counts as a sequence on the worker, and as prompt tokens until `prompt_done`.
     """
 
-    def __init__(self, queue: PromptQueue, worker: Worker, demand: Demand, slot: DecodeSlot) -> None:
+    def __init__(
+        self, queue: PromptQueue, worker: Worker, demand: Demand, slot: DecodeSlot, *, decodes_here: bool
+    ) -> None:
+        """`decodes_here` says whether this worker gets the whole request."""
         self.worker = worker
         self.prompt_tokens = demand.prompt_tokens
         self._queue = queue
         self._counted = ExitStack()
         block_size_tokens = worker.description.block_size_tokens
-        blocks = 0 if queue.pool == "prefill" else prompt_blocks(demand, block_size_tokens)
+        blocks = prompt_blocks(demand, block_size_tokens) if decodes_here else 0
         self._reservation = self._counted.enter_context(worker.reserve(demand.prompt_tokens, blocks, blocks))
         self._slot: DecodeSlot | None = slot
-        if queue.pool != "prefill":
+        if decodes_here:
             slot.on(worker)
         self._open = True
 
@@ -91,6 +95,7 @@ class PromptTurn:
 @dataclass(frozen=True)
 class _Waiting:
     demand: Demand
+    decodes_here: bool
     granted: asyncio.Future[PromptTurn]
 
 
@@ -105,8 +110,11 @@ class PromptQueue:
         recovery_timeout_s: float,
         slots: DecodeSlots,
         clock: Callable[[], float] = time.monotonic,
+        has_substitute: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`has_substitute` says whether the workers of another pool can serve whole requests now."""
         self.pool: Pool = pool
+        self._has_substitute = has_substitute
         self._workers = workers
         self._slots = slots
         slots.tell(self.dispatch)
@@ -119,14 +127,16 @@ class PromptQueue:
         self._recheck: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def turn(self, demand: Demand, *, urgent: bool = False) -> AsyncIterator[PromptTurn]:
+    async def turn(self, demand: Demand, *, decodes_here: bool, urgent: bool = False) -> AsyncIterator[PromptTurn]:
         """Wait for a worker, and count this sequence there while the block runs.
 
-        An `urgent` prompt goes before all others. Raises NoWorker once the pool has had no usable worker for
-        `recovery_timeout_s` while prompts waited.
+        An `urgent` prompt goes before all others. The worker gets the whole request if `decodes_here` is set. Raises
+        Rerouted if the pool has ceased to serve, and NoWorker once it has had no usable worker for
+        `recovery_timeout_s` while prompts waited, or for `SUBSTITUTED_PATIENCE_S` if another pool can serve them.
         """
         granted: asyncio.Future[PromptTurn] = asyncio.get_running_loop().create_future()
-        entry = self._queue.push(demand.client, demand.prompt_tokens, _Waiting(demand, granted), urgent=urgent)
+        waiting = _Waiting(demand, decodes_here, granted)
+        entry = self._queue.push(demand.client, demand.prompt_tokens, waiting, urgent=urgent)
         self.dispatch()
         try:
             turn = await granted
@@ -157,6 +167,10 @@ class PromptQueue:
             self._queue.pop(may_start)
             self._grant(entry.item, worker)
         self._watch_outage()
+
+    def send_away(self) -> int:
+        """End the wait of all prompts with Rerouted, in their order; return how many there were."""
+        return self._fail_all(Rerouted(f"the {self.pool} pool no longer serves"))
 
     def ended(self, turn: PromptTurn, computed: bool) -> None:
         """Record that a turn's prompt tokens are no longer outstanding; for `PromptTurn`."""
@@ -229,7 +243,8 @@ class PromptQueue:
 
     def _grant(self, waiting: _Waiting, worker: Worker) -> None:
         idle = not worker.load().outstanding_prompt_tokens
-        waiting.granted.set_result(PromptTurn(self, worker, waiting.demand, self._slots.take(waiting.demand.client)))
+        slot = self._slots.take(waiting.demand.client)
+        waiting.granted.set_result(PromptTurn(self, worker, waiting.demand, slot, decodes_here=waiting.decodes_here))
         if idle:
             self._rate.begin(worker.worker_id, self._full(worker))
 
@@ -248,33 +263,45 @@ class PromptQueue:
         now_s = self._clock()
         if self._unusable_since_s is None:
             self._unusable_since_s = now_s
-        if now_s - self._unusable_since_s < self._recovery_timeout_s:
+        patience_s = self._recovery_timeout_s
+        if self._has_substitute():
+            patience_s = min(SUBSTITUTED_PATIENCE_S, patience_s)
+        if now_s - self._unusable_since_s < patience_s:
             self._recheck = asyncio.get_running_loop().call_later(RECHECK_S, self.dispatch)
             return
         self._unusable_since_s = None
+        self._fail_all(
+            NoWorker(
+                f"no {self.pool} worker was connected and accepting work for {patience_s:.0f} s "
+                "(router.recovery_timeout_s): start one, or find out why they are gone"
+            )
+        )
+
+    def _fail_all(self, error: Exception) -> int:
+        failed = 0
         while len(self._queue):
             granted = self._queue.pop().item.granted
             if not granted.done():
-                granted.set_exception(
-                    NoWorker(
-                        f"no {self.pool} worker was connected and accepting work for {self._recovery_timeout_s:.0f} s "
-                        "(router.recovery_timeout_s): start one, or find out why they are gone"
-                    )
-                )
+                granted.set_exception(error)
+                failed += 1
+        return failed
 
 
 def prompt_queues(fleet: Fleet, settings: RouterSettings) -> dict[Pool, PromptQueue]:
-    """Create a queue for each pool that may compute prompts in this mode."""
-    pools = pools_of(settings.mode)
-    slots = DecodeSlots(partial(fleet.pool, pools[-1]))
-    patience_s = {"prefill": min(PREFILL_PATIENCE_S, settings.recovery_timeout_s)}
+    """Create a queue for each pool that may compute prompts, in every mode that the deployment can serve."""
+    slots = DecodeSlots(fleet.answering)
+
+    def another_serves(pool: Pool) -> bool:
+        return any(fleet.usable(other) for other in pools_of(fleet.mode) if other != pool)
+
     return {
         pool: PromptQueue(
             pool,
             partial(fleet.pool, pool),
             settings.prefill_window_tokens[pool],
-            patience_s.get(pool, settings.recovery_timeout_s),
+            settings.recovery_timeout_s,
             slots,
+            has_substitute=partial(another_serves, pool),
         )
-        for pool in pools
+        for pool in fleet.pools
     }

@@ -1,7 +1,7 @@
-"""The operator's paths: list the workers, and drain one of them. Part of the HTTP app.
+"""The operator's paths: list the workers, drain one of them, change the mode. Part of the HTTP app.
 
 `router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline drain`
-is a client.
+and `ridgeline mode` are clients.
 """
 
 from __future__ import annotations
@@ -15,12 +15,22 @@ from fastapi import APIRouter, Depends, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.errors import WorkerLost
+from contracts.vocabulary import Mode, Pool
+from router.dispatch.modes import Modes
 from router.fleet.fleet import Fleet, Worker
+from router.fleet.pairing import PairingRefused
+from router.fleet.roles import ModeImpossible
 from router.front.http.context import current
 from router.front.middleware.admin_access import ADMIN_PATH
 from router.front.shared_answer import Shared
 
 logger = logging.getLogger(__name__)
+_WITHOUT: dict[Pool, str] = {
+    "prefill": "every prompt is computed on the decode workers",
+    "decode": "every request is served whole by the prefill workers",
+    "colocated": "nothing can be served",
+}
+"""What follows when the last worker of a pool leaves."""
 DRAIN_TIMEOUT_S = 30.0
 REFRESH_EVERY_S = 0.5
 """Interval at which workers are asked for their figures when many callers want the list."""
@@ -35,11 +45,19 @@ class DrainBody(BaseModel):
     timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0)
     """Time that requests running on the worker still get; then they are cut off."""
     force: bool = False
-    """Drain even the last worker of its pool. Needs an admin key: without decode workers nothing can be served."""
+    """Drain even the last worker of its pool. Needs an admin key: without any worker nothing can be served."""
 
 
-def admin_routes(fleet: Fleet) -> APIRouter:
-    """Return the routes GET /ridgeline/workers and POST /ridgeline/drain."""
+class ModeBody(BaseModel):
+    """The body of POST /ridgeline/mode."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Mode
+
+
+def admin_routes(fleet: Fleet, modes: Modes) -> APIRouter:
+    """Return the routes below /ridgeline."""
     routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
 
     refreshed = Shared(fleet.refresh, REFRESH_EVERY_S)
@@ -56,14 +74,38 @@ def admin_routes(fleet: Fleet) -> APIRouter:
         async with one_at_a_time:  # two drains at once would each count on the other's worker staying
             return await _drain(fleet, body)
 
+    @routes.get("/mode")
+    async def mode() -> dict[str, Any]:
+        return {"mode": modes.mode, "modes": modes.possible, "why_not": modes.why_not}
+
+    @routes.post("/mode")
+    async def change_mode(body: ModeBody) -> dict[str, Any]:
+        try:
+            change = await modes.change(body.mode)
+        except (ModeImpossible, PairingRefused) as error:
+            raise HTTPException(HTTPStatus.CONFLICT, f"the mode cannot become {body.mode}: {error}") from error
+        return {"mode": change.mode, "rerouted_prompts": change.rerouted_prompts, "took_s": round(change.took_s, 3)}
+
+    @routes.post("/forget_prefixes")
+    async def forget_prefixes() -> dict[str, Any]:
+        """Empty the workers' prefix caches, for measurements; False for one whose cache is in use."""
+        return {"forgotten": {worker.worker_id: await _forget(worker) for worker in fleet.workers}}
+
     return routes
+
+
+async def _forget(worker: Worker) -> bool:
+    try:
+        return await worker.client.reset_prefix_cache()
+    except WorkerLost:
+        return False
 
 
 async def _drain(fleet: Fleet, body: DrainBody) -> dict[str, Any]:
     worker = _find(fleet, body.worker)
     if _state(worker) != "draining" and _is_last(fleet, worker):  # one that already leaves may be asked to hurry
         _refuse_last(worker, force=body.force)
-    logger.warning("an operator drains %s, force: %s", worker.description.title, body.force)
+    logger.warning("an operator drains %s, force: %s", worker.title, body.force)
     try:
         await worker.client.drain(body.timeout_s)
     except WorkerLost as error:
@@ -73,7 +115,7 @@ async def _drain(fleet: Fleet, body: DrainBody) -> dict[str, Any]:
 
 
 def _refuse_last(worker: Worker, *, force: bool) -> None:
-    without = "every prompt is computed on the decode workers" if worker.pool == "prefill" else "nothing can be served"
+    without = _WITHOUT[worker.pool]
     if not force:
         raise HTTPException(
             HTTPStatus.CONFLICT,
@@ -92,9 +134,7 @@ def _find(fleet: Fleet, worker_id: str) -> Worker:
     for worker in fleet.workers:
         if worker.worker_id == worker_id:
             return worker
-    there = sorted(
-        (worker.description for worker in fleet.workers), key=lambda one: (len(one.worker_id), one.worker_id)
-    )
+    there = sorted(fleet.workers, key=lambda one: (len(one.worker_id), one.worker_id))
     titles = ", ".join(one.title for one in there) or "none"
     raise HTTPException(HTTPStatus.NOT_FOUND, f"there is no worker {worker_id}; there are: {titles}")
 

@@ -21,6 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from engine.passed_args import words
 from engine.vllm_arguments import refusing
 from router.client_identity import AddressClients
+from router.dispatch.modes import Modes
 from router.fleet.fleet import Fleet
 from router.flow.held_bodies import HeldBodies
 from router.flow.intake import AT_A_TIME, Intake
@@ -91,6 +92,7 @@ async def build_app(
     settings: RouterSettings,
     client: RouterEngineClient,
     fleet: Fleet,
+    modes: Modes,
     readiness: Readiness,
     gates: Gates,
     registry: CollectorRegistry,
@@ -102,7 +104,7 @@ async def build_app(
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
     request_fields.install(app.state, gates.most_sequences)
     app_gaps.name_settings(app.state)
-    app.include_router(admin_routes(fleet))
+    app.include_router(admin_routes(fleet, modes))
     app.state.server = SimpleNamespace()  # vLLM's error handler accesses it, but we run uvicorn ourselves
     app.add_route("/ready", ready_endpoint(readiness, lambda: client.draining), methods=["GET"])
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/metrics"]

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from contracts.vocabulary import Pool
+from contracts.vocabulary import Mode, Pool
 from contracts.workers import WorkerStatus
 from router.fleet.policy import WorkerLoad
 from router.observe.timeline import Latency, Outcome, RequestTimeline
@@ -216,12 +216,14 @@ class WorkerCollector(Collector):
         self,
         workers: Callable[[], Iterable[WorkerView]],
         hardware: Callable[[], dict[Pool, PoolHardware]],
+        mode: Callable[[], Mode],
         in_flight: Callable[[], int],
         kv_pairs: Callable[[], Iterable[KvPairView]],
         restarts: Callable[[], Mapping[tuple[Pool, str, str], int]],
     ) -> None:
         self._workers = workers
         self._hardware = hardware
+        self._mode = mode
         self._in_flight = in_flight
         self._kv_pairs = kv_pairs
         self._restarts = restarts
@@ -232,6 +234,9 @@ class WorkerCollector(Collector):
         yield GaugeMetricFamily(
             "ridgeline_requests_in_flight", "Sequences that the router is serving", self._in_flight()
         )
+        mode = GaugeMetricFamily("ridgeline_mode", "1 for the mode in which new requests are served", labels=["mode"])
+        mode.add_metric([self._mode()], 1)
+        yield mode
         yield self._pairs()
         yield self._restarted()
         yield from self._counters(workers)

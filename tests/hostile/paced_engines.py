@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from cluster.runtime.roles import HANDLERS
+from cluster.runtime.handlers import HANDLERS
 from tests.support.paced_engine import PacedEngine
 from worker_runtime.host import WorkerHost
 
@@ -17,7 +17,7 @@ async def main() -> None:
     """Until nobody holds the other end of the standard input."""
     prefill = PacedEngine("prefill", step_s=0.03, max_num_seqs=128, prompt_tokens_per_s=20_000)
     decode = PacedEngine("decode", step_s=0.1, max_num_seqs=64)
-    hosts = [WorkerHost(prefill, HANDLERS["prefill"]), WorkerHost(decode, HANDLERS["decode"])]
+    hosts = [WorkerHost(prefill, HANDLERS), WorkerHost(decode, HANDLERS)]
     pacing = [asyncio.create_task(engine.pace()) for engine in (prefill, decode)]
     sys.stdout.write(" ".join([await host.start() for host in hosts]) + "\n")
     sys.stdout.flush()

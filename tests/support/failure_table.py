@@ -58,7 +58,7 @@ _ABORTED = "all of the lost router's tasks, when their stream breaks"
 
 ROWS: tuple[Row, ...] = (
     Row("queued", "prefill_lost", "another prefill worker takes it, else decode computes the prompt", _NOTHING, "whole", _PAUSE, ""),
-    Row("queued", "decode_lost", "before prefill another decode worker is chosen, waited for up to router.recovery_timeout_s", _NOTHING, "whole", _PAUSE, ""),
+    Row("queued", "decode_lost", "before prefill another decode worker is chosen; without one, a prefill worker serves the whole request", _NOTHING, "whole", _PAUSE, ""),
     Row("queued", "deadline", "nothing", _NOTHING, "error", "504", _FAILED),
     Row("queued", "client_gone", "nothing", _NOTHING, "gone", "", _CANCELLED),
     Row("queued", "draining", "another worker takes it", _NOTHING, "whole", _PAUSE, ""),

@@ -51,6 +51,7 @@ def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> Engine
         worker_id=worker_id or f"{pool}-0",
         incarnation="i1",
         pool=pool,
+        hands_over=True,
         model_path="none",
         dtype="bfloat16",
         max_model_len_tokens=4096,
@@ -145,6 +146,11 @@ class FakeEngine:
         self.output_delay: asyncio.Event | None = None
         """If set, outputs wait for it between the engine's step and the worker."""
         self._waiting: dict[str, asyncio.Semaphore] = {}
+        self.step_limits: tuple[int, int] | None = None
+        """The limits of a step in sequences and tokens, once they have been set."""
+
+    async def limit_steps(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.step_limits = max_num_seqs, max_num_batched_tokens
 
     @property
     def running(self) -> set[str]:

@@ -52,7 +52,9 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}
     queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
     restarts = {("decode", "worker-1", "stalled"): 1}
-    collector = WorkerCollector(lambda: workers, lambda: hardware, lambda: 0, lambda: PAIRS, lambda: restarts)
+    collector = WorkerCollector(
+        lambda: workers, lambda: hardware, lambda: "disaggregated", lambda: 0, lambda: PAIRS, lambda: restarts
+    )
     for family in (*collector.collect(), *QueueCollector([queue]).collect(), *LoopLag().collect()):
         sample = family.samples[0]
         rows.append((sample.name, family.type, ", ".join(sample.labels), family.documentation))

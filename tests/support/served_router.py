@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from cluster.runtime.roles import HANDLERS
+from cluster.runtime.handlers import HANDLERS
 from kv_transfer.options import TransferOptions
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S
@@ -54,7 +54,7 @@ async def serving(
     engines = engines or (FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="auto"))
     for engine in engines:
         engine.config = replace(engine.config, transfer=TransferOptions(workers_host))
-    hosts = [WorkerHost(engines[0], HANDLERS["prefill"]), WorkerHost(engines[1], HANDLERS["decode"])]
+    hosts = [WorkerHost(engines[0], HANDLERS), WorkerHost(engines[1], HANDLERS)]
     for host in hosts:
         await host.start()
     try:

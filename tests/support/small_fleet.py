@@ -7,8 +7,8 @@ import contextlib
 import secrets
 from dataclasses import replace
 
-from cluster.runtime.roles import HANDLERS
-from router.fleet.fleet import Fleet
+from cluster.runtime.handlers import HANDLERS
+from router.fleet.fleet import SPLIT_FOR_EVER, Fleet
 from tests.support.fake_engine import FakeEngine, engine_config
 from worker_runtime.host import WorkerHost
 
@@ -26,7 +26,7 @@ async def hosts(**layouts):
             return layout, ["127.0.0.1:7001"]
 
         engine.describe = describe
-        host = WorkerHost(engine, HANDLERS[pool])
+        host = WorkerHost(engine, HANDLERS)
         await host.start()
         started.append(host)
     try:
@@ -40,9 +40,9 @@ class Done(Exception):
 
 
 @contextlib.asynccontextmanager
-async def a_fleet(addresses):
+async def a_fleet(addresses, roles=SPLIT_FOR_EVER):
     """Provide a connected fleet while the block runs."""
-    fleet = Fleet("router")
+    fleet = Fleet("router", roles=roles)
     try:
         async with asyncio.TaskGroup() as group:
             await fleet.connect(addresses, group)

@@ -17,7 +17,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.roles import HANDLERS
+from cluster.runtime.handlers import HANDLERS
 from contracts.tasks import PositionLogprobs
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S
@@ -85,7 +85,7 @@ async def talking_router(model: Path) -> AsyncIterator[tuple[httpx.AsyncClient, 
     engines = [TalkingEngine("prefill"), TalkingEngine("decode")]
     for engine in engines:
         engine.num_kv_blocks = 10_000
-    hosts = [WorkerHost(engines[0], HANDLERS["prefill"]), WorkerHost(engines[1], HANDLERS["decode"])]
+    hosts = [WorkerHost(engines[0], HANDLERS), WorkerHost(engines[1], HANDLERS)]
     apps: list[Any] = []
     async with AsyncExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

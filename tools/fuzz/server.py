@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from cluster.runtime.roles import HANDLERS
+from cluster.runtime.handlers import HANDLERS
 from contracts.errors import InvalidTask
 from contracts.tasks import TokenDelta
 from contracts.vocabulary import Pool
@@ -107,8 +107,8 @@ async def main(model: str) -> None:
     )
     processor = router._client.input_processor
     hosts = [
-        WorkerHost(StrictEngine("prefill", processor), HANDLERS["prefill"]),
-        WorkerHost(StrictEngine("decode", processor), HANDLERS["decode"]),
+        WorkerHost(StrictEngine("prefill", processor), HANDLERS),
+        WorkerHost(StrictEngine("decode", processor), HANDLERS),
     ]
     addresses = [await host.start() for host in hosts]
     source = kv_source()

@@ -23,6 +23,8 @@ ROUTES: Final[Mapping[str, Callers]] = {
     "/metrics": "everybody",
     "/ridgeline/workers": "operators",
     "/ridgeline/drain": "operators",
+    "/ridgeline/mode": "operators",
+    "/ridgeline/forget_prefixes": "operators",
     **dict.fromkeys(
         (
             "/docs",

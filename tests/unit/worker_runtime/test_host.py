@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.roles import HANDLERS
+from cluster.runtime.handlers import HANDLERS
 from contracts.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
 from contracts.tasks import StepBatch, TokenDelta
-from contracts.workers import AbortRequest, Ack, AttachRequest, SubmitRequest
+from contracts.workers import AbortRequest, Ack, AttachRequest, Role, SubmitRequest
 from decode_worker.handler import DecodeHandler
 from engine.stall import StallWatch
 from prefill_worker.handler import PrefillHandler
@@ -65,9 +65,7 @@ async def connected(address: str, router_id: str = "router") -> AsyncIterator[Wo
 @asynccontextmanager
 async def serving(engine: FakeEngine | None = None, handler=None) -> AsyncIterator[Worker]:
     engine = engine or FakeEngine(stepping="manual")
-    host = WorkerHost(
-        engine, HANDLERS[engine.config.pool] if handler is None else dict.fromkeys(("prefill", "decode"), handler)
-    )
+    host = WorkerHost(engine, HANDLERS if handler is None else dict.fromkeys(("prefill", "decode"), handler))
     address = await host.start()
     try:
         async with asyncio.timeout(PATIENCE_S), connected(address) as client:
@@ -494,7 +492,7 @@ async def test_a_draining_worker_takes_no_new_task_and_finishes_the_running_ones
         await worker.client.drain(5)
         assert (await worker.client.status()).draining
         assert worker.host.failure() == "draining"
-        with pytest.raises(TaskRejected, match=r"decode-0 \(decode\) is draining"):
+        with pytest.raises(TaskRejected, match=r"decode-0 is draining"):
             await worker.tokens(make_task("new"))
         worker.engine.step()
         assert len(await stream) == 1
@@ -511,7 +509,7 @@ async def test_what_has_not_ended_when_the_time_for_draining_is_up_is_cut_off_af
             worker.engine.step()
             assert len((await first).token_ids) == 1
             await worker.client.drain(0.01)
-            with pytest.raises(WorkerDraining, match=r"decode-0 \(decode\) is draining"):
+            with pytest.raises(WorkerDraining, match=r"decode-0 is draining"):
                 await anext(stream)
         assert worker.engine.aborted == ["r"]
 
@@ -625,12 +623,21 @@ async def test_a_rejected_task_is_not_aborted_since_it_never_began():
         assert worker.engine.calls == []
 
 
-@pytest.mark.parametrize(("pool", "leg"), [("prefill", "decode"), ("decode", "prefill"), ("colocated", "prefill")])
-async def test_a_wrong_leg_reaches_the_client_as_an_invalid_task_and_the_engine_not_at_all(pool, leg):
+@pytest.mark.parametrize("pool", ["prefill", "decode", "colocated"])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_worker_runs_every_leg_whatever_the_pool_it_was_started_for(pool, leg):
     async with serving(FakeEngine(pool)) as worker:
-        with pytest.raises(InvalidTask, match=f"{pool} pool and cannot run a {leg} leg"):
-            await worker.tokens(make_task(leg=leg))
-        assert worker.engine.calls == worker.engine.aborted == []
+        assert await worker.tokens(make_task(leg=leg))
+        assert len(worker.engine.calls) == 1
+
+
+async def test_a_role_sets_the_limits_of_the_engines_steps_and_is_what_the_next_router_is_told():
+    role = Role(mode="colocated", pool="colocated", max_num_seqs=9, max_num_batched_tokens=300, number=4)
+    async with serving() as worker:
+        assert ((await worker.client.describe()).role, (await worker.client.status()).role_number) == (None, 0)
+        await worker.client.take_role(role)
+        assert worker.engine.step_limits == (9, 300)
+        assert ((await worker.client.describe()).role, (await worker.client.status()).role_number) == (role, 4)
 
 
 @pytest.mark.parametrize(
@@ -841,7 +848,7 @@ async def test_tasks_of_a_router_that_does_not_read_end_when_the_outbox_is_full(
 
 async def test_what_a_router_had_not_read_when_it_came_back_is_released_at_once():
     engine = FakeEngine("prefill", stepping="manual")
-    host = WorkerHost(engine, HANDLERS["prefill"])
+    host = WorkerHost(engine, HANDLERS)
     await host.start()
     try:
         former, again = host._attach(AttachRequest("r")), host._attach(AttachRequest("r"))

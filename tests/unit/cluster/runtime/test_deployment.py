@@ -12,7 +12,7 @@ from cluster.runtime.deployment import _stop
 
 class Slot:
     def __init__(self, name, error=None):
-        self.title, self.error, self.ended = name, error, False
+        self.name, self.error, self.ended = name, error, False
 
     async def stop(self):
         if self.error:

@@ -10,6 +10,7 @@ from cluster.model_store import ModelError
 from cluster.runtime import plan as plan_module
 from cluster.runtime.actors import NodePlace
 from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, make_plan
+from cluster.runtime.roles import KEPT
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 
@@ -124,6 +125,51 @@ def test_an_engine_gets_its_own_pools_limits_and_the_shared_ones(planned, tmp_pa
         assert (engine.on_cpu, engine.enforce_eager, engine.tensor_parallel_size) == (True, True, 1)
 
 
+def test_workers_have_a_role_in_both_modes_and_engines_that_hold_the_larger_limits(planned):
+    limits = {"pools__decode__max_num_seqs": "90", "pools__colocated__max_num_batched_tokens": "900"}
+    for mode in ("disaggregated", "colocated"):
+        plan = planned(mode=mode, **limits)
+        settings = plan.router_settings()
+        assert {
+            other: {name: (role.pool, role.max_num_seqs, role.max_num_batched_tokens) for name, role in roles.items()}
+            for other, roles in settings.roles.items()
+        } == {
+            "disaggregated": {"worker-0": ("prefill", 32, 512), "worker-1": ("decode", 90, 512)},
+            "colocated": {"worker-0": ("colocated", 72, 900), "worker-1": ("colocated", 72, 900)},
+        }
+        for worker in plan.workers:
+            engine = plan.engine_config(worker, "10.0.0.1")
+            assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.hands_over) == (90, 900, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"fixed_mode": "true"}, "fixed_mode is set"),
+        ({"pools__prefill__workers": "2"}, "are 3 together, pools.colocated.workers is 2"),
+        ({"pools__decode__kv_cache_bytes": "64 MiB"}, "pools.decode.kv_cache_bytes is 67108864 and pools.colocated"),
+        ({"pools__colocated__engine_args": "{seed: 3}"}, "a running engine keeps its engine_args"),
+        ({"pools__colocated__max_num_batched_tokens": "8"}, "cannot give every one of max_num_seqs"),
+    ],
+)
+def test_a_deployment_that_stays_in_its_mode_says_which_setting_keeps_it_there(planned, settings, why):
+    plan = planned(**settings)
+    router = plan.router_settings()
+    assert (router.roles, list(router.why_not)) == ({}, ["colocated"])
+    assert why in router.why_not["colocated"]
+    assert [plan.engine_config(worker, "h").max_num_batched_tokens for worker in plan.workers][-1] == 512
+
+
+def test_every_setting_of_a_pool_is_either_kept_by_a_running_engine_or_set_at_run_time():
+    set_at_run_time = {"workers", "max_num_seqs", "max_num_batched_tokens"}
+    assert {*KEPT} | set_at_run_time == {*PoolConfig.model_fields}
+
+
+def test_a_deployment_that_stays_colocated_has_engines_that_hand_nothing_over(planned):
+    plan = planned(mode="colocated", fixed_mode="true")
+    assert not any(plan.engine_config(worker, "h").hands_over for worker in plan.workers)
+
+
 def test_the_ranks_of_an_engine_share_its_cache(planned):
     plan = planned(
         model__path="/somewhere",
@@ -172,7 +218,10 @@ def test_the_router_is_told_its_limits_and_the_name_clients_use(planned):
     ).router_settings()
     assert (router.served_name, router.port, router.mode) == ("mine", 1234, "disaggregated")
     assert (router.min_remote_prefill_tokens, router.max_outstanding_requests, router.request_deadline_s) == (99, 5, 8)
-    assert (router.prefill_window_tokens, router.max_prompt_wait_s) == ({"prefill": 3000, "decode": 3000}, 7)
+    assert (router.prefill_window_tokens, router.max_prompt_wait_s) == (
+        dict.fromkeys(("prefill", "decode", "colocated"), 3000),
+        7,
+    )
     assert (router.recovery_timeout_s, router.ready_deadline_s) == (6, 4)
     assert planned().router_settings().served_name == "smollm2-135m"
 
@@ -205,5 +254,5 @@ def test_router_and_engines_get_the_same_arguments_of_the_models_and_each_pool_i
 
 def test_a_worker_has_two_steps_of_prompts_at_a_time_whatever_its_pools_step_is(planned):
     steps = {"pools__prefill__max_num_batched_tokens": "700"}
-    assert planned(**steps).router_settings().prefill_window_tokens == {"prefill": 1400, "decode": 1024}
-    assert planned(mode="colocated").router_settings().prefill_window_tokens == {"colocated": 4096}
+    windows = planned(**steps).router_settings().prefill_window_tokens
+    assert windows == {"prefill": 1400, "decode": 1024, "colocated": 4096}

@@ -33,7 +33,6 @@ class Actor:
     """Answers `failure` from a list, then is fine for ever."""
 
     def __init__(self, name, log, clock, health=(), pool=""):
-        self.pool, self.title = pool, f"{name} ({pool})" if pool else name
         self.name, self.log, self.clock = name, log, clock
         self.health = deque(health)
         self.idle_polls = 0
@@ -155,14 +154,14 @@ async def test_what_is_left_of_a_lost_worker_ends_before_it_starts_again_and_the
     scene = Scene(worker_2=["", "", why])
     await scene.play()
     assert scene.log == ["end worker-2", "start worker-2", f"replace worker-2:1 {why}"]
-    assert scene.said == [f"worker-2 (decode) is gone ({words}); restarting", "worker-2 (decode): back after 14 s"]
+    assert scene.said == [f"worker-2 is gone ({words}); restarting", "worker-2: back after 14 s"]
 
 
 async def test_a_worker_that_drained_goes_for_good():
     scene = Scene(worker_2=["", "draining", "draining", "drained"])
     await scene.play()
     assert scene.log == ["retire worker-2", "remove worker-2"]
-    assert scene.said == ["worker-2 (decode) drains", "worker-2 (decode) has drained and is gone"]
+    assert scene.said == ["worker-2 drains", "worker-2 has drained and is gone"]
 
 
 @pytest.mark.parametrize("why", ["actor_died", "engine_died", "unreachable"])
@@ -177,9 +176,9 @@ async def test_a_start_that_fails_is_tried_again_later_and_later():
     scene.workers[2].refuses = DeploymentFailed("no memory")
     await scene.play()
     assert scene.log == [*["end worker-2", "start worker-2"] * 2, "replace worker-2:1 engine_died"]
-    assert scene.said[1] == "worker-2 (decode) could not be brought back: no memory"
+    assert scene.said[1] == "worker-2 could not be brought back: no memory"
     assert [seconds for seconds in scene.clock.slept if seconds != POLL_S] == [0.0, 1.0]
-    assert scene.said[2].startswith("worker-2 (decode): back after ")
+    assert scene.said[2].startswith("worker-2: back after ")
 
 
 async def test_a_worker_lost_again_and_again_stays_away_and_the_others_go_on():
@@ -187,7 +186,7 @@ async def test_a_worker_lost_again_and_again_stays_away_and_the_others_go_on():
     await scene.play()
     assert scene.log.count("start worker-2") == 5
     assert scene.log[-2:] == ["retire worker-2", "remove worker-2"]
-    assert scene.said[-1] == "worker-2 (decode) was lost more than 5 times within 300 s of service and stays away"
+    assert scene.said[-1] == "worker-2 was lost more than 5 times within 300 s of service and stays away"
 
 
 async def test_a_worker_that_takes_minutes_to_start_and_dies_at_its_first_request_stays_away_too():
@@ -195,15 +194,15 @@ async def test_a_worker_that_takes_minutes_to_start_and_dies_at_its_first_reques
     scene.workers[2].start_s = 240.0
     await scene.play()
     assert scene.log.count("start worker-2") == 5
-    assert scene.said[-1] == "worker-2 (decode) was lost more than 5 times within 300 s of service and stays away"
+    assert scene.said[-1] == "worker-2 was lost more than 5 times within 300 s of service and stays away"
 
 
 async def test_a_worker_for_which_there_is_no_node_is_waited_for_and_not_given_up():
     scene = Scene(worker_2=["actor_died"])
-    scene.workers[2].places = [NoPlace("Ray found no place for worker-2 (decode) within 120 s") for _ in range(20)]
+    scene.workers[2].places = [NoPlace("Ray found no place for worker-2 within 120 s") for _ in range(20)]
     await scene.play()
     assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 actor_died"]
-    assert scene.said[1] == "worker-2 (decode) waits for a node: Ray found no place for worker-2 (decode) within 120 s"
+    assert scene.said[1] == "worker-2 waits for a node: Ray found no place for worker-2 within 120 s"
     assert [sentence for sentence in scene.said if "waits" in sentence] == scene.said[1:2]
 
 
@@ -279,12 +278,16 @@ async def test_a_worker_that_drains_and_cannot_be_reached_has_left():
     assert scene.log == ["retire worker-1", "remove worker-1"]
 
 
-async def test_without_a_decode_worker_and_none_coming_the_deployment_ends():
-    scene = Scene(worker_2=["engine_died"] * 9, worker_3=["draining", "drained"])
-    with pytest.raises(
-        DeploymentFailed, match=r"worker-2 \(decode\) was lost more than 5 times .*it was the last decode worker"
-    ):
+async def test_without_any_worker_and_none_coming_the_deployment_ends():
+    scene = Scene(("prefill", "decode"), worker_0=["engine_died"] * 9, worker_1=["draining", "drained"])
+    with pytest.raises(DeploymentFailed, match=r"worker-0 was lost more than 5 times .*it was the last worker"):
         await scene.play()
+
+
+async def test_without_a_decode_worker_it_goes_on():
+    scene = Scene(("prefill", "decode"), worker_1=["draining", "drained"])
+    await scene.play()
+    assert scene.log == ["retire worker-1", "remove worker-1"]
 
 
 async def test_without_a_prefill_worker_it_goes_on():
@@ -296,7 +299,7 @@ async def test_without_a_prefill_worker_it_goes_on():
 async def test_the_last_replica_may_be_lost_as_long_as_it_comes_back():
     scene = Scene(("colocated",), worker_0=["actor_died"])
     await scene.play()
-    assert scene.said[-1] == "worker-0 (colocated): back after 14 s"
+    assert scene.said[-1] == "worker-0: back after 14 s"
 
 
 async def test_a_router_that_died_serves_again_with_the_workers_there_are_now():
@@ -323,13 +326,13 @@ async def test_a_router_lost_together_with_every_worker_starts_with_the_first_on
     assert scene.log.index("start worker-0") < scene.log.index("start router with ['worker-0:1']")
     assert scene.log[-1] == "replace worker-0:1 actor_died"
     assert "could not be brought back" not in " ".join(scene.said)
-    assert [sentence.split(":")[0] for sentence in scene.said[-2:]] == ["router", "worker-0 (colocated)"]
+    assert [sentence.split(":")[0] for sentence in scene.said[-2:]] == ["router", "worker-0"]
 
 
 async def test_a_router_and_every_worker_lost_for_good_end_the_deployment():
     scene = Scene(("colocated",), worker_0=["actor_died"], router=["actor_died"])
     scene.workers[0].never = True
-    with pytest.raises(DeploymentFailed, match="it was the last colocated worker"):
+    with pytest.raises(DeploymentFailed, match="it was the last worker"):
         await scene.play()
 
 

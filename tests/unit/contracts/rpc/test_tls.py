@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cluster.config.loader import ConfigError, load_config
-from cluster.runtime.roles import HANDLERS
+from cluster.runtime.handlers import HANDLERS
 from contracts import errors
 from contracts.errors import WorkerLost
 from contracts.rpc.tls import TlsFileError, TlsFiles
@@ -44,7 +44,7 @@ def strangers(tmp_path, ours):
 async def worker(tls):
     engine = FakeEngine()
     engine.config = dataclasses.replace(engine.config, transfer=TransferOptions("127.0.0.1", tls=tls))
-    host = WorkerHost(engine, HANDLERS["decode"])
+    host = WorkerHost(engine, HANDLERS)
     await host.start()
     try:
         async with asyncio.timeout(PATIENCE_S):

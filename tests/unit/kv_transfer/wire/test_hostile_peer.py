@@ -16,7 +16,7 @@ import psutil
 import pytest
 import xxhash
 
-from cluster.runtime.roles import HANDLERS
+from cluster.runtime.handlers import HANDLERS
 from contracts import errors
 from contracts.handoff import WIRE_VERSION, KvHandoff, new_handoff_id
 from kv_transfer.collective.puller import _Place
@@ -294,7 +294,7 @@ async def test_a_worker_and_its_source_listen_on_their_interface_only():
     from kv_transfer.collective.group import host_store
 
     before = listening()
-    host = WorkerHost(FakeEngine(), HANDLERS["decode"])
+    host = WorkerHost(FakeEngine(), HANDLERS)
     await host.start()
     source = GrpcKvSource(make_pool(), LeaseTable(), LAYOUT, "127.0.0.1")
     source.start()

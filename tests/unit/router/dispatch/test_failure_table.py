@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.roles import HANDLERS
+from cluster.runtime.handlers import HANDLERS
 from contracts.errors import EngineError, EngineFailed
 from contracts.handoff import FetchReceipt, KvHandoff
 from contracts.tasks import TokenDelta
@@ -69,7 +69,7 @@ class Workers:
                 engine = FakeEngine(pool, stepping="manual")  # type: ignore[arg-type]
                 engine.config = engine_config(pool, name)  # type: ignore[arg-type]
                 self.engines[name] = engine
-                self.hosts[name] = WorkerHost(engine, HANDLERS[pool])  # type: ignore[arg-type,index]
+                self.hosts[name] = WorkerHost(engine, HANDLERS)  # type: ignore[arg-type,index]
                 self.addresses.append(await self.hosts[name].start())
 
     def emit(self, delta: TokenDelta) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.roles import HANDLERS
+from cluster.runtime.handlers import HANDLERS
 from contracts.tasks import TokenDelta
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.request import SequenceRequest
@@ -75,7 +75,7 @@ class Scene:
             engine = FakeEngine(pool, stepping="auto" if pool == "prefill" else "manual")
             engine.config = engine_config(pool, name)
             self.engines[name] = engine
-            self.hosts[name] = WorkerHost(engine, HANDLERS[pool])
+            self.hosts[name] = WorkerHost(engine, HANDLERS)
             addresses.append(await self.hosts[name].start())
         return addresses
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.roles import HANDLERS
+from cluster.runtime.handlers import HANDLERS
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.releaser import HandoffReleaser
 from router.dispatch.request import SequenceRequest
@@ -50,7 +50,7 @@ async def engines(seed: int) -> AsyncIterator[tuple[LeaseEngine, LeaseEngine]]:
 
 @contextlib.asynccontextmanager
 async def orchestrator(prefill: LeaseEngine, decode: LeaseEngine) -> AsyncIterator[Orchestrator]:
-    hosts = [WorkerHost(prefill, HANDLERS["prefill"]), WorkerHost(decode, HANDLERS["decode"])]
+    hosts = [WorkerHost(prefill, HANDLERS), WorkerHost(decode, HANDLERS)]
     settings, releaser = router_settings(max_outstanding_requests=1000), HandoffReleaser()
     try:
         addresses = [await host.start() for host in hosts]

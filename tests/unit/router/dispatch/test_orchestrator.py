@@ -24,6 +24,7 @@ from router.dispatch.orchestrator import (
 from router.dispatch.request import SequenceRequest
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.policy import Demand, NoWorker
+from router.fleet.roles import RoleTable
 from router.flow.prompt_queue import prompt_queues
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
@@ -74,8 +75,8 @@ class FakeClient:
 class FakeFleet(Fleet):
     """A fleet without connections."""
 
-    def __init__(self, log, scripts):
-        super().__init__("test")
+    def __init__(self, log, scripts, mode="disaggregated"):
+        super().__init__("test", roles=RoleTable(mode))
         for worker_id, script in scripts.items():
             description = worker_description(worker_id=worker_id, pool=worker_id.split("-")[0], layout=LAYOUT)
             self._workers[worker_id] = Worker(FakeClient(log, worker_id, script), description)
@@ -91,7 +92,7 @@ class Bench:
         self.log, self.emitted, self.released = [], [], []
         self.stop_at = None
         names = {"prefill": "prefill-0", "decode": "decode-0", "colocated": "colocated-0"}
-        self.fleet = FakeFleet(self.log, {names.get(name, name): script for name, script in scripts.items()})
+        self.fleet = FakeFleet(self.log, {names.get(name, name): script for name, script in scripts.items()}, mode)
         self.registry = CollectorRegistry()
         self.settings = router_settings(
             mode=mode, request_deadline_s=deadline_s, min_remote_prefill_tokens=min_remote, recovery_timeout_s=0.0
@@ -420,11 +421,11 @@ async def test_when_all_decode_workers_leave_meanwhile_it_is_for_their_leaving_t
         await eventually(lambda: bench.queues["prefill"].waiting)
         bench.fleet.get("decode-0").status = WorkerStatus(worker_id="decode-0", draining=True)
     bench.queues["prefill"].dispatch()
-    with pytest.raises(NoWorker):  # the bench does not wait for another one
-        await running
+    await running
     retried = {"state": "queued", "cause": "draining"}
     assert bench.registry.get_sample_value("ridgeline_retries_total", retried) == 1
-    assert bench.client("prefill").tasks == []
+    [task] = bench.client("prefill").tasks
+    assert (task.leg, task.recompute_reason) == ("decode", "no_decode_worker"), "prefill serves it whole"
     bench.assert_idle()
 
 
@@ -521,12 +522,22 @@ async def test_a_request_past_its_deadline_fails_naming_the_setting_and_leaves_n
     bench.assert_idle()
 
 
-async def test_without_a_usable_decode_worker_no_prefill_is_wasted():
+async def test_without_any_usable_worker_a_request_ends_after_the_time_to_recover():
     bench = split()
-    bench.client("decode").connected = False
+    bench.client("prefill").connected = bench.client("decode").connected = False
     with pytest.raises(NoWorker):
         await bench.run()
     assert bench.log == []
+    bench.assert_idle()
+
+
+async def test_without_a_usable_decode_worker_a_prefill_worker_serves_the_whole_request_and_is_told_why():
+    bench = split(prefill=[WHOLE])
+    bench.client("decode").connected = False
+    await bench.run()
+    [task] = bench.client("prefill").tasks
+    assert (task.leg, task.handoff, task.recompute_reason) == ("decode", None, "no_decode_worker")
+    assert bench.count(path="fallback", outcome="finished") == 1
     bench.assert_idle()
 
 
@@ -655,7 +666,7 @@ async def test_a_decode_worker_lost_while_the_prompt_waited_costs_nothing():
 async def test_decode_is_chosen_when_the_prompt_has_its_turn_by_the_blocks_it_will_need():
     bench = split(**{"decode-1": [SECOND, LAST]})
     crowded, roomy = bench.fleet.get("decode-0"), bench.fleet.get("decode-1")
-    async with bench.queues["prefill"].turn(Demand(2000, client="other")):
+    async with bench.queues["prefill"].turn(Demand(2000, client="other"), decodes_here=False):
         task = asyncio.create_task(bench.run())
         await asyncio.sleep(0)
         with roomy.reserve():  # more run there, and it has the blocks

@@ -214,29 +214,42 @@ async def test_an_idle_worker_is_asked_once_a_second_and_one_that_does_not_answe
     assert asked[: len(asked_at_s)] == asked_at_s
 
 
-async def test_who_waits_for_a_worker_looks_again_when_there_may_be_one_and_not_before(monkeypatch):
-    looks = []
+async def test_who_waits_for_a_worker_in_doubt_goes_on_with_its_next_answer(asked):
     async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
-        started[0]._engine.failed = True
+        worker = fleet.get("decode-0")
         await fleet.refresh()
-        monkeypatch.setattr(fleet, "pool", lambda pool: looks.append(pool) or [fleet.get("decode-0")])
+        asked.hang = {"decode-0"}
+        worker.client._has_failed()
         waiting = [asyncio.create_task(fleet.wait_until_usable("decode", 20)) for _ in range(50)]
         await asyncio.sleep(0)
-        await fleet.refresh()
-        await fleet.refresh()
-        assert len(looks) == 50
-        started[0]._engine.failed = False
+        assert worker.load().usable
+        assert not any(task.done() for task in waiting)
+        asked.hang = set()
         await fleet.refresh()
         await asyncio.gather(*waiting)
-        assert fleet.get("decode-0").load().takes_work
-        assert len(looks) == 100
+        assert worker.load().takes_work
 
 
-async def test_nobody_waits_longer_for_a_worker_than_is_said():
-    async with asyncio.timeout(PATIENCE_S), hosts(prefill=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
-        for within_s in (0.0, 0.01):
-            with pytest.raises(NoWorker, match=f"no decode worker has been usable for {within_s:g} s"):
-                await fleet.wait_until_usable("decode", within_s)
+async def test_nobody_waits_for_workers_that_are_lost_nor_longer_for_one_in_doubt_than_is_said(asked):
+    async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+        with pytest.raises(NoWorker, match="no prefill worker is usable"):
+            await fleet.wait_until_usable("prefill", 20)
+        await fleet.refresh()
+        asked.hang = {"decode-0"}
+        fleet.get("decode-0").client._has_failed()
+        with pytest.raises(NoWorker, match=r"no decode worker has been usable for 0.01 s"):
+            await fleet.wait_until_usable("decode", 0.01)
+
+
+async def test_a_worker_that_is_lost_while_it_is_in_doubt_ends_the_wait():
+    async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
+        await fleet.refresh()
+        fleet.get("decode-0").client._has_failed()
+        waiting = asyncio.create_task(fleet.wait_until_usable("decode", 20))
+        started[0]._engine.failed = True
+        await fleet.refresh()
+        with pytest.raises(NoWorker, match="no decode worker is usable"):
+            await waiting
 
 
 async def test_a_worker_whose_engine_failed_a_request_gets_no_other_before_it_has_told_that_it_is_well(asked):

@@ -1,27 +1,31 @@
 """Which worker gets a request."""
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
 from router.fleet.policy import (
+    SHORT_PROMPT,
+    SPLIT,
+    WHOLE_REPLICA,
+    WITHOUT_DECODE,
+    WITHOUT_PREFILL,
     Demand,
     NoWorker,
-    Path,
     WorkerLoad,
+    answer_pool,
     blocks_needed,
     fewest_running_then_most_free,
     least_prompt_tokens,
     least_work,
-    path_for,
     pick,
     pools_of,
     prompt_blocks,
-    prompt_pool,
     room_then_fewest_running,
+    route_for,
 )
 
+BOTH = {"prefill", "decode"}
 IDLE = WorkerLoad(
     worker_id="idle",
     connected=True,
@@ -89,25 +93,35 @@ def test_a_whole_replica_is_chosen_by_prompts_then_sequences_then_free_blocks():
 
 
 def test_only_prompts_shorter_than_the_limit_are_prefilled_locally():
-    assert path_for(Demand(63), "disaggregated", 64, prefill_usable=True) == "decode_only"
-    assert path_for(Demand(64), "disaggregated", 64, prefill_usable=True) == "disaggregated"
-    assert path_for(Demand(1), "disaggregated", 0, prefill_usable=True) == "disaggregated"
+    assert route_for(Demand(63), "disaggregated", 64, BOTH) == SHORT_PROMPT
+    assert route_for(Demand(64), "disaggregated", 64, BOTH) == SPLIT
+    assert route_for(Demand(1), "disaggregated", 0, BOTH) == SPLIT
 
 
 def test_a_prompt_that_prefill_should_have_computed_falls_back_and_a_short_one_does_not():
-    assert path_for(Demand(64), "disaggregated", 64, prefill_usable=False) == "fallback"
-    assert path_for(Demand(63), "disaggregated", 64, prefill_usable=False) == "decode_only"
+    assert route_for(Demand(64), "disaggregated", 64, {"decode"}) == WITHOUT_PREFILL
+    assert route_for(Demand(63), "disaggregated", 64, {"decode"}) == SHORT_PROMPT
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 64])
-@pytest.mark.parametrize("prefill_usable", [False, True])
-def test_a_replica_does_everything_as_intended_and_never_as_a_fallback(prompt_tokens, prefill_usable):
-    assert path_for(Demand(prompt_tokens), "colocated", 64, prefill_usable) == "colocated"
+def test_while_no_decode_worker_is_usable_prefill_workers_serve_whole_requests(prompt_tokens):
+    assert route_for(Demand(prompt_tokens), "disaggregated", 64, {"prefill"}) == WITHOUT_DECODE
+    assert answer_pool("disaggregated", {"prefill"}) == "prefill"
 
 
-def test_every_way_begins_in_a_pool_that_its_mode_has():
-    ways = {"disaggregated": "prefill", "fallback": "decode", "decode_only": "decode", "colocated": "colocated"}
-    assert {path: prompt_pool(path) for path in get_args(Path)} == ways
+def test_while_no_worker_is_usable_requests_wait_for_decode_which_can_do_without_prefill():
+    assert route_for(Demand(64), "disaggregated", 0, set()) == WITHOUT_PREFILL
+    assert answer_pool("disaggregated", set()) == "decode"
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 64])
+@pytest.mark.parametrize("usable", [set(), {"colocated"}])
+def test_a_replica_does_everything_as_intended_and_never_as_a_fallback(prompt_tokens, usable):
+    assert route_for(Demand(prompt_tokens), "colocated", 64, usable) == WHOLE_REPLICA
+    assert answer_pool("colocated", usable) == "colocated"
+
+
+def test_the_last_pool_of_a_mode_decodes():
     assert (pools_of("disaggregated"), pools_of("colocated")) == (("prefill", "decode"), ("colocated",))
 
 

@@ -218,7 +218,7 @@ def test_a_client_that_holds_its_share_is_told_so_before_its_body_is_read():
         router.admission.check_share("a", 2)
     router.admission.check_share("b", 0)
     assert router.rejected("client_share") == 2
-    router.bench.client("decode").connected = False
+    router.bench.client("prefill").connected = router.bench.client("decode").connected = False
     router.admission.check_share("a", 2)  # nobody could serve it, which it is told later
     tickets.clear()
 
@@ -236,7 +236,7 @@ class Router:
         settings = replace(self.bench.settings, recovery_timeout_s=60.0, max_client_share=share)
         self.queues = prompt_queues(self.bench.fleet, settings)
         metrics = RequestMetrics(self.registry)
-        self.admission = Admission(settings, self.queues, self.bench.fleet.pool, metrics, self.clock)
+        self.admission = Admission(settings, self.queues, self.bench.fleet, metrics, self.clock)
         self.admission.state = "open"
 
     def rejected(self, reason):
@@ -283,7 +283,7 @@ async def test_a_client_is_refused_by_the_wait_it_would_have_itself_and_others_a
     queue._clock = queue._rate._clock = clock
 
     async def hold(client, tokens, seconds=None):
-        async with queue.turn(Demand(tokens, client=client)) as turn:
+        async with queue.turn(Demand(tokens, client=client), decodes_here=queue.pool != "prefill") as turn:
             if seconds is None:
                 await asyncio.Event().wait()
             clock.now_s += seconds
@@ -308,7 +308,7 @@ async def test_a_request_of_n_sequences_is_refused_by_the_wait_of_the_last_of_it
     router = Router()
     queue, clock = router.queues["prefill"], FakeClock()
     queue._clock = queue._rate._clock = clock
-    async with queue.turn(Demand(4000, client="a")) as turn:
+    async with queue.turn(Demand(4000, client="a"), decodes_here=False) as turn:
         clock.now_s += 64.0  # 62.5 tokens/s
         turn.prompt_done()
     router.admission.admit("a", Ask(4, 600, 16))
@@ -353,9 +353,18 @@ def test_prompts_that_share_their_blocks_are_counted_by_what_workers_report():
             router.admission.admit("a", Ask(1, 1600, 16))
 
 
-def test_without_a_decode_worker_new_requests_are_refused_before_their_prompt_is_read():
+def test_without_a_decode_worker_new_requests_are_judged_by_the_prefill_workers_that_serve_them_whole():
     router = Router()
     router.bench.client("decode").connected = False
+    router.admission.check("a", 1)
+    router.queues["prefill"].wait_s = lambda client, tokens, prompts=1: 98.0
+    with pytest.raises(Refused, match="would wait about 98 s"):
+        router.admission.admit("a", Ask(1, 8, 8))
+
+
+def test_without_any_worker_new_requests_are_refused_before_their_prompt_is_read():
+    router = Router()
+    router.bench.client("prefill").connected = router.bench.client("decode").connected = False
     with pytest.raises(Refused, match="no decode worker"):
         router.admission.check("a", 1)
     assert router.rejected("no_worker") == 1

@@ -127,7 +127,10 @@ async def test_a_prompt_that_is_cancelled_on_its_way_to_its_worker_gives_its_pla
 
 async def test_no_place_stays_taken_whatever_becomes_of_the_turns(bench):
     async def one(number):
-        async with AsyncExitStack() as stack, bench.queue.turn(Demand(100, client=f"client-{number % 3}")) as turn:
+        async with (
+            AsyncExitStack() as stack,
+            bench.queue.turn(Demand(100, client=f"client-{number % 3}"), decodes_here=False) as turn,
+        ):
             if number % 2:
                 slot = turn.take_slot()
                 stack.callback(slot.release)
@@ -165,7 +168,7 @@ async def test_of_two_pools_whose_prompts_wait_for_places_each_gets_its_turn():
     started, held, tasks = [], [], []
 
     async def ask(queue, client):
-        async with queue.turn(Demand(10, client=client)) as turn:
+        async with queue.turn(Demand(10, client=client), decodes_here=queue is short) as turn:
             started.append(queue.pool)
             turn.prompt_done()
             done = asyncio.Event()
@@ -197,7 +200,7 @@ async def test_a_client_with_short_prompts_gets_its_part_of_the_places_beside_on
     running, tasks = [], []
 
     async def ask(queue, client):
-        async with queue.turn(Demand(10, client=client)) as turn:
+        async with queue.turn(Demand(10, client=client), decodes_here=queue is short) as turn:
             turn.prompt_done()
             done = asyncio.Event()
             running.append((client, done))

@@ -51,7 +51,7 @@ class Bench:
         await settle()
 
     async def _hold(self, name, tokens, client, urgent):
-        async with self.queue.turn(Demand(tokens, client=client), urgent=urgent) as turn:
+        async with self.queue.turn(Demand(tokens, client=client), decodes_here=False, urgent=urgent) as turn:
             self.started.append(name)
             self.turns[name] = turn
             await self._done[name].wait()
@@ -250,7 +250,7 @@ async def test_a_prompt_that_is_cancelled_on_the_worker_frees_its_place(bench):
 
 async def test_a_block_that_fails_frees_its_place(bench):
     with pytest.raises(RuntimeError):
-        async with bench.queue.turn(Demand(2000, client="a")):
+        async with bench.queue.turn(Demand(2000, client="a"), decodes_here=False):
             raise RuntimeError
     assert bench.outstanding() == [0]
 

@@ -15,6 +15,7 @@ from cluster.config.api_keys import ApiKeyError, key_hashes
 from cluster.config.loader import explain, load_config
 from loadtest.errors import ServerError
 from router.client_identity import hash_key
+from router.dispatch.modes import Modes
 from router.front.admin import admin_routes
 from router.front.http.context import WithContext
 from router.front.middleware.admin_access import AdminAccess
@@ -43,7 +44,7 @@ async def admin(caller="127.0.0.1", access=LOCAL, **layouts):
         a_fleet([host.address for host in started]) as fleet,
     ):
         app = FastAPI()
-        app.include_router(admin_routes(fleet))
+        app.include_router(admin_routes(fleet, Modes(fleet, {})))
         app = WithContext(KeyGuard(app, Access(admin=access)))
         transport = httpx.ASGITransport(app, client=(caller, 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -74,7 +75,11 @@ async def test_a_worker_that_is_told_to_drain_says_so_at_once_and_refuses_work()
 
 @pytest.mark.parametrize(
     ("pool", "consequence"),
-    [("decode", "nothing can be served"), ("colocated", "nothing can be served"), ("prefill", "on the decode workers")],
+    [
+        ("decode", "served whole by the prefill workers"),
+        ("colocated", "nothing can be served"),
+        ("prefill", "on the decode workers"),
+    ],
 )
 async def test_the_last_worker_of_a_pool_leaves_only_by_force_and_force_takes_an_admin_key(pool, consequence):
     wish = {"worker": f"{pool}-0", "timeout_s": 0}
@@ -219,7 +224,7 @@ async def test_no_way_of_writing_an_operators_path_leads_past_the_admin_key(writ
 async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
     async with a_fleet([]) as fleet:
         app = FastAPI()
-        app.include_router(admin_routes(fleet))
+        app.include_router(admin_routes(fleet, Modes(fleet, {})))
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert await statuses(http, **BEARER) == FORBIDDEN

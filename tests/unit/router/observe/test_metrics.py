@@ -90,7 +90,11 @@ PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
 
 
 def collect(registry, *workers, in_flight=0):
-    registry.register(WorkerCollector(lambda: workers, lambda: HARDWARE, lambda: in_flight, lambda: PAIRS, dict))
+    registry.register(
+        WorkerCollector(
+            lambda: workers, lambda: HARDWARE, lambda: "disaggregated", lambda: in_flight, lambda: PAIRS, dict
+        )
+    )
 
 
 def test_a_disaggregated_request_credits_each_token_to_the_pool_that_made_it(registry):

@@ -1,0 +1,36 @@
+"""`ridgeline mode`: tells in which mode a server serves, or changes it while it serves. Called by `cluster.cli`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.commands.operator import ask, operator_client
+from contracts.vocabulary import Mode
+
+PATH = "/ridgeline/mode"
+
+
+async def mode(url: str, wanted: Mode | None, *, admin_key_file: Path | None, console: Console) -> None:
+    """Print the mode, or change it and say how long that took. Raises ServerError when the server refuses."""
+    async with operator_client(url, admin_key_file) as client:
+        now = await ask(client, "GET", PATH)
+        if wanted is None:
+            console.print(f"the server serves {now['mode']}", highlight=False)
+            for other in now["modes"]:
+                if other != now["mode"]:
+                    console.print(f"it can change to {other} while it serves: ridgeline mode {other}", highlight=False)
+            for other, why in now["why_not"].items():
+                console.print(f"it cannot become {other}: {why}", highlight=False, markup=False)
+            return
+        if wanted == now["mode"]:
+            console.print(f"the server serves {wanted} already", highlight=False)
+            return
+        change = await ask(client, "POST", PATH, {"mode": wanted})
+    waiting = change["rerouted_prompts"]
+    console.print(
+        f"{now['mode']} -> {wanted} in {change['took_s']:.2f} s; {waiting} waiting prompt{'s' * (waiting != 1)} "
+        "rerouted, what runs goes on where it is",
+        highlight=False,
+    )

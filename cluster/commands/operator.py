@@ -1,0 +1,49 @@
+"""Calls to the paths of operators of a running server. Used by `cluster.commands.drain` and `cluster.commands.mode`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cluster.config.api_keys import first_admin_key
+from loadtest.errors import ServerError
+
+ANSWER_WITHIN_S = 20.0
+
+
+def operator_client(url: str, admin_key_file: Path | None) -> httpx.AsyncClient:
+    """Return a client that sends the file's first admin key, if there is a file. Raises ApiKeyError."""
+    headers = {"Authorization": f"Bearer {first_admin_key(str(admin_key_file))}"} if admin_key_file else {}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False)
+
+
+async def ask(client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the server's answer. Raises ServerError with the server's own sentence, or if there is no answer."""
+    try:
+        response = await client.request(method, path, json=body)
+        if response.is_success:
+            answer: dict[str, Any] = response.json()
+            return answer
+        raise ServerError(_sentence(response))
+    except httpx.TransportError as error:
+        raise ServerError(
+            f"no answer from {client.base_url}: {error or type(error).__name__}; is the server running?"
+        ) from error
+    except ValueError as error:
+        raise ServerError(f"{client.base_url} answers {path} with something else than JSON") from error
+
+
+def _sentence(response: httpx.Response) -> str:
+    """Return the server's own message, if it has one."""
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        return (
+            "the server asks for an admin key: say --admin-key-file with the file that its security.admin_keys_file "
+            "names"
+        )
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = ""
+    return message or f"{response.request.url} answers {response.status_code}: is it a Ridgeline server?"

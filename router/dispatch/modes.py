@@ -1,0 +1,69 @@
+"""Changes the mode while requests are served: no request is lost, and none starts anew.
+
+Called by `router.front.admin`. What runs on a worker ends there as it began; prompts that wait go the new way, in
+their order, and so does everything that comes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from contracts.vocabulary import Mode, Pool
+from router.fleet.fleet import Fleet
+from router.fleet.policy import pools_of
+from router.flow.prompt_queue import PromptQueue
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModeChange:
+    """What a change of mode did."""
+
+    mode: Mode
+    rerouted_prompts: int
+    """Prompts that waited for a worker and go another way now."""
+    took_s: float
+
+
+class Modes:
+    """The mode of this router's deployment, and the one way to change it."""
+
+    def __init__(self, fleet: Fleet, queues: Mapping[Pool, PromptQueue]) -> None:
+        self._fleet = fleet
+        self._queues = queues
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def mode(self) -> Mode:
+        """The mode in which new requests are served."""
+        return self._fleet.mode
+
+    @property
+    def possible(self) -> tuple[Mode, ...]:
+        """The modes that this deployment can serve."""
+        return self._fleet.roles.modes
+
+    @property
+    def why_not(self) -> Mapping[Mode, str]:
+        """For each other mode, the setting that prevents it."""
+        return self._fleet.roles.why_not
+
+    async def change(self, mode: Mode) -> ModeChange:
+        """Serve in this mode from now on. Raises ModeImpossible or PairingRefused, and then changes nothing."""
+        began_s, rerouted = time.monotonic(), 0
+
+        def send_on() -> None:
+            nonlocal rerouted
+            left = [queue for pool, queue in self._queues.items() if pool not in pools_of(mode)]
+            rerouted = sum(queue.send_away() for queue in left)
+
+        async with self._one_at_a_time:
+            if mode != self._fleet.mode:
+                logger.warning("the mode changes from %s to %s", self._fleet.mode, mode)
+                await self._fleet.change_mode(mode, send_on)
+        return ModeChange(mode, rerouted, time.monotonic() - began_s)

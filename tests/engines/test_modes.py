@@ -1,0 +1,96 @@
+"""The mode of a deployment changes while its engines serve: nothing fails, and no token differs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.engines.harness import Engines, Figure, Increase
+
+pytestmark = [pytest.mark.engines, pytest.mark.core, pytest.mark.asyncio(loop_scope="session")]
+
+CHANGES = 6
+PER_CHANGE = 4
+"""Answers between two changes."""
+CLIENTS = 6
+OUTPUT_TOKENS = 16
+LONG_PROMPT_TOKENS = 900
+"""More than a step of prefill (512), less than one of a replica (2048)."""
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def changing(engines: Engines) -> AsyncIterator[Engines]:
+    """The deployment, in mode disaggregated again afterwards."""
+    yield engines
+    await change(engines, "disaggregated")
+
+
+async def change(engines: Engines, mode: str) -> dict[str, object]:
+    response = await engines.http.post("/ridgeline/mode", json={"mode": mode})
+    assert response.status_code == 200, response.text
+    answer: dict[str, object] = response.json()
+    return answer
+
+
+async def test_the_mode_changes_under_load_and_nothing_fails_and_every_token_is_the_models(
+    changing: Engines, text: list[int], figure: Figure
+):
+    engines = changing
+    before, answers, took = await engines.metrics(), [], []
+    moved, stop = asyncio.Condition(), asyncio.Event()
+
+    async def client(number: int) -> None:
+        asked = 0
+        while not stop.is_set():
+            begin, length = 300 * (CLIENTS * asked + number), 40 + 90 * ((asked + number) % 6)
+            prompt = text[begin : begin + length]
+            answer = await engines.tokens(prompt, OUTPUT_TOKENS)
+            async with moved:
+                answers.append((prompt, answer))
+                moved.notify_all()
+            asked += 1
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(CLIENTS):
+            group.create_task(client(number))
+        for number in range(CHANGES):
+            async with moved:
+                enough = len(answers) + PER_CHANGE
+                await moved.wait_for(lambda enough=enough: len(answers) >= enough)
+            began_s = time.monotonic()
+            assert (await change(engines, ("colocated", "disaggregated")[number % 2]))["mode"]
+            took.append(time.monotonic() - began_s)
+        stop.set()
+    figure(
+        f"{CHANGES} changes under {CLIENTS} clients, the longest took {max(took) * 1000:.0f} ms; {len(answers)} answers"
+    )
+    counted = Increase(before, await engines.metrics())
+    paths = counted.by_label("ridgeline_requests_total", "path")
+    assert paths["colocated"] > 0
+    assert paths["disaggregated"] > 0
+    assert counted.sum("ridgeline_requests_total", outcome="finished") == len(answers)
+    assert counted.sum("ridgeline_retries_total") == 0
+    for prompt, answer in answers:
+        assert all(engines.is_tie(nat) for nat in await engines.behind_best_nats(prompt, answer))
+    assert await engines.becomes_idle() == {}
+
+
+async def test_the_limits_of_a_step_change_while_the_engine_serves(changing: Engines, text: list[int]):
+    steps = {}
+    for mode in ("disaggregated", "colocated", "disaggregated"):
+        await change(changing, mode)
+        await changing.cold()
+        before = await changing.metrics()
+        await changing.tokens(text[7_000 : 7_000 + LONG_PROMPT_TOKENS], 1)
+        steps[mode] = Increase(before, await changing.metrics()).sum("ridgeline_steps_total")
+    assert steps == {"disaggregated": 2, "colocated": 1}
+
+
+async def test_a_server_says_which_modes_it_can_serve_and_refuses_others(changing: Engines):
+    told = (await changing.http.get("/ridgeline/mode")).json()
+    assert told == {"mode": "disaggregated", "modes": ["disaggregated", "colocated"], "why_not": {}}
+    assert (await changing.http.post("/ridgeline/mode", json={"mode": "adaptive"})).status_code in (400, 422)
