@@ -34,7 +34,7 @@ RECENT_S = 2.0
 REUSE_S = 1.0
 """A verdict is reused for this long."""
 CANARY_CLIENT = "canary"
-DECODE_SERVES = "all of its workers were drained or have left; decode computes the prompts"
+THE_OTHERS_SERVE = "all of its workers were drained or have left; those of the other pool serve whole requests"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Readiness:
     async def _look_now(self) -> Verdict:
         verdict = {pool: self._recent(pool, workers) for pool, workers in self._pools().items()}
         empty = any(
-            not _gone_for_good(pool, workers) and not any(worker.load().usable for worker in workers)
+            not self._can_be_spared(pool) and not any(worker.load().usable for worker in workers)
             for pool, workers in self._pools().items()
         )
         if empty or all(pool.ready for pool in verdict.values()):
@@ -104,18 +104,26 @@ class Readiness:
         await self._refresh()
         return {
             pool: self._recent(pool, workers)
-            if _gone_for_good(pool, workers)
+            if self._can_be_spared(pool)
             else self._judge(workers, problem, began_s, self._computed()[pool] > computed.get(pool, 0.0))
             for pool, workers in self._pools().items()
         }
 
     def _recent(self, pool: Pool, workers: Sequence[Worker]) -> PoolVerdict:
-        if _gone_for_good(pool, workers):
-            return PoolVerdict(True, self._token_age_s(workers), DECODE_SERVES)
+        if self._can_be_spared(pool):
+            return PoolVerdict(True, self._token_age_s(workers), THE_OTHERS_SERVE)
         if not any(worker.load().usable for worker in workers):
             return PoolVerdict(False, self._token_age_s(workers), "no worker is connected and accepting work")
         age_s = self._token_age_s(workers)
         return PoolVerdict(age_s is not None and age_s <= RECENT_S, age_s)
+
+    def _can_be_spared(self, pool: Pool) -> bool:
+        """Return whether a pool was drained on purpose while another one stays, so that all is still served.
+
+        The workers of a pool that was lost come back; until then the server is not whole.
+        """
+        gone = {name for name, workers in self._pools().items() if all(worker.leaves for worker in workers)}
+        return pool in gone and len(gone) < len(self._pools())
 
     def _judge(self, workers: Sequence[Worker], problem: str | None, began_s: float, computed: bool) -> PoolVerdict:
         """Judge a pool after the canary. One that computed tokens meanwhile is busy with a long prompt, not stuck."""
@@ -156,11 +164,6 @@ class Readiness:
             )
             for pool, workers in self._pools().items()
         }
-
-
-def _gone_for_good(pool: Pool, workers: Sequence[Worker]) -> bool:
-    """Return whether the prefill pool was drained on purpose, so that all is still served. A lost worker comes back."""
-    return pool == "prefill" and all(worker.leaves for worker in workers)
 
 
 @dataclass(frozen=True)

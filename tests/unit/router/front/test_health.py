@@ -113,7 +113,7 @@ async def test_a_prefill_pool_that_was_drained_leaves_a_server_that_is_ready_and
         assert (status, body["ready"]) == (200, True)
         assert body["pools"]["prefill"] == {
             "ready": True,
-            "why": "all of its workers were drained or have left; decode computes the prompts",
+            "why": "all of its workers were drained or have left; those of the other pool serve whole requests",
         }
         deployment.clock.now_s += 10
     assert deployment.canaries == 2, "decode is tried all the same"
@@ -122,10 +122,22 @@ async def test_a_prefill_pool_that_was_drained_leaves_a_server_that_is_ready_and
     assert (await deployment.get())[0] == 503
 
 
-async def test_a_drained_decode_pool_is_not_ready():
+async def test_a_decode_pool_that_was_drained_leaves_a_server_that_is_ready_too():
     deployment = Deployment()
     deployment.decode.usable, deployment.decode.leaves = False, True
-    assert (await deployment.get())[0] == 503
+    deployment.token(deployment.prefill)
+    status, answer = await deployment.get()
+    assert status == 200
+    assert "serve whole requests" in answer["pools"]["decode"]["why"]
+
+
+async def test_a_server_whose_workers_were_all_drained_is_not_ready():
+    deployment = Deployment()
+    for worker in (deployment.prefill, deployment.decode):
+        worker.usable, worker.leaves = False, True
+    status, answer = await deployment.get()
+    assert status == 503
+    assert not any(pool["ready"] for pool in answer["pools"].values())
 
 
 async def test_the_pool_that_made_no_token_is_named_with_how_long_and_the_deadline():
