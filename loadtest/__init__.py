@@ -1,9 +1,10 @@
-"""Traces, open-loop replay, comparison of the two modes, and the report. Called by `cluster.commands.loadtest`.
+"""Traces, open-loop replay, comparison of two arms, and the report. Called by `cluster.commands.loadtest`.
 
 It speaks only HTTP to the server, so the same code can load any OpenAI-compatible server.
 
 plan.py      the settings of a run, checked before anything starts
-compare.py   runs both modes on the same requests, in rounds
+arms.py      the arms of a comparison, and the ways to reach one
+compare.py   runs both arms on the same requests, in pairs of rounds
 trace/       what is replayed: arrivals, lengths, prompts
 run/         one replay, from the plan to the records
 statistics/  from pairs of rounds to an outcome

@@ -1,31 +1,33 @@
-"""Runs both modes on the same requests, in counterbalanced rounds, and writes the result.
+"""Runs both arms on the same requests, in pairs of rounds, until they can be told apart or cannot.
 
 Called by `cluster.commands.loadtest`.
 
-The order A B B A makes a drift of the machine affect both modes alike. Round r sends the same prompts in both modes,
-and no two rounds share a prompt's beginning, so a server that stays up for two rounds has a cold prefix cache in both.
+The order within a pair is drawn at random, so that a drift of the machine favours no arm. Both rounds of a pair have
+the same arrivals and lengths, and each pair has another window of the trace or another seed. No two rounds share a
+prompt's beginning, so prefix caches are cold. A round that says nothing of its arm is void and repeated.
 
-What the plan leaves to be measured is measured once, at the first server, and holds for both modes and all rounds.
+What the plan leaves to be measured is measured once, at arm a's server, and holds for both arms and all rounds.
 """
 
-import itertools
+import asyncio
+import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from loadtest.errors import NotDisaggregatedError
-from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, Mode
+from loadtest.arms import Arm
+from loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
+from loadtest.plan import DISAGGREGATED, ComparePlan
 from loadtest.report.page import write_report
-from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
-from loadtest.report.summary import FORMULAS, summarise
+from loadtest.report.pools import disaggregated_fraction, recomputes
+from loadtest.report.rounds import ArmLabel, Round, labels_of, summarise_comparison
 from loadtest.report.tables import print_comparison
-from loadtest.report.verdict import Verdict, judge
 from loadtest.run.calibration import (
     Course,
     Load,
@@ -35,25 +37,27 @@ from loadtest.run.calibration import (
     given_load,
     minutes_text,
     settle,
+    workers_of,
 )
-from loadtest.run.machine import describe_machine
-from loadtest.run.records import RequestRecord
-from loadtest.run.replay import ReplayResult, run_replay
-from loadtest.run.server_metrics import add_up
+from loadtest.run.client import first_model, open_client
+from loadtest.run.machine import Disturbance, disturbance, read_cpu
+from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
 from loadtest.run.unloaded import measure_unloaded, sizes_of
+from loadtest.run.validity import void_reasons
+from loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES, warm_up_workers
+from loadtest.statistics.looks import LEAST_PAIRS, looks_until
+from loadtest.statistics.outcome import Conclusion, Side, conclude
+from loadtest.statistics.pairs import PairDifference, pair_difference
+from loadtest.trace.windows import PairTraces
 
 MIN_DISAGGREGATED_FRACTION = 0.99
-ONE_OF_EACH = Workers(prefill=1, decode=1)
-Serve = Callable[[Mode], AbstractAsyncContextManager[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One replay in one mode; rounds of the two modes with equal `index` send the same requests."""
-
-    mode: Mode
-    index: int
-    result: ReplayResult
+MOST_REPEATS = 2
+"""Repeats of one round in which a worker was lost; then the comparison ends."""
+MOST_DISTURBED = 4
+"""Repeats of disturbed rounds in a comparison; then the machine is like that, and rounds are kept and marked."""
+SIDES: tuple[Side, Side] = ("a", "b")
+STARTS_IN_A_PAIR = 1.5
+"""Of arms that need a start each: with a random order every second pair begins with the arm that is running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,78 +65,185 @@ class Comparison:
     """The result of a comparison; `summary` is the content of summary.json."""
 
     summary: dict[str, Any]
-    records: dict[Mode, tuple[RequestRecord, ...]]
-    verdict: Verdict
+    conclusion: Conclusion
     report: Path
 
 
 async def compare(
-    serve: Serve,
+    arms: tuple[Arm, Arm],
     plan: ComparePlan,
     out: Path,
     console: Console,
-    workers: Workers = ONE_OF_EACH,
+    *,
+    workers: Workers | None = None,
     notes: tuple[str, ...] = (),
+    is_alone: bool = True,
 ) -> Comparison:
-    """Run all rounds, write summary.json, records.jsonl and report.html into `out`, print the table and the verdict.
+    """Run pairs of rounds, write summary.json, records.jsonl and report.html into `out`, print tables and outcome.
 
-    `serve(mode)` is entered once for each sequence of rounds in one mode and yields the server's base URL. `workers`
-    are those of the disaggregated mode, in units of a colocated replica; `notes` are said with the load. Raises
-    LoadTestError, and NotDisaggregatedError after the first disaggregated round that did not use both pools.
+    `workers` share the load, in units of the worker of arm a that is measured; without them its server says which.
+    `notes` are said with the load. With `is_alone` all work of this machine that this process did not start disturbs.
+    Raises LoadTestError, and NotDisaggregatedError after the first round in that mode that did not use both pools.
     """
-    records_file = _fresh_records_file(out)
-    rounds: list[Round] = []
-    load: Load | None = None
-    schedule = round_schedule(plan.rounds)
-    stretches = [
-        (mode, [index for _, index in steps]) for mode, steps in itertools.groupby(schedule, lambda step: step[0])
-    ]
-    began_s = time.monotonic()
-    if plan.budget_s is not None:
-        console.print(f"comparing both modes takes about {minutes_text(plan.budget_s)}", highlight=False)
-    for mode, indices in stretches:
+    run = _Run(arms, plan, out, console, is_alone)
+    await run.prepare(workers, notes)
+    await run.all_pairs()
+    return run.finish()
+
+
+@dataclass
+class _Run:
+    """A comparison that is going on."""
+
+    arms: tuple[Arm, Arm]
+    plan: ComparePlan
+    out: Path
+    console: Console
+    is_alone: bool
+    began_s: float = field(default_factory=time.monotonic)
+    rounds: list[Round] = field(default_factory=list)
+    differences: list[PairDifference] = field(default_factory=list)
+    looks: tuple[int, ...] = ()
+    conclusion: Conclusion | None = None
+    repeats: int = 0
+    next_round_index: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    async def prepare(self, workers: Workers | None, notes: tuple[str, ...]) -> None:
+        """Reach arm a, measure it if the plan asks for it, and settle rate, limits and what fits the budget."""
+        self.records_file = _fresh_records_file(self.out)
+        self.labels: dict[Side, ArmLabel] = labels_of(*(arm.mode for arm in self.arms))
+        self.order = random.Random(self.plan.seed)
+        if self.plan.budget_s is not None:
+            self.console.print(f"this comparison takes about {minutes_text(self.plan.budget_s)}", highlight=False)
         entered_s = time.monotonic()
-        async with serve(mode) as base_url:
-            if load is None:
-                start_s = time.monotonic() - entered_s
-                plan, load = await _settled(base_url, plan, workers, len(stretches) - 1, start_s, began_s, console)
-                load = msgspec.structs.replace(load, notes=(*notes, *load.notes))
-            for index in indices:
-                label = f"round {len(rounds) + 1} of {len(schedule)}, {mode}"
-                result = await run_replay(base_url, plan, console, label=label, round_index=index)
-                rounds.append(Round(mode, index, result))
-                _append_records(records_file, rounds[-1])
-                if mode == DISAGGREGATED:
-                    require_disaggregated(result)
-    comparison = _conclude(rounds, plan, load or given_load(plan, sizes_of(plan)), out)
-    print_comparison(comparison.summary, console)
-    return comparison
+        reached = await self.arms[0].ready()
+        base_url = reached.base_url
+        self.cold = {"a"} if reached.is_fresh else set[str]()
+        start_s = time.monotonic() - entered_s
+        async with open_client(base_url) as client:
+            card = await first_model(client, self.plan.served_name)
+        trace = sizes_of(self.plan)
+        load = given_load(self.plan, trace)
+        measured_prompts = 0
+        if self.plan.measures_first:
+            unloaded = await measure_unloaded(base_url, self.plan, self.console, round_index=0)
+            measured_prompts = len(trace.rows) + 1024
+            self.plan, load = settle(self.plan, trace, unloaded, workers or workers_of(unloaded.workers))
+            course = Course(
+                STARTS_IN_A_PAIR if self.arms[0].needs_start else 0.0,
+                start_s,
+                beside_arrivals_s(self.plan, trace, unloaded),
+            )
+            requests = PairTraces(self.plan, card.max_model_len).requests
+            self.plan, load = fit_budget(self.plan, load, requests, course, time.monotonic() - self.began_s)
+        self.traces = PairTraces(self.plan, card.max_model_len)
+        self.load: Load = msgspec.structs.replace(load, notes=(*notes, *load.notes, self.traces.note))
+        most = self.traces.prefix_ids + 1 + self.traces.most_requests
+        self.ordinals = most + max(self.plan.warmup_requests, MOST_WAVES * MOST_REQUESTS)
+        self.next_round_index = 1 + (self.traces.prefix_ids + measured_prompts) // self.ordinals
+        for sentence in self.load.sentences(self.plan.limits):
+            self.console.print(sentence, highlight=False, markup=False)
 
+    async def all_pairs(self) -> None:
+        """Run pairs until a look settles the outcome, the plan's pairs are done, or the time is up."""
+        looks = looks_until(self.plan.pairs)
+        for pair in range(self.plan.pairs):
+            began_s = time.monotonic()
+            await self._pair(pair)
+            pair_s = time.monotonic() - began_s
+            done = len(self.differences)
+            is_last = done == self.plan.pairs or self._is_over(pair_s)
+            if done in looks or is_last:
+                self.looks = (*self.looks, done)
+                self.conclusion = conclude(self.differences, self.looks, self.plan.pairs, self.plan.margin)
+                if done >= LEAST_PAIRS:
+                    self.console.print(f"after {done} pairs: {self.conclusion.outcome}", highlight=False)
+                if is_last or self.conclusion.is_settled:
+                    break
 
-async def _settled(
-    base_url: str,
-    plan: ComparePlan,
-    workers: Workers,
-    starts_left: int,
-    start_s: float,
-    began_s: float,
-    console: Console,
-) -> tuple[ComparePlan, Load]:
-    """Measure the first server if the plan asks for it; print rate, limits and how long the rest will take."""
-    trace = sizes_of(plan)
-    if not plan.measures_first:
-        load = given_load(plan, trace)
-        if load.rate is not None:
-            seconds = min((len(trace.rows) - 1) / load.rate, plan.duration_s or float("inf"))
-            console.print(f"{2 * plan.rounds} rounds of about {minutes_text(seconds)} each", highlight=False)
-        return plan, load
-    unloaded = await measure_unloaded(base_url, plan, console, round_index=plan.rounds)
-    settled, load = settle(plan, trace, unloaded, workers)
-    course = Course(2 * plan.rounds, starts_left, start_s, beside_arrivals_s(plan, trace, unloaded))
-    settled, load = fit_budget(settled, load, trace, course, time.monotonic() - began_s)
-    for sentence in load.sentences(settled.limits):
-        console.print(sentence, highlight=False, markup=False)
-    return settled, load
+    def finish(self) -> Comparison:
+        """Write and print the result."""
+        if self.conclusion is None:
+            raise ServerError("no pair of rounds was finished, so there is nothing to compare")
+        summary, records = summarise_comparison(
+            self.conclusion, self.differences, self.rounds, self.labels, self.plan, self.load
+        )
+        summary["load"]["notes"] = [*summary["load"]["notes"], *self.notes]
+        (self.out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        report = write_report(self.out / "report.html", summary, records)
+        print_comparison(summary, self.console)
+        return Comparison(summary, self.conclusion, report)
+
+    async def _pair(self, pair: int) -> None:
+        sides = list(SIDES)
+        self.order.shuffle(sides)
+        trace = self.traces.of_pair(pair)
+        found: dict[Side, ReplayResult] = {}
+        for side in sides:
+            found[side] = await self._valid_round(pair, side, RoundRequests(trace, self.ordinals))
+        self.differences.append(pair_difference(found["a"].records, found["b"].records, self.plan.limits))
+
+    async def _valid_round(self, pair: int, side: Side, requests: RoundRequests) -> ReplayResult:
+        """Run a round until it is valid; one that is only disturbed is kept once there were enough repeats."""
+        lost = 0
+        while True:
+            began = datetime.now(UTC)
+            result, others, reasons = await self._round(pair, side, requests)
+            is_kept = (
+                result is not None and result.fleet_change is None and (not reasons or self.repeats >= MOST_DISTURBED)
+            )
+            self.rounds.append(Round(side, pair, began, result, others, reasons, is_kept))
+            if result is not None:
+                _append_records(self.records_file, self.rounds[-1], self.labels[side])
+            if result is not None and is_kept:
+                return result
+            verb = "repeated" if lost < MOST_REPEATS else "given up"
+            self.console.print(f"void and {verb}: {'; '.join(reasons)}", style="yellow", highlight=False, markup=False)
+            if result is None or result.fleet_change is not None:
+                lost += 1
+                if lost > MOST_REPEATS:
+                    raise ServerError(f"a round of {self.labels[side]} was void {lost} times: {'; '.join(reasons)}")
+            else:
+                self.repeats += 1
+
+    async def _round(
+        self, pair: int, side: Side, requests: RoundRequests
+    ) -> tuple[ReplayResult | None, Disturbance | None, tuple[str, ...]]:
+        arm = self.arms[SIDES.index(side)]
+        reached = await arm.ready()
+        if reached.is_fresh or side in self.cold:
+            self.cold.discard(side)
+            await warm_up_workers(reached.base_url, self.plan, requests, self._new_round_index(), self.console)
+        label = f"pair {pair + 1} of at most {self.plan.pairs}, {self.labels[side]}"
+        before = await asyncio.to_thread(read_cpu)
+        try:
+            result = await run_replay(
+                reached.base_url,
+                self.plan,
+                self.console,
+                label=label,
+                round_index=self._new_round_index(),
+                requests=requests,
+            )
+        except RestartedError as error:
+            return None, None, (str(error),)
+        others = disturbance(before, await asyncio.to_thread(read_cpu)) if self.is_alone else None
+        if arm.mode == DISAGGREGATED:
+            require_disaggregated(result)
+        return result, others, void_reasons(result, others, self.plan.limits)
+
+    def _new_round_index(self) -> int:
+        self.next_round_index += 1
+        return self.next_round_index - 1
+
+    def _is_over(self, pair_s: float) -> bool:
+        """Return whether another pair like the last would end after the budget."""
+        budget_s = self.plan.budget_s
+        if budget_s is None or time.monotonic() - self.began_s + pair_s <= budget_s:
+            return False
+        self.notes.append(f"ended after {len(self.differences)} pairs, since another would not fit into the time")
+        return True
 
 
 def _fresh_records_file(out: Path) -> Path:
@@ -140,12 +251,6 @@ def _fresh_records_file(out: Path) -> Path:
     path = out / "records.jsonl"
     path.unlink(missing_ok=True)
     return path
-
-
-def round_schedule(rounds: int) -> list[tuple[Mode, int]]:
-    """Return the counterbalanced order A B, B A, A B, ... with the pair's number as round index."""
-    pairs = [(COLOCATED, DISAGGREGATED) if index % 2 == 0 else (DISAGGREGATED, COLOCATED) for index in range(rounds)]
-    return [(mode, index) for index, pair in enumerate(pairs) for mode in pair]
 
 
 def require_disaggregated(result: ReplayResult) -> None:
@@ -165,62 +270,9 @@ def require_disaggregated(result: ReplayResult) -> None:
         )
 
 
-def _conclude(rounds: Sequence[Round], plan: ComparePlan, load: Load, out: Path) -> Comparison:
-    records: dict[Mode, tuple[RequestRecord, ...]] = {
-        mode: _records_of(rounds, mode) for mode in (COLOCATED, DISAGGREGATED)
-    }
-    verdict = judge(records[COLOCATED], records[DISAGGREGATED], plan.limits, plan.seed)
-    trace = rounds[0].result.trace
-    summary = {
-        "verdict": msgspec.to_builtins(verdict),
-        "slo": plan.limits.model_dump(),
-        "load": load.as_summary(plan.limits),
-        "modes": {mode: _mode_summary(rounds, mode, plan) for mode in records},
-        "rounds": [_round_summary(each, plan) for each in rounds],
-        "trace": {
-            "name": trace.name,
-            "requests": len(trace.rows),
-            "span_s": trace.span_s,
-            "mean_rate": trace.mean_rate,
-            "changes": trace.notes,
-        },
-        "plan": plan.model_dump(),
-        "machine": describe_machine(),
-        "formulas": FORMULAS | POOL_FORMULAS,
-    }
-    (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    report = write_report(out / "report.html", summary, records)
-    return Comparison(summary, records, verdict, report)
-
-
-def _records_of(rounds: Sequence[Round], mode: Mode) -> tuple[RequestRecord, ...]:
-    """Return one mode's records in the order of rounds, so that position i is the same request in both modes."""
-    chosen = sorted((each for each in rounds if each.mode == mode), key=lambda each: each.index)
-    return tuple(record for each in chosen for record in each.result.records)
-
-
-def _mode_summary(rounds: Sequence[Round], mode: Mode, plan: ComparePlan) -> dict[str, Any]:
-    chosen = [each.result for each in rounds if each.mode == mode]
-    duration_s = sum(result.duration_s for result in chosen)
-    summary = summarise(_records_of(rounds, mode), duration_s, plan.limits, plan.seed)
-    deltas = [result.metrics for result in chosen if result.metrics is not None]
-    delta = add_up(deltas)
-    summary |= {
-        "pools": describe_pools(delta),
-        "stage_seconds": stage_seconds(delta),
-        "recomputes": recomputes(delta),
-        "warnings": [warning for result in chosen for warning in result.warnings],
-    }
-    if mode == DISAGGREGATED:
-        summary["disaggregated_fraction"] = disaggregated_fraction(delta)
-    return summary
-
-
-def _round_summary(each: Round, plan: ComparePlan) -> dict[str, Any]:
-    figures = summarise(each.result.records, each.result.duration_s, plan.limits, plan.seed)
-    return {"mode": each.mode, "round": each.index, **figures, "warnings": each.result.warnings}
-
-
-def _append_records(path: Path, each: Round) -> None:
+def _append_records(path: Path, each: Round, label: str) -> None:
+    records: Sequence[Any] = each.result.records if each.result else ()
     with path.open("ab") as lines:
-        lines.writelines(record.as_line(mode=each.mode, round=each.index) for record in each.result.records)
+        lines.writelines(
+            record.as_line(arm=each.side, mode=label, pair=each.pair, valid=each.is_kept) for record in records
+        )

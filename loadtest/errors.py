@@ -13,5 +13,9 @@ class ServerError(LoadTestError):
     """The server cannot be used for a run: it is unreachable, has no model, failed the warm-up, or restarted."""
 
 
+class RestartedError(ServerError):
+    """A worker was lost or restarted during a run, so its figures are not of one server."""
+
+
 class NotDisaggregatedError(LoadTestError):
     """Too few requests of a run in mode `disaggregated` went through both pools."""

@@ -5,14 +5,15 @@ Built by `cluster.commands.loadtest`; read by `loadtest.run.replay` and `loadtes
 Each field is an option of the commands, and its description is the help text (`cluster.commands.plan_options`).
 """
 
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Mode = Literal["colocated", "disaggregated"]
 COLOCATED: Mode = "colocated"
 DISAGGREGATED: Mode = "disaggregated"
-MIN_ROUNDS = 2
+SECONDS_OF_A_ROUND = 60.0
+MOST_PAIRS = 16
 AUTO: Final = "auto"
 NumberOrAuto = float | Literal["auto"] | None
 
@@ -124,32 +125,62 @@ class ReplayPlan(BaseModel):
 
 
 class ComparePlan(ReplayPlan):
-    """A plan that replays the same trace against both modes, in counterbalanced rounds."""
+    """A plan that replays the same requests against two arms, in pairs of rounds."""
 
-    rounds: int = Field(MIN_ROUNDS, description=f"rounds of each mode, at least {MIN_ROUNDS}")
+    arms: str = Field(
+        f"{COLOCATED},{DISAGGREGATED}",
+        description="the two modes to compare, separated by a comma; the same one twice is an A/A run",
+    )
+    pairs: int = Field(
+        MOST_PAIRS, description="most pairs of rounds; the result is looked at after 6, 9, 12, 16 and the last"
+    )
+    round_s: float = Field(
+        SECONDS_OF_A_ROUND,
+        description="seconds of arrivals in a round, at the mean rate; --limit sets the requests instead",
+    )
+    margin: float = Field(0.05, description="arms are equivalent if their shares differ by less than this")
     budget_s: float | None = Field(
         None,
         description="seconds that the whole comparison may take, starts included; "
-        "the number of requests in a round follows from it and from the rate",
+        "the number of pairs and of requests in a round follow from it and from the rate",
     )
 
     @property
+    def modes(self) -> tuple[Mode, Mode]:
+        """The modes of arm a and arm b."""
+        a, b = self.arms.split(",")
+        return cast(Mode, a), cast(Mode, b)
+
+    @property
     def measures_first(self) -> bool:
-        """Whether a server must be measured first: for rate, limits, or the number of requests that fit the budget."""
+        """Whether a server must be measured first: for rate, limits, or what fits the budget."""
         return super().measures_first or self.budget_s is not None
 
-    @field_validator("budget_s")
+    @field_validator("arms")
+    @classmethod
+    def _two_modes(cls, value: str) -> str:
+        modes = [mode.strip() for mode in value.split(",")]
+        if len(modes) != 2 or not set(modes) <= {COLOCATED, DISAGGREGATED}:
+            raise ValueError(f"must be two of {COLOCATED} and {DISAGGREGATED}, separated by a comma, not {value!r}")
+        return ",".join(modes)
+
+    @field_validator("budget_s", "round_s")
     @classmethod
     def _some_time(cls, value: float | None) -> float | None:
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"must be a number above 0, not {value:g}")
         return value
 
-    @field_validator("rounds")
+    @field_validator("margin")
     @classmethod
-    def _enough_rounds(cls, value: int) -> int:
-        if value < MIN_ROUNDS:
-            raise ValueError(
-                f"must be {MIN_ROUNDS} or more, not {value}: after one, the machine's drift looks like a difference"
-            )
+    def _a_share(cls, value: float) -> float:
+        if not 0 < value < 1:
+            raise ValueError(f"must be a share between 0 and 1, not {value:g}")
+        return value
+
+    @field_validator("pairs")
+    @classmethod
+    def _at_least_one_pair(cls, value: int) -> int:
+        if value < 1:
+            raise ValueError(f"must be 1 or more, not {value}")
         return value

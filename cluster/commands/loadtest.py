@@ -13,8 +13,9 @@ from cluster.commands.serve import refuse_unfit_machine, started
 from cluster.config.models import PoolConfig, RidgelineConfig
 from cluster.runtime.deployment import ray_runtime
 from contracts.vocabulary import Mode
+from loadtest.arms import Deployments
 from loadtest.compare import compare
-from loadtest.plan import ComparePlan, ReplayPlan
+from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
 from loadtest.run.calibration import Workers, given_load, settle, workers_of
 from loadtest.run.machine import busy_note
@@ -36,10 +37,9 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
 
 
 async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console) -> None:
-    """Run both modes on the same cores in alternation and write the comparison. Raises LoadTestError and `serve`'s."""
+    """Run both arms on the same cores, in pairs, and write the comparison. Raises LoadTestError and `serve`'s."""
     sizes_of(plan)  # a wrong trace is told before anything starts
-    modes: tuple[Mode, ...] = ("colocated", "disaggregated")
-    for mode in modes:
+    for mode in plan.modes:
         refuse_unfit_machine(config.model_copy(update={"mode": mode}))
     notes = await _notes_of_other_work(config, console)
     async with ray_runtime(config) as ray_messages:
@@ -50,7 +50,11 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
             async with started(config.model_copy(update={"mode": mode}), console) as deployment:
                 yield deployment.url
 
-        comparison = await compare(serving, plan, out, console, split_workers(config), notes)
+        workers = split_workers(config) if plan.modes == (COLOCATED, DISAGGREGATED) else None
+        async with Deployments(serving) as deployments:
+            a, b = (deployments.arm(mode) for mode in plan.modes)
+            is_alone = config.ray.address is None
+            comparison = await compare((a, b), plan, out, console, workers=workers, notes=notes, is_alone=is_alone)
     console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {comparison.report}")
 
 

@@ -1,8 +1,8 @@
-"""The results of a run: figures with their formulas, a verdict, a page.
+"""The results of a run: figures with their formulas, an outcome in words, a page.
 
 summary.py        computes figures under vLLM bench's names
-bootstrap.py      computes confidence intervals
-verdict.py        decides which mode won, and how surely
+rounds.py         makes summary.json of a comparison
+wording.py        says the outcome in sentences
 pools.py          computes intensity, MFU and MBU of each pool
 tables.py         prints tables on the terminal
 plots.py          makes the plots of the page

@@ -9,26 +9,40 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from loadtest.plan import DISAGGREGATED, Slo
+from loadtest.plan import Slo
 from loadtest.report import plots
-from loadtest.report.tables import MODES, POOL_ROWS, ROWS, figure_text, format_figure, pools_of, row_formulas
+from loadtest.report.tables import (
+    DASH,
+    POOL_ROWS,
+    ROUND_HEADER,
+    ROWS,
+    figure_text,
+    format_figure,
+    pool_sentences,
+    pools_of,
+    round_rows,
+    row_formulas,
+)
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "data" / "report.html.template"
 Summary = Mapping[str, Any]
 
 
 def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
-    """Fill the template with the verdict, the tables and the plots; return the path."""
-    verdict = summary["verdict"]
+    """Fill the template with the outcome, the tables and the plots; return the path."""
+    outcome = summary["outcome"]
     template = Template(TEMPLATE_FILE.read_text(encoding="utf-8"))
     page = template.substitute(
-        headline=html.escape(verdict["headline"]),
-        tail=html.escape(verdict["tail"]),
-        details=html.escape(verdict["sentence"].removeprefix(f"{verdict['headline']} {verdict['tail']}").strip()),
-        winner=verdict["winner"] or "none",
+        title=html.escape(" against ".join(arm["label"] for arm in summary["arms"].values())),
+        headline=html.escape(outcome["headline"]),
+        tail=html.escape(outcome["tail"]),
+        details=html.escape(outcome["details"]),
+        better=outcome["better"] or "none",
         setting=html.escape(_setting(summary)),
         warnings=_warnings(summary),
-        modes_table=_modes_table(summary),
+        arms_table=_arms_table(summary),
+        rounds_table=_table(ROUND_HEADER, round_rows(summary)),
+        intervals=html.escape(f"In parentheses: {summary['formulas']['ci']}. {DASH}."),
         pools_table=_pools_table(summary),
         plots="\n".join(_plot(figure) for figure in _figures(summary, records) if figure is not None),
         method=_method(summary),
@@ -42,12 +56,14 @@ def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
 def _figures(summary: Summary, records: plots.Records) -> list[go.Figure | None]:
     slo = Slo(**summary["slo"])
     return [
-        plots.goodput_curve(records, slo),
+        plots.pair_dots(summary),
+        plots.latency_dots(summary),
+        plots.attainment_curve(records, slo),
         plots.roofline(pools_of(summary)),
         plots.latency_cdf(records, "ttft", "Time to first token", slo.ttft_ms),
         plots.latency_cdf(records, "tpot", "Time per output token", slo.tpot_ms),
         plots.gap_tail(records),
-        plots.stage_bars(summary["modes"]),
+        plots.stage_bars(summary["arms"]),
     ]
 
 
@@ -75,8 +91,10 @@ def _legend(figure: go.Figure) -> str:
 def _setting(summary: Summary) -> str:
     trace, plan, machine, load = (summary[part] for part in ("trace", "plan", "machine", "load"))
     rate = f" at {load['rate']:.3g} requests/s ({load['rate_source']})" if load["rate"] else ""
+    pairs = len(summary["pairs"])
     return (
-        f"Trace '{trace['name']}': {trace['requests']} requests{rate}, {plan['rounds']} rounds in each mode · "
+        f"Trace '{trace['name']}': {pairs} of at most {plan['pairs']} pairs of rounds, {trace['requests']} requests "
+        f"each{rate} · "
         f"limits: {load['slo_source']} · {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB"
     )
@@ -84,9 +102,7 @@ def _setting(summary: Summary) -> str:
 
 def _warnings(summary: Summary) -> str:
     found = [
-        f"{mode}: {warning}"
-        for mode, figures in summary["modes"].items()
-        for warning in dict.fromkeys(figures["warnings"])
+        f"{arm['label']}: {warning}" for arm in summary["arms"].values() for warning in dict.fromkeys(arm["warnings"])
     ]
     return "".join(f'<p class="warning">{html.escape(warning)}</p>' for warning in found)
 
@@ -97,13 +113,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _modes_table(summary: Summary) -> str:
-    modes, formulas = summary["modes"], row_formulas(ROWS, summary["formulas"])
-    rows = []
-    for label, key, form in ROWS:
-        figures = [figure_text(modes[mode], key, form) for mode in MODES]
-        rows.append([label, *figures, formulas[label]])
-    return _table(["", *MODES, "formula"], rows)
+def _arms_table(summary: Summary) -> str:
+    arms, formulas = list(summary["arms"].values()), row_formulas(ROWS, summary["formulas"])
+    rows = [[label, *(figure_text(arm, key, form) for arm in arms), formulas[label]] for label, key, form in ROWS]
+    return _table(["", *(arm["label"] for arm in arms), "formula"], rows)
 
 
 def _pools_table(summary: Summary) -> str:
@@ -118,18 +131,24 @@ def _pools_table(summary: Summary) -> str:
 
 
 def _method(summary: Summary) -> str:
-    modes, plan, trace = summary["modes"], summary["plan"], summary["trace"]
-    fraction = modes[DISAGGREGATED]["disaggregated_fraction"]
-    order = ", ".join(each["mode"] for each in summary["rounds"])
+    arms, plan, trace, found = summary["arms"], summary["plan"], summary["trace"], summary["outcome"]
+    recomputed = {arm["label"]: arm["recomputes"] or "none" for arm in arms.values()}
+    void = sum(not each["valid"] for each in summary["rounds"])
+    looks = ", ".join(map(str, found["looks"]))
     lines = [
-        f"Rounds ran in the order {order}. Round r of one mode sent the same prompts at the same times as round r of "
-        "the other; no two rounds share a prompt's beginning, so prefix caches were cold.",
+        "Rounds are the units: the two rounds of a pair have the same arrivals and lengths, in an order drawn at "
+        "random; no two rounds share a prompt's beginning, so prefix caches were cold. "
+        f"{void} {'round was' if void == 1 else 'rounds were'} void and repeated.",
+        "Attainment decides, by the t interval over pairs, never narrower than Newcombe's score interval of the paired "
+        f"shares, and by the exact sign-flip test. The result was looked at after {looks} of at most {plan['pairs']} "
+        f"pairs; this look's intervals have {1 - found['level']:.1%}, so that all looks together err in at most 5 % of "
+        "comparisons. Latencies are secondary: the mean log ratio of the requests that finished in both arms, with "
+        "Holm's correction.",
         "Open-loop: each request left at its time in the trace, whatever the server did. "
         f"{plan['warmup_requests']} warm-up requests before each round are in no figure. Prompts are real English, "
         "exact to the token; each answer has exactly the trace's number of tokens (ignore_eos), greedy.",
-        f"{format_figure(fraction, '.1%')} of the disaggregated mode's requests went through both pools.",
-        f"Recomputed prompts, by reason: {modes[DISAGGREGATED]['recomputes'] or 'none'}.",
-        f"Intervals: {summary['formulas']['ci']}; the ratio's pairs each request with itself in the other mode.",
+        *pool_sentences(summary),
+        f"Recomputed prompts, by reason: {'; '.join(f'{label} {reasons}' for label, reasons in recomputed.items())}.",
         *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary["load"]["sentences"]),
         *(f"Trace: {change}." for change in trace["changes"]),
     ]

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from loadtest.plan import COLOCATED, DISAGGREGATED, Mode, Slo
+from loadtest.plan import Slo
 from loadtest.report.summary import attainment, latency_series
+from loadtest.report.wording import NAMES
 from loadtest.run.records import RequestRecord
 
-COLORS = {COLOCATED: "#d9730d", DISAGGREGATED: "#1f6feb", "prefill": "#0b8a6b", "decode": "#7a4fd0"}
+ARM_COLORS = ("#d9730d", "#1f6feb")
+POOL_COLORS = {"colocated": "#d9730d", "prefill": "#0b8a6b", "decode": "#7a4fd0"}
 STAGE_COLORS = {
     "preprocess": "#dfe4ea",
     "queue": "#b8c0cc",
@@ -24,27 +26,104 @@ STAGE_COLORS = {
     "decode": "#7a4fd0",
 }
 INK, GRID, MUTED = "#1b2330", "#e8ecf1", "#5f6b7a"
+INTERVAL_COLOR = "#c2410c"
+SHORT_NAMES = {"ttft": "TTFT", "ttst": "1st to 2nd", "tpot": "TPOT", "largest_gap": "largest gap"}
+RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 65))
 TIME_TICKS_MS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 3))
-Records = Mapping[Mode, Sequence[RequestRecord]]
+Records = Mapping[str, Sequence[RequestRecord]]
+"""Those of each arm, by its label."""
+
+
+def pair_dots(summary: Mapping[str, Any]) -> go.Figure:
+    """Plot the difference of attainment of every pair, their mean with its interval, and the margin."""
+    found, figure = summary["outcome"], go.Figure()
+    shares = [each["attainment"] for each in summary["pairs"]]
+    estimate = found["attainment"]
+    for end in (-found["margin"], found["margin"]):
+        figure.add_vline(x=100 * end, line={"color": MUTED, "dash": "dot"})
+    figure.add_vline(x=0, line={"color": MUTED, "width": 1})
+    if estimate is not None:
+        _interval(figure, estimate, "mean and interval", 0.0, 100.0)
+    figure.add_scatter(
+        x=[100 * share for share in shares],
+        y=[number + 1 for number in range(len(shares))],
+        mode="markers",
+        marker={"size": 11, "color": INK, "opacity": 0.75},
+        name="one pair of rounds",
+        hovertemplate="pair %{y}: %{x:+.1f} points<extra></extra>",
+    )
+    b, a = (summary["arms"][side]["label"] for side in ("b", "a"))
+    _style(figure, "Attainment, pair by pair", f"{b} minus {a}, points", "pair")
+    figure.update_yaxes(tickvals=list(range(len(shares) + 1)), ticktext=["all", *map(str, range(1, len(shares) + 1))])
+    widest = max([100 * found["margin"], *(abs(100 * share) for share in shares)])
+    if estimate is not None:
+        widest = max(widest, abs(100 * estimate["low"]), abs(100 * estimate["high"]))
+    figure.update_yaxes(range=[len(shares) + 0.6, -0.6])
+    figure.update_xaxes(range=[-1.1 * widest, 1.1 * widest])
+    return figure
+
+
+def latency_dots(summary: Mapping[str, Any]) -> go.Figure | None:
+    """Plot the ratio of each latency in every pair, with the mean and its interval; None if no request finished."""
+    names = [name for name in NAMES if any(name in each["latencies"] for each in summary["pairs"])]
+    if not names:
+        return None
+    figure = go.Figure()
+    figure.add_vline(x=1, line={"color": MUTED, "width": 1})
+    for place, name in enumerate(names):
+        ratios = [np.exp(each["latencies"][name]) for each in summary["pairs"] if name in each["latencies"]]
+        if name in summary["outcome"]["secondary"]:
+            estimate = summary["outcome"]["secondary"][name]["estimate"]
+            _interval(figure, {end: float(np.exp(estimate[end])) for end in ("mean", "low", "high")}, "", place + 0.25)
+        figure.add_scatter(
+            x=ratios,
+            y=[place] * len(ratios),
+            mode="markers",
+            marker={"size": 10, "color": INK, "opacity": 0.6},
+            name="one pair of rounds",
+            showlegend=place == 0,
+            hovertemplate="x %{x:.2f}<extra>" + NAMES[name] + "</extra>",
+        )
+    b, a = (summary["arms"][side]["label"] for side in ("b", "a"))
+    _style(figure, "Latencies, pair by pair (secondary)", f"{b} / {a}", "")
+    figure.update_yaxes(
+        tickvals=list(range(len(names))), ticktext=[SHORT_NAMES[name] for name in names], range=[len(names) - 0.4, -0.6]
+    )
+    figure.update_xaxes(type="log", tickvals=RATIO_TICKS, ticktext=[f"{tick:g}" for tick in RATIO_TICKS])
+    return figure
+
+
+def _interval(figure: go.Figure, estimate: Mapping[str, float], name: str, y: float, scale: float = 1.0) -> None:
+    low, mean, high = (scale * estimate[end] for end in ("low", "mean", "high"))
+    figure.add_scatter(
+        x=[low, mean, high],
+        y=[y] * 3,
+        mode="lines+markers",
+        line={"color": INTERVAL_COLOR, "width": 4},
+        marker={"size": [1, 13, 1], "symbol": "diamond", "color": INTERVAL_COLOR},
+        name=name or "mean and interval",
+        showlegend=bool(name) or y < 1,
+        hovertemplate="%{x:.3g}<extra></extra>",
+    )
 
 
 def latency_cdf(records: Records, name: str, title: str, limit_ms: float) -> go.Figure:
-    """Plot the share of finished requests at or below each latency, with the SLO's limit."""
+    """Plot the share of all requests at or below each latency, with the SLO's limit; a failed one never arrives."""
     figure = go.Figure()
-    for mode, mode_records in records.items():
-        values_s = latency_series([record for record in mode_records if record.ok])[name]
+    for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=True):
+        values_s = latency_series([record for record in arm_records if record.ok])[name]
         values_ms = np.sort(np.asarray(values_s, dtype=np.float64)) * 1e3
-        shares = np.arange(1, len(values_ms) + 1) / max(1, len(values_ms))
+        shares = np.arange(1, len(values_ms) + 1) / max(1, len(arm_records))
         figure.add_scatter(
             x=values_ms.tolist(),
             y=shares.tolist(),
-            name=mode,
-            line={"color": COLORS[mode], "width": 2.5, "shape": "hv"},
-            hovertemplate="%{x:.0f} ms: %{y:.0%}<extra>" + mode + "</extra>",
+            name=label,
+            line={"color": color, "width": 2.5, "shape": "hv"},
+            hovertemplate="%{x:.0f} ms: %{y:.0%}<extra>" + label + "</extra>",
         )
     _mark(figure, limit_ms, f"SLO {limit_ms:g} ms")
-    _style(figure, title, "milliseconds", "share of requests")
+    _style(figure, title, "milliseconds", "share of all requests")
     figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
     figure.update_xaxes(rangemode="tozero")
     return figure
@@ -53,21 +132,21 @@ def latency_cdf(records: Records, name: str, title: str, limit_ms: float) -> go.
 def gap_tail(records: Records) -> go.Figure | None:
     """Plot the share of gaps between tokens that last longer than a time; None if no answer had two tokens."""
     series = {
-        mode: np.sort(latency_series([record for record in found if record.ok])["itl"]) * 1e3
-        for mode, found in records.items()
+        label: np.sort(latency_series([record for record in found if record.ok])["itl"]) * 1e3
+        for label, found in records.items()
     }
     gaps_ms = np.concatenate(list(series.values()))
     if not len(gaps_ms):
         return None
     figure = go.Figure()
-    for mode, sorted_ms in series.items():
+    for (label, sorted_ms), color in zip(series.items(), ARM_COLORS, strict=True):
         longer = np.arange(len(sorted_ms) - 1, 0, -1) / max(1, len(sorted_ms))
         figure.add_scatter(
             x=sorted_ms[:-1].tolist(),  # a log axis has no 0, so the largest gap has no point of its own
             y=longer.tolist(),
-            name=mode,
-            line={"color": COLORS[mode], "width": 2.5},
-            hovertemplate="%{y:.2%} longer than %{x:.0f} ms<extra>" + mode + "</extra>",
+            name=label,
+            line={"color": color, "width": 2.5},
+            hovertemplate="%{y:.2%} longer than %{x:.0f} ms<extra>" + label + "</extra>",
         )
     figure.add_hline(y=0.01, line={"color": MUTED, "dash": "dot"})
     _style(figure, "Gaps between tokens: how many last longer", "milliseconds", "share of gaps")
@@ -79,32 +158,33 @@ def gap_tail(records: Records) -> go.Figure | None:
     return figure
 
 
-def goodput_curve(records: Records, slo: Slo) -> go.Figure:
+def attainment_curve(records: Records, slo: Slo) -> go.Figure:
     """Plot the share of requests within the SLO as both limits are scaled; a failed request is a miss."""
     figure = go.Figure()
-    for mode, mode_records in records.items():
+    for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=True):
         figure.add_scatter(
             x=list(SLO_SCALES),
-            y=[attainment(mode_records, slo, scale) for scale in SLO_SCALES],
-            name=mode,
-            line={"color": COLORS[mode], "width": 2.5},
-            hovertemplate="SLO x %{x:.2f}: %{y:.0%}<extra>" + mode + "</extra>",
+            y=[attainment(arm_records, slo, scale) for scale in SLO_SCALES],
+            name=label,
+            line={"color": color, "width": 2.5},
+            hovertemplate="SLO x %{x:.2f}: %{y:.0%}<extra>" + label + "</extra>",
         )
     _mark(figure, 1, "the SLO", log=True)
-    _style(figure, "Goodput as the SLO is scaled", "both limits multiplied by", "requests within the SLO")
+    _style(figure, "Attainment as the SLO is scaled", "both limits multiplied by", "requests within the SLO")
     figure.update_xaxes(type="log", tickvals=[0.25, 0.5, 1, 2, 4], ticktext=["0.25", "0.5", "1", "2", "4"])
     figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
     return figure
 
 
-def stage_bars(modes: Mapping[Mode, Mapping[str, Any]]) -> go.Figure | None:
+def stage_bars(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
     """Plot where a request's time goes, in the order of its stages; None if the server counted none."""
-    names = [mode for mode in modes if modes[mode]["stage_seconds"]]
-    if not names:
+    shown = [arm for arm in arms.values() if arm["stage_seconds"]]
+    if not shown:
         return None
+    names = [arm["label"] for arm in shown]
     figure = go.Figure()
     for stage, color in STAGE_COLORS.items():
-        seconds = [modes[mode]["stage_seconds"].get(stage, 0.0) for mode in names]
+        seconds = [arm["stage_seconds"].get(stage, 0.0) for arm in shown]
         if any(seconds):
             figure.add_bar(
                 y=names,
@@ -130,7 +210,7 @@ def roofline(pools: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
     intensities = [value for pool in drawn.values() for value in (pool["arithmetic_intensity"], pool["ridge"])]
     span = np.geomspace(min(intensities) / 4, max(intensities) * 4, 120)
     for name, pool in drawn.items():
-        color = COLORS.get(name, INK)
+        color = POOL_COLORS.get(name.partition(",")[0], INK)
         peak_flops, peak_bytes = pool["peak_flops"], pool["peak_bytes_per_second"]
         figure.add_scatter(
             x=span.tolist(),

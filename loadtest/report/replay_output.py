@@ -17,7 +17,7 @@ from loadtest.run.replay import ReplayResult
 
 def replay_summary(result: ReplayResult, plan: ReplayPlan, load: Load) -> dict[str, Any]:
     """Return the summary: vLLM bench's names at the top; pools and stages only if the server publishes them."""
-    summary = summarise(result.records, result.duration_s, plan.limits, plan.seed)
+    summary = summarise(result.records, result.window_s, plan.limits)
     if result.metrics is not None:
         summary |= {
             "disaggregated_fraction": disaggregated_fraction(result.metrics),

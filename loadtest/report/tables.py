@@ -6,17 +6,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.plan import COLOCATED, DISAGGREGATED
-
 Summary = Mapping[str, Any]
-MODES = (COLOCATED, DISAGGREGATED)
 POOL_ORDER = ("colocated", "prefill", "decode")
 WIDE_COLUMNS = 120
 # label, key, format
 ROWS = (
     ("completed / failed", "completed", "d"),
     ("goodput, requests/s", "request_goodput", ".2f"),
-    ("met the SLO", "goodput_ratio", ".0%"),
+    ("attainment: met both limits", "attainment", ".0%"),
     ("output tokens/s", "output_throughput", ".1f"),
     ("TTFT p50, ms", "p50_ttft_ms", ".0f"),
     ("TTFT p90, ms", "p90_ttft_ms", ".0f"),
@@ -30,6 +27,15 @@ ROWS = (
     ("gap between tokens, largest, ms", "max_itl_ms", ".0f"),
     ("latency p50, ms", "p50_e2el_ms", ".0f"),
 )
+ROUND_FIGURES = {
+    "attainment": ("attainment", ".0%"),
+    "TTFT p50, ms": ("p50_ttft_ms", ".0f"),
+    "TPOT p50, ms": ("p50_tpot_ms", ".0f"),
+    "largest gap, ms": ("max_itl_ms", ".0f"),
+    "latest sending, ms": ("max_send_lag_ms", ".0f"),
+}
+ROUND_HEADER = ("pair", "arm", *ROUND_FIGURES, "void or disturbed")
+DASH = "A dash: too few values for such a percentile"
 POOL_ROWS = (
     ("arithmetic intensity, FLOP/byte", "arithmetic_intensity", ".1f"),
     ("ridge, FLOP/byte", "ridge", ".1f"),
@@ -49,7 +55,7 @@ def figure_text(summary: Summary, key: str, form: str) -> str:
     if key == "completed":
         return f"{summary['completed']} / {summary['failed']}"
     text = format_figure(summary[key], form)
-    ends = summary["ci95"].get(key.replace("p50_", "median_"))
+    ends = summary["ci95"].get(key)
     return f"{text} ({format(ends[0], form)} to {format(ends[1], form)})" if ends else text
 
 
@@ -59,20 +65,25 @@ def formula_of(key: str, formulas: Mapping[str, str]) -> str:
 
 
 def print_comparison(summary: Summary, console: Console) -> None:
-    """Print both modes side by side, the pools, and the verdict."""
-    modes, formulas = summary["modes"], summary["formulas"]
-    cells = {label: [figure_text(modes[mode], key, form) for mode in MODES] for label, key, form in ROWS}
-    _print_table("Colocated against disaggregated", MODES, cells, row_formulas(ROWS, formulas), console)
+    """Print both arms side by side, the pools, the rounds, and the outcome."""
+    arms, formulas = list(summary["arms"].values()), summary["formulas"]
+    labels = [arm["label"] for arm in arms]
+    cells = {label: [figure_text(arm, key, form) for arm in arms] for label, key, form in ROWS}
+    _print_table(" against ".join(labels), labels, cells, row_formulas(ROWS, formulas), console)
     pools = pools_of(summary)
     if pools:
         cells = {label: [format_figure(pool[key], form) for pool in pools.values()] for label, key, form in POOL_ROWS}
         _print_table("Pools", list(pools), cells, row_formulas(POOL_ROWS, formulas), console)
-    fraction = format_figure(modes[DISAGGREGATED]["disaggregated_fraction"], ".1%")
-    console.print(f"Intervals in parentheses: {formulas['ci']}.", style="dim", highlight=False)
-    console.print(f"{fraction} of the disaggregated mode's requests went through both pools.", highlight=False)
+    rounds = Table(*ROUND_HEADER, title="Rounds", title_justify="left")
+    for row in round_rows(summary):
+        rounds.add_row(*row)
+    console.print(rounds)
+    console.print(f"In parentheses: {formulas['ci']}. {DASH}.", style="dim", highlight=False)
+    for sentence in pool_sentences(summary):
+        console.print(sentence, highlight=False)
     for sentence in summary["load"]["sentences"]:
         console.print(sentence, highlight=False, markup=False)
-    console.print(summary["verdict"]["sentence"], style="bold", highlight=False)
+    console.print(summary["outcome"]["sentence"], style="bold", highlight=False, markup=False)
 
 
 def print_replay(figures: Summary, formulas: Mapping[str, str], console: Console) -> None:
@@ -82,10 +93,40 @@ def print_replay(figures: Summary, formulas: Mapping[str, str], console: Console
 
 
 def pools_of(summary: Summary) -> dict[str, Summary]:
-    """Return the figures of all pools of both modes, in a fixed order."""
-    found = {pool: figures for mode in summary["modes"].values() for pool, figures in mode["pools"].items()}
-    known = [pool for pool in POOL_ORDER if pool in found]
-    return {pool: found[pool] for pool in [*known, *sorted(found.keys() - set(known))]}
+    """Return the figures of all pools of both arms, in a fixed order; of a pool that both have, each with its arm."""
+    arms = list(summary["arms"].values())
+    both = set(arms[0]["pools"]) & set(arms[1]["pools"])
+    order = {pool: place for place, pool in enumerate(POOL_ORDER)}
+    names = sorted({pool for arm in arms for pool in arm["pools"]}, key=lambda pool: (order.get(pool, 9), pool))
+    return {
+        f"{pool}, {arm['label']}" if pool in both else pool: arm["pools"][pool]
+        for pool in names
+        for arm in arms
+        if pool in arm["pools"]
+    }
+
+
+def pool_sentences(summary: Summary) -> list[str]:
+    """Say of each disaggregated arm which share of its requests went through both pools."""
+    return [
+        f"{format_figure(arm['disaggregated_fraction'], '.1%')} of the requests of {arm['label']} went through both "
+        "pools."
+        for arm in summary["arms"].values()
+        if "disaggregated_fraction" in arm
+    ]
+
+
+def round_rows(summary: Summary) -> list[list[str]]:
+    """Return a row for each round, void ones too, in the order in which they ran."""
+    return [
+        [
+            str(each["pair"] + 1),
+            each["label"],
+            *(format_figure(each.get(key), form) for key, form in ROUND_FIGURES.values()),
+            ("" if each["valid"] else "void: ") + "; ".join(each["reasons"]),
+        ]
+        for each in summary["rounds"]
+    ]
 
 
 def row_formulas(rows: Sequence[tuple[str, str, str]], formulas: Mapping[str, str]) -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 unloaded.py        measures what an idle server takes for a request and for a step
 calibration.py     chooses rate, limits and number of requests from that
+warm_up.py         warms up every worker of a server that has just started
 replay.py          sends requests at their time, whatever the server does
 client.py          sends one streamed completion and times it
 records.py         the record of each request
 progress.py        shows the progress
 server_metrics.py  computes differences of the server's counters
 machine.py         describes the machine of the run and notices other work on it
+validity.py        says why a round of a comparison says nothing
 """

@@ -22,7 +22,8 @@ MOST_TIMES_THE_BATCH = 8
 """A step with more sequences than this many times the measured batch is not extrapolated to."""
 LONG_ANSWER_QUANTILE = 0.9
 LEAST_REQUESTS = 10
-FEW_REQUESTS = 30
+LEAST_PAIRS = 6
+"""Of a conclusion; `loadtest.statistics.looks` says why."""
 Plan = TypeVar("Plan", bound=ReplayPlan)
 
 
@@ -143,22 +144,22 @@ def decode_token_s(unloaded: Unloaded, tpot_limit_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What is left of a comparison after its first server was started and measured."""
+    """What a pair of rounds costs beside its arrivals, known once the first server was started and measured."""
 
-    rounds: int
-    starts: int
+    starts: float
+    """Starts of a deployment in a pair, on average."""
     start_s: float
     beside_arrivals_s: float
     """Seconds of a round before the first arrival and after the last."""
 
-    def left_s(self, requests: int, rate: float) -> float:
-        """Return the seconds that it will take with this many requests in a round."""
-        return self.starts * self.start_s + self.rounds * (self.beside_arrivals_s + (requests - 1) / rate)
+    def pair_s(self, requests: int, rate: float) -> float:
+        """Return the seconds of a pair with this many requests in a round."""
+        return self.starts * self.start_s + 2 * (self.beside_arrivals_s + (requests - 1) / rate)
 
-    def requests_within(self, left_s: float, rate: float) -> int:
-        """Return the number of requests in a round that fit into the seconds left; LEAST_REQUESTS at least."""
-        round_s = (left_s - self.starts * self.start_s) / self.rounds - self.beside_arrivals_s
-        return max(LEAST_REQUESTS, int(round_s * rate) + 1)
+    def requests_within(self, pair_s: float, rate: float) -> int:
+        """Return the number of requests in a round of a pair that takes so long."""
+        round_s = (pair_s - self.starts * self.start_s) / 2 - self.beside_arrivals_s
+        return int(round_s * rate) + 1
 
 
 def beside_arrivals_s(plan: ReplayPlan, trace: Trace, unloaded: Unloaded) -> float:
@@ -173,37 +174,36 @@ def beside_arrivals_s(plan: ReplayPlan, trace: Trace, unloaded: Unloaded) -> flo
     return warm_up_s + 4 * plan.settle_s + last_answers_s
 
 
-def fit_budget(plan: ComparePlan, load: Load, trace: Trace, course: Course, spent_s: float) -> tuple[ComparePlan, Load]:
-    """Limit the requests of a round to what the budget leaves time for, and say how long it takes and what it means.
+def fit_budget(
+    plan: ComparePlan, load: Load, most_requests: int, course: Course, spent_s: float
+) -> tuple[ComparePlan, Load]:
+    """Choose requests in a round and the most pairs for the time that is left, and say how long it takes at most.
 
-    Without a budget every request of the trace is sent.
+    Six pairs come first, since fewer show nothing; then longer rounds, then more pairs. Without a budget the plan's own
+    rounds and pairs stay. `most_requests` are those of the plan's round.
     """
     if load.rate is None:
         return plan, load
-    fitting = len(trace.rows)
+    pairs, requests, notes = plan.pairs, most_requests, list[str]()
     if plan.budget_s is not None:
-        fitting = course.requests_within(plan.budget_s - spent_s, load.rate)
-    requests = min(fitting, len(trace.rows))
-    notes = [
-        f"{course.rounds} rounds of {requests} requests, {(requests - 1) / load.rate:.0f} s each, and {course.starts} "
-        f"more starts: about {minutes_text(course.left_s(requests, load.rate))}"
-    ]
-    whole_s = spent_s + course.left_s(requests, load.rate)
-    if plan.budget_s is None:
-        return plan, msgspec.structs.replace(load, notes=(*load.notes, *notes))
-    if fitting == LEAST_REQUESTS and whole_s > plan.budget_s:
-        notes.append(
-            f"{LEAST_REQUESTS} requests a round are the least that is compared: on this machine the whole takes about "
-            f"{minutes_text(whole_s)}, more than the {minutes_text(plan.budget_s)} that were asked for"
+        left_s = plan.budget_s - spent_s
+        wanted = min(LEAST_PAIRS, plan.pairs)
+        requests = max(
+            min(LEAST_REQUESTS, most_requests), min(course.requests_within(left_s / wanted, load.rate), most_requests)
         )
-    elif requests < min(FEW_REQUESTS, len(trace.rows)):
+        pairs = max(1, min(plan.pairs, int(left_s / course.pair_s(requests, load.rate))))
+    pair_s = course.pair_s(requests, load.rate)
+    notes.append(
+        f"at most {pairs} {'pair' if pairs == 1 else 'pairs'} of rounds of {requests} requests, "
+        f"{(requests - 1) / load.rate:.0f} s each: about {minutes_text(pairs * pair_s)}"
+    )
+    if plan.budget_s is not None and pairs < LEAST_PAIRS <= plan.pairs:
         notes.append(
-            f"this machine is slow for this trace: only {requests} requests a round fit into "
-            f"{minutes_text(plan.budget_s)}, so only large differences can be seen; a larger budget_s helps"
+            f"{pairs} of the {LEAST_PAIRS} pairs that a conclusion takes fit into {minutes_text(plan.budget_s)} on "
+            f"this machine; all of them would take about {minutes_text(spent_s + LEAST_PAIRS * pair_s)}"
         )
-    elif fitting > len(trace.rows):
-        notes.append(f"all {requests} requests of the trace fit; more need a longer trace")
-    return plan.model_copy(update={"limit": requests}), msgspec.structs.replace(load, notes=(*load.notes, *notes))
+    changes = {"limit": requests, "pairs": pairs} if plan.budget_s is not None else {}
+    return plan.model_copy(update=changes), msgspec.structs.replace(load, notes=(*load.notes, *notes))
 
 
 def duration_text(seconds: float) -> str:

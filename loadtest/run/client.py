@@ -183,12 +183,15 @@ def _record(
     if error is None and not times_s:
         error = "the answer held no token"
     usage = progress.usage
+    output_tokens = usage.completion_tokens if usage else len(times_s)
+    if error is None and output_tokens != request.output_tokens:
+        error = f"the answer has {output_tokens} tokens, and {request.output_tokens} were asked for"
     return RequestRecord(
         index=request.index,
         scheduled_s=request.scheduled_s,
         sent_s=sent_s,
         input_tokens=usage.prompt_tokens if usage else request.input_tokens,
-        output_tokens=usage.completion_tokens if usage else len(times_s),
+        output_tokens=output_tokens,
         requested_output_tokens=request.output_tokens,
         ttft_s=times_s[0] if times_s else None,
         second_token_s=times_s[1] if len(times_s) > 1 else None,

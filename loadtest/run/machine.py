@@ -3,11 +3,13 @@
 Called by `loadtest.compare`, `loadtest.report.replay_output` and `cluster.commands.loadtest`.
 """
 
+import contextlib
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 WATCH_S = 0.5
@@ -23,6 +25,49 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     }
+
+
+class CpuReading(msgspec.Struct, frozen=True):
+    """CPU seconds of all cores of this machine so far, and those that other guests and this process tree took."""
+
+    all_s: float
+    idle_s: float
+    stolen_s: float
+    ours_s: float
+
+
+class Disturbance(msgspec.Struct, frozen=True):
+    """Shares of this machine's CPU time during a round that others took."""
+
+    stolen: float
+    """By other guests of the same host."""
+    other: float
+    """By processes that this command did not start."""
+
+
+def read_cpu() -> CpuReading:
+    """Read the CPU times of the machine and of this process with all of its descendants."""
+    times = psutil.cpu_times()
+    stolen_s: float = getattr(times, "steal", 0.0)
+    idle_s: float = times.idle + getattr(times, "iowait", 0.0)
+    # The times of guests are contained in those of the user.
+    counted = {name: value for name, value in times._asdict().items() if not name.startswith("guest")}
+    this = psutil.Process()
+    ours_s = 0.0
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            ours_s += sum(process.cpu_times()[:4])
+    return CpuReading(sum(counted.values()), idle_s, stolen_s, ours_s)
+
+
+def disturbance(before: CpuReading, after: CpuReading) -> Disturbance:
+    """Return what others took between two readings."""
+    all_s = after.all_s - before.all_s
+    if all_s <= 0:
+        return Disturbance(0.0, 0.0)
+    stolen_s = after.stolen_s - before.stolen_s
+    busy_s = all_s - (after.idle_s - before.idle_s) - stolen_s
+    return Disturbance(stolen_s / all_s, max(0.0, busy_s - (after.ours_s - before.ours_s)) / all_s)
 
 
 def busy_note() -> str | None:

@@ -1,6 +1,6 @@
 """The record of one request, which is one line of records.jsonl.
 
-Made by `loadtest.run.client`; read by `loadtest.report`, `loadtest.statistics` and `loadtest.compare`.
+Made by `loadtest.run.client`; read by `loadtest.report` and `loadtest.statistics`.
 """
 
 import msgspec

@@ -19,7 +19,7 @@ from loadtest.plan import ReplayPlan
 from loadtest.run.client import Completion, ModelCard, complete, encode_body, first_model, open_client
 from loadtest.run.progress import ReplayProgress, shown
 from loadtest.run.records import RequestRecord
-from loadtest.run.server_metrics import MetricsDelta, difference, scrape_settled
+from loadtest.run.server_metrics import MetricsDelta, difference, fleet_change, scrape_settled
 from loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens
 from loadtest.trace.readers import load_trace
 from loadtest.trace.shape import fit_context, shape_trace
@@ -27,6 +27,15 @@ from loadtest.trace.trace import Trace
 
 MAX_SEND_LAG_S = 0.5
 WARMUP_OUTPUT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRequests:
+    """The requests of one round of a comparison."""
+
+    trace: Trace
+    ordinals_per_round: int
+    """Prompts set apart for each round, so that no two rounds share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +47,45 @@ class ReplayResult:
     duration_s: float
     metrics: MetricsDelta | None
     warnings: tuple[str, ...]
+    fleet_change: str | None = None
+    """Which worker came, went or was restarted meanwhile."""
 
     @property
     def p99_send_lag_s(self) -> float:
         """The 99th percentile of how late requests were sent, in seconds."""
         return float(np.percentile([record.send_lag_s for record in self.records], 99))
 
+    @property
+    def max_send_lag_s(self) -> float:
+        """How late the latest request was sent, in seconds."""
+        return max(record.send_lag_s for record in self.records)
+
+    @property
+    def window_s(self) -> float:
+        """Seconds in which requests arrived: to the last arrival and one mean gap more, or all if they came at once."""
+        rate = self.trace.mean_rate
+        return len(self.trace.rows) / rate if rate else self.duration_s
+
 
 async def run_replay(
-    base_url: str, plan: ReplayPlan, console: Console, *, label: str = "replay", round_index: int = 0
+    base_url: str,
+    plan: ReplayPlan,
+    console: Console,
+    *,
+    label: str = "replay",
+    round_index: int = 0,
+    requests: RoundRequests | None = None,
 ) -> ReplayResult:
-    """Warm up, scrape, replay, scrape. Raises LoadTestError; failed requests become records, not errors."""
-    trace = shape_trace(load_trace(plan.trace), plan)
+    """Warm up, scrape, replay, scrape. Raises LoadTestError; failed requests become records, not errors.
+
+    `requests` are those of a round of a comparison; without them they are the plan's trace.
+    """
+    trace = requests.trace if requests else shape_trace(load_trace(plan.trace), plan)
     async with open_client(base_url) as client:
         card = await first_model(client, plan.served_name)
         trace = fit_context(trace, card.max_model_len)
-        maker = await asyncio.to_thread(prompt_maker, trace, plan, card)
+        ordinals = requests.ordinals_per_round if requests else None
+        maker = await asyncio.to_thread(prompt_maker, trace, plan, card, ordinals)
         await _warm_up(client, plan, card.id, maker, trace, round_index)
         before = await scrape_settled(client, plan.settle_s)
         progress = ReplayProgress(label, len(trace.rows))
@@ -62,19 +94,21 @@ async def run_replay(
             records = await _send_all(client, plan, card.id, maker, trace, round_index, progress)
         duration_s = time.perf_counter() - start
         after = await scrape_settled(client, plan.settle_s)
+    change = fleet_change(before, after) if before and after else None
     metrics = difference(before, after, duration_s) if before and after else None
-    warnings = _warnings(records)
+    warnings = (*_warnings(records), *([change] if change else []))
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
-    return ReplayResult(trace, records, duration_s, metrics, warnings)
+    return ReplayResult(trace, records, duration_s, metrics, warnings, change)
 
 
-def prompt_maker(trace: Trace, plan: ReplayPlan, card: ModelCard) -> PromptMaker:
+def prompt_maker(trace: Trace, plan: ReplayPlan, card: ModelCard, ordinals_per_round: int | None = None) -> PromptMaker:
     """Make prompts with the served model's tokenizer. Raises LoadTestError if it is not to be had."""
     tokenizer = plan.tokenizer or card.root
     if tokenizer is None:
         raise LoadTestError("the server does not say where its model's tokenizer is: pass --tokenizer PATH")
-    return PromptMaker(TextWindows(load_text_tokens(tokenizer), plan.seed), trace, plan.warmup_requests)
+    windows = TextWindows(load_text_tokens(tokenizer), plan.seed)
+    return PromptMaker(windows, trace, plan.warmup_requests, ordinals_per_round)
 
 
 async def _warm_up(
@@ -130,9 +164,6 @@ def _warnings(records: Sequence[RequestRecord]) -> tuple[str, ...]:
             f"requests left late (p99 send lag {lag_s * 1e3:.0f} ms > {MAX_SEND_LAG_S * 1e3:.0f} ms): this client was "
             "too slow for the trace, so the offered load was not the trace's; lower the rate or use another machine"
         )
-    wrong = sum(record.ok and record.output_tokens != record.requested_output_tokens for record in records)
-    if wrong:
-        warnings.append(f"{wrong} finished requests do not have the number of output tokens that was asked for")
     failed = [record for record in records if not record.ok]
     if failed:
         warnings.append(f"{len(failed)} of {len(records)} requests failed; the first: {failed[0].error}")

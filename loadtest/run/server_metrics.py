@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.errors import ServerError
+from loadtest.errors import RestartedError, ServerError
 
 PREFIX = "ridgeline_"
 SETTLE_TRIES = 10
@@ -90,13 +90,47 @@ async def scrape_settled(client: httpx.AsyncClient, settle_s: float) -> Scrape |
     return last
 
 
+def workers_of(read: Scrape) -> frozenset[tuple[str, str]]:
+    """Return the workers that report, as (pool, worker)."""
+    labels = (dict(found) for _, found in (*read.gauges, *read.counters))
+    return frozenset((found["pool"], found["worker"]) for found in labels if {"pool", "worker"} <= found.keys())
+
+
+def steps_by_worker(read: Scrape) -> dict[tuple[str, str], float]:
+    """Return the engine steps of each worker that reports."""
+    steps = dict.fromkeys(workers_of(read), 0.0)
+    for (name, found), value in read.counters.items():
+        if name == "ridgeline_steps_total":
+            labels = dict(found)
+            steps[labels["pool"], labels["worker"]] += value
+    return steps
+
+
+def fleet_change(before: Scrape, after: Scrape) -> str | None:
+    """Say which workers came, went or were restarted between two scrapes; None if all stayed.
+
+    A worker that is gone takes its counters along, so figures of the run would be of another fleet than its start's.
+    """
+    had, has = workers_of(before), workers_of(after)
+    gone = ", ".join(f"{worker} ({pool})" for pool, worker in sorted(had - has))
+    if gone:
+        return f"{gone} left during the round"
+    for (name, found), value in after.counters.items():
+        if name == "ridgeline_worker_restarts_total" and value > before.counters.get((name, found), 0.0):
+            return f"{dict(found).get('worker', 'a worker')} was restarted during the round"
+    for (name, found), value in before.gauges.items():
+        if name == "ridgeline_workers" and after.gauges.get((name, found)) != value:
+            return f"the pool {dict(found).get('pool')} changed its size during the round"
+    return None
+
+
 def difference(before: Scrape, after: Scrape, wall_s: float) -> MetricsDelta:
-    """Return the growth between two scrapes. Raises ServerError if a counter fell, since the server then restarted."""
+    """Return the growth between two scrapes. Raises RestartedError if a counter fell: the server restarted."""
     gained: dict[SampleKey, float] = {}
     for key, value in after.counters.items():
         gained[key] = value - before.counters.get(key, 0.0)
         if gained[key] < 0:
-            raise ServerError(f"the counter {key[0]} fell during the run, so the server restarted: repeat the run")
+            raise RestartedError(f"the counter {key[0]} fell during the run, so the server restarted: repeat the run")
     return MetricsDelta(gained, after.gauges, wall_s)
 
 

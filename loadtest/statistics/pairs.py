@@ -1,6 +1,6 @@
 """What one pair of rounds says: the same requests at the same times in arm a and in arm b.
 
-Judged by `loadtest.statistics.outcome`.
+Called by `loadtest.compare`; read by `loadtest.statistics.outcome`.
 """
 
 import math

@@ -3,6 +3,7 @@
 trace.py    the data types
 readers.py  reads each format
 shape.py    changes a trace before a replay
+windows.py  gives each pair of rounds its requests
 prompts.py  makes token-exact prompts of real English
 demo.py     writes the trace of `make demo`
 """

@@ -55,14 +55,19 @@ class TextWindows:
 
 
 class PromptMaker:
-    """Makes the prompts of one trace. Rounds use disjoint windows, so that each meets a cold prefix cache."""
+    """Makes the prompts of one trace. Rounds use disjoint windows, so that each meets a cold prefix cache.
 
-    def __init__(self, windows: TextWindows, trace: Trace, warmup_requests: int) -> None:
+    Rounds of different traces are disjoint too if all are given the same `ordinals_per_round`, enough for any of them.
+    """
+
+    def __init__(
+        self, windows: TextWindows, trace: Trace, warmup_requests: int, ordinals_per_round: int | None = None
+    ) -> None:
         most_id = max((max(row.prefix_ids, default=0) for row in trace.rows), default=0)
         self._windows = windows
         self._trace = trace
         self._shared_ids = most_id + 1 if any(row.prefix_ids for row in trace.rows) else 0
-        self._round_ordinals = self._shared_ids + len(trace.rows) + warmup_requests
+        self._round_ordinals = ordinals_per_round or self._shared_ids + len(trace.rows) + warmup_requests
 
     def prompt(self, index: int, round_index: int) -> list[int]:
         """Return the prompt of the trace's row `index`: shared blocks where the row names them, then its own window."""

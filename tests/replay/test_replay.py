@@ -13,7 +13,8 @@ import pytest
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from loadtest.compare import compare, round_schedule
+from loadtest.arms import Deployments, Reached
+from loadtest.compare import compare
 from loadtest.errors import NotDisaggregatedError, ServerError
 from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
@@ -160,11 +161,6 @@ async def test_a_replay_of_our_server_reports_its_pools(console):
     assert summary["disaggregated_fraction"] == 1.0
 
 
-def test_rounds_are_counterbalanced_and_pair_up():
-    modes = [(mode[0], index) for mode, index in round_schedule(3)]
-    assert modes == [("c", 0), ("d", 0), ("d", 1), ("c", 1), ("c", 2), ("d", 2)]
-
-
 class _Cluster:
     """Stands in for cluster/: starts a fake server in the mode asked for and remembers it."""
 
@@ -181,54 +177,154 @@ class _Cluster:
         with running(behaviour) as url:
             yield url
 
+    async def compare(self, plan, out, console, **options):
+        async with Deployments(self.serve) as deployments:
+            a, b = (deployments.arm(mode) for mode in plan.modes)
+            return await compare((a, b), plan, out, console, **{"is_alone": False} | options)
+
+
+class _Running:
+    """An arm whose server runs all the time."""
+
+    needs_start = False
+
+    def __init__(self, url: str, mode: str = "colocated", at_round=None) -> None:
+        self.mode = mode
+        self._url = url
+        self._at_round = at_round
+        self._rounds = 0
+
+    async def ready(self) -> Reached:
+        self._rounds += 1
+        if self._at_round:
+            self._at_round(self._rounds)
+        return Reached(self._url, is_fresh=False)
+
 
 def _compare_plan(**fields) -> ComparePlan:
     plain = {"trace": SIX, "settle_s": 0.02, "tokenizer": "unused", "warmup_requests": 1, "slo_tpot_ms": 40}
-    return ComparePlan(**plain | fields)
+    return ComparePlan(**plain | {"slo_ttft_ms": 20_000, "pairs": 2} | fields)
 
 
-async def test_compare_writes_the_contract_and_says_who_won(tmp_path, console):
-    cluster = _Cluster()
-    result = await compare(cluster.serve, _compare_plan(), tmp_path / "out", console)
-    assert [behaviour.mode for behaviour in cluster.started] == ["colocated", "disaggregated", "colocated"]
-    first, middle, last = ([tuple(prompt) for prompt in each.prompts] for each in cluster.started)
-    assert middle == first + last
-    assert len(set(middle)) == len(middle)
+def _summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
 
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    colocated, disaggregated = summary["modes"]["colocated"], summary["modes"]["disaggregated"]
-    assert (disaggregated["completed"], disaggregated["failed"]) == (12, 0)
-    assert disaggregated["disaggregated_fraction"] == 1.0
-    assert disaggregated["request_goodput"] > colocated["request_goodput"] == 0
-    assert set(disaggregated["pools"]) == {"prefill", "decode"}
-    assert set(colocated["pools"]) == {"colocated"}
-    decode = disaggregated["pools"]["decode"]
+
+async def test_six_pairs_tell_a_slow_arm_from_a_fast_one_and_everything_is_written(tmp_path, console):
+    fast, slow = Behaviour(ttft_s=0.01, tpot_s=0.001), Behaviour(ttft_s=0.01, tpot_s=0.06, mode="colocated")
+    with running(slow) as one, running(fast) as other:
+        arms = _Running(one), _Running(other, "disaggregated")
+        result = await compare(arms, _compare_plan(pairs=16), tmp_path, console, is_alone=False)
+    assert (result.conclusion.outcome, result.conclusion.better, result.conclusion.pairs) == ("better", "b", 6)
+    summary = _summary(tmp_path)
+    outcome = summary["outcome"]
+    assert outcome["headline"].startswith(
+        "Disaggregated is better under TTFT <= 20000 ms and TPOT <= 40 ms: colocated met both limits for 0% of "
+        "requests, disaggregated for 100% (difference +100.0 points, 97.5 % interval "
+    )
+    assert outcome["looks"] == [6]
+    assert outcome["secondary"]["tpot"]["differs"]
+    assert "lower disaggregated" in outcome["details"]
+    a, b = summary["arms"]["a"], summary["arms"]["b"]
+    assert (a["label"], b["label"]) == ("colocated", "disaggregated")
+    assert (b["completed"], b["failed"], b["attainment"]) == (36, 0, 1.0)
+    assert b["disaggregated_fraction"] == 1.0
+    assert b["request_goodput"] > a["request_goodput"] == 0
+    assert set(b["pools"]) == {"prefill", "decode"}
+    decode = b["pools"]["decode"]
     assert decode["arithmetic_intensity"] == pytest.approx(2)
-    assert decode["ridge"] == pytest.approx(10)
-    assert decode["mfu"] == pytest.approx(2e6 / (0.005 / 4) / 1e10)
-    assert decode["mbu"] == pytest.approx(1e6 / (0.005 / 4) / 1e9)
-    assert disaggregated["stage_seconds"]["prefill"] == pytest.approx(0.06 * 0.7)
-    assert summary["verdict"]["winner"] == "disaggregated"
-    assert "won under TTFT <= 2000 ms and TPOT <= 40 ms" in summary["verdict"]["sentence"]
-    assert {"slo", "plan", "rounds", "formulas", "machine", "trace"} <= set(summary)
-    assert len(summary["rounds"]) == 4
-    assert result.summary["modes"].keys() == summary["modes"].keys()
+    assert decode["mfu"] == pytest.approx(2e6 / (0.001 / 4) / 1e10)
+    assert [each["pair"] for each in summary["pairs"]] == list(range(6))
+    assert {tuple(each["order"]) for each in summary["pairs"]} == {("a", "b"), ("b", "a")}, "the order is random"
+    assert len(summary["rounds"]) == 12
+    assert {"slo", "plan", "formulas", "machine", "trace", "load"} <= set(summary)
 
-    records = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
-    assert len(records) == 24
-    assert {(record["mode"], record["round"]) for record in records} == {
-        (mode, index) for mode in ("colocated", "disaggregated") for index in (0, 1)
-    }
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "Disaggregated won" in page
-    assert page.count("Plotly.newPlot(") >= 5
+    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert len(records) == 72
+    assert {(each["arm"], each["pair"]) for each in records} == {(arm, pair) for arm in "ab" for pair in range(6)}
+    by_pair = {(each["arm"], each["pair"]): [] for each in records}
+    for each in records:
+        by_pair[each["arm"], each["pair"]].append(each["scheduled_s"])
+    assert all(by_pair["a", pair] == by_pair["b", pair] for pair in range(6)), "the same arrivals within a pair"
+    assert len({tuple(times) for times in by_pair.values()}) == 6, "and others in each pair"
+    prompts = [tuple(prompt) for each in (slow, fast) for prompt in each.prompts]
+    assert len(set(prompts)) == len(prompts), "and no prompt twice, so caches are cold"
+
+    page = (tmp_path / "report.html").read_text()
+    assert "Disaggregated is better" in page
+    assert "won" not in page.replace(get_plotlyjs(), "").split()
     titles = re.findall(r'<div class="card plot"><h2>(.*?)</h2><p class="legend">(.*?)</p>', page)
     assert len(titles) == page.count("Plotly.newPlot("), "each with its legend, where neither can cover the other"
-    assert re.findall(r"</i>(.*?)</span>", titles[-1][1]) == ["queue", "prefill", "wire", "decode"]
+    assert titles[0][0] == "Attainment, pair by pair"
     assert "http" not in page.replace(get_plotlyjs(), "")
 
 
-async def test_compare_measures_once_before_round_one_and_both_modes_get_the_same_rate_and_limits(tmp_path, console):
+async def test_a_mode_against_itself_is_restarted_as_two_modes_are_and_named_by_place(tmp_path, console):
+    cluster = _Cluster()
+    result = await cluster.compare(_compare_plan(arms="colocated,colocated", pairs=2), tmp_path, console)
+    assert result.conclusion.outcome in ("inconclusive", "slo_unreachable")
+    assert len(cluster.started) >= 3
+    assert {behaviour.mode for behaviour in cluster.started} == {"colocated"}
+    assert [arm["label"] for arm in _summary(tmp_path)["arms"].values()] == ["colocated (a)", "colocated (b)"]
+    assert (
+        "Nothing is concluded" in (tmp_path / "report.html").read_text() or result.conclusion.outcome != "inconclusive"
+    )
+
+
+async def test_limits_that_no_request_meets_end_in_an_outcome_of_its_own(tmp_path, console):
+    plan = _compare_plan(slo_tpot_ms=0.001, pairs=1)
+    result = await _Cluster().compare(plan, tmp_path, console)
+    assert result.conclusion.outcome == "slo_unreachable"
+    assert "Out of reach at this load" in (tmp_path / "report.html").read_text()
+
+
+async def test_a_server_that_has_started_is_warmed_up_until_each_worker_has_stepped(tmp_path, console):
+    cluster = _Cluster()
+    await cluster.compare(_compare_plan(pairs=1), tmp_path, console)
+    for behaviour in cluster.started:
+        assert len(behaviour.prompts) in (4, 4 + 1 + 6), "a wave, then a round of one warm-up and six requests"
+
+
+async def test_a_round_in_which_a_worker_was_lost_is_void_and_repeated(tmp_path, console):
+    behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")
+
+    def lose_a_worker(number: int) -> None:
+        if number == 2:
+            behaviour.restarts_at = len(behaviour.bodies) + 3
+
+    with running(behaviour) as url:
+        arms = _Running(url), _Running(url, at_round=lose_a_worker)
+        result = await compare(arms, _compare_plan(arms="colocated,colocated"), tmp_path, console, is_alone=False)
+    assert result.conclusion.pairs == 2
+    rounds = _summary(tmp_path)["rounds"]
+    assert [each["valid"] for each in rounds].count(False) == 1
+    void = next(each for each in rounds if not each["valid"])
+    assert void["arm"] == "b"
+    assert void["reasons"] == ["0 was restarted during the round"]
+    assert "void: 0 was restarted" in (tmp_path / "report.html").read_text()
+    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert sum(not each["valid"] for each in records) == 6
+    assert _summary(tmp_path)["arms"]["b"]["completed"] == 12
+
+
+async def test_a_machine_that_is_always_disturbed_gives_rounds_that_are_kept_and_marked(tmp_path, console, monkeypatch):
+    monkeypatch.setattr("loadtest.compare.void_reasons", lambda *_: ("other work took 40% of the time",))
+    with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
+        plan = _compare_plan(arms="colocated,colocated")
+        result = await compare((_Running(url), _Running(url)), plan, tmp_path, console, is_alone=False)
+    assert result.conclusion.pairs == 2
+    rounds = _summary(tmp_path)["rounds"]
+    assert [each["valid"] for each in rounds] == [False] * 4 + [True] * 4
+    assert all(each["reasons"] for each in rounds)
+
+
+async def test_a_server_that_loses_workers_in_every_round_ends_the_comparison(tmp_path, console):
+    behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated", restarts_every=3)
+    with running(behaviour) as url, pytest.raises(ServerError, match="was void 3 times: 0 was restarted"):
+        await compare((_Running(url), _Running(url)), _compare_plan(), tmp_path, console, is_alone=False)
+
+
+async def test_compare_measures_once_before_round_one_and_both_arms_get_the_same_rate_and_limits(tmp_path, console):
     cluster = _Cluster()
     plan = ComparePlan(
         trace="poisson:rate=1,input=40,output=12,n=30,seed=1",
@@ -239,17 +335,14 @@ async def test_compare_measures_once_before_round_one_and_both_modes_get_the_sam
         tokenizer="unused",
         warmup_requests=1,
     )
-    await compare(cluster.serve, plan, tmp_path, console, Workers(prefill=2, decode=2), notes=("others work here",))
-    first, second, third = cluster.started
-    measured = 1 + 5 + 8 * 2
-    assert [len(each.bodies) for each in cluster.started] == [measured + 11, 2 * 11, 11]
-    prompts = [tuple(prompt) for prompt in (*first.prompts, *third.prompts)]
+    await cluster.compare(plan, tmp_path, console, workers=Workers(prefill=2, decode=2), notes=("others work here",))
+    first = cluster.started[0]
+    prompts = [tuple(prompt) for each in cluster.started for prompt in each.prompts]
     assert len(set(prompts)) == len(prompts), "what was measured is in no round's prefix cache"
-    assert [tuple(prompt) for prompt in second.prompts] == prompts[measured:]
-
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = _summary(tmp_path)
     load = summary["load"]
     assert load["notes"][0] == "others work here"
+    assert any("1 of the 6 pairs that a conclusion takes fit into 0:00 min" in note for note in load["notes"])
     assert load["unloaded"]["median_ttft_s"] >= first.ttft_s
     assert load["unloaded"]["median_tpot_s"] >= first.tpot_s
     assert summary["plan"]["rate"] == load["rate"]
@@ -257,7 +350,8 @@ async def test_compare_measures_once_before_round_one_and_both_modes_get_the_sam
     assert load["rate"] == pytest.approx(0.8 * 2 / load["unloaded"]["mean_ttft_s"], rel=0.01)
     assert summary["slo"]["ttft_ms"] == pytest.approx(5e3 * load["unloaded"]["median_ttft_s"], rel=0.01)
     assert summary["slo"]["tpot_ms"] == pytest.approx(2.5e3 * load["unloaded"]["median_tpot_s"], rel=0.01)
-    assert [each["completed"] for each in summary["rounds"]] == [10] * 4
+    assert [each["completed"] for each in summary["rounds"] if each["valid"]] == [10] * 2
+    assert summary["outcome"]["outcome"] in ("inconclusive", "slo_unreachable")
     page = (tmp_path / "report.html").read_text()
     for sentence in load["sentences"]:
         assert html.escape(sentence[1:]) in page
@@ -298,7 +392,7 @@ async def test_a_server_that_does_not_stream_cannot_be_measured_and_the_error_sa
 
 async def test_a_run_that_was_disaggregated_in_name_only_is_refused(tmp_path, console):
     with pytest.raises(NotDisaggregatedError, match=r"only .* of the eligible requests went through both pools"):
-        await compare(_Cluster(fallback_every=6).serve, _compare_plan(), tmp_path, console)
+        await _Cluster(fallback_every=6).compare(_compare_plan(), tmp_path, console)
     assert not (tmp_path / "summary.json").exists()
     with pytest.raises(NotDisaggregatedError, match="publishes no ridgeline_ metrics"):
-        await compare(_Cluster(has_metrics=False).serve, _compare_plan(), tmp_path, console)
+        await _Cluster(has_metrics=False).compare(_compare_plan(), tmp_path, console)

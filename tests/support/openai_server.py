@@ -37,6 +37,10 @@ class Behaviour:
     tokenizer: str | None = None
     answers_after_requests: int = 0
     """Number of requests that must have come before any answer begins."""
+    restarts_at: int = 0
+    """Number of the completion request at which a worker is counted as restarted; 0 for never."""
+    restarts_every: int = 0
+    """The same at each multiple of this number."""
     faults: dict[int, str] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     bodies: list[dict] = field(default_factory=list)
@@ -58,6 +62,7 @@ class FakeMetrics:
         self.flops = Counter("ridgeline_flops", "-", ["pool", "worker"], registry=registry)
         self.bytes = Counter("ridgeline_bytes", "-", ["pool", "worker", "kind"], registry=registry)
         self.busy = Counter("ridgeline_busy_seconds", "-", ["pool", "worker"], registry=registry)
+        self.restarts = Counter("ridgeline_worker_restarts", "-", ["pool", "worker", "reason"], registry=registry)
         self.steps = Counter("ridgeline_steps", "-", ["pool", "worker"], registry=registry)
         self.stages = Histogram("ridgeline_stage_seconds", "-", ["stage"], registry=registry)
         pools = {"colocated": 2} if mode == "colocated" else {"prefill": 1, "decode": 1}
@@ -106,6 +111,8 @@ def make_app(behaviour: Behaviour) -> Starlette:
         number = len(behaviour.bodies)
         behaviour.bodies.append(body)
         behaviour.prompts.append(body["prompt"])
+        if number + 1 == behaviour.restarts_at or (behaviour.restarts_every and number % behaviour.restarts_every == 0):
+            metrics.restarts.labels("colocated", "0", "engine_died").inc()
         if behaviour.faults.get(number) == "refuse":
             return JSONResponse({"error": {"message": "too busy"}}, status_code=503)
         return StreamingResponse(answer(behaviour, metrics, body, number), media_type="text/event-stream")

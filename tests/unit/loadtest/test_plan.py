@@ -19,11 +19,19 @@ from loadtest.run.unloaded import sizes_of
         ({"rate": "nan"}, "above 0"),
         ({"slo": "strict"}, "auto"),
         ({"budget_s": 0}, "above 0"),
+        ({"margin": 0}, "between 0 and 1"),
+        ({"arms": "colocated"}, "two of colocated and disaggregated"),
+        ({"arms": "colocated,adaptive"}, "two of colocated and disaggregated"),
     ],
 )
 def test_a_combination_that_contradicts_itself_is_refused_with_the_fix(fields, fix):
     with pytest.raises(ValidationError, match=fix):
         ComparePlan(**fields)
+
+
+def test_arms_are_two_modes_of_which_one_may_come_twice():
+    assert ComparePlan().modes == ("colocated", "disaggregated")
+    assert ComparePlan(arms="disaggregated, disaggregated").modes == ("disaggregated", "disaggregated")
 
 
 def test_a_plan_measures_first_only_if_something_is_left_to_be_measured():

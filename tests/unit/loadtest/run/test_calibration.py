@@ -7,7 +7,6 @@ import pytest
 
 from loadtest.plan import ComparePlan, ReplayPlan, Slo
 from loadtest.run.calibration import (
-    FEW_REQUESTS,
     LEAST_REQUESTS,
     Course,
     Workers,
@@ -118,47 +117,55 @@ def test_a_running_server_says_how_many_workers_share_the_load(pools, workers):
 
 @pytest.mark.parametrize("unloaded", [CPU, GPU, SLOW], ids=["cpu", "gpu", "slow"])
 @pytest.mark.parametrize("budget_s", [1.0, 60.0, 300.0, 3600.0])
-def test_a_round_has_requests_enough_and_no_more_than_the_trace_on_any_machine(unloaded, budget_s):
+def test_a_round_has_requests_enough_and_no_more_than_its_window_on_any_machine(unloaded, budget_s):
     plan, load = settle(ComparePlan(rate="auto", slo="auto", budget_s=budget_s), TRACE, unloaded, PAIR)
-    plan, load = fit_budget(plan, load, TRACE, Course(4, 2, 30.0, 8.0), 50.0)
-    assert LEAST_REQUESTS <= plan.limit <= len(TRACE.rows)
+    plan, load = fit_budget(plan, load, 60, Course(1.5, 30.0, 8.0), 50.0)
+    assert LEAST_REQUESTS <= plan.limit <= 60
+    assert 1 <= plan.pairs <= 16
     assert 0 < plan.rate < float("inf")
     assert 0 < plan.slo_ttft_ms < float("inf")
-    assert load.notes[0].startswith(f"4 rounds of {plan.limit} requests")
+    assert f"rounds of {plan.limit} requests" in load.notes[0]
 
 
-def _budget(budget_s: float, rate: float, trace: Trace = TRACE):
-    plan = ComparePlan(rate=rate, budget_s=budget_s)
-    return fit_budget(plan, given_load(plan, trace), trace, COURSE, spent_s=60.0)
+COURSE = Course(starts=1.5, start_s=10.0, beside_arrivals_s=10.0)
 
 
-COURSE = Course(rounds=4, starts=2, start_s=40.0, beside_arrivals_s=10.0)
+def _budget(budget_s: float, course: Course = COURSE, window: int = 60, **fields):
+    plan = ComparePlan(rate=1.0, budget_s=budget_s, **fields)
+    return fit_budget(plan, given_load(plan, TRACE), window, course, spent_s=60.0)
 
 
-def test_the_requests_of_a_round_are_what_the_budget_leaves_time_for():
-    plan, load = _budget(300.0, 1.0)
-    assert plan.limit == 31, "(300 - 60 - 2 x 40) / 4 - 10 = 30 s of arrivals"
-    assert COURSE.left_s(plan.limit, 1.0) == pytest.approx(240.0)
-    assert load.notes == ("4 rounds of 31 requests, 30 s each, and 2 more starts: about 4:00 min",)
+def test_six_pairs_come_first_and_longer_rounds_fill_what_is_left():
+    plan, load = _budget(600.0)
+    assert (plan.pairs, plan.limit) == (6, 28), (
+        "(600 - 60) / 6 = 90 s a pair, 15 of them for starts, 20 beside arrivals"
+    )
+    assert COURSE.pair_s(28, 1.0) == pytest.approx(89.0)
+    assert load.notes == ("at most 6 pairs of rounds of 28 requests, 27 s each: about 8:54 min",)
 
 
-def test_a_slow_machine_gets_fewer_requests_and_is_told():
-    plan, load = _budget(300.0, 0.5)
-    assert LEAST_REQUESTS < plan.limit == 16 < FEW_REQUESTS
-    assert "this machine is slow for this trace: only 16 requests a round fit into 5:00 min" in load.notes[1]
+def test_more_pairs_come_once_rounds_are_as_long_as_the_plan_has_them():
+    plan, _ = _budget(1200.0, window=31)
+    assert (plan.pairs, plan.limit) == (12, 31)
 
 
-def test_a_machine_too_slow_for_the_budget_is_told_how_long_it_will_take():
-    plan, load = _budget(300.0, 0.05)
-    assert plan.limit == LEAST_REQUESTS
-    assert "the whole takes about 15:00 min, more than the 5:00 min that were asked for" in load.notes[1]
+def test_a_machine_too_slow_for_six_pairs_gets_those_that_fit_and_is_told():
+    plan, load = _budget(300.0)
+    assert (plan.pairs, plan.limit) == (4, LEAST_REQUESTS)
+    assert "4 of the 6 pairs that a conclusion takes fit into 5:00 min on this machine" in load.notes[1]
+    assert _budget(61.0)[0].pairs == 1, "one at least"
 
 
-def test_a_fast_machine_replays_the_whole_trace_and_is_told_that_it_is_short():
-    plan, load = _budget(300.0, 1000.0)
-    assert plan.limit == 200
-    assert load.notes[0].startswith("4 rounds of 200 requests, 0 s each")
-    assert load.notes[1] == "all 200 requests of the trace fit; more need a longer trace"
+def test_without_starts_as_when_modes_are_switched_six_pairs_fit_where_one_did():
+    switched = dataclasses.replace(COURSE, starts=0.0, beside_arrivals_s=6.0)
+    assert _budget(300.0, switched)[0].pairs == 6
+    assert _budget(300.0, dataclasses.replace(COURSE, start_s=40.0))[0].pairs == 2
+
+
+def test_without_a_budget_pairs_and_requests_stay_the_plans():
+    plan, load = fit_budget(ComparePlan(rate=1.0), given_load(ComparePlan(rate=1.0), TRACE), 61, COURSE, 0.0)
+    assert (plan.pairs, plan.limit) == (16, None)
+    assert load.notes == ("at most 16 pairs of rounds of 61 requests, 60 s each: about 41:20 min",)
 
 
 def test_a_round_ends_with_a_long_answer_of_busy_workers():
@@ -166,20 +173,6 @@ def test_a_round_ends_with_a_long_answer_of_busy_workers():
     plan = ReplayPlan(warmup_requests=2, settle_s=1)
     warm_up_s, readings_s, last_s = 2 * (1.25 + 8 * 0.04), 4, 2 * 1.25 + 120 * 0.054
     assert beside_arrivals_s(plan, Trace("t", rows), CPU) == pytest.approx(warm_up_s + readings_s + last_s)
-
-
-def test_without_a_budget_every_request_is_sent():
-    plan, load = fit_budget(ComparePlan(rate=1.0), given_load(ComparePlan(rate=1.0), TRACE), TRACE, COURSE, 0.0)
-    assert plan.limit is None
-    assert load.notes == ("4 rounds of 200 requests, 199 s each, and 2 more starts: about 15:16 min",)
-
-
-def test_more_rounds_or_starts_leave_less_for_each():
-    shorter = [
-        dataclasses.replace(COURSE, **change).requests_within(240.0, 1.0)
-        for change in ({}, {"starts": 3}, {"rounds": 5}, {"beside_arrivals_s": 20.0})
-    ]
-    assert shorter == [31, 21, 23, 21]
 
 
 def test_minutes_are_written_as_on_a_clock():

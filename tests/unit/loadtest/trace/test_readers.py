@@ -131,7 +131,7 @@ def test_rate_rescales_time_and_duration_counts_in_rescaled_seconds():
 @pytest.mark.parametrize(
     ("fields", "fix"),
     [
-        ({"rounds": 1}, "2 or more"),
+        ({"pairs": 0}, "1 or more"),
         ({"rate": 0}, "above 0"),
         ({"limit": 0}, "1 or more"),
         ({"rate": 1, "time_scale": 2}, "give one of them"),

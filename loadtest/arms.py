@@ -1,0 +1,142 @@
+"""The arms of a comparison, and the ways to reach one.
+
+Built by `cluster.commands.loadtest`; called by `loadtest.compare` before each round.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+import httpx
+import msgspec
+
+from loadtest.errors import ServerError
+from loadtest.plan import Mode
+
+Serve = Callable[[Mode], AbstractAsyncContextManager[str]]
+"""Starts a deployment in a mode, yields its base URL, and stops it."""
+MODE_PATH = "/ridgeline/mode"
+SWITCH_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """An arm that is ready for a round."""
+
+    base_url: str
+    is_fresh: bool
+    """Whether its server has only just started, so that every worker must be warmed up."""
+
+
+class Arm(Protocol):
+    """One side of a comparison."""
+
+    @property
+    def mode(self) -> str:
+        """What it is, for people."""
+
+    @property
+    def needs_start(self) -> bool:
+        """Whether a server must be started to reach it after the other arm."""
+
+    async def ready(self) -> Reached:
+        """Make it ready to serve a round. Raises ServerError if it cannot be."""
+
+
+class Deployments:
+    """One deployment at a time: an arm that has its turn stops the other arm's and starts its own.
+
+    Two arms of the same mode are restarted too, so that an A/A run is treated as a comparison is.
+    """
+
+    def __init__(self, serve: Serve) -> None:
+        self._serve = serve
+        self._stack = AsyncExitStack()
+        self._running: object = None
+        self._base_url = ""
+        self.last_start_s = 0.0
+
+    async def __aenter__(self) -> "Deployments":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)
+
+    def arm(self, mode: Mode) -> "RestartedArm":
+        """Return an arm that restarts the deployment in this mode."""
+        return RestartedArm(mode, self)
+
+    async def start(self, arm: object, mode: Mode) -> Reached:
+        """Run the arm's deployment and no other."""
+        if self._running is arm:
+            return Reached(self._base_url, is_fresh=False)
+        await self._stack.aclose()
+        self._running = None
+        began_s = time.monotonic()
+        self._base_url = await self._stack.enter_async_context(self._serve(mode))
+        self.last_start_s = time.monotonic() - began_s
+        self._running = arm
+        return Reached(self._base_url, is_fresh=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RestartedArm:
+    """A mode of a deployment that must be restarted to change it."""
+
+    mode: Mode
+    deployments: Deployments
+    needs_start: bool = True
+
+    async def ready(self) -> Reached:
+        """Restart the deployment in this mode, unless it is this arm's already."""
+        return await self.deployments.start(self, self.mode)
+
+
+class _ModeAnswer(msgspec.Struct):
+    mode: str
+    modes: list[str] = []
+    why_not: dict[str, str] = {}
+
+
+@dataclass(slots=True)
+class SwitchedArm:
+    """A mode of one running deployment, which is switched by its admin route without a restart."""
+
+    base_url: str
+    mode: Mode
+    headers: dict[str, str] = field(default_factory=dict)
+    """Those of an admin key."""
+    transport: httpx.AsyncBaseTransport | None = None
+    needs_start: bool = False
+    _was_ready: bool = False
+
+    async def ready(self) -> Reached:
+        """Switch the deployment to this mode and let it say so."""
+        async with httpx.AsyncClient(
+            base_url=self.base_url, headers=self.headers, timeout=SWITCH_WITHIN_S, transport=self.transport
+        ) as client:
+            answer = await self._ask(client, "GET")
+            if self.mode not in answer.modes:
+                raise ServerError(
+                    f"this deployment cannot serve {self.mode}: {answer.why_not.get(self.mode, 'unknown')}"
+                )
+            if answer.mode != self.mode:
+                answer = await self._ask(client, "POST")
+            if answer.mode != self.mode:
+                raise ServerError(f"{self.base_url} was asked for {self.mode} and says that it serves {answer.mode}")
+        is_fresh, self._was_ready = not self._was_ready, True
+        return Reached(self.base_url, is_fresh)
+
+    async def _ask(self, client: httpx.AsyncClient, method: str) -> _ModeAnswer:
+        body = {"mode": self.mode} if method == "POST" else None
+        try:
+            response = await client.request(method, MODE_PATH, json=body)
+            response.raise_for_status()
+            return msgspec.json.decode(response.content, type=_ModeAnswer)
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise ServerError(f"{self.base_url} cannot be switched to {self.mode}: {error!r}") from error

@@ -1,0 +1,131 @@
+"""Makes summary.json of a comparison: both arms, every pair, every round. Called at the end of `compare`."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from loadtest.plan import DISAGGREGATED, ComparePlan
+from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
+from loadtest.report.summary import FORMULAS, summarise
+from loadtest.report.wording import gap_tails, say
+from loadtest.run.calibration import Load
+from loadtest.run.machine import Disturbance, describe_machine
+from loadtest.run.records import RequestRecord
+from loadtest.run.replay import ReplayResult
+from loadtest.run.server_metrics import add_up
+from loadtest.statistics.outcome import Conclusion, Side
+from loadtest.statistics.pairs import PairDifference
+
+ArmLabel = str
+Records = dict[ArmLabel, tuple[RequestRecord, ...]]
+
+
+class Round(msgspec.Struct, frozen=True):
+    """One round of an arm; both rounds of a pair have the same arrivals and lengths."""
+
+    side: Side
+    pair: int
+    began: datetime
+    result: ReplayResult | None
+    """None if its figures were lost with a worker."""
+    others: Disturbance | None
+    reasons: tuple[str, ...]
+    """Why it is void, or disturbed if it was kept."""
+    is_kept: bool
+
+
+def labels_of(mode_a: str, mode_b: str) -> dict[Side, ArmLabel]:
+    """Name the arms by their modes, with their places where the modes are the same."""
+    if mode_a == mode_b:
+        return {"a": f"{mode_a} (a)", "b": f"{mode_b} (b)"}
+    return {"a": mode_a, "b": mode_b}
+
+
+def summarise_comparison(
+    conclusion: Conclusion,
+    differences: Sequence[PairDifference],
+    rounds: Sequence[Round],
+    labels: dict[Side, ArmLabel],
+    plan: ComparePlan,
+    load: Load,
+) -> tuple[dict[str, Any], Records]:
+    """Return the content of summary.json, and the valid records of each arm in the order of pairs."""
+    kept = {side: _kept(rounds, side) for side in labels}
+    records = {
+        label: tuple(record for result in kept[side] for record in result.records) for side, label in labels.items()
+    }
+    traces = [result.trace for result in kept["a"]]
+    words = say(conclusion, labels, plan.limits, gap_tails(records))
+    summary = {
+        "outcome": msgspec.to_builtins(conclusion) | msgspec.to_builtins(words) | {"sentence": words.sentence},
+        "slo": plan.limits.model_dump(),
+        "load": load.as_summary(plan.limits),
+        "arms": {
+            side: _arm_summary(kept[side], label, plan, mode)
+            for (side, label), mode in zip(labels.items(), plan.modes, strict=True)
+        },
+        "pairs": [
+            {"pair": number, "order": _order(rounds, number), **msgspec.to_builtins(each)}
+            for number, each in enumerate(differences)
+        ],
+        "rounds": [_round_summary(each, labels[each.side], plan) for each in rounds],
+        "trace": {
+            "name": traces[0].name,
+            "requests": len(traces[0].rows),
+            "span_s": sum(trace.span_s for trace in traces) / len(traces),
+            "mean_rate": _mean_rate(kept["a"]),
+            "changes": traces[0].notes,
+        },
+        "plan": plan.model_dump(),
+        "machine": describe_machine(),
+        "formulas": FORMULAS | POOL_FORMULAS,
+    }
+    return summary, records
+
+
+def _kept(rounds: Sequence[Round], side: Side) -> list[ReplayResult]:
+    return [each.result for each in rounds if each.side == side and each.is_kept and each.result is not None]
+
+
+def _order(rounds: Sequence[Round], pair: int) -> list[Side]:
+    return [each.side for each in rounds if each.pair == pair and each.is_kept]
+
+
+def _mean_rate(results: Sequence[ReplayResult]) -> float | None:
+    gaps, span_s = sum(len(result.records) - 1 for result in results), sum(result.trace.span_s for result in results)
+    return gaps / span_s if span_s else None
+
+
+def _arm_summary(results: Sequence[ReplayResult], label: ArmLabel, plan: ComparePlan, mode: str) -> dict[str, Any]:
+    records = [record for result in results for record in result.records]
+    delta = add_up(result.metrics for result in results if result.metrics is not None)
+    summary = {"mode": mode, "label": label} | summarise(
+        records, sum(result.window_s for result in results), plan.limits
+    )
+    summary |= {
+        "pools": describe_pools(delta),
+        "stage_seconds": stage_seconds(delta),
+        "recomputes": recomputes(delta),
+        "warnings": [warning for result in results for warning in result.warnings],
+    }
+    if mode == DISAGGREGATED:
+        summary["disaggregated_fraction"] = disaggregated_fraction(delta)
+    return summary
+
+
+def _round_summary(each: Round, label: ArmLabel, plan: ComparePlan) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "arm": each.side,
+        "label": label,
+        "pair": each.pair,
+        "began": each.began.isoformat(timespec="seconds"),
+        "valid": each.is_kept,
+        "reasons": each.reasons,
+        "machine": msgspec.to_builtins(each.others),
+    }
+    if each.result is None:
+        return summary
+    figures = summarise(each.result.records, each.result.window_s, plan.limits)
+    return summary | figures | {"warnings": each.result.warnings}

@@ -1,0 +1,140 @@
+"""Says the outcome of a comparison in sentences, which claim no more than was shown.
+
+Called by `loadtest.report.rounds`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from loadtest.plan import Slo
+from loadtest.run.records import RequestRecord
+from loadtest.statistics.looks import LEAST_PAIRS
+from loadtest.statistics.outcome import Conclusion, Secondary, Side
+from loadtest.statistics.paired_tests import Estimate
+from loadtest.statistics.pairs import Latency
+
+NAMES: Final[dict[Latency, str]] = {
+    "ttft": "TTFT",
+    "ttst": "time from the first to the second token",
+    "tpot": "TPOT",
+    "largest_gap": "largest gap between tokens",
+}
+
+
+class GapTail(msgspec.Struct, frozen=True):
+    """The longest gaps between tokens in one arm, in seconds, over all its finished requests."""
+
+    p99_s: float
+    largest_s: float
+
+
+class Words(msgspec.Struct, frozen=True):
+    """The outcome in words; `tail` names the longest gaps between tokens, and is empty if there are none."""
+
+    headline: str
+    tail: str
+    details: str
+    gap_tails: dict[str, GapTail]
+
+    @property
+    def sentence(self) -> str:
+        """All of it."""
+        return " ".join(filter(None, (self.headline, self.tail, self.details)))
+
+
+def say(conclusion: Conclusion, labels: Mapping[Side, str], slo: Slo, tails: dict[str, GapTail]) -> Words:
+    """Say the outcome, what a difference must be to be seen, and the latencies as secondary."""
+    return Words(_headline(conclusion, labels, slo), _tails_text(tails), _details(conclusion, labels), tails)
+
+
+def gap_tails(records: Mapping[str, Sequence[RequestRecord]]) -> dict[str, GapTail]:
+    """Return the tail of the gaps between tokens in each arm that has any."""
+    gaps_s = {label: [gap_s for one in found if one.ok for gap_s in one.itls_s] for label, found in records.items()}
+    return {label: GapTail(float(np.percentile(gaps, 99)), max(gaps)) for label, gaps in gaps_s.items() if gaps}
+
+
+def _headline(found: Conclusion, labels: Mapping[Side, str], slo: Slo) -> str:
+    shares = f"{labels['a']} met both limits for {found.attainment_a:.0%} of requests, {labels['b']} for "
+    shares += f"{found.attainment_b:.0%}"
+    counted = _pairs(found.pairs)
+    if found.outcome == "better":
+        better = labels[found.better or "a"]
+        return f"{_upper(better)} is better under {slo}: {shares} ({_difference(found)}; {counted})."
+    if found.outcome == "equivalent":
+        return f"Equivalent within {_points(found.margin)} under {slo}: {shares} ({_difference(found)}; {counted})."
+    if found.outcome == "slo_unreachable":
+        return f"Out of reach at this load: {slo}. {_upper(shares)} ({counted}), so the limits cannot tell them apart."
+    return f"Inconclusive under {slo}: {shares} ({_difference(found)}; {counted})."
+
+
+def _details(found: Conclusion, labels: Mapping[Side, str]) -> str:
+    sentences = []
+    if found.outcome == "inconclusive":
+        if found.pairs < LEAST_PAIRS:
+            sentences.append(f"Nothing is concluded from fewer than {LEAST_PAIRS} pairs.")
+        if found.smallest_seen is not None:
+            sentences.append(
+                f"With {_pairs(found.pairs)} that scatter like these, a difference below "
+                f"{_points(found.smallest_seen)} is missed more than one time in five; to see "
+                f"{_points(found.margin)} takes about {_needed(found.pairs_for_margin)}."
+            )
+    if found.secondary and found.pairs >= LEAST_PAIRS:
+        lines = [_secondary(name, each, labels) for name, each in found.secondary.items()]
+        sentences.append(f"Secondary, corrected for being {len(lines)}: {'; '.join(lines)}.")
+    return " ".join(sentences)
+
+
+def _secondary(name: Latency, each: Secondary, labels: Mapping[Side, str]) -> str:
+    ends = f"{_ratio(each.estimate.low)} to {_ratio(each.estimate.high)}"
+    ratio = f"{NAMES[name]} {labels['b']} / {labels['a']} {_ratio(each.estimate.mean)} ({ends})"
+    if each.differs:
+        lower = labels["b"] if each.estimate.mean < 0 else labels["a"]
+        return f"{ratio}, lower {lower}"
+    return f"{ratio}, {'equivalent' if each.is_equivalent else 'no difference shown'}"
+
+
+def _difference(found: Conclusion) -> str:
+    if found.attainment is None:
+        return "one pair has no interval"
+    interval = f"{100 * (1 - found.level):.3g} % interval {_ends(found.attainment)}"
+    return f"difference {100 * found.attainment.mean:+.1f} points, {interval}"
+
+
+def _ends(estimate: Estimate) -> str:
+    return f"{100 * estimate.low:+.1f} to {100 * estimate.high:+.1f}"
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.3g} points"
+
+
+def _needed(pairs: int | None) -> str:
+    return "more than 1,000 pairs" if pairs is None else f"{pairs} pairs"
+
+
+def _pairs(count: int) -> str:
+    return f"{count} {'pair' if count == 1 else 'pairs'} of rounds"
+
+
+def _ratio(log_ratio: float) -> str:
+    return f"x {math.exp(log_ratio):.2f}"
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _tails_text(tails: Mapping[str, GapTail]) -> str:
+    if len(tails) < 2:
+        return ""
+    p99s = " and ".join(f"{_ms(tail.p99_s)} {label}" for label, tail in tails.items())
+    largest = " and ".join(_ms(tail.largest_s) for tail in tails.values())
+    return f"1 % of the gaps between tokens lasted longer than {p99s}; the longest lasted {largest}."
+
+
+def _ms(value_s: float) -> str:
+    return f"{value_s:.2f} s" if value_s >= 1 else f"{value_s * 1e3:.0f} ms"

@@ -1,0 +1,78 @@
+"""The requests of each pair of rounds: another window of the trace, or another seed. Called by `loadtest.compare`.
+
+One realisation of the arrivals, sent again and again, would say how a server takes those arrivals and no others.
+"""
+
+from dataclasses import replace
+
+from loadtest.errors import TraceError
+from loadtest.plan import ComparePlan
+from loadtest.trace.readers import load_trace
+from loadtest.trace.shape import fit_context, shape_trace
+from loadtest.trace.trace import Trace
+
+GENERATED = "poisson:"
+
+
+class PairTraces:
+    """The trace of each pair; all have the same number of requests. Raises TraceError as reading the trace does."""
+
+    def __init__(self, plan: ComparePlan, max_model_tokens: int | None = None) -> None:
+        self._plan = plan
+        self._max_model_tokens = max_model_tokens
+        whole = self._shaped(0)
+        self.requests = len(whole.rows) if self._is_generated else _requests_of_a_round(whole, plan)
+        self.windows = len(whole.rows) // self.requests
+        self.prefix_ids = max((max(row.prefix_ids, default=0) for row in whole.rows), default=0)
+        self.most_requests = len(load_trace(plan.trace).rows)
+
+    def of_pair(self, pair: int) -> Trace:
+        """Return the requests of a pair, the first at 0 s."""
+        shaped = self._shaped(pair)
+        if self._is_generated:
+            return shaped
+        first = pair % self.windows * self.requests
+        rows = shaped.rows[first : first + self.requests]
+        start_s = rows[0].arrival_s
+        moved = tuple(replace(row, arrival_s=row.arrival_s - start_s) for row in rows)
+        return replace(shaped, rows=moved)
+
+    @property
+    def note(self) -> str:
+        """Where the requests of a pair come from, in words."""
+        if self._is_generated:
+            return f"each pair has {self.requests} requests of a seed of its own"
+        windows = "window of the trace" if self.windows == 1 else f"of {self.windows} windows of the trace"
+        again = "; after the last the first comes again" if self._plan.pairs > self.windows else ""
+        which = "each pair has the same" if self.windows == 1 else "each pair has the next"
+        return f"{which} {windows}, {self.requests} requests{again if self.windows > 1 else ''}"
+
+    @property
+    def _is_generated(self) -> bool:
+        return self._plan.trace.startswith(GENERATED)
+
+    def _shaped(self, pair: int) -> Trace:
+        plan = self._plan.model_copy(update={"seed": self._plan.seed + pair})
+        if self._is_generated:
+            read = load_trace(f"{plan.trace},seed={_seed_of(plan.trace) + pair}")
+        else:
+            read = load_trace(plan.trace)
+            plan = plan.model_copy(update={"limit": None, "duration_s": None})
+        return fit_context(shape_trace(replace(read, name=self._plan.trace), plan), self._max_model_tokens)
+
+
+def _requests_of_a_round(whole: Trace, plan: ComparePlan) -> int:
+    """Return the requests in a window: those asked for, or those of a round's seconds at the mean rate."""
+    asked = plan.limit
+    if asked is None and whole.mean_rate is not None:
+        asked = round(whole.mean_rate * (plan.duration_s or plan.round_s)) + 1
+    return min(len(whole.rows), asked or len(whole.rows))
+
+
+def _seed_of(spec: str) -> int:
+    """Return the seed that a generated trace names; 0 without one."""
+    items = dict(item.partition("=")[::2] for item in spec.removeprefix(GENERATED).split(","))
+    try:
+        return int(float(items.get("seed", 0)))
+    except ValueError as error:
+        raise TraceError(f"the trace '{spec}' is not understood: {error}") from error

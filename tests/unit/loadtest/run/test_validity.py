@@ -1,0 +1,79 @@
+"""Rounds that say nothing: workers that were lost, a disturbed machine, a late client."""
+
+import pytest
+
+from loadtest.plan import Slo
+from loadtest.run.machine import CpuReading, Disturbance, disturbance, read_cpu
+from loadtest.run.records import RequestRecord
+from loadtest.run.replay import ReplayResult
+from loadtest.run.server_metrics import fleet_change, parse_metrics, steps_by_worker
+from loadtest.run.validity import void_reasons
+from loadtest.trace.trace import Trace
+
+SLO = Slo(ttft_ms=2000, tpot_ms=100)
+
+
+def _round(*lags_s: float, change: str | None = None) -> ReplayResult:
+    records = tuple(RequestRecord(i, float(i), i + lag_s, 10) for i, lag_s in enumerate(lags_s))
+    return ReplayResult(Trace("t", ()), records, 1.0, None, (), change)
+
+
+def test_a_client_may_be_late_by_a_share_of_the_ttft_limit_and_no_more():
+    assert void_reasons(_round(*[0.03] * 200), None, SLO) == ()
+    assert "the TTFT limit allows 40 and 200 ms" in void_reasons(_round(*[0.05] * 200), None, SLO)[0]
+    assert void_reasons(_round(*[0.0] * 999, 0.19), None, SLO) == ()
+    assert "the latest 210 ms" in void_reasons(_round(*[0.0] * 999, 0.21), None, SLO)[0]
+    assert void_reasons(_round(*[0.05] * 200), None, Slo(ttft_ms=20_000)) == ()
+
+
+def test_a_machine_that_others_use_voids_a_round():
+    assert void_reasons(_round(0.0), Disturbance(stolen=0.04, other=0.09), SLO) == ()
+    stolen, other = void_reasons(_round(0.0), Disturbance(stolen=0.06, other=0.4), SLO)
+    assert "6% of this machine's CPU time to other guests" in stolen
+    assert "other work took 40%" in other
+    assert void_reasons(_round(0.0, change="worker-1 (decode) left during the round"), None, SLO) == (
+        "worker-1 (decode) left during the round",
+    )
+
+
+def test_others_took_what_is_neither_idle_nor_stolen_nor_ours():
+    before = CpuReading(all_s=100.0, idle_s=50.0, stolen_s=1.0, ours_s=10.0)
+    after = CpuReading(all_s=120.0, idle_s=58.0, stolen_s=2.0, ours_s=17.0)
+    found = disturbance(before, after)
+    assert (found.stolen, found.other) == (pytest.approx(0.05), pytest.approx(4 / 20))
+    assert disturbance(before, before) == Disturbance(0.0, 0.0)
+
+
+def test_this_machine_can_be_read():
+    first, second = read_cpu(), read_cpu()
+    assert 0 < first.ours_s <= second.ours_s
+    assert first.all_s <= second.all_s
+
+
+def _metrics(*workers: str, restarts: int = 0, usable: int = 2):
+    lines = ["# TYPE ridgeline_running gauge"]
+    lines += [f'ridgeline_running{{pool="decode",worker="{worker}"}} 0' for worker in workers]
+    lines += ["# TYPE ridgeline_workers gauge", f'ridgeline_workers{{pool="decode"}} {usable}']
+    lines += ["# TYPE ridgeline_steps_total counter"]
+    lines += [f'ridgeline_steps_total{{pool="decode",worker="0",step="{step}"}} 3' for step in ("decode", "mixed")]
+    if restarts:
+        labels = 'pool="decode",worker="1",reason="engine_died"'
+        lines += [
+            "# TYPE ridgeline_worker_restarts_total counter",
+            f"ridgeline_worker_restarts_total{{{labels}}} {restarts}",
+        ]
+    return parse_metrics("\n".join(lines) + "\n")
+
+
+def test_a_fleet_that_changed_is_noticed_even_where_counters_only_grow():
+    assert fleet_change(_metrics("0", "1"), _metrics("0", "1")) is None
+    assert fleet_change(_metrics("0", "1"), _metrics("0")) == "1 (decode) left during the round"
+    assert fleet_change(_metrics("0", "1"), _metrics("0", "1", restarts=1)) == "1 was restarted during the round"
+    assert fleet_change(_metrics("0", "1", restarts=1), _metrics("0", "1", restarts=1)) is None
+    assert fleet_change(_metrics("0", "1"), _metrics("0", "1", usable=1)) == (
+        "the pool decode changed its size during the round"
+    )
+
+
+def test_a_worker_that_has_made_no_step_has_none():
+    assert steps_by_worker(_metrics("0", "1")) == {("decode", "0"): 6, ("decode", "1"): 0}

@@ -1,0 +1,50 @@
+"""What each pair of rounds sends: the next window of a trace, or another seed."""
+
+import pytest
+
+from loadtest.plan import ComparePlan
+from loadtest.trace.windows import PairTraces
+
+
+def test_pairs_take_the_next_window_of_a_file_and_begin_again_after_the_last():
+    traces = PairTraces(ComparePlan(trace="demo", limit=60, pairs=6))
+    rows = [traces.of_pair(pair).rows for pair in range(4)]
+    assert [len(each) for each in rows] == [60] * 4
+    assert [each[0].arrival_s for each in rows] == [0.0] * 4
+    assert rows[0] != rows[1] != rows[2]
+    assert rows[3] == rows[0]
+    assert (
+        traces.note
+        == "each pair has the next of 3 windows of the trace, 60 requests; after the last the first comes again"
+    )
+
+
+def test_a_window_has_the_requests_of_a_rounds_seconds():
+    assert PairTraces(ComparePlan(trace="demo", rate=0.5)).requests == 31
+    assert PairTraces(ComparePlan(trace="demo", rate=2.0, round_s=30)).requests == 61
+    whole = PairTraces(ComparePlan(trace="demo", rate=0.5, round_s=10_000))
+    assert (whole.requests, whole.windows) == (200, 1)
+    assert whole.note == "each pair has the same window of the trace, 200 requests"
+
+
+def test_pairs_of_a_generated_trace_have_seeds_of_their_own():
+    traces = PairTraces(ComparePlan(trace="poisson:rate=2,input=30,output=4,n=9,seed=5"))
+    first, second = traces.of_pair(0), traces.of_pair(1)
+    assert first == PairTraces(ComparePlan(trace="poisson:rate=2,input=30,output=4,n=9,seed=5")).of_pair(0)
+    assert [row.arrival_s for row in first.rows] != [row.arrival_s for row in second.rows]
+    assert len(second.rows) == 9
+    same = PairTraces(ComparePlan(trace="poisson:rate=2,input=30,output=4,n=9,seed=6")).of_pair(0)
+    assert second.rows == same.rows
+    assert traces.note == "each pair has 9 requests of a seed of its own"
+
+
+def test_the_rate_is_the_one_that_was_asked_for_over_the_whole_trace():
+    traces = PairTraces(ComparePlan(trace="demo", rate=4.0, limit=20))
+    spans = [traces.of_pair(pair).span_s for pair in range(10)]
+    assert sum(spans) == pytest.approx(10 * 19 / 4.0, rel=0.1)
+
+
+def test_what_the_model_cannot_hold_is_left_out_before_windows_are_cut():
+    traces = PairTraces(ComparePlan(trace="demo", limit=20), max_model_tokens=600)
+    assert len(traces.of_pair(0).rows) == 20
+    assert all(row.input_tokens + row.output_tokens <= 600 for row in traces.of_pair(0).rows)
