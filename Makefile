@@ -23,10 +23,10 @@ $(MODEL_READY): $(READY)
 	@$(BIN)/ridgeline model
 	@touch $@
 
-DEMO_S ?= 300
-demo: model      ## colocated against disaggregated at 80 % of what this machine can prefill; writes runs/demo/ (DEMO_S=300)
+DEMO_S ?= 345
+demo: model      ## colocated against disaggregated at 80 % of what this machine can prefill; writes runs/demo/ (DEMO_S=345)
 	@$(BIN)/ridgeline doctor
-	@$(BIN)/ridgeline compare --config deploy/local.yaml --trace demo --rate auto --slo auto --budget-s $(DEMO_S) --out runs/demo
+	@$(BIN)/ridgeline compare --config deploy/local.yaml --trace demo --length-scale 0.5 --settle-s 0.5 --rate auto --slo auto --budget-s $(DEMO_S) --out runs/demo
 
 lint: setup      ## ruff, mypy strict, import rules
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -39,8 +39,8 @@ class Arm(Protocol):
         """What it is, for people."""
 
     @property
-    def needs_start(self) -> bool:
-        """Whether a server must be started to reach it after the other arm."""
+    def start_s(self) -> float:
+        """Seconds that it takes to reach it after the other arm, if a server must be started; else 0."""
 
     async def ready(self) -> Reached:
         """Make it ready to serve a round. Raises ServerError if it cannot be."""
@@ -57,6 +57,7 @@ class Deployments:
         self._stack = AsyncExitStack()
         self._running: object = None
         self._base_url = ""
+        self._is_unused = False
         self.last_start_s = 0.0
 
     async def __aenter__(self) -> "Deployments":
@@ -71,17 +72,22 @@ class Deployments:
         """Return an arm that restarts the deployment in this mode."""
         return RestartedArm(mode, self)
 
-    async def start(self, arm: object, mode: Mode) -> Reached:
-        """Run the arm's deployment and no other."""
-        if self._running is arm:
-            return Reached(self._base_url, is_fresh=False)
-        await self._stack.aclose()
-        self._running = None
-        began_s = time.monotonic()
-        self._base_url = await self._stack.enter_async_context(self._serve(mode))
-        self.last_start_s = time.monotonic() - began_s
-        self._running = arm
-        return Reached(self._base_url, is_fresh=True)
+    async def start(self, arm: "RestartedArm") -> str:
+        """Run the arm's deployment and no other; return its base URL."""
+        if self._running is not arm:
+            await self._stack.aclose()
+            self._running = None
+            began_s = time.monotonic()
+            self._base_url = await self._stack.enter_async_context(self._serve(arm.mode))
+            self.last_start_s = time.monotonic() - began_s
+            self._running, self._is_unused = arm, True
+        return self._base_url
+
+    async def use(self, arm: "RestartedArm") -> Reached:
+        """Start the arm for a round; it is fresh if it has had none since its start."""
+        base_url = await self.start(arm)
+        is_fresh, self._is_unused = self._is_unused, False
+        return Reached(base_url, is_fresh)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,11 +96,15 @@ class RestartedArm:
 
     mode: Mode
     deployments: Deployments
-    needs_start: bool = True
+
+    @property
+    def start_s(self) -> float:
+        """Seconds of the last start."""
+        return self.deployments.last_start_s
 
     async def ready(self) -> Reached:
         """Restart the deployment in this mode, unless it is this arm's already."""
-        return await self.deployments.start(self, self.mode)
+        return await self.deployments.use(self)
 
 
 class _ModeAnswer(msgspec.Struct):
@@ -112,14 +122,21 @@ class SwitchedArm:
     headers: dict[str, str] = field(default_factory=dict)
     """Those of an admin key."""
     transport: httpx.AsyncBaseTransport | None = None
-    needs_start: bool = False
+    start_s: float = 0.0
     _was_ready: bool = False
+
+    async def obstacle(self) -> str | None:
+        """Say why the deployment cannot be switched to this mode; None if it can."""
+        async with self._client() as client:
+            try:
+                answer = await self._ask(client, "GET")
+            except ServerError as error:
+                return str(error)
+        return None if self.mode in answer.modes else answer.why_not.get(self.mode, "it names no reason")
 
     async def ready(self) -> Reached:
         """Switch the deployment to this mode and let it say so."""
-        async with httpx.AsyncClient(
-            base_url=self.base_url, headers=self.headers, timeout=SWITCH_WITHIN_S, transport=self.transport
-        ) as client:
+        async with self._client() as client:
             answer = await self._ask(client, "GET")
             if self.mode not in answer.modes:
                 raise ServerError(
@@ -131,6 +148,15 @@ class SwitchedArm:
                 raise ServerError(f"{self.base_url} was asked for {self.mode} and says that it serves {answer.mode}")
         is_fresh, self._was_ready = not self._was_ready, True
         return Reached(self.base_url, is_fresh)
+
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.base_url,
+            headers=self.headers,
+            timeout=SWITCH_WITHIN_S,
+            transport=self.transport,
+            trust_env=False,
+        )
 
     async def _ask(self, client: httpx.AsyncClient, method: str) -> _ModeAnswer:
         body = {"mode": self.mode} if method == "POST" else None

@@ -78,14 +78,16 @@ async def compare(
     workers: Workers | None = None,
     notes: tuple[str, ...] = (),
     is_alone: bool = True,
+    began_s: float | None = None,
 ) -> Comparison:
     """Run pairs of rounds, write summary.json, records.jsonl and report.html into `out`, print tables and outcome.
 
     `workers` share the load, in units of the worker of arm a that is measured; without them its server says which.
     `notes` are said with the load. With `is_alone` all work of this machine that this process did not start disturbs.
+    The plan's budget counts from `began_s`, on time.monotonic's scale; without it from now.
     Raises LoadTestError, and NotDisaggregatedError after the first round in that mode that did not use both pools.
     """
-    run = _Run(arms, plan, out, console, is_alone)
+    run = _Run(arms, plan, out, console, is_alone, time.monotonic() if began_s is None else began_s)
     await run.prepare(workers, notes)
     await run.all_pairs()
     return run.finish()
@@ -100,7 +102,7 @@ class _Run:
     out: Path
     console: Console
     is_alone: bool
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float
     rounds: list[Round] = field(default_factory=list)
     differences: list[PairDifference] = field(default_factory=list)
     looks: tuple[int, ...] = ()
@@ -116,11 +118,9 @@ class _Run:
         self.order = random.Random(self.plan.seed)
         if self.plan.budget_s is not None:
             self.console.print(f"this comparison takes about {minutes_text(self.plan.budget_s)}", highlight=False)
-        entered_s = time.monotonic()
         reached = await self.arms[0].ready()
         base_url = reached.base_url
         self.cold = {"a"} if reached.is_fresh else set[str]()
-        start_s = time.monotonic() - entered_s
         async with open_client(base_url) as client:
             card = await first_model(client, self.plan.served_name)
         trace = sizes_of(self.plan)
@@ -130,11 +130,8 @@ class _Run:
             unloaded = await measure_unloaded(base_url, self.plan, self.console, round_index=0)
             measured_prompts = len(trace.rows) + 1024
             self.plan, load = settle(self.plan, trace, unloaded, workers or workers_of(unloaded.workers))
-            course = Course(
-                STARTS_IN_A_PAIR if self.arms[0].needs_start else 0.0,
-                start_s,
-                beside_arrivals_s(self.plan, trace, unloaded),
-            )
+            beside_s = beside_arrivals_s(self._rounds_plan, trace, unloaded)
+            course = Course(STARTS_IN_A_PAIR, self.arms[0].start_s, beside_s)
             requests = PairTraces(self.plan, card.max_model_len).requests
             self.plan, load = fit_budget(self.plan, load, requests, course, time.monotonic() - self.began_s)
         self.traces = PairTraces(self.plan, card.max_model_len)
@@ -220,7 +217,7 @@ class _Run:
         try:
             result = await run_replay(
                 reached.base_url,
-                self.plan,
+                self._rounds_plan,
                 self.console,
                 label=label,
                 round_index=self._new_round_index(),
@@ -232,6 +229,11 @@ class _Run:
         if arm.mode == DISAGGREGATED:
             require_disaggregated(result)
         return result, others, void_reasons(result, others, self.plan.limits)
+
+    @property
+    def _rounds_plan(self) -> ComparePlan:
+        """The plan of a round, whose server is warm already."""
+        return self.plan.model_copy(update={"warmup_requests": 0})
 
     def _new_round_index(self) -> int:
         self.next_round_index += 1

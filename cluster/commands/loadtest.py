@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.commands.serve import refuse_unfit_machine, started
+from cluster.config.api_keys import first_admin_key
 from cluster.config.models import PoolConfig, RidgelineConfig
 from cluster.runtime.deployment import ray_runtime
 from contracts.vocabulary import Mode
-from loadtest.arms import Deployments
+from loadtest.arms import Arm, Deployments, SwitchedArm
 from loadtest.compare import compare
 from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
@@ -38,6 +40,7 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
 
 async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console) -> None:
     """Run both arms on the same cores, in pairs, and write the comparison. Raises LoadTestError and `serve`'s."""
+    began_s = time.monotonic()
     sizes_of(plan)  # a wrong trace is told before anything starts
     for mode in plan.modes:
         refuse_unfit_machine(config.model_copy(update={"mode": mode}))
@@ -52,10 +55,27 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
 
         workers = split_workers(config) if plan.modes == (COLOCATED, DISAGGREGATED) else None
         async with Deployments(serving) as deployments:
-            a, b = (deployments.arm(mode) for mode in plan.modes)
+            arms = await _arms(deployments, config, plan.modes, console)
             is_alone = config.ray.address is None
-            comparison = await compare((a, b), plan, out, console, workers=workers, notes=notes, is_alone=is_alone)
+            comparison = await compare(
+                arms, plan, out, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
+            )
     console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {comparison.report}")
+
+
+async def _arms(
+    deployments: Deployments, config: RidgelineConfig, modes: tuple[Mode, Mode], console: Console
+) -> tuple[Arm, Arm]:
+    """Start arm a, and switch the modes of its deployment if it can serve both; else each arm needs starts."""
+    a, b = (deployments.arm(mode) for mode in modes)
+    url, keys_file = await deployments.start(a), config.security.admin_keys_file
+    headers = {"authorization": f"Bearer {first_admin_key(keys_file)}"} if keys_file else {}
+    switched = tuple(SwitchedArm(url, mode, headers) for mode in modes)
+    for arm in switched:
+        if (why_not := await arm.obstacle()) is not None:
+            console.print(f"arms need a start each, {arm.mode} cannot be switched to: {why_not}", highlight=False)
+            return a, b
+    return switched[0], switched[1]
 
 
 async def _notes_of_other_work(config: RidgelineConfig, console: Console) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ def _method(summary: Summary) -> str:
         "comparisons. Latencies are secondary: the mean log ratio of the requests that finished in both arms, with "
         "Holm's correction.",
         "Open-loop: each request left at its time in the trace, whatever the server did. "
-        f"{plan['warmup_requests']} warm-up requests before each round are in no figure. Prompts are real English, "
+        "Each server was warmed up until every worker had made a step. Prompts are real English, "
         "exact to the token; each answer has exactly the trace's number of tokens (ignore_eos), greedy.",
         *pool_sentences(summary),
         f"Recomputed prompts, by reason: {'; '.join(f'{label} {reasons}' for label, reasons in recomputed.items())}.",

@@ -21,6 +21,7 @@ async def test_an_arm_keeps_its_deployment_until_the_other_has_its_turn():
 
     async with Deployments(serve) as deployments:
         a, b = deployments.arm("colocated"), deployments.arm("colocated")
+        assert await deployments.start(a) == "http://1"
         first, again = await a.ready(), await a.ready()
         assert (first.is_fresh, again.is_fresh) == (True, False)
         assert first.base_url == again.base_url
@@ -58,10 +59,12 @@ async def test_a_running_deployment_is_switched_and_only_if_it_must_be():
     assert not (await b.ready()).is_fresh
     assert not (await a.ready()).is_fresh
     assert [asked for asked in server.asked if asked[0] == "POST"] == [("POST", "disaggregated"), ("POST", "colocated")]
-    assert not a.needs_start
+    assert a.start_s == 0
 
 
 async def test_a_mode_that_a_deployment_cannot_serve_is_told_with_its_reason():
+    assert await _arm(_Server(), "disaggregated").obstacle() is None
+    assert await _arm(_Server(modes=["colocated"]), "disaggregated").obstacle() == "one worker cannot have two roles"
     with pytest.raises(ServerError, match="cannot serve disaggregated: one worker cannot have two roles"):
         await _arm(_Server(modes=["colocated"]), "disaggregated").ready()
     with pytest.raises(ServerError, match="was asked for disaggregated and says that it serves colocated"):
