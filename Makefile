@@ -9,7 +9,7 @@ MODEL_READY := $(VENV)/.model-ready
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit conformance transports hostile fuzz lint bench-unloaded bench-idle power chaos differential scored kill-decode stress soak clean
+.PHONY: help setup model demo test test-all starts unit conformance transports hostile fuzz lint bench-unloaded bench-idle power chaos differential scored mode-changes kill-decode stress soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -76,6 +76,9 @@ differential: model  ## 500 random requests, each answered as by plain vLLM on t
 
 scored: model    ## 20 prompts of 900 tokens with log-probabilities: answers as plain vLLM's, and TTFT with and without (PROMPTS=20)
 	@$(BIN)/python -m tools.differential.scored --prompts $(or $(PROMPTS),20) --dtype $(or $(DTYPE),auto)
+
+mode-changes: model ## six changes of mode in three minutes under load: nothing may fail, differ or stay held (SEED=1)
+	@$(BIN)/python -m tools.chaos.chaos --seconds 185 --seed $(SEED) --prefill 1 --decode 1 --faults none --kv-faults none --mode-every-s 30 --out runs/mode-changes
 
 kill-decode: model  ## 20 streams whose decode worker is killed in the middle must all be completed (SEED=1)
 	@$(BIN)/python -m tools.chaos.kill_decode --seed $(SEED)

@@ -35,6 +35,7 @@ from tools.chaos.deployment import can_cut_connections
 from tools.chaos.drive import Load
 from tools.chaos.faults import KINDS, Fault, Injector, Kind
 from tools.chaos.memory import footprint
+from tools.chaos.modes import ModeChanges
 from tools.chaos.records import Record
 from tools.chaos.running import Running, pool_settings, running, stop
 from tools.chaos.scoring import Scores, score
@@ -61,6 +62,7 @@ class Outcome:
     idle_after_s: float | None = None
     router_rss_mib: tuple[float, float] = (0.0, 0.0)
     refused_before_work: float = 0.0
+    modes: ModeChanges = field(default_factory=ModeChanges)
     wall_s: float = 0.0
 
     def kills_s(self) -> list[float]:
@@ -119,9 +121,11 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     signs = asyncio.create_task(_progress(setup, load, injector, lag, say))
     hurting = asyncio.create_task(injector.run(say))
     loading = asyncio.create_task(load.run(options.users, options.think_s, options.arrivals_per_s))
+    changing = asyncio.create_task(_changing_modes(setup, options.mode_every_s, outcome, say))
     try:
         await _until_over(setup, began_s + options.seconds)
         injector.stop()
+        changing.cancel()
         await hurting
         load.stop()
         async with asyncio.timeout(ENDS_WITHIN_S):
@@ -129,11 +133,11 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     except TimeoutError:
         outcome.violations.append(f"{load.running} requests had not ended {ENDS_WITHIN_S:.0f} s after the last one")
     finally:
-        helpers = (watching, signs, hurting, loading)
+        helpers = (watching, signs, hurting, loading, changing)
         for task in helpers:
             task.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
-    outcome.violations += injector.violations
+    outcome.violations += [*injector.violations, *outcome.modes.violations]
     if setup.deployment.serve.process.poll() is not None:
         return  # `stop` reports it
     await _check_afterwards(setup, outcome, say)
@@ -142,6 +146,11 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     outcome.router_rss_mib = (rss_before, footprint(router).rss_bytes / MIB)
     if setup.deployment.router().pid != router.pid:
         outcome.violations.append("the router was replaced")
+
+
+async def _changing_modes(setup: Running, every_s: float, outcome: Outcome, say: Any) -> None:
+    if every_s:
+        await outcome.modes.run(setup.http, every_s, say)
 
 
 async def _until_over(setup: Running, end_s: float) -> None:
@@ -210,6 +219,9 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "failed_before_an_answer": outcome.failed_before_an_answer(),
         "tokens": sum(record.num_tokens for record in outcome.records),
         "faults": dict(Counter(fault.kind for fault in outcome.faults)),
+        "mode_changes": len(outcome.modes.took_s),
+        "mode_change_s": _spread(outcome.modes.took_s),
+        "rerouted_prompts": outcome.modes.rerouted_prompts,
         "workers_replaced": sum(fault.replaced for fault in outcome.faults),
         "whole_again_s": _spread(whole_s),
         "pause_of_streams_alive_at_a_kill_s": _spread(pauses_s),
@@ -244,6 +256,9 @@ def print_summary(found: dict[str, Any], console: Console) -> None:
     table.add_row("429 or 503 that no admission rule gave", str(found["failed_before_an_answer"]))
     table.add_row("refused", counts(found["refusals_by_reason"]))
     table.add_row("faults", f"{counts(found['faults'])}; {found['workers_replaced']} workers replaced")
+    if found["mode_changes"]:
+        rerouted = f"{found['rerouted_prompts']} waiting prompts rerouted"
+        table.add_row("changes of mode", f"{spread(found['mode_change_s'])}; {rerouted}")
     table.add_row("pool whole again after a kill", spread(found["whole_again_s"]))
     table.add_row("largest gap of streams alive at a kill", spread(found["pause_of_streams_alive_at_a_kill_s"]))
     if scores:
@@ -291,6 +306,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="transfer.faults, or none",
     )
     parser.add_argument("--faults", default=",".join(KINDS), help="kinds separated by commas, or none")
+    parser.add_argument("--mode-every-s", type=float, default=0.0, help="change the mode so often; 0: never")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings for ridgeline serve")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
     options = parser.parse_args(arguments)

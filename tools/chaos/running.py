@@ -66,8 +66,9 @@ async def stop(running: Running) -> str:
 
 
 def pool_settings(prefill: int, decode: int, cores: int, kv_cache: str, step_tokens: int) -> list[str]:
-    """Return settings for each pool's workers; engines share cores if there are fewer cores than engines."""
+    """Return settings for each pool's workers, alike in both modes; engines share cores if there are too few cores."""
     found = [f"pools.prefill.workers={prefill}", f"pools.decode.workers={decode}"]
-    for pool in ("prefill", "decode"):
+    found.append(f"pools.colocated.workers={prefill + decode}")
+    for pool in ("prefill", "decode", "colocated"):
         found += [f"pools.{pool}.kv_cache_bytes={kv_cache}", f"pools.{pool}.max_num_batched_tokens={step_tokens}"]
     return [*found, "ray.share_cores=true"] if prefill + decode > cores else found
