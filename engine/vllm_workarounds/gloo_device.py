@@ -2,13 +2,16 @@
 
 vLLM makes a dozen process groups, even for a model that is not split. Each makes its own gloo device, and each device a
 thread that wakes a hundred times a second whether or not it has a peer: 2.6 % of a core for an idle prefill and decode
-worker. A group of one rank never sends anything, so one device serves them all.
+worker. A group of one rank never sends anything, so one device serves them all, and its thread may wake late.
 
 Installed by the import of `engine.worker_extension`, which vLLM does before it makes the groups.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -17,6 +20,11 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 WITHIN_S = 1800
 """Gloo's own default time limit for an operation, in seconds."""
+LATE_BY_NS = 100_000_000
+"""How late the kernel may wake the device's thread when it only waits for time to pass; also how much longer the end of
+the device may take."""
+PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
+"""Of prctl(2): how late the kernel may end a wait of this thread, and of threads that it starts from now on."""
 
 
 class LoneGroup(ProcessGroupGloo):
@@ -41,7 +49,19 @@ class LoneGroup(ProcessGroupGloo):
 
 @cache
 def _device() -> ProcessGroupGloo.Device:
-    return ProcessGroupGloo.create_default_device()
+    with _threads_that_may_wake_late():
+        return ProcessGroupGloo.create_default_device()
+
+
+@contextmanager
+def _threads_that_may_wake_late() -> Iterator[None]:
+    prctl = ctypes.CDLL(None).prctl
+    before_ns = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)
+    prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(LATE_BY_NS), 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(before_ns), 0, 0, 0)
 
 
 def share_gloo_device() -> None:

@@ -1,7 +1,15 @@
 """Process groups of one rank: one device, so one thread that wakes, and all collectives work as before."""
 
+import ctypes
 import subprocess
 import sys
+import threading
+
+import pytest
+from torch.distributed import ProcessGroupGloo
+
+from engine.vllm_workarounds import gloo_device
+from engine.vllm_workarounds.gloo_device import LATE_BY_NS, PR_GET_TIMERSLACK
 
 MANY_GROUPS = """
 import os, sys
@@ -36,3 +44,28 @@ def threads(how: str) -> int:
 
 def test_the_process_groups_of_a_lone_rank_share_one_device():
     assert threads("as torch does") - threads("shared") == 4, "one device for five groups; else torch does so by itself"
+
+
+def slack_ns():
+    return ctypes.CDLL(None).prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def device_thread(monkeypatch):
+    """Stand for gloo: a device starts a thread, which notes how late it may wake."""
+    found = []
+
+    def create():
+        thread = threading.Thread(target=lambda: found.append(slack_ns()))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(ProcessGroupGloo, "create_default_device", create)
+    return found
+
+
+def test_the_thread_of_the_device_may_wake_late_and_the_one_that_made_it_may_not(device_thread):
+    before = slack_ns()
+    gloo_device._device.__wrapped__()
+    assert device_thread == [LATE_BY_NS]
+    assert slack_ns() == before < LATE_BY_NS
