@@ -192,7 +192,10 @@ class WorkerHost:
         self._patience: asyncio.Timeout | None = None
         self.address = ""
         self._description: WorkerDescription | None = None
+        self._told_role: Role | None = None
         self._role: Role | None = None
+        """The role whose limits the engine has."""
+        self._taking: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Serve on the engine's interface; returns host:port."""
@@ -281,7 +284,7 @@ class WorkerHost:
 
     async def stop(self) -> None:
         """Abort what runs, close the server, end the engine process."""
-        for task in (self._leaving, self._looking):
+        for task in (self._leaving, self._looking, self._taking):
             if task is not None:
                 task.cancel()
         for session in self._sessions.values():
@@ -303,7 +306,7 @@ class WorkerHost:
 
     async def _describe(self, request: Ack) -> WorkerDescription:
         assert self._description is not None
-        return msgspec.structs.replace(self._description, role=self._role)
+        return msgspec.structs.replace(self._description, role=self._told_role)
 
     async def _status(self, request: Ack) -> WorkerStatus:
         stats = self._engine.stats
@@ -337,9 +340,22 @@ class WorkerHost:
         return PairAnswer(paired=paired, refused=refused)
 
     async def _take_role(self, role: Role) -> Ack:
-        await self._engine.limit_steps(role.max_num_seqs, role.max_num_batched_tokens)
-        self._role = role
+        """Note the role, and tell the engine its limits beside the call: that has to wait for the running step."""
+        self._told_role = role
+        if self._taking is None:
+            self._taking = asyncio.create_task(self._take_roles(), name="take-role")
         return Ack()
+
+    async def _take_roles(self) -> None:
+        try:
+            while self._told_role is not None and self._told_role != self._role:
+                role = self._told_role
+                await self._engine.limit_steps(role.max_num_seqs, role.max_num_batched_tokens)
+                self._role = role
+        except EngineFailed as error:
+            logger.warning("no limits for the role %s: %s", self._told_role, error)  # the worker will be replaced
+        finally:
+            self._taking = None
 
     async def _reset_prefix_cache(self, request: Ack) -> Ack:
         return Ack(accepted=await self._engine.reset_prefix_cache())

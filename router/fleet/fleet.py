@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from contracts.errors import WorkerLost
 from contracts.rpc.tls import TlsFiles
@@ -22,6 +23,9 @@ from worker_runtime.client import OnUnclaimed, WorkerClient
 __all__ = ["Fleet", "Worker"]
 
 CONNECT_TIMEOUT_S = 30.0
+ROLES_WITHIN_S = 20.0
+"""How long a change of mode waits for workers to take their roles, which they do between two steps."""
+ROLE_LOOK_S = 0.05
 PAIR_WITHIN_S = 10.0
 """How long adding a worker waits for pairings that are not answered."""
 SPLIT_FOR_EVER = RoleTable("disaggregated")
@@ -146,7 +150,16 @@ class Fleet:
         on_change()
         for pool in tuple(self._news):
             self._tell_news(pool)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ROLES_WITHIN_S):
+                await self._roles_taken()
+
+    async def _roles_taken(self) -> None:
+        """Wait until every worker that answers has its role; one that is in a long step takes it after that."""
         await self.refresh()
+        while any(worker.status is not None and not worker.has_its_role for worker in self.workers):
+            await asyncio.sleep(ROLE_LOOK_S)
+            await self.refresh()
 
     def _becoming(self, mode: Mode, pool: Pool) -> list[Worker]:
         """Return the connected workers that are in this pool in another mode."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from contracts.errors import WorkerLost
@@ -45,6 +45,9 @@ class Worker:
         self.role: Role | None = None
         """What it is for; None: what it was started for. It is told with the next status request."""
         self.status: WorkerStatus | None = None
+        self._counted: dict[Pool, dict[str, float]] = {}
+        self._counted_until: Mapping[str, float] = {}
+        """The worker's counters at its last answer."""
         self.answers = True
         """Whether it answers status requests; one that hangs gets no new work."""
         self.leaves = False
@@ -82,9 +85,25 @@ class Worker:
         return f"{self.worker_id} ({self.pool})"
 
     @property
+    def has_its_role(self) -> bool:
+        """Whether its engine has the limits of its role, by its last answer."""
+        return self.role is None or (self.status is not None and self.status.role_number == self.role.number)
+
+    @property
     def max_num_seqs(self) -> int:
         """Sequences that its engine runs at a time."""
         return self.role.max_num_seqs if self.role else self.description.max_num_seqs
+
+    @property
+    def counted(self) -> Mapping[Pool, Mapping[str, float]]:
+        """Its counters by the pool in which they grew; empty while it does not answer."""
+        return self._counted if self.status is not None else {}
+
+    def _count(self, counters: Mapping[str, float]) -> None:
+        here = self._counted.setdefault(self.pool, {})
+        for name, value in counters.items():
+            here[name] = here.get(name, 0.0) + value - self._counted_until.get(name, 0.0)
+        self._counted_until = counters
 
     def load(self) -> WorkerLoad:
         """Return a snapshot for the policy."""
@@ -148,7 +167,8 @@ class Worker:
         sent_s, reached = time.monotonic(), False
         try:
             status = self.status = self._own(await self.client.status())
-            if self.role is not None and status.role_number != self.role.number:
+            self._count(status.counters)
+            if not self.has_its_role and self.role is not None:
                 await self.client.take_role(self.role)
         except WorkerLost:
             now_s = time.monotonic()

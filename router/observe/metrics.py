@@ -148,6 +148,8 @@ class WorkerView(Protocol):
     def worker_id(self) -> str: ...
     @property
     def status(self) -> WorkerStatus | None: ...
+    @property
+    def counted(self) -> Mapping[Pool, Mapping[str, float]]: ...
     def load(self) -> WorkerLoad: ...
 
 
@@ -268,10 +270,11 @@ class WorkerCollector(Collector):
         for prefix, (series, text, labels) in _WORKER_COUNTERS.items():
             family = CounterMetricFamily(series, text, labels=["pool", "worker", *labels])
             for worker in workers:
-                for name, value in worker.status.counters.items() if worker.status else ():
-                    first, *rest = name.split(".")
-                    if first == prefix and len(rest) == len(labels):
-                        family.add_metric([worker.pool, worker.worker_id, *rest], value)
+                for pool, counters in worker.counted.items():
+                    for name, value in counters.items():
+                        first, *rest = name.split(".")
+                        if first == prefix and len(rest) == len(labels):
+                            family.add_metric([pool, worker.worker_id, *rest], value)
             if family.samples:
                 yield family
 
@@ -318,7 +321,7 @@ class WorkerCollector(Collector):
         )
         intensity = GaugeMetricFamily(
             "ridgeline_arithmetic_intensity",
-            "Arithmetic intensity of the pool since its workers started: FLOPs per byte moved",
+            "Arithmetic intensity of all that the present workers have done in the pool: FLOPs per byte moved",
             labels=["pool"],
         )
         for pool in sorted({worker.pool for worker in workers} | self._hardware().keys()):
@@ -331,7 +334,7 @@ class WorkerCollector(Collector):
             if hardware is not None:
                 peak_flops.add_metric([pool], hardware.peak_flops)
                 peak_bytes.add_metric([pool], hardware.peak_bytes_per_s)
-            flops, moved = _total(members, "flops_total."), _total(members, "bytes_total.")
+            flops, moved = _total(workers, pool, "flops_total."), _total(workers, pool, "bytes_total.")
             if moved:
                 intensity.add_metric([pool], flops / moved)
         yield from (usable, unusable, peak_flops, peak_bytes, intensity)
@@ -388,11 +391,8 @@ def _state(load: WorkerLoad) -> str:
     return "draining" if load.draining else "usable"
 
 
-def _total(workers: list[WorkerView], prefix: str) -> float:
+def _total(workers: Iterable[WorkerView], pool: Pool, prefix: str) -> float:
+    """Return the sum of all counters with this prefix that the workers counted in this pool."""
     return sum(
-        value
-        for worker in workers
-        if worker.status is not None
-        for name, value in worker.status.counters.items()
-        if name.startswith(prefix)
+        value for worker in workers for name, value in worker.counted.get(pool, {}).items() if name.startswith(prefix)
     )

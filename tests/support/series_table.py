@@ -46,7 +46,13 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
             rows.append((series._name + suffix, series._type, labels, series._documentation))
     status = WorkerStatus(worker_id="worker-0", counters=worker_counters())
     workers = [
-        SimpleNamespace(pool="prefill", worker_id="worker-0", status=status, load=lambda one=load: one)
+        SimpleNamespace(
+            pool="prefill",
+            worker_id="worker-0",
+            status=status,
+            counted={"prefill": status.counters},
+            load=lambda one=load: one,
+        )
         for load in (WorkerLoad("w", True, False, 0, 0, 1, 1, 1, 32), WorkerLoad("w", True, True, 0, 0, 1, 1, 1, 32))
     ]
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}

@@ -636,7 +636,7 @@ async def test_a_role_sets_the_limits_of_the_engines_steps_and_is_what_the_next_
     async with serving() as worker:
         assert ((await worker.client.describe()).role, (await worker.client.status()).role_number) == (None, 0)
         await worker.client.take_role(role)
-        assert worker.engine.step_limits == (9, 300)
+        await eventually(lambda: worker.engine.step_limits == (9, 300))
         assert ((await worker.client.describe()).role, (await worker.client.status()).role_number) == (role, 4)
 
 

@@ -214,3 +214,35 @@ def test_the_newest_role_wins_and_one_of_another_deployment_does_not_count():
 
 def addresses(started):
     return [host.address for host in started]
+
+
+async def test_what_a_worker_does_is_counted_under_the_pool_it_is_in_at_the_time():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        engine, worker = started[1]._engine, fleet.get("decode-0")
+        for mode, counted in (("colocated", 3.0), ("disaggregated", 10.0), ("colocated", 15.0)):
+            engine.stats.counters = {"steps_total.decode": counted}
+            await fleet.refresh()
+            await fleet.change_mode(mode)
+        assert worker.counted["decode"]["steps_total.decode"] == 8.0
+        assert worker.counted["colocated"]["steps_total.decode"] == 7.0
+
+
+async def test_a_worker_in_a_long_step_takes_its_role_after_it_and_answers_meanwhile():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        await eventually(lambda: all(worker.has_its_role for worker in fleet.workers))
+        engine, step_ends = started[1]._engine, asyncio.Event()
+        set_at_once = engine.limit_steps
+
+        async def after_the_step(*limits):
+            await step_ends.wait()
+            await set_at_once(*limits)
+
+        engine.limit_steps = after_the_step
+        changing = asyncio.create_task(fleet.change_mode("colocated"))
+        await eventually(lambda: fleet.get("prefill-0").has_its_role)
+        await fleet.refresh()
+        assert fleet.get("decode-0").load().takes_work
+        assert not changing.done()
+        step_ends.set()
+        await changing
+        assert engine.step_limits == (72, 2048)

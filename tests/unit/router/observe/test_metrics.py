@@ -75,15 +75,16 @@ def load(**state):
 
 def worker(pool, worker_id, **status):
     told = WorkerStatus(worker_id=worker_id, **status)
-    return SimpleNamespace(pool=pool, worker_id=worker_id, status=told, load=load)
+    counted = {pool: told.counters}
+    return SimpleNamespace(pool=pool, worker_id=worker_id, status=told, counted=counted, load=load)
 
 
 def worker_in_state(pool, worker_id, **state):
-    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None, load=lambda: load(**state))
+    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None, counted={}, load=lambda: load(**state))
 
 
 def lost(pool, worker_id):
-    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None, load=lambda: load(connected=False))
+    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None, counted={}, load=lambda: load(connected=False))
 
 
 PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
