@@ -45,7 +45,7 @@ from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
 from loadtest.run.unloaded import measure_unloaded, sizes_of
 from loadtest.run.validity import void_reasons
 from loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES, warm_up_workers
-from loadtest.statistics.looks import LEAST_PAIRS, looks_until
+from loadtest.statistics.looks import looks_until
 from loadtest.statistics.outcome import Conclusion, Side, conclude
 from loadtest.statistics.pairs import PairDifference, pair_difference
 from loadtest.trace.windows import PairTraces
@@ -53,8 +53,11 @@ from loadtest.trace.windows import PairTraces
 MIN_DISAGGREGATED_FRACTION = 0.99
 MOST_REPEATS = 2
 """Repeats of one round in which a worker was lost; then the comparison ends."""
-MOST_DISTURBED = 4
-"""Repeats of disturbed rounds in a comparison; then the machine is like that, and rounds are kept and marked."""
+DISTURBED_REPEATS, CLEAN_ROUNDS_A_REPEAT = 2, 4
+"""Repeats of disturbed rounds in a comparison, and rounds without disturbance that earn one more.
+
+After that the machine is taken to be like that, and rounds are kept and marked.
+"""
 SIDES: tuple[Side, Side] = ("a", "b")
 STARTS_IN_A_PAIR = 1.5
 """Of arms that need a start each: with a random order every second pair begins with the arm that is running."""
@@ -108,6 +111,8 @@ class _Run:
     looks: tuple[int, ...] = ()
     conclusion: Conclusion | None = None
     repeats: int = 0
+    longest_s: float = 0.0
+    """The longest valid round, with its start if it needed one."""
     next_round_index: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -146,18 +151,24 @@ class _Run:
         """Run pairs until a look settles the outcome, the plan's pairs are done, or the time is up."""
         looks = looks_until(self.plan.pairs)
         for pair in range(self.plan.pairs):
-            began_s = time.monotonic()
             await self._pair(pair)
-            pair_s = time.monotonic() - began_s
             done = len(self.differences)
-            is_last = done == self.plan.pairs or self._is_over(pair_s)
-            if done in looks or is_last:
-                self.looks = (*self.looks, done)
-                self.conclusion = conclude(self.differences, self.looks, self.plan.pairs, self.plan.margin)
-                if done >= LEAST_PAIRS:
-                    self.console.print(f"after {done} pairs: {self.conclusion.outcome}", highlight=False)
-                if is_last or self.conclusion.is_settled:
-                    break
+            if done in looks:
+                self._look()
+            if done == self.plan.pairs or (self.conclusion is not None and self.conclusion.is_settled):
+                break
+            if self._is_over():
+                if done not in looks:
+                    self._look()
+                break
+
+    def _look(self) -> None:
+        done = len(self.differences)
+        self.looks = (*self.looks, done)
+        self.conclusion = conclude(self.differences, self.looks, self.plan.pairs, self.plan.margin)
+        self.console.print(
+            f"after {done} {'pair' if done == 1 else 'pairs'}: {self.conclusion.outcome}", highlight=False
+        )
 
     def finish(self) -> Comparison:
         """Write and print the result."""
@@ -166,7 +177,8 @@ class _Run:
         summary, records = summarise_comparison(
             self.conclusion, self.differences, self.rounds, self.labels, self.plan, self.load
         )
-        summary["load"]["notes"] = [*summary["load"]["notes"], *self.notes]
+        for told in ("notes", "sentences"):
+            summary["load"][told] = [*summary["load"][told], *self.notes]
         (self.out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         report = write_report(self.out / "report.html", summary, records)
         print_comparison(summary, self.console)
@@ -185,15 +197,18 @@ class _Run:
         """Run a round until it is valid; one that is only disturbed is kept once there were enough repeats."""
         lost = 0
         while True:
-            began = datetime.now(UTC)
+            began, began_s = datetime.now(UTC), time.monotonic()
             result, others, reasons = await self._round(pair, side, requests)
             is_kept = (
-                result is not None and result.fleet_change is None and (not reasons or self.repeats >= MOST_DISTURBED)
+                result is not None
+                and result.fleet_change is None
+                and (not reasons or self.repeats >= self._most_repeats)
             )
             self.rounds.append(Round(side, pair, began, result, others, reasons, is_kept))
             if result is not None:
                 _append_records(self.records_file, self.rounds[-1], self.labels[side])
             if result is not None and is_kept:
+                self.longest_s = max(self.longest_s, time.monotonic() - began_s)
                 return result
             verb = "repeated" if lost < MOST_REPEATS else "given up"
             self.console.print(f"void and {verb}: {'; '.join(reasons)}", style="yellow", highlight=False, markup=False)
@@ -239,12 +254,19 @@ class _Run:
         self.next_round_index += 1
         return self.next_round_index - 1
 
-    def _is_over(self, pair_s: float) -> bool:
-        """Return whether another pair like the last would end after the budget."""
+    @property
+    def _most_repeats(self) -> int:
+        clean = sum(each.is_kept and not each.reasons for each in self.rounds)
+        return DISTURBED_REPEATS + clean // CLEAN_ROUNDS_A_REPEAT
+
+    def _is_over(self) -> bool:
+        """Return whether another pair of rounds, as long as the longest, would end after the budget."""
         budget_s = self.plan.budget_s
-        if budget_s is None or time.monotonic() - self.began_s + pair_s <= budget_s:
+        if budget_s is None or time.monotonic() - self.began_s + 2 * self.longest_s <= budget_s:
             return False
-        self.notes.append(f"ended after {len(self.differences)} pairs, since another would not fit into the time")
+        done = len(self.differences)
+        pairs = "1 pair" if done == 1 else f"{done} pairs"
+        self.notes.append(f"ended after {pairs}, since another would not fit into the time")
         return True
 
 

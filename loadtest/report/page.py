@@ -104,6 +104,9 @@ def _warnings(summary: Summary) -> str:
     found = [
         f"{arm['label']}: {warning}" for arm in summary["arms"].values() for warning in dict.fromkeys(arm["warnings"])
     ]
+    disturbed = sum(each["valid"] and bool(each["reasons"]) for each in summary["rounds"])
+    if disturbed:
+        found.append(f"{disturbed} rounds were kept although they were disturbed, since repeats were too")
     return "".join(f'<p class="warning">{html.escape(warning)}</p>' for warning in found)
 
 

@@ -184,23 +184,26 @@ def fit_budget(
     """
     if load.rate is None:
         return plan, load
-    pairs, requests, notes = plan.pairs, most_requests, list[str]()
+    pairs, requests, notes, fitting = plan.pairs, most_requests, list[str](), plan.pairs
     if plan.budget_s is not None:
         left_s = plan.budget_s - spent_s
         wanted = min(LEAST_PAIRS, plan.pairs)
         requests = max(
             min(LEAST_REQUESTS, most_requests), min(course.requests_within(left_s / wanted, load.rate), most_requests)
         )
-        pairs = max(1, min(plan.pairs, int(left_s / course.pair_s(requests, load.rate))))
+        fitting = int(left_s / course.pair_s(requests, load.rate))
+        # The least that shows anything is planned in any case: rounds may be shorter than they were estimated.
+        pairs = min(plan.pairs, max(LEAST_PAIRS, fitting))
     pair_s = course.pair_s(requests, load.rate)
     notes.append(
         f"at most {pairs} {'pair' if pairs == 1 else 'pairs'} of rounds of {requests} requests, "
         f"{(requests - 1) / load.rate:.0f} s each: about {minutes_text(pairs * pair_s)}"
     )
-    if plan.budget_s is not None and pairs < LEAST_PAIRS <= plan.pairs:
+    if plan.budget_s is not None and fitting < LEAST_PAIRS <= plan.pairs:
         notes.append(
-            f"{pairs} of the {LEAST_PAIRS} pairs that a conclusion takes fit into {minutes_text(plan.budget_s)} on "
-            f"this machine; all of them would take about {minutes_text(spent_s + LEAST_PAIRS * pair_s)}"
+            f"the {LEAST_PAIRS} pairs that a conclusion takes need about "
+            f"{minutes_text(spent_s + LEAST_PAIRS * pair_s)} on this machine, and there are "
+            f"{minutes_text(plan.budget_s)}: it may end without one"
         )
     changes = {"limit": requests, "pairs": pairs} if plan.budget_s is not None else {}
     return plan.model_copy(update=changes), msgspec.structs.replace(load, notes=(*load.notes, *notes))
