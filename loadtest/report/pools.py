@@ -24,8 +24,12 @@ POOL_FORMULAS = {
 
 
 def describe_pools(delta: MetricsDelta) -> dict[str, dict[str, Any]]:
-    """Return the figures of each pool; a figure that cannot be computed is None, never 0."""
-    return {pool: _pool(delta, pool) for pool in delta.label_values("ridgeline_busy_seconds_total", "pool")}
+    """Return the figures of each pool; a figure that cannot be computed is None, never 0.
+
+    Pools that workers were in before the run have counters too, which did not grow; they are left out.
+    """
+    pools = {pool: _pool(delta, pool) for pool in delta.label_values("ridgeline_busy_seconds_total", "pool")}
+    return {pool: figures for pool, figures in pools.items() if figures["workers"] or figures["busy_seconds"]}
 
 
 def stage_seconds(delta: MetricsDelta) -> dict[str, float]:

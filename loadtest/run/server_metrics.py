@@ -91,8 +91,15 @@ async def scrape_settled(client: httpx.AsyncClient, settle_s: float) -> Scrape |
 
 
 def workers_of(read: Scrape) -> frozenset[tuple[str, str]]:
-    """Return the workers that report, as (pool, worker)."""
-    labels = (dict(found) for _, found in (*read.gauges, *read.counters))
+    """Return the workers that report, as (pool, worker).
+
+    Gauges name the pool that a worker is in; its counters also name those that it was in before.
+    """
+    return _workers_named(read.gauges) or _workers_named(read.counters)
+
+
+def _workers_named(series: Iterable[SampleKey]) -> frozenset[tuple[str, str]]:
+    labels = (dict(found) for _, found in series)
     return frozenset((found["pool"], found["worker"]) for found in labels if {"pool", "worker"} <= found.keys())
 
 
@@ -100,9 +107,9 @@ def steps_by_worker(read: Scrape) -> dict[tuple[str, str], float]:
     """Return the engine steps of each worker that reports."""
     steps = dict.fromkeys(workers_of(read), 0.0)
     for (name, found), value in read.counters.items():
-        if name == "ridgeline_steps_total":
-            labels = dict(found)
-            steps[labels["pool"], labels["worker"]] += value
+        labels = dict(found)
+        if name == "ridgeline_steps_total" and (worker := (labels["pool"], labels["worker"])) in steps:
+            steps[worker] += value
     return steps
 
 

@@ -6,7 +6,7 @@ from loadtest.plan import Slo
 from loadtest.run.machine import CpuReading, Disturbance, disturbance, read_cpu
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import ReplayResult
-from loadtest.run.server_metrics import fleet_change, parse_metrics, steps_by_worker
+from loadtest.run.server_metrics import fleet_change, parse_metrics, steps_by_worker, workers_of
 from loadtest.run.validity import void_reasons
 from loadtest.trace.trace import Trace
 
@@ -51,18 +51,22 @@ def test_this_machine_can_be_read():
 
 
 def _metrics(*workers: str, restarts: int = 0, usable: int = 2):
+    return parse_metrics(_text(*workers, restarts=restarts, usable=usable))
+
+
+def _text(*workers: str, restarts: int = 0, usable: int = 2) -> str:
     lines = ["# TYPE ridgeline_running gauge"]
     lines += [f'ridgeline_running{{pool="decode",worker="{worker}"}} 0' for worker in workers]
     lines += ["# TYPE ridgeline_workers gauge", f'ridgeline_workers{{pool="decode"}} {usable}']
-    lines += ["# TYPE ridgeline_steps_total counter"]
-    lines += [f'ridgeline_steps_total{{pool="decode",worker="0",step="{step}"}} 3' for step in ("decode", "mixed")]
     if restarts:
         labels = 'pool="decode",worker="1",reason="engine_died"'
         lines += [
             "# TYPE ridgeline_worker_restarts_total counter",
             f"ridgeline_worker_restarts_total{{{labels}}} {restarts}",
         ]
-    return parse_metrics("\n".join(lines) + "\n")
+    lines += ["# TYPE ridgeline_steps_total counter"]
+    lines += [f'ridgeline_steps_total{{pool="decode",worker="0",step="{step}"}} 3' for step in ("decode", "mixed")]
+    return "\n".join(lines) + "\n"
 
 
 def test_a_fleet_that_changed_is_noticed_even_where_counters_only_grow():
@@ -73,6 +77,13 @@ def test_a_fleet_that_changed_is_noticed_even_where_counters_only_grow():
     assert fleet_change(_metrics("0", "1"), _metrics("0", "1", usable=1)) == (
         "the pool decode changed its size during the round"
     )
+
+
+def test_a_pool_that_a_worker_was_in_before_is_none_of_its_workers_now():
+    before = 'ridgeline_steps_total{pool="colocated",worker="0",step="mixed"} 9'
+    switched = parse_metrics(_text("0", "1") + before + "\n")
+    assert workers_of(switched) == {("decode", "0"), ("decode", "1")}
+    assert steps_by_worker(switched) == {("decode", "0"): 6, ("decode", "1"): 0}
 
 
 def test_a_worker_that_has_made_no_step_has_none():
