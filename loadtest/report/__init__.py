@@ -2,6 +2,7 @@
 
 summary.py        computes figures under vLLM bench's names
 rounds.py         makes summary.json of a comparison
+winner_map.py     says which arm meets which limits for more requests
 wording.py        says the outcome in sentences
 pools.py          computes intensity, MFU and MBU of each pool
 tables.py         prints tables on the terminal

@@ -25,6 +25,7 @@ from loadtest.report.tables import (
 )
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "data" / "report.html.template"
+WINNER_COLORS = {"equivalent": "#0b8a6b", "unclear": "#b8c0cc", "unreachable": "#1b2330"}
 Summary = Mapping[str, Any]
 
 
@@ -44,6 +45,7 @@ def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
         rounds_table=_table(ROUND_HEADER, round_rows(summary)),
         intervals=html.escape(f"In parentheses: {summary['formulas']['ci']}. {DASH}."),
         pools_table=_pools_table(summary),
+        winner_map=_winner_map(summary),
         plots="\n".join(_plot(figure) for figure in _figures(summary, records) if figure is not None),
         method=_method(summary),
         formulas=_formulas(summary),
@@ -131,6 +133,37 @@ def _pools_table(summary: Summary) -> str:
         for label, key, form in POOL_ROWS
     ]
     return _table(["", *pools, "formula"], rows)
+
+
+def _winner_map(summary: Summary) -> str:
+    """Return the map as a table, coloured by winner, with the shares of all arms in a cell; empty if there is none."""
+    found = summary.get("winner_map")
+    if found is None:
+        return ""
+    labels = {side: arm["label"] for side, arm in summary["arms"].items()}
+    colors = dict(zip(labels, plots.ARM_COLORS, strict=True)) | WINNER_COLORS
+    tpots_ms, cells = found["grid"]["tpot_ms"], iter(found["cells"])
+    head = "".join(f"<th>TPOT &le; {tpot_ms:g} ms</th>" for tpot_ms in tpots_ms)
+    body = "".join(
+        f"<tr><td>TTFT &le; {ttft_ms:g} ms</td>"
+        + "".join(_winner_cell(next(cells), labels, colors) for _ in tpots_ms)
+        + "</tr>"
+        for ttft_ms in found["grid"]["ttft_ms"]
+    )
+    order = " / ".join(labels.values())
+    note = f"{found['sentence']} In each cell: the share of requests within both limits, {order}. Limits: "
+    return (
+        f'<section class="card figures"><h2>Which arm meets which limits</h2><table><thead><tr><th></th>{head}</tr>'
+        f'</thead><tbody>{body}</tbody></table><p class="muted">{html.escape(note + found["grid"]["source"])}.</p>'
+        "</section>"
+    )
+
+
+def _winner_cell(cell: Summary, labels: Mapping[str, str], colors: Mapping[str, str]) -> str:
+    winner = cell["winner"]
+    shares = " / ".join(f"{cell['attainment'][side]:.0%}" for side in labels)
+    text = html.escape(labels.get(winner, winner))
+    return f'<td style="border-left:6px solid {colors[winner]}">{text}<br><span class="muted">{shares}</span></td>'
 
 
 def _method(summary: Summary) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -9,13 +10,14 @@ import msgspec
 from loadtest.plan import DISAGGREGATED, ComparePlan
 from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
 from loadtest.report.summary import FORMULAS, summarise
+from loadtest.report.winner_map import grid_of, winner_map
 from loadtest.report.wording import gap_tails, say
 from loadtest.run.calibration import Load
 from loadtest.run.machine import Disturbance, describe_machine
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import ReplayResult
 from loadtest.run.server_metrics import add_up
-from loadtest.statistics.outcome import Conclusion, Side
+from loadtest.statistics.outcome import Conclusion, Side, conclude
 from loadtest.statistics.pairs import PairDifference
 
 ArmLabel = str
@@ -82,7 +84,26 @@ def summarise_comparison(
         "machine": describe_machine(),
         "formulas": FORMULAS | POOL_FORMULAS,
     }
+    if (found := _winner_map(kept, labels, conclusion, plan, load)) is not None:
+        summary["winner_map"] = found
     return summary, records
+
+
+def _winner_map(
+    kept: dict[Side, list[ReplayResult]],
+    labels: dict[Side, ArmLabel],
+    conclusion: Conclusion,
+    plan: ComparePlan,
+    load: Load,
+) -> dict[str, Any] | None:
+    pairs = [{"a": a.records, "b": b.records} for a, b in zip(kept["a"], kept["b"], strict=True)]
+    grid = grid_of(pairs, load.unloaded, plan.limits)
+    if grid is None:
+        return None
+    names: dict[str, str] = {str(side): label for side, label in labels.items()}
+    judge = partial(conclude, looks=conclusion.looks, most_pairs=plan.pairs, margin=conclusion.margin)
+    found: dict[str, Any] = msgspec.to_builtins(winner_map(pairs, names, grid, judge))
+    return found
 
 
 def _kept(rounds: Sequence[Round], side: Side) -> list[ReplayResult]:

@@ -83,6 +83,8 @@ def print_comparison(summary: Summary, console: Console) -> None:
         console.print(sentence, highlight=False)
     for sentence in summary["load"]["sentences"]:
         console.print(sentence, highlight=False, markup=False)
+    if "winner_map" in summary:
+        console.print(summary["winner_map"]["sentence"], highlight=False, markup=False)
     console.print(summary["outcome"]["sentence"], style="bold", highlight=False, markup=False)
 
 

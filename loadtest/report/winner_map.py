@@ -1,0 +1,167 @@
+"""Which arm meets which limits for more requests: a map over limits of TTFT and TPOT, from the recorded requests alone.
+
+Called by `loadtest.report.rounds`.
+
+Each cell is judged as the comparison itself is, with the same interval over the same pairs. Of more than two arms one
+wins a cell only if it beats each of the others there: an intersection-union test, which needs no correction (R. L.
+Berger, Technometrics 24 (1982) 295-300). Cells are not corrected for being many, so the map shows where to look and is
+no verdict.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from loadtest.plan import Slo
+from loadtest.run.records import RequestRecord
+from loadtest.run.unloaded import Unloaded
+from loadtest.statistics.outcome import Conclusion
+from loadtest.statistics.pairs import PairDifference
+from loadtest.statistics.proportions import PairedCounts
+
+TTFT_FACTORS = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0)
+TPOT_FACTORS = (1.1, 1.25, 1.5, 2.0, 2.5, 4.0)
+"""Limits as multiples of the unloaded figures."""
+QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9, 0.97)
+"""Of what was measured in all arms together, where the unloaded figures are not known."""
+EQUIVALENT: Final = "equivalent"
+UNCLEAR: Final = "unclear"
+UNREACHABLE: Final = "unreachable"
+PairRecords = Mapping[str, Sequence[RequestRecord]]
+"""The records of each arm in one pair; position i is the same request in all arms."""
+Judge = Callable[[Sequence[PairDifference]], Conclusion]
+"""What concludes from the pairs of two arms; the comparison's own at its last look."""
+
+
+class Grid(msgspec.Struct, frozen=True):
+    """The limits of a map, ascending."""
+
+    ttft_ms: tuple[float, ...]
+    tpot_ms: tuple[float, ...]
+    source: str
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Arm `second` minus arm `first` in one cell, in shares of requests, with the interval over pairs."""
+
+    first: str
+    second: str
+    mean: float
+    low: float
+    high: float
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One pair of limits; `winner` is an arm, `equivalent`, `unclear`, or `unreachable` if hardly a request met it."""
+
+    ttft_ms: float
+    tpot_ms: float
+    attainment: dict[str, float]
+    attainment_by_pair: dict[str, tuple[float, ...]]
+    differences: tuple[Difference, ...]
+    winner: str
+
+
+class WinnerMap(msgspec.Struct, frozen=True):
+    """All cells, by TTFT and then by TPOT; `winner_map` in summary.json."""
+
+    grid: Grid
+    cells: tuple[Cell, ...]
+    sentence: str
+
+
+def grid_of(pairs: Sequence[PairRecords], unloaded: Unloaded | None, slo: Slo) -> Grid | None:
+    """Return multiples of the unloaded figures, else quantiles of what was measured, with the plan's own limits added.
+
+    None if nothing says what limits make sense.
+    """
+    if unloaded is not None and unloaded.median_ttft_s > 0 and unloaded.median_tpot_s > 0:
+        ttfts_ms = [factor * unloaded.median_ttft_s * 1e3 for factor in TTFT_FACTORS]
+        tpots_ms = [factor * unloaded.median_tpot_s * 1e3 for factor in TPOT_FACTORS]
+        source = "multiples of the unloaded figures, and the limits of this comparison"
+    else:
+        done = [record for pair in pairs for records in pair.values() for record in records if record.ok]
+        ttfts = [ttft_s * 1e3 for record in done if (ttft_s := record.ttft_scheduled_s) is not None]
+        tpots = [tpot_s * 1e3 for record in done if (tpot_s := record.tpot_s) is not None]
+        if not ttfts or not tpots:
+            return None
+        ttfts_ms, tpots_ms = np.quantile(ttfts, QUANTILES).tolist(), np.quantile(tpots, QUANTILES).tolist()
+        source = "quantiles of what was measured in all arms, and the limits of this comparison"
+    return Grid(_limits(ttfts_ms, slo.ttft_ms), _limits(tpots_ms, slo.tpot_ms), source)
+
+
+def winner_map(pairs: Sequence[PairRecords], labels: Mapping[str, str], grid: Grid, judge: Judge) -> WinnerMap:
+    """Judge every cell of the grid; `labels` name the arms for people."""
+    cells = tuple(
+        _cell(pairs, tuple(labels), Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms), judge)
+        for ttft_ms in grid.ttft_ms
+        for tpot_ms in grid.tpot_ms
+    )
+    return WinnerMap(grid, cells, _sentence(cells, labels))
+
+
+def _cell(pairs: Sequence[PairRecords], arms: tuple[str, ...], slo: Slo, judge: Judge) -> Cell:
+    met = [
+        {arm: [record.meets(slo.ttft_ms / 1e3, slo.tpot_ms / 1e3) for record in pair[arm]] for arm in arms}
+        for pair in pairs
+    ]
+    found = {(a, b): judge([_difference(pair[a], pair[b]) for pair in met]) for a, b in combinations(arms, 2)}
+    total = {arm: sum(len(pair[arm]) for pair in met) for arm in arms}
+    return Cell(
+        ttft_ms=slo.ttft_ms,
+        tpot_ms=slo.tpot_ms,
+        attainment={arm: sum(sum(pair[arm]) for pair in met) / total[arm] for arm in arms},
+        attainment_by_pair={arm: tuple(sum(pair[arm]) / len(pair[arm]) for pair in met) for arm in arms},
+        differences=tuple(
+            Difference(a, b, one.attainment.mean, one.attainment.low, one.attainment.high)
+            for (a, b), one in found.items()
+            if one.attainment is not None
+        ),
+        winner=_winner(found, arms),
+    )
+
+
+def _difference(a: Sequence[bool], b: Sequence[bool]) -> PairDifference:
+    cases = list(zip(a, b, strict=True))
+    counts = PairedCounts(*(cases.count(case) for case in ((True, True), (True, False), (False, True), (False, False))))
+    return PairDifference(counts, (counts.only_b - counts.only_a) / counts.total, None, {}, 0)
+
+
+def _winner(found: Mapping[tuple[str, str], Conclusion], arms: Sequence[str]) -> str:
+    beaten = Counter(pair[0 if one.better == "a" else 1] for pair, one in found.items() if one.outcome == "better")
+    for arm in arms:
+        if beaten[arm] == len(arms) - 1:
+            return arm
+    outcomes = {one.outcome for one in found.values()}
+    if outcomes == {"slo_unreachable"}:
+        return UNREACHABLE
+    return EQUIVALENT if outcomes == {"equivalent"} else UNCLEAR
+
+
+def _sentence(cells: Sequence[Cell], labels: Mapping[str, str]) -> str:
+    """Say how many cells each arm has, and with which limits its largest difference is."""
+    counts = Counter(cell.winner for cell in cells)
+    said = [f"{labels[arm]} meets {counts[arm]} for more requests" for arm in labels if counts[arm]]
+    said += [
+        f"{counts[kind]} {words}"
+        for kind, words in (
+            (EQUIVALENT, "alike for all arms"),
+            (UNCLEAR, "unclear"),
+            (UNREACHABLE, "met by hardly a request in any arm"),
+        )
+        if counts[kind]
+    ]
+    return (
+        f"Of {len(cells)} pairs of limits on TTFT and TPOT, {'; '.join(said)}. Cells are not corrected for being many."
+    )
+
+
+def _limits(values_ms: Sequence[float], own_ms: float) -> tuple[float, ...]:
+    """Return the limits with three digits, ascending, each once; the comparison's own as it is."""
+    rounded = {float(f"{value:.3g}") for value in values_ms if value > 0}
+    return tuple(sorted({value for value in rounded if not math.isclose(value, own_ms, rel_tol=0.02)} | {own_ms}))

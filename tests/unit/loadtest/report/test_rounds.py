@@ -1,0 +1,70 @@
+"""summary.json, the terminal and the page of a comparison, made from simulated records."""
+
+from datetime import UTC, datetime
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from loadtest.plan import ComparePlan
+from loadtest.report.page import write_report
+from loadtest.report.rounds import Round, labels_of, summarise_comparison
+from loadtest.report.tables import print_comparison
+from loadtest.run.calibration import Load
+from loadtest.run.records import RequestRecord
+from loadtest.run.replay import ReplayResult
+from loadtest.statistics.outcome import conclude
+from loadtest.statistics.pairs import pair_difference
+from loadtest.trace.trace import Trace, TraceRow
+
+PLAN = ComparePlan(pairs=6, slo_ttft_ms=400, slo_tpot_ms=60)
+TRACE = Trace("simulated", tuple(TraceRow(float(i), 100, 11) for i in range(20)))
+
+
+def _result(ttft_s: float, tpot_s: float) -> ReplayResult:
+    records = tuple(
+        RequestRecord(
+            index=i,
+            scheduled_s=float(i),
+            sent_s=float(i),
+            input_tokens=100,
+            output_tokens=11,
+            ttft_s=ttft_s * (1 + i / 100),
+            second_token_s=ttft_s * (1 + i / 100) + tpot_s,
+            latency_s=ttft_s * (1 + i / 100) + 10 * tpot_s,
+            itls_s=(tpot_s,) * 10,
+        )
+        for i in range(20)
+    )
+    return ReplayResult(TRACE, records, 20.0, None, ())
+
+
+def _summary():
+    rounds, differences = [], []
+    for pair in range(6):
+        a, b = _result(0.1, 0.1), _result(0.3, 0.04)
+        rounds += [
+            Round(side, pair, datetime.now(UTC), result, None, (), True) for side, result in (("a", a), ("b", b))
+        ]
+        differences.append(pair_difference(a.records, b.records, PLAN.limits))
+    conclusion = conclude(differences, (6,), 6, PLAN.margin)
+    load = Load(1.0, "as given", "as given")
+    return summarise_comparison(conclusion, differences, rounds, labels_of(*PLAN.modes), PLAN, load)
+
+
+def _terminal(summary) -> str:
+    text = StringIO()
+    print_comparison(summary, Console(file=text, width=1000))
+    return text.getvalue()
+
+
+def test_the_map_of_winners_is_in_the_summary_on_the_terminal_and_on_the_page(tmp_path):
+    summary, records = _summary()
+    cells = {(cell["ttft_ms"], cell["tpot_ms"]): cell for cell in summary["winner_map"]["cells"]}
+    assert cells[400.0, 60.0]["winner"] == summary["outcome"]["better"] == "b"
+    assert cells[400.0, 60.0]["differences"][0]["low"] == pytest.approx(summary["outcome"]["attainment"]["low"])
+    sentence = summary["winner_map"]["sentence"]
+    assert sentence in _terminal(summary)
+    page = write_report(tmp_path / "report.html", summary, records).read_text()
+    assert sentence in page
+    assert page.count("border-left:6px") == len(cells)
