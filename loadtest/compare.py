@@ -39,9 +39,9 @@ from loadtest.run.calibration import (
     settle,
     workers_of,
 )
-from loadtest.run.client import first_model, open_client
 from loadtest.run.machine import Disturbance, disturbance, read_cpu
 from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
+from loadtest.run.server import first_model, open_http
 from loadtest.run.unloaded import measure_unloaded, sizes_of
 from loadtest.run.validity import void_reasons
 from loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES, warm_up_workers
@@ -126,8 +126,8 @@ class _Run:
         reached = await self.arms[0].ready()
         base_url = reached.base_url
         self.cold = {"a"} if reached.is_fresh else set[str]()
-        async with open_client(base_url) as client:
-            card = await first_model(client, self.plan.served_name)
+        async with open_http(base_url) as http:
+            card = await first_model(http, self.plan.served_name)
         trace = sizes_of(self.plan)
         load = given_load(self.plan, trace)
         measured_prompts = 0

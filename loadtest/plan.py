@@ -66,6 +66,15 @@ class ReplayPlan(BaseModel):
     )
     slo_ttft_ms: float = Field(2000.0, description="goodput: TTFT at most this many ms")
     slo_tpot_ms: float = Field(100.0, description="goodput: TPOT at most this many ms")
+    client_cores: str | None = Field(
+        None, description="run the process that sends the requests on these cores only, such as 0-1,3"
+    )
+    endpoint: Literal["completions", "chat"] = Field(
+        "completions", description="completions sends token ids; chat sends the same prompt as text, in one message"
+    )
+    text_prompts: bool = Field(
+        False, description="send completions' prompts as text, to a server that takes no token ids; lengths then vary"
+    )
     served_name: str | None = Field(None, description="which of the server's models to use; by default the first")
     tokenizer: str | None = Field(
         None, description="directory or hub name of the model's tokenizer; by default the server's"
@@ -75,6 +84,11 @@ class ReplayPlan(BaseModel):
     def limits(self) -> Slo:
         """The two limits as one value; with `slo` auto they are right only once it is settled."""
         return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms)
+
+    @property
+    def sends_text(self) -> bool:
+        """Whether prompts travel as text; a chat's always do."""
+        return self.text_prompts or self.endpoint == "chat"
 
     @property
     def measures_first(self) -> bool:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from loadtest.errors import ServerError
 from loadtest.report.pools import describe_pools
-from loadtest.run.client import key_headers
+from loadtest.run.server import key_headers
 from loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
 
 _COLUMNS = ("pool", "workers", "running", "waiting", "KV blocks free", "busy", "tok/s", "AI", "ridge", "MFU", "MBU")

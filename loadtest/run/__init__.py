@@ -3,8 +3,9 @@
 unloaded.py        measures what an idle server takes for a request and for a step
 calibration.py     chooses rate, limits and number of requests from that
 warm_up.py         warms up every worker of a server that has just started
-replay.py          sends requests at their time, whatever the server does
-client.py          sends one streamed completion and times it
+replay.py          replays a trace: requests at their time, the server's counters before and after
+client/            sends the requests, in a process of its own
+server.py          asks the server for its models
 records.py         the record of each request
 progress.py        shows the progress
 server_metrics.py  computes differences of the server's counters

@@ -1,6 +1,6 @@
 """Describes the machine of a run for summary.json, and notices other work on it.
 
-Called by `loadtest.compare`, `loadtest.report.replay_output` and `cluster.commands.loadtest`.
+Called by `loadtest.compare`, `loadtest.report.replay_output`, `loadtest.run.replay` and `cluster.commands.loadtest`.
 """
 
 import contextlib
@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 import psutil
+
+from loadtest.errors import LoadTestError
 
 WATCH_S = 0.5
 BUSY_PERCENT = 20.0
@@ -79,6 +81,23 @@ def busy_note() -> str | None:
         f"other work took {busy_percent:.0f} % of this machine's cores before the first start: what is measured holds "
         "for a machine that is so busy, and may differ from run to run"
     )
+
+
+def parse_cores(text: str | None) -> tuple[int, ...]:
+    """Return the cores that a list such as `0-1,3` names; empty without one. Raises LoadTestError."""
+    cores: set[int] = set()
+    for part in (text or "").split(",") if text else ():
+        first, _, last = part.partition("-")
+        try:
+            cores.update(range(int(first), int(last or first) + 1))
+        except ValueError:
+            raise LoadTestError(f"the client's cores '{text}' are not understood: give a list such as 0-1,3") from None
+    here = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if missing := sorted(cores - here):
+        raise LoadTestError(
+            f"the client cannot run on core {missing[0]}: this process may use {', '.join(map(str, sorted(here)))}"
+        )
+    return tuple(sorted(cores))
 
 
 def _processor_name() -> str:

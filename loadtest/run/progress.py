@@ -26,6 +26,10 @@ class ReplayProgress:
         self.finished = 0
         self.failed = 0
 
+    def set_sent(self, requests: int) -> None:
+        """Set the number of requests sent so far; the client tells it a few times a second."""
+        self.sent = requests
+
     def add(self, record: RequestRecord) -> None:
         """Count one ended request."""
         self.finished += 1
@@ -35,7 +39,7 @@ class ReplayProgress:
     def text(self) -> str:
         """The requests in flight and failed, in words."""
         failures = f", {self.failed} failed" if self.failed else ""
-        return f"{self.sent - self.finished} in flight{failures}"
+        return f"{max(0, self.sent - self.finished)} in flight{failures}"
 
 
 @asynccontextmanager

@@ -1,7 +1,9 @@
 """The record of one request, which is one line of records.jsonl.
 
-Made by `loadtest.run.client`; read by `loadtest.report` and `loadtest.statistics`.
+Made by `loadtest.run.client.stream`; read by `loadtest.report` and `loadtest.statistics`.
 """
+
+from pathlib import Path
 
 import msgspec
 
@@ -69,3 +71,17 @@ class RequestRecord(msgspec.Struct, frozen=True):
             "tpot_s": self.tpot_s,
         }
         return msgspec.json.encode(labels | msgspec.to_builtins(self) | derived) + b"\n"
+
+
+class RecordFile:
+    """Appends records to a file as their requests end, so that a run that is stopped keeps what it has seen."""
+
+    def __init__(self, path: Path, **labels: str | int) -> None:
+        self._path = path
+        self._labels = labels
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, record: RequestRecord) -> None:
+        """Append one line; it is in the file when this returns."""
+        with self._path.open("ab") as lines:
+            lines.write(record.as_line(**self._labels))

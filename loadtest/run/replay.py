@@ -7,20 +7,23 @@ It is open-loop because a load that waits for the server would hide the queue it
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import httpx
 import numpy as np
 from rich.console import Console
 
 from loadtest.errors import LoadTestError, ServerError
 from loadtest.plan import ReplayPlan
-from loadtest.run.client import Completion, ModelCard, complete, encode_body, first_model, open_client
+from loadtest.run.client.driver import client_process
+from loadtest.run.client.process import ClientLoad, Job
+from loadtest.run.client.stream import Completion, Endpoint, LoadClient, encode_body
+from loadtest.run.machine import parse_cores
 from loadtest.run.progress import ReplayProgress, shown
-from loadtest.run.records import RequestRecord
+from loadtest.run.records import RecordFile, RequestRecord
+from loadtest.run.server import ModelCard, first_model, key_headers, open_http
 from loadtest.run.server_metrics import MetricsDelta, difference, fleet_change, scrape_settled
-from loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens
+from loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, prompt_text
 from loadtest.trace.readers import load_trace
 from loadtest.trace.shape import fit_context, shape_trace
 from loadtest.trace.trace import Trace
@@ -49,6 +52,8 @@ class ReplayResult:
     warnings: tuple[str, ...]
     fleet_change: str | None = None
     """Which worker came, went or was restarted meanwhile."""
+    client: ClientLoad | None = None
+    """What the sending took of the client's own process."""
 
     @property
     def p99_send_lag_s(self) -> float:
@@ -75,85 +80,98 @@ async def run_replay(
     label: str = "replay",
     round_index: int = 0,
     requests: RoundRequests | None = None,
+    record_file: RecordFile | None = None,
 ) -> ReplayResult:
     """Warm up, scrape, replay, scrape. Raises LoadTestError; failed requests become records, not errors.
 
-    `requests` are those of a round of a comparison; without them they are the plan's trace.
+    `requests` are those of a round of a comparison; without them they are the plan's trace. A `record_file` gets each
+    record as its request ends.
     """
     trace = requests.trace if requests else shape_trace(load_trace(plan.trace), plan)
-    async with open_client(base_url) as client:
-        card = await first_model(client, plan.served_name)
+    async with open_http(base_url) as http:
+        card = await first_model(http, plan.served_name)
         trace = fit_context(trace, card.max_model_len)
         ordinals = requests.ordinals_per_round if requests else None
-        maker = await asyncio.to_thread(prompt_maker, trace, plan, card, ordinals)
-        await _warm_up(client, plan, card.id, maker, trace, round_index)
-        before = await scrape_settled(client, plan.settle_s)
-        progress = ReplayProgress(label, len(trace.rows))
-        start = time.perf_counter()
-        async with shown(console, progress):
-            records = await _send_all(client, plan, card.id, maker, trace, round_index, progress)
-        duration_s = time.perf_counter() - start
-        after = await scrape_settled(client, plan.settle_s)
+        bodies = await asyncio.to_thread(body_maker, trace, plan, card, ordinals)
+        job = Job(
+            base_url, key_headers(), plan.endpoint, plan.deadline_s, len(trace.rows), parse_cores(plan.client_cores)
+        )
+        async with client_process(job, completions(trace, bodies, round_index)) as client:
+            await _warm_up(base_url, plan, bodies, trace, round_index)
+            before = await scrape_settled(http, plan.settle_s)
+            records: list[RequestRecord] = []
+            progress = ReplayProgress(label, len(trace.rows))
+
+            def take(record: RequestRecord) -> None:
+                records.append(record)
+                progress.add(record)
+                if record_file is not None:
+                    record_file.add(record)
+
+            async with shown(console, progress):
+                load = await client.run(progress.set_sent, take)
+        after = await scrape_settled(http, plan.settle_s)
+    records.sort(key=lambda record: record.index)
     change = fleet_change(before, after) if before and after else None
-    metrics = difference(before, after, duration_s) if before and after else None
+    metrics = difference(before, after, load.duration_s) if before and after else None
     warnings = (*_warnings(records), *([change] if change else []))
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
-    return ReplayResult(trace, records, duration_s, metrics, warnings, change)
+    return ReplayResult(trace, tuple(records), load.duration_s, metrics, warnings, change, load)
 
 
-def prompt_maker(trace: Trace, plan: ReplayPlan, card: ModelCard, ordinals_per_round: int | None = None) -> PromptMaker:
+@dataclass(frozen=True, slots=True)
+class BodyMaker:
+    """Makes the bodies of one trace's requests, for one server and endpoint."""
+
+    prompts: PromptMaker
+    model: str
+    endpoint: Endpoint
+    tokenizer: str | None
+    """What turns prompts into text; None if they are sent as token ids."""
+
+    def body(self, trace: Trace, index: int, round_index: int) -> bytes:
+        """Return the body for the trace's row `index`."""
+        return self._encoded(self.prompts.prompt(index, round_index), trace.rows[index].output_tokens)
+
+    def warmup_body(self, number: int, round_index: int, input_tokens: int, output_tokens: int) -> bytes:
+        """Return a body whose prompt begins like no other one's of any round."""
+        return self._encoded(self.prompts.warmup_prompt(number, round_index, input_tokens), output_tokens)
+
+    def _encoded(self, prompt: list[int], output_tokens: int) -> bytes:
+        text = prompt_text(self.tokenizer, prompt) if self.tokenizer else None
+        return encode_body(self.model, prompt if text is None else text, output_tokens, self.endpoint)
+
+
+def body_maker(trace: Trace, plan: ReplayPlan, card: ModelCard, ordinals_per_round: int | None = None) -> BodyMaker:
     """Make prompts with the served model's tokenizer. Raises LoadTestError if it is not to be had."""
     tokenizer = plan.tokenizer or card.root
     if tokenizer is None:
         raise LoadTestError("the server does not say where its model's tokenizer is: pass --tokenizer PATH")
     windows = TextWindows(load_text_tokens(tokenizer), plan.seed)
-    return PromptMaker(windows, trace, plan.warmup_requests, ordinals_per_round)
+    prompts = PromptMaker(windows, trace, plan.warmup_requests, ordinals_per_round)
+    return BodyMaker(prompts, card.id, plan.endpoint, tokenizer if plan.sends_text else None)
 
 
-async def _warm_up(
-    client: httpx.AsyncClient, plan: ReplayPlan, model: str, maker: PromptMaker, trace: Trace, round_index: int
-) -> None:
+def completions(trace: Trace, bodies: BodyMaker, round_index: int) -> Iterator[Completion]:
+    """Yield the requests of a round in the trace's order, with their bodies."""
+    for index, row in enumerate(trace.rows):
+        body = bodies.body(trace, index, round_index)
+        yield Completion(index, row.arrival_s, row.input_tokens, row.output_tokens, body)
+
+
+async def _warm_up(base_url: str, plan: ReplayPlan, bodies: BodyMaker, trace: Trace, round_index: int) -> None:
     """Send a few requests of the trace's sizes, from small to large, one at a time; no figure counts them."""
     sizes = sorted(row.input_tokens for row in trace.rows)
     count = plan.warmup_requests
-    for number in range(count):
-        input_tokens = sizes[round(number * (len(sizes) - 1) / max(1, count - 1))]
-        prompt = maker.warmup_prompt(number, round_index, input_tokens)
-        body = encode_body(model, prompt, WARMUP_OUTPUT_TOKENS)
-        request = Completion(number, 0.0, input_tokens, WARMUP_OUTPUT_TOKENS, body)
-        record = await complete(client, request, time.perf_counter(), plan.deadline_s)
-        if not record.ok:
-            raise ServerError(f"warm-up request {number + 1} of {count} failed: {record.error}")
-
-
-async def _send_all(
-    client: httpx.AsyncClient,
-    plan: ReplayPlan,
-    model: str,
-    maker: PromptMaker,
-    trace: Trace,
-    round_index: int,
-    progress: ReplayProgress,
-) -> tuple[RequestRecord, ...]:
-    tasks: list[asyncio.Task[RequestRecord]] = []
-    start = time.perf_counter()
-
-    def ended(task: asyncio.Task[RequestRecord]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            progress.add(task.result())
-
-    async with asyncio.TaskGroup() as group:
-        for index, row in enumerate(trace.rows):
-            # The body is made before the wait, so that encoding never delays sending.
-            body = encode_body(model, maker.prompt(index, round_index), row.output_tokens)
-            request = Completion(index, row.arrival_s, row.input_tokens, row.output_tokens, body)
-            await asyncio.sleep(max(0.0, row.arrival_s - (time.perf_counter() - start)))
-            task = group.create_task(complete(client, request, start, plan.deadline_s))
-            task.add_done_callback(ended)
-            tasks.append(task)
-            progress.sent += 1
-    return tuple(task.result() for task in tasks)
+    async with LoadClient(base_url, key_headers(), plan.endpoint) as client:
+        for number in range(count):
+            input_tokens = sizes[round(number * (len(sizes) - 1) / max(1, count - 1))]
+            body = bodies.warmup_body(number, round_index, input_tokens, WARMUP_OUTPUT_TOKENS)
+            request = Completion(number, 0.0, input_tokens, WARMUP_OUTPUT_TOKENS, body)
+            record = await client.complete(request, time.perf_counter(), plan.deadline_s)
+            if not record.ok:
+                raise ServerError(f"warm-up request {number + 1} of {count} failed: {record.error}")
 
 
 def _warnings(records: Sequence[RequestRecord]) -> tuple[str, ...]:

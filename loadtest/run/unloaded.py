@@ -16,11 +16,11 @@ from rich.console import Console
 
 from loadtest.errors import ServerError, TraceError
 from loadtest.plan import AUTO, ReplayPlan
-from loadtest.run.client import Completion, complete, encode_body, first_model, open_client
+from loadtest.run.client.stream import Completion, LoadClient
 from loadtest.run.records import RequestRecord
-from loadtest.run.replay import prompt_maker
+from loadtest.run.replay import BodyMaker, body_maker
+from loadtest.run.server import first_model, key_headers, open_http
 from loadtest.run.server_metrics import scrape
-from loadtest.trace.prompts import PromptMaker
 from loadtest.trace.readers import load_trace
 from loadtest.trace.shape import fit_context, shape_trace
 from loadtest.trace.trace import Trace
@@ -70,10 +70,10 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
     No prompt of a round below `round_index` begins like one of these. Raises ServerError if a request fails or
     the server does not stream.
     """
-    async with open_client(base_url) as client:
-        card = await first_model(client, plan.served_name)
+    async with open_http(base_url) as http, LoadClient(base_url, key_headers(), plan.endpoint) as client:
+        card = await first_model(http, plan.served_name)
         trace = fit_context(sizes_of(plan), card.max_model_len)
-        maker = await asyncio.to_thread(prompt_maker, trace, plan, card)
+        bodies = await asyncio.to_thread(body_maker, trace, plan, card)
         inputs = _at_quantiles([row.input_tokens for row in trace.rows])
         outputs = [row.output_tokens for row in trace.rows]
         output_tokens = min(max(LEAST_OUTPUT_TOKENS, round(statistics.median(outputs))), MOST_OUTPUT_TOKENS)
@@ -84,8 +84,8 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
             f"{BATCH_SEQUENCES} at once on each worker",
             highlight=False,
         )
-        workers = await _workers(client)
-        sender = _Sender(client, card.id, maker, round_index, plan.deadline_s)
+        workers = await _workers(http)
+        sender = _Sender(client, bodies, round_index, plan.deadline_s)
         await sender.send(inputs[len(inputs) // 2], WARM_UP_OUTPUT_TOKENS)
         alone = [await sender.send(tokens, output_tokens) for tokens in inputs]
         decoders = workers.get("decode") or workers.get("colocated") or 1
@@ -116,20 +116,17 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
 class _Sender:
     """Sends requests that must succeed, each with a prompt of its own."""
 
-    client: httpx.AsyncClient
-    model: str
-    maker: PromptMaker
+    client: LoadClient
+    bodies: BodyMaker
     round_index: int
     deadline_s: float
     sent: int = 0
 
     async def send(self, input_tokens: int, output_tokens: int) -> RequestRecord:
-        prompt = self.maker.warmup_prompt(self.sent, self.round_index, input_tokens)
-        request = Completion(
-            self.sent, 0.0, input_tokens, output_tokens, encode_body(self.model, prompt, output_tokens)
-        )
+        body = self.bodies.warmup_body(self.sent, self.round_index, input_tokens, output_tokens)
+        request = Completion(self.sent, 0.0, input_tokens, output_tokens, body)
         self.sent += 1
-        record = await complete(self.client, request, time.perf_counter(), self.deadline_s)
+        record = await self.client.complete(request, time.perf_counter(), self.deadline_s)
         if not record.ok:
             raise ServerError(
                 f"a request of {input_tokens} tokens to the idle server failed while it was measured: {record.error}"
@@ -142,8 +139,8 @@ def _at_quantiles(lengths: list[int]) -> list[int]:
     return [ordered[round(quantile * (len(ordered) - 1))] for quantile in SIZE_QUANTILES]
 
 
-async def _workers(client: httpx.AsyncClient) -> Mapping[str, int]:
-    found = await scrape(client)
+async def _workers(http: httpx.AsyncClient) -> Mapping[str, int]:
+    found = await scrape(http)
     if found is None:
         return {}
     return {

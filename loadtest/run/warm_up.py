@@ -7,15 +7,14 @@ first request of a size would be measured with what an engine does only once for
 import asyncio
 import time
 
-import httpx
 from rich.console import Console
 
 from loadtest.errors import ServerError
 from loadtest.plan import ReplayPlan
-from loadtest.run.client import Completion, complete, encode_body, first_model, open_client
-from loadtest.run.replay import WARMUP_OUTPUT_TOKENS, RoundRequests, prompt_maker
+from loadtest.run.client.stream import Completion, LoadClient
+from loadtest.run.replay import WARMUP_OUTPUT_TOKENS, BodyMaker, RoundRequests, body_maker
+from loadtest.run.server import first_model, key_headers, open_http
 from loadtest.run.server_metrics import scrape, scrape_settled, steps_by_worker
-from loadtest.trace.prompts import PromptMaker
 
 LEAST_REQUESTS, MOST_REQUESTS = 4, 64
 MOST_WAVES = 6
@@ -28,15 +27,15 @@ async def warm_up_workers(
 
     Raises ServerError if a worker has made none after six waves, or a request fails.
     """
-    async with open_client(base_url) as client:
-        card = await first_model(client, plan.served_name)
-        maker = await asyncio.to_thread(prompt_maker, requests.trace, plan, card, requests.ordinals_per_round)
-        before = await scrape(client)
+    async with open_http(base_url) as http, LoadClient(base_url, key_headers(), plan.endpoint) as client:
+        card = await first_model(http, plan.served_name)
+        bodies = await asyncio.to_thread(body_maker, requests.trace, plan, card, requests.ordinals_per_round)
+        before = await scrape(http)
         steps = steps_by_worker(before) if before else {}
         each = min(MOST_REQUESTS, max(LEAST_REQUESTS, 2 * len(steps)))
         for wave in range(MOST_WAVES):
-            await _send_wave(client, plan, card.id, maker, requests, round_index, wave * each, each)
-            after = await scrape_settled(client, plan.settle_s)
+            await _send_wave(client, plan, bodies, requests, round_index, wave * each, each)
+            after = await scrape_settled(http, plan.settle_s)
             idle = (
                 [worker for worker, count in steps_by_worker(after).items() if count <= steps.get(worker, 0.0)]
                 if after
@@ -56,10 +55,9 @@ async def warm_up_workers(
 
 
 async def _send_wave(
-    client: httpx.AsyncClient,
+    client: LoadClient,
     plan: ReplayPlan,
-    model: str,
-    maker: PromptMaker,
+    bodies: BodyMaker,
     requests: RoundRequests,
     round_index: int,
     first: int,
@@ -69,11 +67,9 @@ async def _send_wave(
 
     async def send(number: int) -> None:
         input_tokens = sizes[round(number * (len(sizes) - 1) / max(1, count - 1))]
-        prompt = maker.warmup_prompt(first + number, round_index, input_tokens)
-        request = Completion(
-            number, 0.0, input_tokens, WARMUP_OUTPUT_TOKENS, encode_body(model, prompt, WARMUP_OUTPUT_TOKENS)
-        )
-        record = await complete(client, request, time.perf_counter(), plan.deadline_s)
+        body = bodies.warmup_body(first + number, round_index, input_tokens, WARMUP_OUTPUT_TOKENS)
+        request = Completion(number, 0.0, input_tokens, WARMUP_OUTPUT_TOKENS, body)
+        record = await client.complete(request, time.perf_counter(), plan.deadline_s)
         if not record.ok:
             raise ServerError(f"a warm-up request of {input_tokens} tokens failed: {record.error}")
 

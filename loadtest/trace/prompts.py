@@ -22,17 +22,27 @@ def load_text_tokens(tokenizer: str) -> tuple[int, ...]:
 
     Raises LoadTestError if the tokenizer cannot be loaded.
     """
+    text = TEXT_FILE.read_text(encoding="utf-8")
+    return tuple(load_tokenizer(tokenizer)(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def prompt_text(tokenizer: str, prompt: list[int]) -> str:
+    """Return a prompt as text; a server that tokenises it may count a few tokens more or less. Raises LoadTestError."""
+    return str(load_tokenizer(tokenizer).decode(prompt))
+
+
+@functools.lru_cache(maxsize=4)
+def load_tokenizer(tokenizer: str) -> Any:
+    """Load the tokenizer at this path or hub name. Raises LoadTestError."""
     from transformers import AutoTokenizer
 
     try:
-        model_tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer)
+        return AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise LoadTestError(
-            f"the tokenizer '{tokenizer}' cannot be loaded ({reason}): pass tokenizer=PATH, the served model's folder"
+            f"the tokenizer '{tokenizer}' cannot be loaded ({reason}): pass --tokenizer PATH, the served model's folder"
         ) from error
-    text = TEXT_FILE.read_text(encoding="utf-8")
-    return tuple(model_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 class TextWindows:

@@ -5,27 +5,30 @@ import contextlib
 import html
 import itertools
 import json
+import os
 import re
 import statistics
 import time
 import types
 from pathlib import Path
 
+import psutil
 import pytest
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
 from loadtest.arms import Deployments, Reached
 from loadtest.compare import compare
-from loadtest.errors import NotDisaggregatedError, ServerError
+from loadtest.errors import LoadTestError, NotDisaggregatedError, ServerError
 from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
 from loadtest.run import replay as replay_module
 from loadtest.run.calibration import Workers, given_load
+from loadtest.run.records import RecordFile
 from loadtest.run.replay import ReplayResult, run_replay
 from loadtest.run.unloaded import measure_unloaded
 from tests.support.openai_server import Behaviour, running
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, eventually
 
 MOST_TRIES = 8
 """Of what needs a machine that does not stand still for a tenth of a second."""
@@ -92,16 +95,64 @@ async def test_load_is_open_a_slow_server_does_not_delay_the_sending(console):
 
 
 async def test_a_client_that_cannot_keep_up_is_warned_about(console, monkeypatch):
-    monkeypatch.setattr(replay_module, "encode_body", _slow_encode)
-    trace = "poisson:rate=1000,input=20,output=2,n=6,seed=2"
-    result = await _replay(Behaviour(ttft_s=0.01), console, trace=trace, warmup_requests=0)
-    assert result.p99_send_lag_s > 0.5
+    monkeypatch.setattr(replay_module, "MAX_SEND_LAG_S", -1.0)
+    result = await _replay(Behaviour(ttft_s=0.01), console, warmup_requests=0)
     assert "send lag" in result.warnings[0]
 
 
-def _slow_encode(model, prompt, output_tokens):
-    time.sleep(0.15)
-    return json.dumps({"model": model, "prompt": prompt, "max_tokens": output_tokens}).encode()
+async def test_the_client_tells_its_own_load(console):
+    core = max(os.sched_getaffinity(0))
+    result = await _replay(Behaviour(ttft_s=0.05), console, warmup_requests=0, client_cores=str(core))
+    assert result.client.cores == (core,)
+    assert 0 < result.client.cpu_share < 1.5
+    assert 0 <= result.client.loop_lag_p50_ms <= result.client.loop_lag_p99_ms <= result.client.loop_lag_max_ms
+    assert result.client.events_per_s * result.duration_s == pytest.approx(6 * 8)
+    assert result.client.niceness == os.nice(0)
+
+
+async def test_cores_that_are_not_there_or_not_understood_are_named(console):
+    with pytest.raises(LoadTestError, match="cannot run on core 4096"):
+        await _replay(Behaviour(), console, client_cores="4096")
+    with pytest.raises(LoadTestError, match="'first' are not understood: give a list such as 0-1,3"):
+        await _replay(Behaviour(), console, client_cores="first")
+
+
+async def test_a_client_process_that_dies_is_told_and_keeps_the_records_it_has_sent(console, tmp_path):
+    behaviour = Behaviour(ttft_s=0.01, faults={3: "hang"})
+    record_file = RecordFile(tmp_path / "out" / "records.jsonl", mode="colocated")
+    with running(behaviour) as url:
+        plan = _plan(warmup_requests=0)
+        task = asyncio.create_task(run_replay(url, plan, console, record_file=record_file))
+        path = tmp_path / "out" / "records.jsonl"
+        await eventually(lambda: path.exists() and len(path.read_text().splitlines()) == 5)
+        (child,) = [each for each in psutil.Process().children() if "loadtest.run.client.process" in each.cmdline()]
+        child.kill()
+        with pytest.raises(LoadTestError, match="the client process ended with status -9"):
+            await task
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {record["index"] for record in records} == {0, 1, 2, 4, 5}
+    assert {record["mode"] for record in records} == {"colocated"}
+
+
+async def test_a_chat_counts_its_tokens_and_not_the_event_that_names_the_role(console, monkeypatch):
+    monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt: " ".join(map(str, prompt)))
+    behaviour = Behaviour(ttft_s=0.05, tpot_s=0.002)
+    result = await _replay(behaviour, console, warmup_requests=0, endpoint="chat")
+    assert [record.error for record in result.records] == [None] * 6
+    for record in result.records:
+        assert record.ttft_s >= 0.05
+        assert len(record.itls_s) == 5
+        assert record.finish_reason == "length"
+    (message,) = behaviour.bodies[0]["messages"]
+    assert message["role"] == "user"
+    assert len(message["content"].split()) == 40
+
+
+async def test_completions_may_be_sent_as_text(console, monkeypatch):
+    monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt: " ".join(map(str, prompt)))
+    behaviour = Behaviour(ttft_s=0.001, tpot_s=0.001)
+    await _replay(behaviour, console, warmup_requests=1, text_prompts=True)
+    assert [len(body["prompt"].split()) for body in behaviour.bodies] == [40] * 7
 
 
 @pytest.mark.parametrize(
@@ -110,7 +161,7 @@ def _slow_encode(model, prompt, output_tokens):
         ("refuse", "HTTP 503", 503),
         ("error", "engine died", 200),
         ("cut", "ended before [DONE]", 200),
-        ("disconnect", "RemoteProtocolError", 200),
+        ("disconnect", "ClientPayloadError", 200),
         ("hang", "deadline of 4 s", 200),
     ],
 )

@@ -110,7 +110,7 @@ def make_app(behaviour: Behaviour) -> Starlette:
         body = await request.json()
         number = len(behaviour.bodies)
         behaviour.bodies.append(body)
-        behaviour.prompts.append(body["prompt"])
+        behaviour.prompts.append(body.get("prompt") or body["messages"])
         if number + 1 == behaviour.restarts_at or (behaviour.restarts_every and number % behaviour.restarts_every == 0):
             metrics.restarts.labels("colocated", "0", "engine_died").inc()
         if behaviour.faults.get(number) == "refuse":
@@ -122,6 +122,7 @@ def make_app(behaviour: Behaviour) -> Starlette:
             Route("/v1/models", models),
             Route("/metrics", metrics_page),
             Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", completions, methods=["POST"]),
         ]
     )
 
@@ -130,6 +131,9 @@ async def answer(behaviour: Behaviour, metrics: FakeMetrics, body: dict, number:
     """Stream one completion with a pause before each token, or the fault planned for this request."""
     total, fault = body["max_tokens"], behaviour.faults.get(number, "")
     await eventually(lambda: len(behaviour.bodies) >= behaviour.answers_after_requests)
+    chat = "messages" in body
+    if chat:
+        yield event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
     if behaviour.in_one_piece:
         yield event({"choices": [{"index": 0, "text": "word " * total, "finish_reason": "length"}]})
     for token in range(0 if behaviour.in_one_piece else total):
@@ -144,9 +148,10 @@ async def answer(behaviour: Behaviour, metrics: FakeMetrics, body: dict, number:
                 yield b"data: [DONE]\n\n"
             return
         reason = "length" if token == total - 1 else None
-        yield event({"choices": [{"index": 0, "text": "word ", "finish_reason": reason}]})
+        words = {"delta": {"content": "word "}} if chat else {"text": "word "}
+        yield event({"choices": [{"index": 0, **words, "finish_reason": reason}]})
     metrics.finished(behaviour, bool(behaviour.fallback_every and number % behaviour.fallback_every == 0), total)
-    yield event({"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": total}})
+    yield event({"choices": [], "usage": {"prompt_tokens": len(body.get("prompt", ())), "completion_tokens": total}})
     yield b"data: [DONE]\n\n"
 
 

@@ -4,6 +4,7 @@ answers.py        prints a server's answers to a fixed set of requests, for comp
 clocks.py         compares a client's clock with the server's histograms
 codec_speed.py    measures how fast KV is encoded and decoded
 idle_cpu.py       measures the CPU time of an idle deployment, by process
+null_server.py    streams tokens at a fixed pace without a model
 overload.py       sends more load than a server can take, and checks fairness
 power.py          prints how often simulated comparisons find what is there
 unloaded_ttft.py  measures TTFT of both modes without load, in alternation

@@ -18,7 +18,8 @@ from statistics import quantiles
 import httpx
 
 from loadtest.errors import ServerError
-from loadtest.run.client import Completion, complete, encode_body, first_model, open_client
+from loadtest.run.client.stream import Completion, LoadClient, encode_body
+from loadtest.run.server import first_model, open_http
 from loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
 
 STREAMS = (1, 20)
@@ -67,32 +68,32 @@ class Latencies:
 
 async def measure(url: str, streams: int, prompt_tokens: int, output_tokens: int) -> dict[str, Latencies]:
     """Run this many streams at a time, timed by both clocks. Raises ServerError."""
-    async with open_client(url) as client:
-        model = (await first_model(client)).id
-        before = await _scraped(client)
+    async with open_http(url) as http, LoadClient(url, {}) as client:
+        model = (await first_model(http)).id
+        before = await _scraped(http)
         began_s = time.perf_counter()
         ttfts_s: list[float] = []
         itls_s: list[float] = []
         for _ in range(ROUNDS.get(streams, 1)):
             bodies = [encode_body(model, _prompt(prompt_tokens), output_tokens) for _ in range(streams)]
             wanted = [Completion(index, 0.0, prompt_tokens, output_tokens, body) for index, body in enumerate(bodies)]
-            records = await asyncio.gather(*(complete(client, one, began_s, DEADLINE_S) for one in wanted))
+            records = await asyncio.gather(*(client.complete(one, began_s, DEADLINE_S) for one in wanted))
             for record in records:
                 if record.ttft_s is None or not record.ok:
                     raise ServerError(f"a stream failed: {record.error}")
                 ttfts_s.append(record.ttft_s)
                 itls_s += record.itls_s
-        gained = difference(before, await _scraped(client), time.perf_counter() - began_s)
+        gained = difference(before, await _scraped(http), time.perf_counter() - began_s)
     return {
         name: Latencies(name, seconds, *_buckets(gained, f"ridgeline_{name}_seconds_bucket"))
         for name, seconds in (("ttft", ttfts_s), ("itl", itls_s))
     }
 
 
-async def _scraped(client: httpx.AsyncClient) -> Scrape:
-    seen = await scrape(client)
+async def _scraped(http: httpx.AsyncClient) -> Scrape:
+    seen = await scrape(http)
     if seen is None:
-        raise ServerError(f"{client.base_url} publishes no ridgeline_ metrics")
+        raise ServerError(f"{http.base_url} publishes no ridgeline_ metrics")
     return seen
 
 

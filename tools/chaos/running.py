@@ -13,7 +13,7 @@ from typing import Any, Final
 import httpx
 from transformers import AutoTokenizer
 
-from loadtest.run.client import first_model, open_client
+from loadtest.run.server import first_model, open_http
 from loadtest.trace.prompts import load_text_tokens
 from tests.engines.serve_process import serving
 from tools.chaos.deployment import Deployment
@@ -43,7 +43,7 @@ async def running(settings: Sequence[str]) -> AsyncIterator[Running]:
     arguments = [word for setting in settings for word in ("--set", setting)]
     with serving(*arguments) as serve:
         url = await asyncio.to_thread(serve.wait_ready)
-        async with open_client(url) as http:
+        async with open_http(url) as http:
             card = await first_model(http)
             assert card.root is not None, "the server does not say where its model is"
             tokenizer = AutoTokenizer.from_pretrained(card.root)

@@ -1,0 +1,205 @@
+"""The process that sends a replay's requests, and nothing else; started and fed by `loadtest.run.client.driver`.
+
+Alone in its process, it is delayed neither by a display nor by whatever else the command does, and its own load can be
+told: CPU share, delay of its event loop, events a second. Messages are length-prefixed msgpack: on standard input a
+Job, its Completions and a Start; on standard output Ready, then Sent and RequestRecords as they come, and ClientLoad
+at the end. It ends as soon as its standard input does, so it never outlives the command.
+
+It imports neither numpy nor httpx, to start quickly.
+"""
+
+import asyncio
+import gc
+import os
+import struct
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+import uvloop
+
+from loadtest.run.client.stream import Completion, Endpoint, LoadClient, not_sent
+from loadtest.run.records import RequestRecord
+
+LENGTH = struct.Struct("!I")
+PROBE_S = 0.01
+TELL_EVERY_S = 0.25
+
+
+class Job(msgspec.Struct, frozen=True, tag=True):
+    """What holds for all requests; `requests` Completions follow."""
+
+    base_url: str
+    headers: dict[str, str]
+    endpoint: Endpoint
+    deadline_s: float
+    requests: int
+    cores: tuple[int, ...] = ()
+    """Cores to run on; empty: those of the command."""
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The time of the first request is now."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """All requests have been read."""
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """How many requests have been sent so far."""
+
+    requests: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """One request has ended."""
+
+    record: RequestRecord
+
+
+class ClientLoad(msgspec.Struct, frozen=True, tag=True):
+    """The load on the client itself during a replay; `client` in summary.json."""
+
+    duration_s: float
+    cpu_share: float
+    """CPU seconds of the process a second; 1 is a whole core, of which one event loop has no more than one."""
+    loop_lag_p50_ms: float
+    loop_lag_p99_ms: float
+    """How late the event loop wakes a task that sleeps, sampled all the time."""
+    loop_lag_max_ms: float
+    events_per_s: float
+    """Server-sent events read a second."""
+    reconnects: int
+    """Requests sent again because the server had closed an idle connection."""
+    cores: tuple[int, ...]
+    """Cores on which the process was allowed to run."""
+    niceness: int
+
+
+Told = Ready | Sent | Ended | ClientLoad
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """Encode a message with its length in front."""
+    encoded = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(encoded)) + encoded
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Read one message. Raises asyncio.IncompleteReadError at the end of the stream."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return await reader.readexactly(length)
+
+
+async def run() -> None:
+    """Read the job, send its requests at their times, tell how they end."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout.buffer)
+    writer = asyncio.StreamWriter(transport, protocol, None, loop)
+    job = msgspec.msgpack.decode(await read_frame(reader), type=Job)
+    if job.cores:
+        os.sched_setaffinity(0, job.cores)
+    decoder = msgspec.msgpack.Decoder(Completion)
+    requests = [decoder.decode(await read_frame(reader)) for _ in range(job.requests)]
+    gc.collect()
+    gc.freeze()  # the bodies are never garbage, and looking through them would delay a request
+    writer.write(frame(Ready()))
+    msgspec.msgpack.decode(await read_frame(reader), type=Start)
+    sending = asyncio.create_task(_Sending(job, requests, writer).run())
+    orphaned = asyncio.create_task(reader.read())
+    await asyncio.wait((sending, orphaned), return_when=asyncio.FIRST_COMPLETED)
+    if sending.done():
+        writer.write(frame(sending.result()))
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+    else:
+        os._exit(1)  # nobody is left to tell anything to
+
+
+class _Sending:
+    """One replay under way."""
+
+    def __init__(self, job: Job, requests: Sequence[Completion], writer: asyncio.StreamWriter) -> None:
+        self._job = job
+        self._writer = writer
+        self._first = [request for request in requests if request.after is None]
+        self._next_turns = {request.after: request for request in requests if request.after is not None}
+        self._sent = 0
+        self._start = 0.0
+
+    async def run(self) -> ClientLoad:
+        """Send everything, and return what that took."""
+        lags_s: list[float] = []
+        async with LoadClient(self._job.base_url, self._job.headers, self._job.endpoint) as client:
+            helpers = [asyncio.create_task(_probe(lags_s)), asyncio.create_task(self._tell_sent())]
+            cpu_s, self._start = time.process_time(), time.perf_counter()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for request in self._first:
+                        await self._wait_until(request.scheduled_s)
+                        group.create_task(self._send_session(client, request))
+            finally:
+                for helper in helpers:
+                    helper.cancel()
+            duration_s = time.perf_counter() - self._start
+            cpu_s = time.process_time() - cpu_s
+            lags_s.sort()
+            return ClientLoad(
+                duration_s=duration_s,
+                cpu_share=cpu_s / duration_s,
+                loop_lag_p50_ms=_at(lags_s, 0.5) * 1e3,
+                loop_lag_p99_ms=_at(lags_s, 0.99) * 1e3,
+                loop_lag_max_ms=_at(lags_s, 1.0) * 1e3,
+                events_per_s=client.events / duration_s,
+                reconnects=client.reconnects,
+                cores=tuple(sorted(os.sched_getaffinity(0))),
+                niceness=os.nice(0),
+            )
+
+    async def _send_session(self, client: LoadClient, request: Completion | None) -> None:
+        """Send one request, and then each turn that waits for the answer of the one before it."""
+        due_s, failed = request.scheduled_s if request else 0.0, False
+        while request is not None:
+            self._sent += 1
+            if failed:
+                record = not_sent(request, due_s, "not sent: an earlier turn of its session failed")
+            else:
+                await self._wait_until(due_s)
+                record = await client.complete(request, self._start, self._job.deadline_s, due_s)
+            failed = not record.ok
+            self._tell(record)
+            request = self._next_turns.get(request.index)
+            if request is not None and not failed:
+                due_s = time.perf_counter() - self._start + request.think_s
+
+    def _tell(self, record: RequestRecord) -> None:
+        self._writer.write(frame(Ended(record)))
+
+    async def _wait_until(self, due_s: float) -> None:
+        await asyncio.sleep(max(0.0, due_s - (time.perf_counter() - self._start)))
+
+    async def _tell_sent(self) -> None:
+        while True:
+            self._writer.write(frame(Sent(self._sent)))
+            await asyncio.sleep(TELL_EVERY_S)
+
+
+async def _probe(lags_s: list[float]) -> None:
+    """Sleep for a short time again and again, and note how much longer it took."""
+    while True:
+        due = time.perf_counter() + PROBE_S
+        await asyncio.sleep(PROBE_S)
+        lags_s.append(max(0.0, time.perf_counter() - due))
+
+
+def _at(ordered: Sequence[float], quantile: float) -> float:
+    return ordered[round(quantile * (len(ordered) - 1))] if ordered else 0.0
+
+
+if __name__ == "__main__":
+    uvloop.run(run())
