@@ -124,13 +124,13 @@ def smallest_seen(scatter: float, pairs: int, level: float) -> float:
 
 def pairs_to_see(difference: float, scatter: float) -> int | None:
     """Return the least number of pairs, judged once, that shows the difference with 80 % power; None above 1,000."""
-    if smallest_seen(scatter, MOST_PAIRS, ALPHA) > difference:
-        return None
-    low, high = LEAST_PAIRS - 1, MOST_PAIRS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if smallest_seen(scatter, middle, ALPHA) <= difference else (middle, high)
-    return high
+    normal = NormalDist()
+    # The normal distribution's number is a little too small, since its tails are thinner than t's.
+    quantiles = normal.inv_cdf(1 - ALPHA / 2) + normal.inv_cdf(POWER)
+    pairs = max(LEAST_PAIRS, math.ceil((quantiles * scatter / difference) ** 2))
+    while pairs <= MOST_PAIRS and smallest_seen(scatter, pairs, ALPHA) > difference:
+        pairs += 1
+    return pairs if pairs <= MOST_PAIRS else None
 
 
 def _outcome(attainment: Estimate | None, best_share: float, margin: float) -> tuple[Outcome, Side | None]:

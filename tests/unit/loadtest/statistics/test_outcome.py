@@ -72,6 +72,7 @@ def test_the_smallest_difference_that_is_seen_shrinks_with_pairs_and_grows_with_
     assert smallest_seen(0.1, 16, 0.05) < smallest_seen(0.1, 6, 0.05) < smallest_seen(0.2, 6, 0.05)
     needed = pairs_to_see(0.05, 0.1)
     assert smallest_seen(0.1, needed, 0.05) <= 0.05 < smallest_seen(0.1, needed - 1, 0.05)
+    assert pairs_to_see(0.05, 0.001) == 6
     assert pairs_to_see(0.001, 1.0) is None
 
 

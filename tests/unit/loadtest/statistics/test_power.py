@@ -10,7 +10,7 @@ from loadtest.statistics import outcome
 from loadtest.statistics.looks import ALPHA
 from tools.bench.power import ROUND_EFFECTS, World, rates, tpot_power
 
-COMPARISONS = 300
+COMPARISONS = 250
 
 
 def test_an_arm_against_itself_is_called_better_in_five_percent_of_comparisons_at_most():
