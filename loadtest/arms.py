@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Literal, Protocol
 
 import httpx
 import msgspec
@@ -31,6 +31,15 @@ class Reached:
     """Whether its server has only just started, so that every worker must be warmed up."""
 
 
+class Devices(msgspec.Struct, frozen=True):
+    """The devices of one arm: cores on CPU, else GPUs."""
+
+    unit: Literal["core", "GPU"]
+    count: int
+    per_worker: dict[str, int]
+    """Devices of one worker, by pool."""
+
+
 class Arm(Protocol):
     """One side of a comparison."""
 
@@ -41,6 +50,10 @@ class Arm(Protocol):
     @property
     def start_s(self) -> float:
         """Seconds that it takes to reach it after the other arm, if a server must be started; else 0."""
+
+    @property
+    def devices(self) -> Devices | None:
+        """The cores or GPUs that it runs on; None if nobody said which."""
 
     async def ready(self) -> Reached:
         """Make it ready to serve a round. Raises ServerError if it cannot be."""
@@ -68,9 +81,9 @@ class Deployments:
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
 
-    def arm(self, mode: Mode) -> "RestartedArm":
-        """Return an arm that restarts the deployment in this mode."""
-        return RestartedArm(mode, self)
+    def arm(self, mode: Mode, devices: Devices | None = None) -> "RestartedArm":
+        """Return an arm that restarts the deployment in this mode, on these devices."""
+        return RestartedArm(mode, self, devices)
 
     async def start(self, arm: "RestartedArm") -> str:
         """Run the arm's deployment and no other; return its base URL."""
@@ -96,6 +109,7 @@ class RestartedArm:
 
     mode: Mode
     deployments: Deployments
+    devices: Devices | None = None
 
     @property
     def start_s(self) -> float:
@@ -123,6 +137,7 @@ class SwitchedArm:
     """Those of an admin key."""
     transport: httpx.AsyncBaseTransport | None = None
     start_s: float = 0.0
+    devices: Devices | None = None
     _was_ready: bool = False
 
     async def obstacle(self) -> str | None:

@@ -174,8 +174,9 @@ class _Run:
         """Write and print the result."""
         if self.conclusion is None:
             raise ServerError("no pair of rounds was finished, so there is nothing to compare")
+        devices = {side: arm.devices for side, arm in zip(SIDES, self.arms, strict=True)}
         summary, records = summarise_comparison(
-            self.conclusion, self.differences, self.rounds, self.labels, self.plan, self.load
+            self.conclusion, self.differences, self.rounds, self.labels, self.plan, self.load, devices
         )
         for told in ("notes", "sentences"):
             summary["load"][told] = [*summary["load"][told], *self.notes]

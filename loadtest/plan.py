@@ -153,6 +153,9 @@ class ComparePlan(ReplayPlan):
         description="seconds of arrivals in a round, at the mean rate; --limit sets the requests instead",
     )
     margin: float = Field(0.05, description="arms are equivalent if their shares differ by less than this")
+    price_per_hour: float | None = Field(
+        None, description="what one core, or one GPU, costs an hour; the report then has the cost of a million tokens"
+    )
     budget_s: float | None = Field(
         None,
         description="seconds that the whole comparison may take, starts included; "
@@ -178,7 +181,7 @@ class ComparePlan(ReplayPlan):
             raise ValueError(f"must be two of {COLOCATED} and {DISAGGREGATED}, separated by a comma, not {value!r}")
         return ",".join(modes)
 
-    @field_validator("budget_s", "round_s")
+    @field_validator("budget_s", "round_s", "price_per_hour")
     @classmethod
     def _some_time(cls, value: float | None) -> float | None:
         if value is not None and not 0 < value < float("inf"):

@@ -15,7 +15,7 @@ from cluster.config.api_keys import first_admin_key
 from cluster.config.models import PoolConfig, RidgelineConfig
 from cluster.runtime.deployment import ray_runtime
 from contracts.vocabulary import Mode
-from loadtest.arms import Arm, Deployments, SwitchedArm
+from loadtest.arms import Arm, Deployments, Devices, SwitchedArm
 from loadtest.compare import compare
 from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
@@ -67,10 +67,10 @@ async def _arms(
     deployments: Deployments, config: RidgelineConfig, modes: tuple[Mode, Mode], console: Console
 ) -> tuple[Arm, Arm]:
     """Start arm a, and switch the modes of its deployment if it can serve both; else each arm needs starts."""
-    a, b = (deployments.arm(mode) for mode in modes)
+    a, b = (deployments.arm(mode, devices_of(config, mode)) for mode in modes)
     url, keys_file = await deployments.start(a), config.security.admin_keys_file
     headers = {"authorization": f"Bearer {first_admin_key(keys_file)}"} if keys_file else {}
-    switched = tuple(SwitchedArm(url, mode, headers) for mode in modes)
+    switched = tuple(SwitchedArm(url, mode, headers, devices=devices_of(config, mode)) for mode in modes)
     for arm in switched:
         if (why_not := await arm.obstacle()) is not None:
             console.print(f"arms need a start each, {arm.mode} cannot be switched to: {why_not}", highlight=False)
@@ -99,6 +99,19 @@ def split_workers(config: RidgelineConfig) -> Workers:
         prefill=pools.prefill.workers * hardware(pools.prefill) / replica,
         decode=pools.decode.workers * hardware(pools.decode) / replica,
     )
+
+
+def devices_of(config: RidgelineConfig, mode: Mode) -> Devices:
+    """Return the GPUs that the pools of a mode have, or the cores if they have none."""
+    pools = config.model_copy(update={"mode": mode}).active_pools().values()
+    on_gpus = any(pool.gpus_per_worker for pool in pools)
+
+    def of_worker(pool: PoolConfig) -> int:
+        return pool.gpus_per_worker if on_gpus else pool.cores_per_worker
+
+    count = sum(pool.workers * of_worker(pool) for pool in pools)
+    by_pool = {str(name): of_worker(pool) for name, pool in config.all_pools().items()}
+    return Devices("GPU" if on_gpus else "core", count, by_pool)
 
 
 def equal_hardware(config: RidgelineConfig) -> str | None:

@@ -5,6 +5,7 @@ rounds.py         makes summary.json of a comparison
 winner_map.py     says which arm meets which limits for more requests
 wording.py        says the outcome in sentences
 pools.py          computes intensity, MFU and MBU of each pool
+devices.py        divides figures by cores or GPUs, and computes cost
 tables.py         prints tables on the terminal
 plots.py          makes the plots of the page
 page.py           writes report.html

@@ -13,9 +13,11 @@ from loadtest.plan import Slo
 from loadtest.report import plots
 from loadtest.report.tables import (
     DASH,
+    DEVICE_ROWS,
     POOL_ROWS,
     ROUND_HEADER,
     ROWS,
+    device_columns,
     figure_text,
     format_figure,
     pool_sentences,
@@ -45,6 +47,7 @@ def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
         rounds_table=_table(ROUND_HEADER, round_rows(summary)),
         intervals=html.escape(f"In parentheses: {summary['formulas']['ci']}. {DASH}."),
         pools_table=_pools_table(summary),
+        devices=_devices(summary),
         winner_map=_winner_map(summary),
         plots="\n".join(_plot(figure) for figure in _figures(summary, records) if figure is not None),
         method=_method(summary),
@@ -133,6 +136,17 @@ def _pools_table(summary: Summary) -> str:
         for label, key, form in POOL_ROWS
     ]
     return _table(["", *pools, "formula"], rows)
+
+
+def _devices(summary: Summary) -> str:
+    columns = device_columns(summary)
+    if not columns:
+        return ""
+    rows = [
+        [label, *(format_figure(figures[key], form) for figures in columns.values()), summary["formulas"][key]]
+        for label, key, form in DEVICE_ROWS
+    ]
+    return f'<section class="card figures"><h2>Per device</h2>{_table(["", *columns, "formula"], rows)}</section>'
 
 
 def _winner_map(summary: Summary) -> str:

@@ -1,13 +1,15 @@
 """Makes summary.json of a comparison: both arms, every pair, every round. Called at the end of `compare`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from loadtest.arms import Devices
 from loadtest.plan import DISAGGREGATED, ComparePlan
+from loadtest.report.devices import DEVICE_FORMULAS, per_device
 from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
 from loadtest.report.summary import FORMULAS, summarise
 from loadtest.report.winner_map import grid_of, winner_map
@@ -52,15 +54,19 @@ def summarise_comparison(
     labels: dict[Side, ArmLabel],
     plan: ComparePlan,
     load: Load,
+    devices: Mapping[Side, Devices | None],
 ) -> tuple[dict[str, Any], Records]:
-    """Return the content of summary.json, and the valid records of each arm in the order of pairs."""
+    """Return the content of summary.json, and the valid records of each arm in the order of pairs.
+
+    An arm whose devices are not known has no figures per device.
+    """
     kept = {side: _kept(rounds, side) for side in labels}
     records = {
         label: tuple(record for result in kept[side] for record in result.records) for side, label in labels.items()
     }
     traces = [result.trace for result in kept["a"]]
     words = say(conclusion, labels, plan.limits, gap_tails(records))
-    summary = {
+    summary: dict[str, Any] = {
         "outcome": msgspec.to_builtins(conclusion) | msgspec.to_builtins(words) | {"sentence": words.sentence},
         "slo": plan.limits.model_dump(),
         "load": load.as_summary(plan.limits),
@@ -82,8 +88,11 @@ def summarise_comparison(
         },
         "plan": plan.model_dump(),
         "machine": describe_machine(),
-        "formulas": FORMULAS | POOL_FORMULAS,
+        "formulas": FORMULAS | POOL_FORMULAS | DEVICE_FORMULAS,
     }
+    for side, owned in devices.items():
+        if owned is not None:
+            summary["arms"][side]["per_device"] = per_device(summary["arms"][side], owned, plan.price_per_hour)
     if (found := _winner_map(kept, labels, conclusion, plan, load)) is not None:
         summary["winner_map"] = found
     return summary, records

@@ -27,6 +27,13 @@ ROWS = (
     ("gap between tokens, largest, ms", "max_itl_ms", ".0f"),
     ("latency p50, ms", "p50_e2el_ms", ".0f"),
 )
+DEVICE_ROWS = (
+    ("requests/s per device", "requests_per_device", ".3g"),
+    ("goodput per device, requests/s", "goodput_per_device", ".3g"),
+    ("output tokens/s per device", "output_tokens_per_device", ".3g"),
+    ("busy seconds per device", "busy_seconds_per_device", ".3g"),
+    ("cost of a million output tokens", "cost_per_million_output_tokens", ".3g"),
+)
 ROUND_FIGURES = {
     "attainment": ("attainment", ".0%"),
     "TTFT p50, ms": ("p50_ttft_ms", ".0f"),
@@ -74,6 +81,9 @@ def print_comparison(summary: Summary, console: Console) -> None:
     if pools:
         cells = {label: [format_figure(pool[key], form) for pool in pools.values()] for label, key, form in POOL_ROWS}
         _print_table("Pools", list(pools), cells, row_formulas(POOL_ROWS, formulas), console)
+    if columns := device_columns(summary):
+        cells = {label: [format_figure(arm[key], form) for arm in columns.values()] for label, key, form in DEVICE_ROWS}
+        _print_table("Per device", list(columns), cells, row_formulas(DEVICE_ROWS, formulas), console)
     rounds = Table(*ROUND_HEADER, title="Rounds", title_justify="left")
     for row in round_rows(summary):
         rounds.add_row(*row)
@@ -105,6 +115,15 @@ def pools_of(summary: Summary) -> dict[str, Summary]:
         for pool in names
         for arm in arms
         if pool in arm["pools"]
+    }
+
+
+def device_columns(summary: Summary) -> dict[str, Summary]:
+    """Return the figures per device of each arm whose devices are known, by its label with their number."""
+    return {
+        f"{arm['label']}, {found['devices']} {found['unit']}{'' if found['devices'] == 1 else 's'}": found
+        for arm in summary["arms"].values()
+        if (found := arm.get("per_device"))
     }
 
 

@@ -11,10 +11,11 @@ import cluster.cli
 import cluster.commands.loadtest
 import cluster.commands.serve
 from cluster.cli import app
-from cluster.commands.loadtest import split_workers
+from cluster.commands.loadtest import devices_of, split_workers
 from cluster.commands.serve import Unfit
 from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import CheckResult
+from loadtest.arms import Devices
 from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.run.calibration import Workers
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
@@ -333,3 +334,19 @@ def test_what_is_no_url_of_a_server_is_told_with_how_to_write_one(ridgeline, com
     status, _, error = ridgeline(*command, "--url", url)
     assert status == 2
     assert "[::1]:8000" in error
+
+
+@pytest.mark.parametrize(
+    ("mode", "unit", "count", "per_worker"),
+    [
+        ("disaggregated", "core", 7, {"prefill": 2, "decode": 1, "colocated": 1}),
+        ("colocated", "core", 2, {"prefill": 2, "decode": 1, "colocated": 1}),
+    ],
+)
+def test_the_devices_of_a_mode_are_the_cores_of_its_pools(mode, unit, count, per_worker):
+    plain = RidgelineConfig().pools
+    prefill = plain.prefill.model_copy(update={"workers": 2, "cores_per_worker": 2})
+    decode = plain.decode.model_copy(update={"workers": 3})
+    pools = plain.model_copy(update={"prefill": prefill, "decode": decode})
+    config = RidgelineConfig().model_copy(update={"pools": pools})
+    assert devices_of(config, mode) == Devices(unit, count, per_worker)

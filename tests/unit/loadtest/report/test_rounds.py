@@ -6,6 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from loadtest.arms import Devices
 from loadtest.plan import ComparePlan
 from loadtest.report.page import write_report
 from loadtest.report.rounds import Round, labels_of, summarise_comparison
@@ -17,7 +18,7 @@ from loadtest.statistics.outcome import conclude
 from loadtest.statistics.pairs import pair_difference
 from loadtest.trace.trace import Trace, TraceRow
 
-PLAN = ComparePlan(pairs=6, slo_ttft_ms=400, slo_tpot_ms=60)
+PLAN = ComparePlan(pairs=6, slo_ttft_ms=400, slo_tpot_ms=60, price_per_hour=0.05)
 TRACE = Trace("simulated", tuple(TraceRow(float(i), 100, 11) for i in range(20)))
 
 
@@ -48,8 +49,9 @@ def _summary():
         ]
         differences.append(pair_difference(a.records, b.records, PLAN.limits))
     conclusion = conclude(differences, (6,), 6, PLAN.margin)
+    devices = {"a": None, "b": Devices("core", 2, {"prefill": 1, "decode": 1})}
     load = Load(1.0, "as given", "as given")
-    return summarise_comparison(conclusion, differences, rounds, labels_of(*PLAN.modes), PLAN, load)
+    return summarise_comparison(conclusion, differences, rounds, labels_of(*PLAN.modes), PLAN, load, devices)
 
 
 def _terminal(summary) -> str:
@@ -68,3 +70,15 @@ def test_the_map_of_winners_is_in_the_summary_on_the_terminal_and_on_the_page(tm
     page = write_report(tmp_path / "report.html", summary, records).read_text()
     assert sentence in page
     assert page.count("border-left:6px") == len(cells)
+
+
+def test_figures_per_device_are_shown_for_the_arms_whose_devices_are_known(tmp_path):
+    summary, records = _summary()
+    found = summary["arms"]["b"]["per_device"]
+    assert found["output_tokens_per_device"] == pytest.approx(11 / 2)
+    assert found["cost_per_million_output_tokens"] == pytest.approx(0.05 * 2 / (11 * 3600) * 1e6)
+    assert "per_device" not in summary["arms"]["a"]
+    page = write_report(tmp_path / "report.html", summary, records).read_text()
+    for shown in (_terminal(summary), page):
+        assert "disaggregated, 2 cores" in shown
+        assert "cost of a million output tokens" in shown
