@@ -68,6 +68,9 @@ bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray'
 power: setup     ## how often simulated comparisons find what is there and what is not, as a table (about 5 minutes; COMPARISONS=1000)
 	@$(BIN)/python -m tools.bench.power --comparisons $(or $(COMPARISONS),1000) --seed $(SEED)
 
+bench-client: setup  ## the load generator against a server without a model: lag, floors, CPU a token; writes runs/bench-client (about 90 s)
+	@$(BIN)/python -m tools.bench.client
+
 chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds $(SECONDS) --seed $(SEED)
 

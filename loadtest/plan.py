@@ -36,7 +36,9 @@ class ReplayPlan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     trace: str = Field(
-        "demo", description="demo, an Azure CSV, a Mooncake JSONL, or poisson:rate=2,input=512,output=64,n=100"
+        "demo",
+        description="demo, an Azure or BurstGPT CSV, a Mooncake JSONL, sessions, a ShareGPT JSON, "
+        "or poisson:rate=2,input=512,output=64,n=100",
     )
     time_scale: float = Field(1.0, description="multiply the gaps between arrivals")
     rate: NumberOrAuto = Field(
@@ -57,6 +59,9 @@ class ReplayPlan(BaseModel):
         "clip", description="cut a request that is too long, or leave it out; the report counts both"
     )
     jitter_s: float = Field(0.0, description="delay each arrival by a random time of up to this many seconds")
+    spread_ticks: bool = Field(
+        False, description="spread arrivals that a trace has at the same tick over the time to the next one"
+    )
     seed: int = Field(0, description="seed for prompts and jitter")
     warmup_requests: int = Field(2, description="requests sent first, one at a time, and not counted")
     deadline_s: float = Field(120.0, description="a request that takes longer counts as failed")

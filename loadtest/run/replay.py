@@ -87,7 +87,7 @@ async def run_replay(
     `requests` are those of a round of a comparison; without them they are the plan's trace. A `record_file` gets each
     record as its request ends.
     """
-    trace = requests.trace if requests else shape_trace(load_trace(plan.trace), plan)
+    trace = requests.trace if requests else shape_trace(load_trace(plan.trace, plan.tokenizer), plan)
     async with open_http(base_url) as http:
         card = await first_model(http, plan.served_name)
         trace = fit_context(trace, card.max_model_len)
@@ -155,9 +155,13 @@ def body_maker(trace: Trace, plan: ReplayPlan, card: ModelCard, ordinals_per_rou
 
 def completions(trace: Trace, bodies: BodyMaker, round_index: int) -> Iterator[Completion]:
     """Yield the requests of a round in the trace's order, with their bodies."""
+    last_turns: dict[str, int] = {}
     for index, row in enumerate(trace.rows):
         body = bodies.body(trace, index, round_index)
-        yield Completion(index, row.arrival_s, row.input_tokens, row.output_tokens, body)
+        after = last_turns.get(row.session) if row.session is not None else None
+        if row.session is not None:
+            last_turns[row.session] = index
+        yield Completion(index, row.arrival_s, row.input_tokens, row.output_tokens, body, after, row.think_s)
 
 
 async def _warm_up(base_url: str, plan: ReplayPlan, bodies: BodyMaker, trace: Trace, round_index: int) -> None:

@@ -55,7 +55,7 @@ def sizes_of(plan: ReplayPlan) -> Trace:
 
     Raises TraceError for whatever the replay would refuse of the trace.
     """
-    read = load_trace(plan.trace)
+    read = load_trace(plan.trace, plan.tokenizer)
     trace = shape_trace(read, plan.model_copy(update={"rate": None, "duration_s": None}))
     if plan.rate != AUTO:
         shape_trace(read, plan)

@@ -77,12 +77,21 @@ class PromptMaker:
         self._windows = windows
         self._trace = trace
         self._shared_ids = most_id + 1 if any(row.prefix_ids for row in trace.rows) else 0
+        self._first_turns: dict[str, int] = {}
+        for index, row in enumerate(trace.rows):
+            if row.session is not None:
+                self._first_turns.setdefault(row.session, index)
         self._round_ordinals = ordinals_per_round or self._shared_ids + len(trace.rows) + warmup_requests
 
     def prompt(self, index: int, round_index: int) -> list[int]:
-        """Return the prompt of the trace's row `index`: shared blocks where the row names them, then its own window."""
+        """Return the prompt of the trace's row `index`: shared blocks where the row names them, then its own window.
+
+        All turns of a session have one window, so each prompt begins with the one before it. Where the conversation has
+        an answer, the prompt has the text of the window: what a model will say is not known before.
+        """
         base = round_index * self._round_ordinals
         row = self._trace.rows[index]
+        index = self._first_turns[row.session] if row.session is not None else index
         prompt = self._shared_blocks(row, base)
         own_tokens = row.input_tokens - len(prompt)
         return prompt + self._windows.window(base + self._shared_ids + index, own_tokens)

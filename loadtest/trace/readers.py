@@ -2,24 +2,28 @@
 
 Called by `loadtest.run.replay` and `loadtest.run.unloaded`.
 
-A trace is named by a file (Azure CSV or Mooncake JSONL, distinguished by content), by the word `demo`, or by a
-specification such as `poisson:rate=2,input=512,output=64,n=100,seed=1`.
+A trace is named by a file (Azure or BurstGPT CSV, Mooncake JSONL, sessions or ShareGPT JSON, by content), by
+the word `demo`, or by a specification such as `poisson:rate=2,input=512,output=64,n=100,seed=1`.
 """
 
 import csv
-import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import msgspec
 
 from loadtest.errors import TraceError
-from loadtest.trace.trace import DEMO_FILE, Trace, TraceRow
+from loadtest.trace.conversations import session_rows, sharegpt_rows
+from loadtest.trace.trace import DEMO_FILE, Trace, TraceRow, tick_of
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 MICROSECOND_DIGITS = 26  # Azure writes seven fractional digits and Python reads six
+MOST_CHARACTERS = 65_536
+"""Of the first line that are looked at: a ShareGPT file may be a single line."""
 POISSON_DEFAULTS = {"rate": 1.0, "input": 512.0, "output": 64.0, "n": 100.0, "seed": 0.0}
 
 
@@ -30,41 +34,74 @@ class _MooncakeLine(msgspec.Struct):
     hash_ids: tuple[int, ...] = ()
 
 
-def load_trace(name: str) -> Trace:
-    """Read the trace called `name`. Raises TraceError."""
+Reader = Callable[[Path], Iterator[TraceRow]]
+
+
+def load_trace(name: str, tokenizer: str | None = None) -> Trace:
+    """Read the trace called `name`; a format that holds text needs a `tokenizer`. Raises LoadTestError."""
     if name.startswith("poisson:"):
         return Trace(name, tuple(poisson_rows(name)))
     path = DEMO_FILE if name == "demo" else Path(name)
-    reader = detect_reader(path)
-    rows = sorted(reader(path), key=lambda row: row.arrival_s)
+    first = _first_line(path)
+    notes: list[str] = []
+    if first.startswith("["):
+        rows = list(sharegpt_rows(path, tokenizer))
+        notes.append("first exchanges of conversations, which have no times: Poisson arrivals of 1 request/s")
+    else:
+        read = list(detect_reader(path, first)(path))
+        rows = [row for row in read if row.output_tokens]
+        if len(rows) < len(read):
+            notes.append(f"{len(read) - len(rows)} of {len(read)} requests dropped: they had failed when recorded")
+    rows.sort(key=lambda row: row.arrival_s)
     if not rows:
         raise TraceError(f"{path} holds no request: a trace needs at least one row")
     start_s = rows[0].arrival_s
-    shifted = tuple(
-        TraceRow(row.arrival_s - start_s, row.input_tokens, row.output_tokens, row.prefix_ids) for row in rows
-    )
-    return Trace(name, shifted, notes=_tick_notes(shifted))
+    shifted = tuple(replace(row, arrival_s=row.arrival_s - start_s) for row in rows)
+    return Trace(name, shifted, notes=(*notes, *_tick_notes(shifted)))
 
 
-def detect_reader(path: Path) -> Callable[[Path], Iterator[TraceRow]]:
-    """Choose the reader by the content of the first line, whatever the file's name. Raises TraceError."""
+def _first_line(path: Path) -> str:
+    """Return the first line that is not empty, or the beginning of it. Raises TraceError if there is no such file."""
     try:
         with path.open(encoding="utf-8") as lines:
-            first = next((line.strip() for line in lines if line.strip()), "")
+            parts = iter(lambda: lines.readline(MOST_CHARACTERS), "")
+            return next((part.strip() for part in parts if part.strip()), "")
     except FileNotFoundError:
         raise TraceError(
             f"there is no trace '{path}': give a file, 'demo', or 'poisson:rate=2,input=512,output=64,n=100,seed=1'"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"the trace '{path}' cannot be read: {error}") from error
+
+
+def detect_reader(path: Path, first: str) -> Reader:
+    """Choose the reader by the content of the first line, whatever the file's name. Raises TraceError."""
     if first.startswith("{"):
-        return mooncake_rows
+        return session_rows if '"session_id"' in first else mooncake_rows
+    names = {name.strip().lower() for name in first.split(",")}
+    if {name.lower() for name in BURSTGPT_COLUMNS} <= names:
+        return burstgpt_rows
     if first.lower().startswith("timestamp,"):
         return azure_rows
     raise TraceError(
-        f"{path}, line 1: neither an Azure CSV (header TIMESTAMP,ContextTokens,GeneratedTokens) nor a Mooncake JSONL "
-        "(objects with timestamp, input_length, output_length)"
+        f"{path}, line 1: none of the formats that are read: Azure CSV (header {','.join(AZURE_COLUMNS)}), "
+        f"BurstGPT CSV (header with {', '.join(BURSTGPT_COLUMNS)}), Mooncake JSONL (objects with timestamp, "
+        "input_length, output_length), sessions (the same with session_id), ShareGPT JSON (a list of objects with conversations)"
     )
+
+
+def burstgpt_rows(path: Path) -> Iterator[TraceRow]:
+    """Read BurstGPT's CSV: seconds and tokens; a request that had failed has 0 output tokens."""
+    with path.open(encoding="utf-8", newline="") as lines:
+        for cells in (table := csv.DictReader(lines, skipinitialspace=True)):
+            try:
+                arrival, inputs, outputs = (cells[name] for name in BURSTGPT_COLUMNS)
+                row = TraceRow(float(arrival), int(inputs), int(outputs))
+            except (ValueError, KeyError, TypeError) as error:
+                raise TraceError(f"{path}, line {table.line_num}: {error}") from error
+            if row.input_tokens < 1 or row.output_tokens < 0:
+                raise TraceError(f"{path}, line {table.line_num}: a request needs at least 1 input token")
+            yield row
 
 
 def azure_rows(path: Path) -> Iterator[TraceRow]:
@@ -134,10 +171,7 @@ def _checked(row: TraceRow, where: str) -> TraceRow:
 
 
 def _tick_notes(rows: tuple[TraceRow, ...]) -> tuple[str, ...]:
-    gaps = [after.arrival_s - before.arrival_s for before, after in itertools.pairwise(rows)]
-    if len(gaps) < 10 or sum(gap == 0 for gap in gaps) < len(gaps) / 2:
+    tick_s = tick_of(rows)
+    if tick_s is None:
         return ()
-    tick_s = min(gap for gap in gaps if gap > 0) if any(gaps) else 0.0
-    return (
-        f"arrivals are quantised (most gaps are 0 s, ticks of about {tick_s:.2f} s): a jitter of one tick spreads them",
-    )
+    return (f"arrivals are quantised (most gaps are 0 s, ticks of about {tick_s:.2f} s): --spread-ticks spreads them",)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from loadtest.errors import TraceError
 from loadtest.plan import ReplayPlan
-from loadtest.trace.trace import Trace, TraceRow
+from loadtest.trace.trace import Trace, TraceRow, tick_of
 
 MIN_BLOCK_TOKENS = 16
 
@@ -20,7 +20,8 @@ def shape_trace(trace: Trace, plan: ReplayPlan) -> Trace:
 
     Raises TraceError if no request is left.
     """
-    shaped = _jitter(trace, plan.jitter_s, plan.seed)
+    shaped = _spread_ticks(trace, plan) if plan.spread_ticks else trace
+    shaped = _jitter(shaped, plan.jitter_s, plan.seed)
     shaped = _scale_lengths(shaped, plan.length_scale)
     shaped = _drop_long(shaped, plan)
     shaped = _keep(shaped, shaped.rows[: plan.limit], f"limit {plan.limit}")
@@ -58,14 +59,31 @@ def _keep(trace: Trace, kept: tuple[TraceRow, ...], reason: str) -> Trace:
     return _noted(trace, kept, f"{dropped} of {len(trace.rows)} requests dropped: {reason}") if dropped else trace
 
 
+def _spread_ticks(trace: Trace, plan: ReplayPlan) -> Trace:
+    tick_s = tick_of(trace.rows)
+    if tick_s is None:
+        raise TraceError(f"the arrivals of '{trace.name}' are not quantised: leave out --spread-ticks")
+    return _noted(trace, _delayed(trace, tick_s, plan.seed), f"each tick of {tick_s:g} s spread (seed {plan.seed})")
+
+
 def _jitter(trace: Trace, jitter_s: float, seed: int) -> Trace:
     if not jitter_s:
         return trace
+    return _noted(trace, _delayed(trace, jitter_s, seed), f"arrivals jittered by up to {jitter_s:g} s (seed {seed})")
+
+
+def _delayed(trace: Trace, most_s: float, seed: int) -> tuple[TraceRow, ...]:
+    """Delay each arrival by a random time; the turns of a session by the same."""
     source = random.Random(seed)
-    moved = [replace(row, arrival_s=row.arrival_s + source.uniform(0, jitter_s)) for row in trace.rows]
+    by_session: dict[str, float] = {}
+    moved = []
+    for row in trace.rows:
+        delay_s = source.uniform(0, most_s)
+        if row.session is not None:
+            delay_s = by_session.setdefault(row.session, delay_s)
+        moved.append(replace(row, arrival_s=row.arrival_s + delay_s))
     moved.sort(key=lambda row: row.arrival_s)
-    rows = _from_zero(moved)
-    return _noted(trace, rows, f"arrivals jittered by up to {jitter_s:g} s (seed {seed})")
+    return _from_zero(moved)
 
 
 def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:

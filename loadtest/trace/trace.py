@@ -3,21 +3,29 @@
 Read by `loadtest.trace.readers`, changed by `loadtest.trace.shape`, sent by `loadtest.run.replay`.
 """
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
 DEMO_FILE = Path(__file__).parents[1] / "data" / "demo.jsonl"
 MOONCAKE_BLOCK_TOKENS = 512
+LEAST_GAPS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request: its arrival time, its lengths, and the shared prefix blocks that its prompt begins with."""
+    """One request: its arrival time, its lengths, and the shared prefix blocks that its prompt begins with.
+
+    A later turn of a `session` arrives with its first turn and is sent `think_s` after the answer before it; its prompt
+    begins with the whole conversation so far.
+    """
 
     arrival_s: float
     input_tokens: int
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
+    session: str | None = None
+    think_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +46,12 @@ class Trace:
     def mean_rate(self) -> float | None:
         """Mean arrivals per second; None for fewer than two rows or if all arrive at once."""
         return (len(self.rows) - 1) / self.span_s if self.span_s > 0 else None
+
+
+def tick_of(rows: tuple[TraceRow, ...]) -> float | None:
+    """Return the least time between arrivals that differ, if most do not; None if arrivals are not quantised."""
+    starts_s = [row.arrival_s for row in rows if row.session is None]
+    gaps_s = [after - before for before, after in itertools.pairwise(starts_s)]
+    if len(gaps_s) < LEAST_GAPS or sum(gap_s == 0 for gap_s in gaps_s) < len(gaps_s) / 2 or not any(gaps_s):
+        return None
+    return min(gap_s for gap_s in gaps_s if gap_s > 0)

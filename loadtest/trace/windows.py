@@ -24,7 +24,7 @@ class PairTraces:
         self.requests = len(whole.rows) if self._is_generated else _requests_of_a_round(whole, plan)
         self.windows = len(whole.rows) // self.requests
         self.prefix_ids = max((max(row.prefix_ids, default=0) for row in whole.rows), default=0)
-        self.most_requests = len(load_trace(plan.trace).rows)
+        self.most_requests = len(load_trace(plan.trace, plan.tokenizer).rows)
 
     def of_pair(self, pair: int) -> Trace:
         """Return the requests of a pair, the first at 0 s."""
@@ -56,7 +56,7 @@ class PairTraces:
         if self._is_generated:
             read = load_trace(f"{plan.trace},seed={_seed_of(plan.trace) + pair}")
         else:
-            read = load_trace(plan.trace)
+            read = load_trace(plan.trace, plan.tokenizer)
             plan = plan.model_copy(update={"limit": None, "duration_s": None})
         return fit_context(shape_trace(replace(read, name=self._plan.trace), plan), self._max_model_tokens)
 

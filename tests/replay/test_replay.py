@@ -148,6 +148,22 @@ async def test_a_chat_counts_its_tokens_and_not_the_event_that_names_the_role(co
     assert len(message["content"].split()) == 40
 
 
+async def test_a_turn_leaves_after_the_answer_before_it_and_the_think_time(console, tmp_path):
+    turns = [{"session_id": "a", "timestamp": 0}, {"session_id": "a", "delay": 80}, {"session_id": "a", "delay": 0}]
+    lines = [json.dumps(turn | {"input_length": 20, "output_length": 3}) for turn in turns]
+    (tmp_path / "sessions").write_text("\n".join(lines))
+    plan = {"trace": str(tmp_path / "sessions"), "warmup_requests": 0}
+    result = await _replay(Behaviour(ttft_s=0.02, tpot_s=0.005), console, **plan)
+    first, second, third = result.records
+    assert second.scheduled_s - (first.sent_s + first.latency_s) == pytest.approx(0.08, abs=0.05)
+    assert third.scheduled_s >= second.sent_s + second.latency_s
+    assert [record.input_tokens for record in result.records] == [20, 43, 66]
+
+    result = await _replay(Behaviour(ttft_s=0.001, faults={1: "refuse"}), console, **plan)
+    assert [record.ok for record in result.records] == [True, False, False]
+    assert result.records[2].error == "not sent: an earlier turn of its session failed"
+
+
 async def test_completions_may_be_sent_as_text(console, monkeypatch):
     monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt: " ".join(map(str, prompt)))
     behaviour = Behaviour(ttft_s=0.001, tpot_s=0.001)

@@ -1,6 +1,7 @@
 """Measurements of a running server, or of one part of it.
 
 answers.py        prints a server's answers to a fixed set of requests, for comparison
+client.py         measures what our load generator adds, against a server without a model
 clocks.py         compares a client's clock with the server's histograms
 codec_speed.py    measures how fast KV is encoded and decoded
 idle_cpu.py       measures the CPU time of an idle deployment, by process

@@ -1,0 +1,138 @@
+"""BurstGPT, ShareGPT and sessions: reading, errors with their line, prompts that grow, ticks that are spread."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from loadtest.errors import TraceError
+from loadtest.plan import ReplayPlan
+from loadtest.run.replay import completions
+from loadtest.trace import conversations
+from loadtest.trace.prompts import PromptMaker, TextWindows
+from loadtest.trace.readers import load_trace
+from loadtest.trace.shape import shape_trace
+from loadtest.trace.trace import TraceRow
+
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45.5,GPT-4,1087,230,1317,API log
+118,ChatGPT,417,0,417,Conversation log
+"""
+SESSIONS = """{"session_id": "a", "timestamp": 1000, "input_length": 30, "output_length": 5}
+{"session_id": "b", "timestamp": 1500, "input_length": 40, "output_length": 6}
+{"session_id": "a", "delay": 2500, "input_length": 10, "output_length": 7}
+{"session_id": "a", "delay": 0, "input_length": 20, "output_length": 8}
+"""
+SHAREGPT = [
+    {"id": "1", "conversations": [{"from": "human", "value": "a b c d e"}, {"from": "gpt", "value": "1 2 3 4"}]},
+    {"id": "2", "conversations": [{"from": "gpt", "value": "a b c d e"}, {"from": "human", "value": "1 2 3 4"}]},
+    {"id": "3", "conversations": [{"from": "human", "value": "a b c d e"}]},
+    {"id": "4", "conversations": [{"from": "human", "value": "too short"}, {"from": "gpt", "value": "1 2 3 4"}]},
+    {"id": "5", "conversations": [{"from": "user", "value": "a b c d"}, {"from": "assistant", "value": "1 2 3 4 5 6"}]},
+]
+
+
+def _file(folder, text):
+    path = folder / "trace"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _words_are_tokens(monkeypatch):
+    def encode(texts, **_):
+        return {"input_ids": [text.split() for text in texts]}
+
+    monkeypatch.setattr(conversations, "load_tokenizer", lambda _: encode)
+
+
+def test_burstgpt_is_read_by_its_header_and_leaves_out_what_had_failed(tmp_path):
+    trace = load_trace(_file(tmp_path, BURSTGPT))
+    assert trace.rows == (TraceRow(0.0, 472, 18), TraceRow(40.5, 1087, 230))
+    assert trace.notes == ("1 of 3 requests dropped: they had failed when recorded",)
+
+
+def test_burstgpt_with_the_columns_of_its_second_release_is_read_too(tmp_path):
+    text = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    assert load_trace(_file(tmp_path, text + "5,x,1.2,GPT-4,10,20,30,API log\n")).rows == (TraceRow(0.0, 10, 20),)
+
+
+def test_sharegpt_is_the_first_exchange_of_each_conversation_in_the_models_own_tokens(tmp_path):
+    trace = load_trace(_file(tmp_path, json.dumps(SHAREGPT)), "words")
+    assert [(row.input_tokens, row.output_tokens) for row in trace.rows] == [(5, 4), (4, 6)]
+    assert trace.rows[0].arrival_s == 0 < trace.rows[1].arrival_s
+    assert "which have no times" in trace.notes[0]
+    assert shape_trace(trace, ReplayPlan(rate=4.0)).mean_rate == pytest.approx(4)
+
+
+def test_sharegpt_without_a_tokenizer_says_what_to_pass(tmp_path):
+    with pytest.raises(TraceError, match="pass --tokenizer PATH"):
+        load_trace(_file(tmp_path, json.dumps(SHAREGPT, indent=1)))
+
+
+def test_sessions_grow_by_question_and_answer_and_keep_their_think_times(tmp_path):
+    trace = load_trace(_file(tmp_path, SESSIONS))
+    assert trace.rows == (
+        TraceRow(0.0, 30, 5, session="a"),
+        TraceRow(0.0, 45, 7, session="a", think_s=2.5),
+        TraceRow(0.0, 72, 8, session="a"),
+        TraceRow(0.5, 40, 6, session="b"),
+    )
+
+
+def test_a_turn_is_sent_after_the_answer_before_it_and_its_prompt_begins_with_the_one_before(tmp_path):
+    trace = load_trace(_file(tmp_path, SESSIONS))
+    maker = PromptMaker(TextWindows(tuple(range(500)), seed=3), trace, 0)
+    bodies = SimpleNamespace(body=lambda _, index, round_index: b"")
+    made = list(completions(trace, bodies, 0))
+    assert [(each.after, each.think_s) for each in made] == [(None, 0.0), (0, 2.5), (1, 0.0), (None, 0.0)]
+    first, second, third, other = (maker.prompt(index, 0) for index in range(4))
+    assert second[: len(first)] == first
+    assert third[: len(second)] == second
+    assert [len(prompt) for prompt in (first, second, third, other)] == [30, 45, 72, 40]
+    assert other[:16] != first[:16]
+
+
+def test_the_turns_of_a_session_are_jittered_together(tmp_path):
+    shaped = shape_trace(load_trace(_file(tmp_path, SESSIONS)), ReplayPlan(jitter_s=10.0, seed=1))
+    starts = {
+        row.session: {each.arrival_s for each in shaped.rows if each.session == row.session} for row in shaped.rows
+    }
+    assert {session: len(found) for session, found in starts.items()} == {"a": 1, "b": 1}
+    assert [row.input_tokens for row in shaped.rows if row.session == "a"] == [30, 45, 72]
+
+
+def test_ticks_are_spread_over_the_time_to_the_next_one_on_request(tmp_path):
+    lines = [{"timestamp": 3000 * (index // 8), "input_length": 10, "output_length": 2} for index in range(40)]
+    trace = load_trace(_file(tmp_path, "\n".join(map(json.dumps, lines))))
+    assert "--spread-ticks" in trace.notes[0]
+    spread = shape_trace(trace, ReplayPlan(spread_ticks=True))
+    assert len({row.arrival_s for row in spread.rows}) == 40
+    assert 12.0 < spread.span_s < 15.0
+    assert "each tick of 3 s spread" in spread.notes[-1]
+    with pytest.raises(TraceError, match="not quantised: leave out --spread-ticks"):
+        shape_trace(load_trace("demo"), ReplayPlan(spread_ticks=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        (BURSTGPT + "7,GPT-4,ten,3,13,API log\n", 5, "invalid literal"),
+        (BURSTGPT + "7,GPT-4,0,3,3,API log\n", 5, "at least 1 input token"),
+        (BURSTGPT + "7,GPT-4\n", 5, "NoneType"),
+        (SESSIONS + '{"session_id": "c", "input_length": 3, "output_length": 1}\n', 5, "needs a timestamp"),
+        (SESSIONS + '{"session_id": "a", "delay": -1, "input_length": 3, "output_length": 1}\n', 5, "0 or more"),
+        (SESSIONS + '{"session_id": "a", "output_length": 1}\n', 5, "input_length"),
+    ],
+)
+def test_a_malformed_row_names_its_line_and_what_is_wrong(tmp_path, text, line, reason):
+    name = _file(tmp_path, text)
+    with pytest.raises(TraceError, match=reason) as caught:
+        load_trace(name)
+    assert f"{name}, line {line}" in str(caught.value)
+
+
+def test_a_list_that_is_not_sharegpt_says_what_sharegpt_is(tmp_path):
+    with pytest.raises(TraceError, match="conversations have from and value"):
+        load_trace(_file(tmp_path, '[{"text": 1}]'), "words")
