@@ -71,6 +71,9 @@ power: setup     ## how often simulated comparisons find what is there and what 
 bench-client: setup  ## the load generator against a server without a model: lag, floors, CPU a token; writes runs/bench-client (about 90 s)
 	@$(BIN)/python -m tools.bench.client
 
+against-vllm-bench: model  ## the load generator and vllm bench serve in alternation; without URL=.., a server without a model (about 4 minutes)
+	@$(BIN)/python -m tools.bench.against_vllm_bench $(if $(URL),--url $(URL),--tokenizer "$$($(BIN)/ridgeline model | tail -1)") $(BENCH)
+
 chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds $(SECONDS) --seed $(SEED)
 

@@ -86,7 +86,8 @@ def detect_reader(path: Path, first: str) -> Reader:
     raise TraceError(
         f"{path}, line 1: none of the formats that are read: Azure CSV (header {','.join(AZURE_COLUMNS)}), "
         f"BurstGPT CSV (header with {', '.join(BURSTGPT_COLUMNS)}), Mooncake JSONL (objects with timestamp, "
-        "input_length, output_length), sessions (the same with session_id), ShareGPT JSON (a list of objects with conversations)"
+        "input_length, output_length), sessions (the same with session_id), ShareGPT JSON (a list of objects with "
+        "conversations)"
     )
 
 

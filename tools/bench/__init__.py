@@ -1,13 +1,14 @@
 """Measurements of a running server, or of one part of it.
 
-answers.py        prints a server's answers to a fixed set of requests, for comparison
-client.py         measures what our load generator adds, against a server without a model
-clocks.py         compares a client's clock with the server's histograms
-codec_speed.py    measures how fast KV is encoded and decoded
-idle_cpu.py       measures the CPU time of an idle deployment, by process
-null_server.py    streams tokens at a fixed pace without a model
-overload.py       sends more load than a server can take, and checks fairness
-power.py          prints how often simulated comparisons find what is there
-unloaded_ttft.py  measures TTFT of both modes without load, in alternation
-wire_accuracy.py  measures what quantised KV on the wire does to answers
+against_vllm_bench.py  compares our load generator with vllm bench serve on one server
+answers.py             prints a server's answers to a fixed set of requests, for comparison
+client.py              measures what our load generator adds, against a server without a model
+clocks.py              compares a client's clock with the server's histograms
+codec_speed.py         measures how fast KV is encoded and decoded
+idle_cpu.py            measures the CPU time of an idle deployment, by process
+null_server.py         streams tokens at a fixed pace without a model
+overload.py            sends more load than a server can take, and checks fairness
+power.py               prints how often simulated comparisons find what is there
+unloaded_ttft.py       measures TTFT of both modes without load, in alternation
+wire_accuracy.py       measures what quantised KV on the wire does to answers
 """
