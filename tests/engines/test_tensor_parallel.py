@@ -181,9 +181,7 @@ async def test_serve_runs_an_engine_of_two_ranks_and_after_sigkill_of_one_leaves
         ranks[1].kill()
         assert await asyncio.to_thread(serve.wait_exit, GONE_WITHIN_S + 30) != 0
         figure(f"serve ended {time.monotonic() - killed_s:.1f} s after the kill: {serve.lines[-1]}")
-        assert re.search(r"error: worker-0 .*it was the last worker", serve.output), (
-            serve.output
-        )
+        assert re.search(r"error: worker-0 .*it was the last worker", serve.output), serve.output
         assert "Traceback" not in serve.output
         assert await asyncio.to_thread(still_there, family, GONE_WITHIN_S) == []
 
