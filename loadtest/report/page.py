@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from loadtest.plan import Slo
 from loadtest.report import plots
+from loadtest.report.pools import ratio
 from loadtest.report.tables import (
     DASH,
     DEVICE_ROWS,
@@ -63,11 +64,11 @@ def _figures(summary: Summary, records: plots.Records) -> list[go.Figure | None]
     return [
         plots.pair_dots(summary),
         plots.latency_dots(summary),
-        plots.attainment_curve(records, slo),
-        plots.roofline(pools_of(summary)),
-        plots.latency_cdf(records, "ttft", "Time to first token", slo.ttft_ms),
-        plots.latency_cdf(records, "tpot", "Time per output token", slo.tpot_ms),
-        plots.gap_tail(records),
+        plots.attainment_curve(summary, records, slo),
+        plots.roofline(summary["arms"]),
+        plots.latency_cdf(summary, records, "ttft", "Time to first token", slo.ttft_ms),
+        plots.latency_cdf(summary, records, "tpot", "Time per output token", slo.tpot_ms),
+        plots.gap_tail(summary, records),
         plots.stage_bars(summary["arms"]),
     ]
 
@@ -79,7 +80,7 @@ def _plot(figure: go.Figure) -> str:
         include_mathjax=False,
         config={"displayModeBar": False, "responsive": True},
     )
-    head = f"<h2>{html.escape(figure.layout.meta['title'])}</h2>{_legend(figure)}"
+    head = f"<h2>{html.escape(figure.layout.meta['title'])}</h2>{_legend(figure)}{_note(figure)}"
     return f'<div class="card plot">{head}{markup}</div>'
 
 
@@ -91,6 +92,11 @@ def _legend(figure: go.Figure) -> str:
         if trace.name and trace.showlegend is not False
     ]
     return f'<p class="legend">{"".join(entries)}</p>'
+
+
+def _note(figure: go.Figure) -> str:
+    note = figure.layout.meta["note"]
+    return f'<p class="legend muted">{html.escape(note)}</p>' if note else ""
 
 
 def _setting(summary: Summary) -> str:
@@ -135,7 +141,40 @@ def _pools_table(summary: Summary) -> str:
         [label, *(format_figure(figures[key], form) for figures in pools.values()), summary["formulas"][key]]
         for label, key, form in POOL_ROWS
     ]
-    return _table(["", *pools, "formula"], rows)
+    rows.append(["bound by", *(figures["bound"] or "-" for figures in pools.values()), summary["formulas"]["bound"]])
+    return _table(["", *pools, "formula"], rows) + _steps_table(pools)
+
+
+def _steps_table(pools: Mapping[str, Summary]) -> str:
+    header = (
+        "pool",
+        "kind of step",
+        "busy, s",
+        "mean step, ms",
+        "on its roof, ms",
+        "FLOP/byte",
+        "MFU",
+        "MBU",
+        "bound by",
+    )
+    rows = [
+        [
+            name,
+            kind,
+            f"{found['busy_seconds']:.1f}",
+            format_figure(ratio(1e3 * found["busy_seconds"], found["steps"]), ".1f"),
+            format_figure(
+                None if found["roof_seconds"] is None else ratio(1e3 * found["roof_seconds"], found["steps"]), ".1f"
+            ),
+            f"{found['arithmetic_intensity']:.1f}",
+            format_figure(found["mfu"], ".1%"),
+            format_figure(found["mbu"], ".1%"),
+            found["bound"] or "-",
+        ]
+        for name, pool in pools.items()
+        for kind, found in pool["step_kinds"].items()
+    ]
+    return _table(header, rows) if rows else ""
 
 
 def _devices(summary: Summary) -> str:

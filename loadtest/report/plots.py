@@ -3,7 +3,7 @@
 Called by `loadtest.report.page`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from loadtest.report.wording import NAMES
 from loadtest.run.records import RequestRecord
 
 ARM_COLORS = ("#d9730d", "#1f6feb")
-POOL_COLORS = {"colocated": "#d9730d", "prefill": "#0b8a6b", "decode": "#7a4fd0"}
 STAGE_COLORS = {
     "preprocess": "#dfe4ea",
     "queue": "#b8c0cc",
@@ -24,6 +23,7 @@ STAGE_COLORS = {
     "wire": "#c2410c",
     "decode_queue": "#8fa3bf",
     "decode": "#7a4fd0",
+    "elsewhere": "#1b2330",
 }
 INK, GRID, MUTED = "#1b2330", "#e8ecf1", "#5f6b7a"
 INTERVAL_COLOR = "#c2410c"
@@ -108,7 +108,23 @@ def _interval(figure: go.Figure, estimate: Mapping[str, float], name: str, y: fl
     )
 
 
-def latency_cdf(records: Records, name: str, title: str, limit_ms: float) -> go.Figure:
+def _round_dots(figure: go.Figure, summary: Mapping[str, Any], x: str | float, y: Callable[[Any], float]) -> None:
+    """Add a dot for each valid round, at the round's figure `x` (or at a fixed x) and at the height `y` gives."""
+    for arm, color in zip(summary["arms"].values(), ARM_COLORS, strict=True):
+        rounds = [each for each in summary["rounds"] if each["valid"] and each["label"] == arm["label"]]
+        shown = [each for each in rounds if not isinstance(x, str) or each.get(x) is not None]
+        figure.add_scatter(
+            x=[each[x] if isinstance(x, str) else x for each in shown],
+            y=[y(each) for each in shown],
+            mode="markers",
+            marker={"size": 9, "color": color, "opacity": 0.75, "line": {"color": "white", "width": 1}},
+            showlegend=False,
+            text=[str(each["pair"] + 1) for each in shown],
+            hovertemplate="pair %{text}: %{x:.3g}, %{y:.2~%}<extra>" + arm["label"] + "</extra>",
+        )
+
+
+def latency_cdf(summary: Mapping[str, Any], records: Records, name: str, title: str, limit_ms: float) -> go.Figure:
     """Plot the share of all requests at or below each latency, with the SLO's limit; a failed one never arrives."""
     figure = go.Figure()
     for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=True):
@@ -119,17 +135,24 @@ def latency_cdf(records: Records, name: str, title: str, limit_ms: float) -> go.
             x=values_ms.tolist(),
             y=shares.tolist(),
             name=label,
+            mode="lines",
             line={"color": color, "width": 2.5, "shape": "hv"},
             hovertemplate="%{x:.0f} ms: %{y:.0%}<extra>" + label + "</extra>",
         )
+    _round_dots(
+        figure,
+        summary,
+        f"p50_{name}_ms",
+        lambda each: 0.5 * each["completed"] / max(1, each["completed"] + each["failed"]),
+    )
     _mark(figure, limit_ms, f"SLO {limit_ms:g} ms")
-    _style(figure, title, "milliseconds", "share of all requests")
+    _style(figure, title, "milliseconds", "share of all requests", note="Dots: the median of each round.")
     figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
     figure.update_xaxes(rangemode="tozero")
     return figure
 
 
-def gap_tail(records: Records) -> go.Figure | None:
+def gap_tail(summary: Mapping[str, Any], records: Records) -> go.Figure | None:
     """Plot the share of gaps between tokens that last longer than a time; None if no answer had two tokens."""
     series = {
         label: np.sort(latency_series([record for record in found if record.ok])["itl"]) * 1e3
@@ -149,7 +172,14 @@ def gap_tail(records: Records) -> go.Figure | None:
             hovertemplate="%{y:.2%} longer than %{x:.0f} ms<extra>" + label + "</extra>",
         )
     figure.add_hline(y=0.01, line={"color": MUTED, "dash": "dot"})
-    _style(figure, "Gaps between tokens: how many last longer", "milliseconds", "share of gaps")
+    _round_dots(figure, summary, "p99_itl_ms", lambda _: 0.01)
+    _style(
+        figure,
+        "Gaps between tokens: how many last longer",
+        "milliseconds",
+        "share of gaps",
+        note="Dots: the 99th percentile of each round.",
+    )
     # Chunks that arrive together have gaps near 0, which would take most of a log axis.
     ends = np.log10([max(1e-3, np.median(gaps_ms) / 4), np.max(gaps_ms) * 1.1])
     figure.update_xaxes(type="log", range=ends.tolist(), tickvals=TIME_TICKS_MS, tickangle=0)
@@ -158,7 +188,7 @@ def gap_tail(records: Records) -> go.Figure | None:
     return figure
 
 
-def attainment_curve(records: Records, slo: Slo) -> go.Figure:
+def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> go.Figure:
     """Plot the share of requests within the SLO as both limits are scaled; a failed request is a miss."""
     figure = go.Figure()
     for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=True):
@@ -170,24 +200,32 @@ def attainment_curve(records: Records, slo: Slo) -> go.Figure:
             hovertemplate="SLO x %{x:.2f}: %{y:.0%}<extra>" + label + "</extra>",
         )
     _mark(figure, 1, "the SLO", log=True)
-    _style(figure, "Attainment as the SLO is scaled", "both limits multiplied by", "requests within the SLO")
+    _round_dots(figure, summary, 1.0, lambda each: each["attainment"])
+    _style(
+        figure,
+        "Attainment as the SLO is scaled",
+        "both limits multiplied by",
+        "requests within the SLO",
+        note="Dots: the attainment of each round.",
+    )
     figure.update_xaxes(type="log", tickvals=[0.25, 0.5, 1, 2, 4], ticktext=["0.25", "0.5", "1", "2", "4"])
     figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
     return figure
 
 
 def stage_bars(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
-    """Plot where a request's time goes, in the order of its stages; None if the server counted none."""
-    shown = [arm for arm in arms.values() if arm["stage_seconds"]]
-    if not shown:
+    """Plot bars that add up to the mean TTFT and to the mean time after it; None if the server counted no stages."""
+    bars = {
+        f"{arm['label']}<br>{part}": stages for arm in arms.values() for part, stages in arm["latency_parts"].items()
+    }
+    if not bars:
         return None
-    names = [arm["label"] for arm in shown]
     figure = go.Figure()
     for stage, color in STAGE_COLORS.items():
-        seconds = [arm["stage_seconds"].get(stage, 0.0) for arm in shown]
+        seconds = [stages.get(stage, 0.0) for stages in bars.values()]
         if any(seconds):
             figure.add_bar(
-                y=names,
+                y=list(bars),
                 x=[second * 1e3 for second in seconds],
                 name=stage.replace("_", " "),
                 orientation="h",
@@ -196,44 +234,76 @@ def stage_bars(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
                 hovertemplate="%{y}, " + stage.replace("_", " ") + ": %{x:.1f} ms<extra></extra>",
             )
     _style(figure, "Where a request's time goes (mean)", "milliseconds", "")
-    figure.update_layout(barmode="stack")
+    figure.update_layout(barmode="relative", margin={"l": 130})
     figure.update_yaxes(autorange="reversed")
     return figure
 
 
-def roofline(pools: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
-    """Plot each pool under the roofline of one of its workers; None if the server published no peaks."""
-    drawn = {name: pool for name, pool in pools.items() if pool["arithmetic_intensity"] and pool["ridge"]}
-    if not drawn:
+def roofline(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
+    """Plot each kind of step of each pool under the roof of one worker; None if the server published no peaks.
+
+    A dot's area is busy time. The mean of several kinds of step lies under no roof of its own, so a bar marks the
+    FLOP/s that the mixture would have if every kind ran on its roof.
+    """
+    pools = [
+        (arm["label"], color, name, pool)
+        for arm, color in zip(arms.values(), ARM_COLORS, strict=True)
+        for name, pool in arm["pools"].items()
+        if pool["ridge"] and pool["step_kinds"]
+    ]
+    if not pools:
         return None
     figure = go.Figure()
-    intensities = [value for pool in drawn.values() for value in (pool["arithmetic_intensity"], pool["ridge"])]
-    span = np.geomspace(min(intensities) / 4, max(intensities) * 4, 120)
-    for name, pool in drawn.items():
-        color = POOL_COLORS.get(name.partition(",")[0], INK)
-        peak_flops, peak_bytes = pool["peak_flops"], pool["peak_bytes_per_second"]
+    kinds = [kind for *_, pool in pools for kind in pool["step_kinds"].values()]
+    around = [kind["arithmetic_intensity"] for kind in kinds] + [pool["ridge"] for *_, pool in pools]
+    span = np.geomspace(min(around) / 12, max(around) * 12, 120)
+    most_busy_s = max(kind["busy_seconds"] for kind in kinds)
+    for peak_flops, peak_bytes in dict.fromkeys((p["peak_flops"], p["peak_bytes_per_second"]) for *_, p in pools):
+        roof = np.minimum(peak_flops, span * peak_bytes)
+        line = {"color": MUTED, "width": 1.5}
+        figure.add_scatter(x=span.tolist(), y=roof.tolist(), line=line, showlegend=False, hoverinfo="skip")
+        _mark(figure, peak_flops / peak_bytes, f"ridge {peak_flops / peak_bytes:.1f}", log=True)
+    named: set[str] = set()
+    for label, color, name, pool in pools:
+        owner = label if label.startswith(name) else f"{label}, {name} pool"
+        found = list(pool["step_kinds"].values())
         figure.add_scatter(
-            x=span.tolist(),
-            y=np.minimum(peak_flops, span * peak_bytes).tolist(),
-            line={"color": color, "width": 1.5},
-            showlegend=False,
-            legendgroup=name,
-            hoverinfo="skip",
+            x=[kind["arithmetic_intensity"] for kind in found],
+            y=[kind["flops"] / kind["busy_seconds"] for kind in found],
+            mode="markers+text",
+            marker={
+                "size": [max(5.0, 36 * (kind["busy_seconds"] / most_busy_s) ** 0.5) for kind in found],
+                "color": color,
+                "opacity": 0.7,
+            },
+            text=[f"{step}: {kind['bound']}" for step, kind in pool["step_kinds"].items()],
+            textposition="bottom center" if color == ARM_COLORS[0] else "top center",
+            textfont={"color": color},
+            name=label,
+            showlegend=label not in named,
+            customdata=[[kind["busy_seconds"], kind["mfu"], kind["mbu"]] for kind in found],
+            hovertemplate="%{x:.1f} FLOP/byte, %{y:.3s}FLOP/s in %{customdata[0]:.1f} s of steps, MFU "
+            "%{customdata[1]:.0%}, MBU %{customdata[2]:.0%}<extra>" + owner + "</extra>",
         )
-        figure.add_vline(x=pool["ridge"], line={"color": color, "dash": "dot", "width": 1})
-        figure.add_scatter(
-            x=[pool["arithmetic_intensity"]],
-            y=[pool["flops"] / pool["busy_seconds"]],
-            mode="markers",
-            marker={"size": 15, "color": color, "line": {"color": "white", "width": 2}},
-            name=f"{name} {pool['arithmetic_intensity']:.1f}",
-            legendgroup=name,
-            hovertemplate="%{x:.1f} FLOP/byte, %{y:.3s}FLOP/s while busy<extra>" + name + "</extra>",
-        )
-    ridges = sorted(pool["ridge"] for pool in drawn.values())
-    ends = list(dict.fromkeys(f"{ridge:.0f}" for ridge in (ridges[0], ridges[-1])))
-    _name_line(figure, ridges[-1], f"ridge {' to '.join(ends)}", log=True, y=0.6)
-    _style(figure, "Each pool under the roof of one worker", "arithmetic intensity, FLOP/byte", "FLOP/s while busy")
+        named.add(label)
+        if len(found) > 1:
+            figure.add_scatter(
+                x=[pool["arithmetic_intensity"]],
+                y=[pool["flops"] / pool["roof_seconds"]],
+                mode="markers",
+                marker={"symbol": "line-ew", "size": 22, "color": color, "line": {"color": color, "width": 3}},
+                showlegend=False,
+                name=f"roof of the mixture, {owner}",
+                hovertemplate="%{x:.1f} FLOP/byte, %{y:.3s}FLOP/s<extra>roof of the mixture, " + owner + "</extra>",
+            )
+    _style(
+        figure,
+        "Kinds of step under the roof of one worker",
+        "arithmetic intensity, FLOP/byte",
+        "FLOP/s in steps",
+        note="Area: busy time. Text: kind of step and what binds it (a peak used to 50 % or more, or neither). "
+        "Bar: the roof of a pool's mixture of steps.",
+    )
     figure.update_xaxes(type="log", tickvals=[10.0**power for power in range(-2, 6)], exponentformat="none")
     figure.update_xaxes(range=np.log10(span[[0, -1]]).tolist())
     figure.update_yaxes(type="log", dtick=1, exponentformat="SI")
@@ -259,10 +329,10 @@ def _name_line(figure: go.Figure, x: float, text: str, *, log: bool, y: float = 
     )
 
 
-def _style(figure: go.Figure, title: str, x_title: str, y_title: str) -> None:
+def _style(figure: go.Figure, title: str, x_title: str, y_title: str, note: str = "") -> None:
     """Style the figure; `page` shows title and legend, because a legend of several lines would cover the plot."""
     figure.update_layout(
-        meta={"title": title},
+        meta={"title": title, "note": note},
         showlegend=False,
         font={"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "color": INK, "size": 13},
         plot_bgcolor="white",

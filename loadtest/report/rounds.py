@@ -10,7 +10,14 @@ import msgspec
 from loadtest.arms import Devices
 from loadtest.plan import DISAGGREGATED, ComparePlan
 from loadtest.report.devices import DEVICE_FORMULAS, per_device
-from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
+from loadtest.report.pools import (
+    POOL_FORMULAS,
+    describe_pools,
+    disaggregated_fraction,
+    latency_parts,
+    recomputes,
+    stage_seconds,
+)
 from loadtest.report.summary import FORMULAS, summarise
 from loadtest.report.winner_map import grid_of, winner_map
 from loadtest.report.wording import gap_tails, say
@@ -137,12 +144,17 @@ def _arm_summary(results: Sequence[ReplayResult], label: ArmLabel, plan: Compare
     summary |= {
         "pools": describe_pools(delta),
         "stage_seconds": stage_seconds(delta),
+        "latency_parts": latency_parts(delta, _seconds(summary["mean_ttft_ms"]), _seconds(summary["mean_e2el_ms"])),
         "recomputes": recomputes(delta),
         "warnings": [warning for result in results for warning in result.warnings],
     }
     if mode == DISAGGREGATED:
         summary["disaggregated_fraction"] = disaggregated_fraction(delta)
     return summary
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _round_summary(each: Round, label: ArmLabel, plan: ComparePlan) -> dict[str, Any]:

@@ -5,12 +5,12 @@ import pytest
 
 from loadtest.errors import RestartedError
 from loadtest.plan import Slo
-from loadtest.report.pools import describe_pools, disaggregated_fraction, stage_seconds
+from loadtest.report.pools import bound, describe_pools, disaggregated_fraction, latency_parts, stage_seconds
 from loadtest.report.summary import FORMULAS, attainment, least_count, summarise
 from loadtest.report.tables import ROWS, formula_of
 from loadtest.report.wording import GapTail, gap_tails
 from loadtest.run.records import RequestRecord
-from loadtest.run.server_metrics import add_up, difference, parse_metrics
+from loadtest.run.server_metrics import MetricsDelta, add_up, difference, parse_metrics
 
 SLO = Slo(ttft_ms=200, tpot_ms=50)
 
@@ -141,6 +141,53 @@ def test_pools_are_figured_from_differences_of_the_servers_counters():
     twice = describe_pools(add_up([delta, delta]))["decode"]
     assert twice["flops"] == 2400
     assert twice["mfu_wall"] == pytest.approx(decode["mfu_wall"])
+
+
+def _counted(text: str) -> MetricsDelta:
+    return difference(parse_metrics(""), parse_metrics(text), wall_s=10)
+
+
+STEPS = """# TYPE ridgeline_flops_total counter
+ridgeline_flops_total{pool="colocated",worker="0",step="prefill"} 8000
+ridgeline_flops_total{pool="colocated",worker="0",step="decode"} 100
+# TYPE ridgeline_bytes_total counter
+ridgeline_bytes_total{pool="colocated",worker="0",step="prefill",kind="weights"} 100
+ridgeline_bytes_total{pool="colocated",worker="0",step="decode",kind="weights"} 200
+# TYPE ridgeline_busy_seconds_total counter
+ridgeline_busy_seconds_total{pool="colocated",worker="0",step="prefill"} 10
+ridgeline_busy_seconds_total{pool="colocated",worker="0",step="decode"} 5
+ridgeline_busy_seconds_total{pool="decode",worker="0",step="decode"} 0
+# TYPE ridgeline_peak_flops gauge
+ridgeline_peak_flops{pool="colocated"} 1000
+# TYPE ridgeline_peak_bytes_per_second gauge
+ridgeline_peak_bytes_per_second{pool="colocated"} 200
+"""
+
+
+def test_steps_left_of_the_ridge_but_far_from_the_roof_are_bound_by_neither():
+    pools = describe_pools(_counted(STEPS))
+    assert list(pools) == ["colocated"]
+    kinds = pools["colocated"]["step_kinds"]
+    assert (kinds["prefill"]["bound"], kinds["decode"]["bound"]) == ("compute", "neither")
+    assert pools["colocated"]["bound"] == "compute"
+    assert pools["colocated"]["roof_seconds"] == pytest.approx(8.0 + 1.0)
+    assert (bound(0.1, 0.5), bound(None, 0.5)) == ("memory", None)
+
+
+def test_parts_of_the_latency_add_up_to_it():
+    delta = _counted("""# TYPE ridgeline_requests_total counter
+ridgeline_requests_total{path="disaggregated",outcome="finished"} 4
+# TYPE ridgeline_stage_seconds histogram
+ridgeline_stage_seconds_sum{stage="prefill"} 4
+ridgeline_stage_seconds_count{stage="prefill"} 4
+ridgeline_stage_seconds_sum{stage="wire"} 2
+ridgeline_stage_seconds_count{stage="wire"} 2
+""")
+    assert latency_parts(delta, 1.5, 2.25) == {
+        "first token": {"prefill": 1.0, "elsewhere": 0.5},
+        "after it": {"wire": 0.5, "elsewhere": 0.25},
+    }
+    assert latency_parts(delta, None, None) == {}
 
 
 def test_a_counter_that_fell_means_a_restart():
