@@ -21,6 +21,7 @@ from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
 from loadtest.run.calibration import Workers, given_load, settle, workers_of
 from loadtest.run.machine import busy_note
+from loadtest.run.records import RecordFile
 from loadtest.run.replay import run_replay
 from loadtest.run.unloaded import measure_unloaded, sizes_of
 
@@ -34,7 +35,8 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
         plan, load = settle(plan, trace, unloaded, workers_of(unloaded.workers))
     for sentence in load.sentences(plan.limits):
         console.print(sentence, highlight=False, markup=False)
-    result = await run_replay(url, plan, console)
+    record_file = RecordFile(out / "records.jsonl") if out else None
+    result = await run_replay(url, plan, console, record_file=record_file)
     report_replay(result, plan, load, out, console)
 
 

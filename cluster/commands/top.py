@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import httpx
@@ -10,16 +11,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from loadtest.errors import ServerError
+from loadtest.errors import RestartedError, ServerError
 from loadtest.report.pools import describe_pools
 from loadtest.run.server import key_headers
 from loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
 
+_SUMMED = ("running", "waiting", "kv_blocks_free")
 _COLUMNS = ("pool", "workers", "running", "waiting", "KV blocks free", "busy", "tok/s", "AI", "ridge", "MFU", "MBU")
 
 
 async def watch(url: str, interval_s: float, count: int, console: Console) -> None:
-    """Show figures of the last interval until Ctrl-C, or `count` times.
+    """Show figures of the last interval until Ctrl-C, or `count` times; one in which the server restarted has none.
 
     Raises ServerError when the server does not answer.
     """
@@ -30,7 +32,8 @@ async def watch(url: str, interval_s: float, count: int, console: Console) -> No
             while count == 0 or readings < count:
                 await asyncio.sleep(interval_s)
                 after, after_s = await _read(client), time.monotonic()
-                live.update(_table(difference(before, after, after_s - before_s)), refresh=True)
+                with contextlib.suppress(RestartedError):
+                    live.update(_table(difference(before, after, after_s - before_s)), refresh=True)
                 before, before_s = after, after_s
                 readings += 1
 
@@ -45,14 +48,11 @@ async def _read(client: httpx.AsyncClient) -> Scrape:
 def _table(delta: MetricsDelta) -> Table:
     table = Table(*_COLUMNS, title=f"last {delta.wall_s:.1f} s", title_justify="left")
     for pool, figures in describe_pools(delta).items():
-        level = {
-            name: delta.level(f"ridgeline_{name}", pool=pool)
-            for name in ("running", "waiting", "kv_blocks_free", "workers")
-        }
+        level = {name: delta.level_sum(f"ridgeline_{name}", pool=pool) for name in _SUMMED}
         tokens_per_s = delta.total("ridgeline_tokens_total", pool=pool) / delta.wall_s
         table.add_row(
             pool,
-            _number(level["workers"]),
+            _number(delta.level("ridgeline_workers", pool=pool)),
             _number(level["running"]),
             _number(level["waiting"]),
             _number(level["kv_blocks_free"]),

@@ -27,6 +27,7 @@ def replay_summary(result: ReplayResult, plan: ReplayPlan, load: Load) -> dict[s
         }
     return summary | {
         "offered_rate": result.trace.mean_rate,
+        "client": msgspec.to_builtins(result.client),
         "warnings": result.warnings,
         "trace": {"name": result.trace.name, "requests": len(result.trace.rows), "changes": result.trace.notes},
         "slo": plan.limits.model_dump(),

@@ -74,12 +74,17 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
 
 class RecordFile:
-    """Appends records to a file as their requests end, so that a run that is stopped keeps what it has seen."""
+    """Appends records to a new file as their requests end, so that a run that is stopped keeps what it has seen.
+
+    What an earlier run left under that name is kept as `records.before.jsonl`.
+    """
 
     def __init__(self, path: Path, **labels: str | int) -> None:
         self._path = path
         self._labels = labels
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(path.with_suffix(f".before{path.suffix}"))
 
     def add(self, record: RequestRecord) -> None:
         """Append one line; it is in the file when this returns."""

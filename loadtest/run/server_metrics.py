@@ -42,9 +42,17 @@ class MetricsDelta:
 
     def level(self, name: str, **labels: str) -> float | None:
         """Return the mean of a gauge over the samples that match; None if there is none."""
-        wanted = set(labels.items())
-        values = [value for (sample, found), value in self.gauges.items() if sample == name and wanted <= found]
+        values = self._levels(name, labels)
         return sum(values) / len(values) if values else None
+
+    def level_sum(self, name: str, **labels: str) -> float | None:
+        """Return the sum of a gauge over the samples that match; None if there is none."""
+        values = self._levels(name, labels)
+        return sum(values) if values else None
+
+    def _levels(self, name: str, labels: Mapping[str, str]) -> list[float]:
+        wanted = set(labels.items())
+        return [value for (sample, found), value in self.gauges.items() if sample == name and wanted <= found]
 
     def label_values(self, name: str, label: str) -> list[str]:
         """Return the values of `label` in samples called `name`, sorted."""

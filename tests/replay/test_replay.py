@@ -228,6 +228,7 @@ async def test_a_replay_of_our_server_reports_its_pools(console):
     summary = report_replay(result, _plan(), given_load(_plan(), result.trace), None, console)
     assert summary["pools"]["prefill"]["arithmetic_intensity"] == pytest.approx(50)
     assert summary["disaggregated_fraction"] == 1.0
+    assert summary["client"]["cpu_share"] == result.client.cpu_share > 0
 
 
 class _Cluster:
