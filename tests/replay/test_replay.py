@@ -257,6 +257,7 @@ class _Running:
     """An arm whose server runs all the time."""
 
     start_s = 0.0
+    devices = None
 
     def __init__(self, url: str, mode: str = "colocated", at_round=None) -> None:
         self.mode = mode
