@@ -72,6 +72,12 @@ def _obstacle(config: RidgelineConfig, other: RidgelineConfig, model: ModelFacts
                     f"a running engine keeps its {setting}: pools.{name}.{setting} is {value} and "
                     f"pools.{other_name}.{setting} is {other_value}: make them equal, and start again"
                 )
+    if other.mode == "disaggregated" and model.state == "hub":
+        return (
+            f"whether the KV of {config.model.path} can be handed over is known once its config.json is on this "
+            "machine, and the engines have started without it: start in mode disaggregated, or give model.path as a "
+            "directory"
+        )
     return next(iter([*conflicts(other), *model_conflicts(other, model)]), None)
 
 

@@ -37,6 +37,7 @@ def start(directory: Path, model: PretrainedConfig, architecture: str, pool: Poo
     model.architectures = [architecture]
     model.save_pretrained(directory)
     changed = {"model_path": str(directory), "dtype": "float32", "kv_cache_bytes_per_rank": 1 << 24}
+    changed["hands_over"] = pool != "colocated"
     VllmEngine(dataclasses.replace(engine_config(pool), **changed)).start()
 
 

@@ -165,6 +165,13 @@ def test_every_setting_of_a_pool_is_either_kept_by_a_running_engine_or_set_at_ru
     assert {*KEPT} | set_at_run_time == {*PoolConfig.model_fields}
 
 
+def test_replicas_of_a_model_that_is_only_on_the_hub_hand_nothing_over_since_nothing_is_known_of_its_layers(planned):
+    plan = planned(mode="colocated", model__path="somebody/some-model")
+    assert "can be handed over is known once" in plan.router_settings().why_not["disaggregated"]
+    assert not any(plan.engine_config(worker, "h").hands_over for worker in plan.workers)
+    assert planned(model__path="somebody/some-model").router_settings().why_not == {}
+
+
 def test_a_deployment_that_stays_colocated_has_engines_that_hand_nothing_over(planned):
     plan = planned(mode="colocated", fixed_mode="true")
     assert not any(plan.engine_config(worker, "h").hands_over for worker in plan.workers)
