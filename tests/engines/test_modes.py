@@ -13,10 +13,10 @@ from tests.engines.harness import Engines, Figure, Increase
 
 pytestmark = [pytest.mark.engines, pytest.mark.core, pytest.mark.asyncio(loop_scope="session")]
 
-CHANGES = 6
-PER_CHANGE = 4
+CHANGES = 4
+PER_CHANGE = 3
 """Answers between two changes."""
-CLIENTS = 6
+CLIENTS = 4
 OUTPUT_TOKENS = 16
 LONG_PROMPT_TOKENS = 900
 """More than a step of prefill (512), less than one of a replica (2048)."""
@@ -46,7 +46,7 @@ async def test_the_mode_changes_under_load_and_nothing_fails_and_every_token_is_
     async def client(number: int) -> None:
         asked = 0
         while not stop.is_set():
-            begin, length = 300 * (CLIENTS * asked + number), 40 + 90 * ((asked + number) % 6)
+            begin, length = 300 * (CLIENTS * asked + number), 40 + 90 * ((asked + number) % 5)
             prompt = text[begin : begin + length]
             answer = await engines.tokens(prompt, OUTPUT_TOKENS)
             async with moved:
