@@ -9,7 +9,7 @@ MODEL_READY := $(VENV)/.model-ready
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit conformance transports hostile fuzz lint bench-unloaded bench-idle power chaos differential scored mode-changes kill-decode stress soak clean
+.PHONY: help setup model demo test test-all starts unit conformance transports hostile fuzz lint bench-unloaded bench-idle power planted chaos differential scored mode-changes kill-decode stress soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -67,6 +67,9 @@ bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray'
 
 power: setup     ## how often simulated comparisons find what is there and what is not, as a table (about 5 minutes; COMPARISONS=1000)
 	@$(BIN)/python -m tools.bench.power --comparisons $(or $(COMPARISONS),1000) --seed $(SEED)
+
+planted: model   ## a mode against itself with a planted difference, as compare would judge it (PLANT=tpot, attainment or nothing)
+	@$(BIN)/python -m tools.bench.planted --plant $(or $(PLANT),tpot) $(if $(PLAN),--plan $(PLAN))
 
 bench-client: setup  ## the load generator against a server without a model: lag, floors, CPU a token; writes runs/bench-client (about 90 s)
 	@$(BIN)/python -m tools.bench.client
