@@ -5,6 +5,7 @@ Built by `cluster.commands.loadtest`; read by `loadtest.run.replay` and `loadtes
 Each field is an option of the commands, and its description is the help text (`cluster.commands.plan_options`).
 """
 
+import math
 from typing import Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -19,15 +20,29 @@ NumberOrAuto = float | Literal["auto"] | None
 
 
 class Slo(BaseModel):
-    """The two limits that a request must meet to count as goodput."""
+    """The limits that a request must meet to count as goodput."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ttft_ms: float = 2000.0
     tpot_ms: float = 100.0
+    gap_ms: float | None = None
+    """On the largest gap between two tokens of a request; None if it may be any."""
+
+    def in_seconds(self, scale: float = 1.0) -> tuple[float, float, float]:
+        """Return the limits on TTFT, TPOT and the largest gap, each multiplied by `scale`; inf if there is none."""
+        gap_ms = math.inf if self.gap_ms is None else self.gap_ms
+        return scale * self.ttft_ms / 1e3, scale * self.tpot_ms / 1e3, scale * gap_ms / 1e3
+
+    @property
+    def counted(self) -> str:
+        """How many limits there are, for sentences such as: it met both limits."""
+        return "both limits" if self.gap_ms is None else "all three limits"
 
     def __str__(self) -> str:
-        return f"TTFT <= {self.ttft_ms:g} ms and TPOT <= {self.tpot_ms:g} ms"
+        if self.gap_ms is None:
+            return f"TTFT <= {self.ttft_ms:g} ms and TPOT <= {self.tpot_ms:g} ms"
+        return f"TTFT <= {self.ttft_ms:g} ms, TPOT <= {self.tpot_ms:g} ms and largest gap <= {self.gap_ms:g} ms"
 
 
 class ReplayPlan(BaseModel):
@@ -67,10 +82,15 @@ class ReplayPlan(BaseModel):
     deadline_s: float = Field(120.0, description="a request that takes longer counts as failed")
     settle_s: float = Field(1.0, description="seconds between two readings of /metrics, repeated until two agree")
     slo: Literal["auto"] | None = Field(
-        None, description="auto: take both limits from the server's unloaded TTFT and TPOT, measured before the run"
+        None,
+        description="auto: take the limits of TTFT and TPOT from the unloaded server, measured before the run; "
+        "one on the largest gap is set by --slo-gap-ms alone",
     )
     slo_ttft_ms: float = Field(2000.0, description="goodput: TTFT at most this many ms")
     slo_tpot_ms: float = Field(100.0, description="goodput: TPOT at most this many ms")
+    slo_gap_ms: float | None = Field(
+        None, description="goodput: largest gap between two tokens of a request at most this many ms; by default any"
+    )
     client_cores: str | None = Field(
         None, description="run the process that sends the requests on these cores only, such as 0-1,3"
     )
@@ -87,8 +107,8 @@ class ReplayPlan(BaseModel):
 
     @property
     def limits(self) -> Slo:
-        """The two limits as one value; with `slo` auto they are right only once it is settled."""
-        return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms)
+        """The limits as one value; with `slo` auto they are right only once it is settled."""
+        return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms, gap_ms=self.slo_gap_ms)
 
     @property
     def sends_text(self) -> bool:
@@ -108,7 +128,9 @@ class ReplayPlan(BaseModel):
         except ValueError:
             raise ValueError(f"must be a number above 0 or auto, not {value!r}") from None
 
-    @field_validator("time_scale", "rate", "duration_s", "length_scale", "deadline_s", "slo_ttft_ms", "slo_tpot_ms")
+    @field_validator(
+        "time_scale", "rate", "duration_s", "length_scale", "deadline_s", "slo_ttft_ms", "slo_tpot_ms", "slo_gap_ms"
+    )
     @classmethod
     def _above_zero(cls, value: float | str | None) -> float | str | None:
         if isinstance(value, float) and not 0 < value < float("inf"):
@@ -139,7 +161,7 @@ class ReplayPlan(BaseModel):
     def _one_source_of_limits(self) -> "ReplayPlan":
         given = sorted({"slo_ttft_ms", "slo_tpot_ms"} & self.model_fields_set)
         if self.slo == AUTO and given:
-            raise ValueError(f"slo auto measures both limits: leave out {' and '.join(given)}, or slo")
+            raise ValueError(f"slo auto measures TTFT and TPOT: leave out {' and '.join(given)}, or slo")
         return self
 
 

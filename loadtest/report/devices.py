@@ -11,7 +11,7 @@ from loadtest.report.pools import ratio
 
 DEVICE_FORMULAS = {
     "requests_per_device": "completed / (window x devices)",
-    "goodput_per_device": "requests that met both limits of the SLO / (window x devices)",
+    "goodput_per_device": "requests that met every limit of the SLO / (window x devices)",
     "output_tokens_per_device": "output tokens of completed requests / (window x devices)",
     "busy_seconds_per_device": "busy seconds of each pool's workers x devices of a worker, added over pools / devices",
     "cost_per_million_output_tokens": "price of a device's hour x devices x window / 3600 / output tokens x 1,000,000; "

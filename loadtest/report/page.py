@@ -68,7 +68,7 @@ def _figures(summary: Summary, records: plots.Records) -> list[go.Figure | None]
         plots.roofline(summary["arms"]),
         plots.latency_cdf(summary, records, "ttft", "Time to first token", slo.ttft_ms),
         plots.latency_cdf(summary, records, "tpot", "Time per output token", slo.tpot_ms),
-        plots.gap_tail(summary, records),
+        plots.gap_tail(summary, records, slo.gap_ms),
         plots.stage_bars(summary["arms"]),
     ]
 
@@ -204,7 +204,7 @@ def _winner_map(summary: Summary) -> str:
         for ttft_ms in found["grid"]["ttft_ms"]
     )
     order = " / ".join(labels.values())
-    note = f"{found['sentence']} In each cell: the share of requests within both limits, {order}. Limits: "
+    note = f"{found['sentence']} In each cell: the share of requests within the limits, {order}. Limits: "
     return (
         f'<section class="card figures"><h2>Which arm meets which limits</h2><table><thead><tr><th></th>{head}</tr>'
         f'</thead><tbody>{body}</tbody></table><p class="muted">{html.escape(note + found["grid"]["source"])}.</p>'

@@ -152,8 +152,11 @@ def latency_cdf(summary: Mapping[str, Any], records: Records, name: str, title: 
     return figure
 
 
-def gap_tail(summary: Mapping[str, Any], records: Records) -> go.Figure | None:
-    """Plot the share of gaps between tokens that last longer than a time; None if no answer had two tokens."""
+def gap_tail(summary: Mapping[str, Any], records: Records, limit_ms: float | None) -> go.Figure | None:
+    """Plot the share of gaps between tokens that last longer than a time; None if no answer had two tokens.
+
+    The SLO's limit on the largest gap is marked if there is one.
+    """
     series = {
         label: np.sort(latency_series([record for record in found if record.ok])["itl"]) * 1e3
         for label, found in records.items()
@@ -181,7 +184,10 @@ def gap_tail(summary: Mapping[str, Any], records: Records) -> go.Figure | None:
         note="Dots: the 99th percentile of each round.",
     )
     # Chunks that arrive together have gaps near 0, which would take most of a log axis.
-    ends = np.log10([max(1e-3, np.median(gaps_ms) / 4), np.max(gaps_ms) * 1.1])
+    most_ms = max(float(np.max(gaps_ms)), limit_ms or 0.0)
+    ends = np.log10([max(1e-3, np.median(gaps_ms) / 4), most_ms * 1.1])
+    if limit_ms is not None:
+        _mark(figure, limit_ms, f"SLO {limit_ms:g} ms", log=True)
     figure.update_xaxes(type="log", range=ends.tolist(), tickvals=TIME_TICKS_MS, tickangle=0)
     figure.update_xaxes(ticktext=[f"{tick:g}" for tick in TIME_TICKS_MS])
     figure.update_yaxes(type="log", tickvals=[1, 0.1, 0.01, 0.001, 0.0001], tickformat=".2~%")
@@ -189,7 +195,7 @@ def gap_tail(summary: Mapping[str, Any], records: Records) -> go.Figure | None:
 
 
 def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> go.Figure:
-    """Plot the share of requests within the SLO as both limits are scaled; a failed request is a miss."""
+    """Plot the share of requests within the SLO as all limits are scaled; a failed request is a miss."""
     figure = go.Figure()
     for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=True):
         figure.add_scatter(
@@ -204,7 +210,7 @@ def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> 
     _style(
         figure,
         "Attainment as the SLO is scaled",
-        "both limits multiplied by",
+        "all limits multiplied by",
         "requests within the SLO",
         note="Dots: the attainment of each round.",
     )

@@ -18,8 +18,8 @@ PERCENTILES = (50, 90, 99)
 FORMULAS = {
     "window": "seconds in which requests arrived, to the last arrival and one mean gap more, added over rounds",
     "request_throughput": "completed / window",
-    "request_goodput": "requests that met both limits of the SLO / window",
-    "attainment": "requests that met both limits of the SLO / all requests, TTFT from the trace's time; a failed "
+    "request_goodput": "requests that met every limit of the SLO / window",
+    "attainment": "requests that met every limit of the SLO / all requests, TTFT from the trace's time; a failed "
     "request, or one with a wrong number of tokens, is a miss",
     "output_throughput": "output tokens of completed requests / window",
     "total_token_throughput": "input and output tokens of completed requests / window",
@@ -27,6 +27,7 @@ FORMULAS = {
     "ttst": "second streamed chunk - first streamed chunk",
     "tpot": "(latency - TTFT) / (output tokens - 1), a request; one of a single token has none, and meets any limit",
     "itl": "gap between two streamed chunks, of all requests pooled",
+    "gap": "largest gap between two streamed chunks of a request; one of a single chunk has none, and meets any limit",
     "e2el": "last streamed chunk - sending (the latency of TPOT)",
     "send_lag": "sending - arrival in the trace",
     "ci": "Wilson's 95 % interval of a share, of requests taken as independent",
@@ -47,7 +48,7 @@ def summarise(records: Sequence[RequestRecord], window_s: float, slo: Slo) -> di
     Rates are over the seconds in which requests arrived: a single slow answer would lengthen any other time.
     """
     done = [record for record in records if record.ok]
-    good = [record.meets(slo.ttft_ms / 1e3, slo.tpot_ms / 1e3) for record in records]
+    good = [record.meets(*slo.in_seconds()) for record in records]
     input_tokens = sum(record.input_tokens for record in done)
     output_tokens = sum(record.output_tokens for record in done)
     figures: dict[str, Any] = {
@@ -79,13 +80,14 @@ def latency_series(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
         "ttst": [ttst_s for record in done if (ttst_s := record.ttst_s) is not None],
         "tpot": [tpot_s for record in done if (tpot_s := record.tpot_s) is not None],
         "itl": [itl_s for record in done for itl_s in record.itls_s],
+        "gap": [gap_s for record in done if (gap_s := record.largest_gap_s) is not None],
         "e2el": [record.latency_s for record in done if record.latency_s is not None],
     }
 
 
 def attainment(records: Sequence[RequestRecord], slo: Slo, scale: float) -> float:
-    """Return the share of requests that meet both limits multiplied by `scale`."""
-    met = sum(record.meets(scale * slo.ttft_ms / 1e3, scale * slo.tpot_ms / 1e3) for record in records)
+    """Return the share of requests that meet every limit multiplied by `scale`."""
+    met = sum(record.meets(*slo.in_seconds(scale)) for record in records)
     return met / len(records) if records else 0.0
 
 

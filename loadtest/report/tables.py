@@ -13,7 +13,7 @@ WIDE_COLUMNS = 120
 ROWS = (
     ("completed / failed", "completed", "d"),
     ("goodput, requests/s", "request_goodput", ".2f"),
-    ("attainment: met both limits", "attainment", ".0%"),
+    ("attainment: met the limits", "attainment", ".0%"),
     ("output tokens/s", "output_throughput", ".1f"),
     ("TTFT p50, ms", "p50_ttft_ms", ".0f"),
     ("TTFT p90, ms", "p90_ttft_ms", ".0f"),
@@ -24,6 +24,8 @@ ROWS = (
     ("TPOT p99, ms", "p99_tpot_ms", ".0f"),
     ("gap between tokens p50, ms", "p50_itl_ms", ".0f"),
     ("gap between tokens p99, ms", "p99_itl_ms", ".0f"),
+    ("largest gap of a request p50, ms", "p50_gap_ms", ".0f"),
+    ("largest gap of a request p90, ms", "p90_gap_ms", ".0f"),
     ("gap between tokens, largest, ms", "max_itl_ms", ".0f"),
     ("latency p50, ms", "p50_e2el_ms", ".0f"),
 )

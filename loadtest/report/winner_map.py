@@ -1,5 +1,7 @@
 """Which arm meets which limits for more requests: a map over limits of TTFT and TPOT, from the recorded requests alone.
 
+A limit on the largest gap between tokens, if the comparison has one, holds in every cell.
+
 Called by `loadtest.report.rounds`.
 
 Each cell is judged as the comparison itself is, with the same interval over the same pairs. Of more than two arms one
@@ -44,6 +46,8 @@ class Grid(msgspec.Struct, frozen=True):
     ttft_ms: tuple[float, ...]
     tpot_ms: tuple[float, ...]
     source: str
+    gap_ms: float | None = None
+    """The limit on the largest gap in every cell; None if there is none."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -92,24 +96,21 @@ def grid_of(pairs: Sequence[PairRecords], unloaded: Unloaded | None, slo: Slo) -
             return None
         ttfts_ms, tpots_ms = np.quantile(ttfts, QUANTILES).tolist(), np.quantile(tpots, QUANTILES).tolist()
         source = "quantiles of what was measured in all arms, and the limits of this comparison"
-    return Grid(_limits(ttfts_ms, slo.ttft_ms), _limits(tpots_ms, slo.tpot_ms), source)
+    return Grid(_limits(ttfts_ms, slo.ttft_ms), _limits(tpots_ms, slo.tpot_ms), source, slo.gap_ms)
 
 
 def winner_map(pairs: Sequence[PairRecords], labels: Mapping[str, str], grid: Grid, judge: Judge) -> WinnerMap:
     """Judge every cell of the grid; `labels` name the arms for people."""
     cells = tuple(
-        _cell(pairs, tuple(labels), Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms), judge)
+        _cell(pairs, tuple(labels), Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms, gap_ms=grid.gap_ms), judge)
         for ttft_ms in grid.ttft_ms
         for tpot_ms in grid.tpot_ms
     )
-    return WinnerMap(grid, cells, _sentence(cells, labels))
+    return WinnerMap(grid, cells, _sentence(cells, labels, grid.gap_ms))
 
 
 def _cell(pairs: Sequence[PairRecords], arms: tuple[str, ...], slo: Slo, judge: Judge) -> Cell:
-    met = [
-        {arm: [record.meets(slo.ttft_ms / 1e3, slo.tpot_ms / 1e3) for record in pair[arm]] for arm in arms}
-        for pair in pairs
-    ]
+    met = [{arm: [record.meets(*slo.in_seconds()) for record in pair[arm]] for arm in arms} for pair in pairs]
     found = {(a, b): judge([_difference(pair[a], pair[b]) for pair in met]) for a, b in combinations(arms, 2)}
     total = {arm: sum(len(pair[arm]) for pair in met) for arm in arms}
     return Cell(
@@ -143,7 +144,7 @@ def _winner(found: Mapping[tuple[str, str], Conclusion], arms: Sequence[str]) ->
     return EQUIVALENT if outcomes == {"equivalent"} else UNCLEAR
 
 
-def _sentence(cells: Sequence[Cell], labels: Mapping[str, str]) -> str:
+def _sentence(cells: Sequence[Cell], labels: Mapping[str, str], gap_ms: float | None) -> str:
     """Say how many cells each arm has, and with which limits its largest difference is."""
     counts = Counter(cell.winner for cell in cells)
     said = [f"{labels[arm]} meets {counts[arm]} for more requests" for arm in labels if counts[arm]]
@@ -156,8 +157,10 @@ def _sentence(cells: Sequence[Cell], labels: Mapping[str, str]) -> str:
         )
         if counts[kind]
     ]
+    beside = "" if gap_ms is None else f", each with gaps of at most {gap_ms:g} ms"
     return (
-        f"Of {len(cells)} pairs of limits on TTFT and TPOT, {'; '.join(said)}. Cells are not corrected for being many."
+        f"Of {len(cells)} pairs of limits on TTFT and TPOT{beside}, {'; '.join(said)}. "
+        "Cells are not corrected for being many."
     )
 
 

@@ -58,7 +58,7 @@ def gap_tails(records: Mapping[str, Sequence[RequestRecord]]) -> dict[str, GapTa
 
 
 def _headline(found: Conclusion, labels: Mapping[Side, str], slo: Slo) -> str:
-    shares = f"{labels['a']} met both limits for {found.attainment_a:.0%} of requests, {labels['b']} for "
+    shares = f"{labels['a']} met {slo.counted} for {found.attainment_a:.0%} of requests, {labels['b']} for "
     shares += f"{found.attainment_b:.0%}"
     counted = _pairs(found.pairs)
     if found.outcome == "better":

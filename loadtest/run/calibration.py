@@ -98,8 +98,10 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
         limits = Slo(
             ttft_ms=_three_digits(TTFT_FACTOR * unloaded.median_ttft_s * 1e3),
             tpot_ms=_three_digits(TPOT_FACTOR * unloaded.median_tpot_s * 1e3),
+            gap_ms=plan.slo_gap_ms,
         )
         slo_source = f"{TTFT_FACTOR:g} times the unloaded median TTFT and {TPOT_FACTOR:g} times the median TPOT"
+        slo_source += ", any gap" if plan.slo_gap_ms is None else ", the largest gap as given"
     changes: dict[str, Any] = {"slo": None, "slo_ttft_ms": limits.ttft_ms, "slo_tpot_ms": limits.tpot_ms}
     rate, rate_source = trace.mean_rate, _given_rate_source(plan)
     if plan.rate == AUTO:
@@ -226,7 +228,7 @@ def _given_rate_source(plan: ReplayPlan) -> str:
 
 
 def _given_slo_source(plan: ReplayPlan) -> str:
-    return "as given" if {"slo_ttft_ms", "slo_tpot_ms"} & plan.model_fields_set else "the defaults"
+    return "as given" if {"slo_ttft_ms", "slo_tpot_ms", "slo_gap_ms"} & plan.model_fields_set else "the defaults"
 
 
 def _count(workers: float, name: str) -> str:

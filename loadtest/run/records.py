@@ -57,11 +57,17 @@ class RequestRecord(msgspec.Struct, frozen=True):
             return None
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
 
-    def meets(self, ttft_s: float, tpot_s: float) -> bool:
+    @property
+    def largest_gap_s(self) -> float | None:
+        """The longest time between two chunks of the answer, in seconds; None for a single chunk."""
+        return max(self.itls_s, default=None)
+
+    def meets(self, ttft_s: float, tpot_s: float, gap_s: float) -> bool:
         """Return whether this request is goodput. As in vLLM, one with a single output token has no TPOT to miss."""
         if not self.ok or self.ttft_scheduled_s is None:
             return False
-        return self.ttft_scheduled_s <= ttft_s and (self.tpot_s or 0.0) <= tpot_s
+        is_steady = (self.tpot_s or 0.0) <= tpot_s and (self.largest_gap_s or 0.0) <= gap_s
+        return self.ttft_scheduled_s <= ttft_s and is_steady
 
     def as_line(self, **labels: str | int) -> bytes:
         """Return one JSON line, with derived figures and the labels of the run."""

@@ -19,7 +19,7 @@ LATENCIES: dict[Latency, Callable[[RequestRecord], float | None]] = {
     "ttft": lambda record: record.ttft_scheduled_s,
     "ttst": lambda record: record.ttst_s,
     "tpot": lambda record: record.tpot_s,
-    "largest_gap": lambda record: max(record.itls_s, default=None),
+    "largest_gap": lambda record: record.largest_gap_s,
 }
 
 
@@ -39,7 +39,7 @@ class PairDifference(msgspec.Struct, frozen=True):
 
 def pair_difference(a: Sequence[RequestRecord], b: Sequence[RequestRecord], slo: Slo) -> PairDifference:
     """Compare request by request; position i is the same request in both arms."""
-    limits = slo.ttft_ms / 1e3, slo.tpot_ms / 1e3
+    limits = slo.in_seconds()
     met = [(one.meets(*limits), other.meets(*limits)) for one, other in zip(a, b, strict=True)]
     counts = PairedCounts(*(met.count(case) for case in ((True, True), (True, False), (False, True), (False, False))))
     done = [(one, other) for one, other in zip(a, b, strict=True) if one.ok and other.ok]

@@ -210,7 +210,11 @@ def test_a_model_that_cannot_be_prepared_is_named(ridgeline):
         (["--rate", "fast"], 2, "rate: must be a number above 0 or auto, not 'fast'"),
         (["--rate", "auto", "--time-scale", "3"], 2, "rate and time_scale both rescale time: give one of them"),
         (["--rate", "auto", "--trace", "poisson:n=1"], 1, "no spread of arrivals to rescale to a measured rate"),
-        (["--slo", "auto", "--slo-ttft-ms", "2000"], 2, "slo auto measures both limits: leave out slo_ttft_ms, or slo"),
+        (
+            ["--slo", "auto", "--slo-ttft-ms", "2000"],
+            2,
+            "slo auto measures TTFT and TPOT: leave out slo_ttft_ms, or slo",
+        ),
         (["--limit", "0"], 2, "limit: must be 1 or more"),
         (["--jitter-s", "nan"], 2, "jitter_s: must be a number, 0 or more"),
         (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: must be a number above 0"),

@@ -40,18 +40,18 @@ def _result(ttft_s: float, tpot_s: float) -> ReplayResult:
     return ReplayResult(TRACE, records, 20.0, None, ())
 
 
-def _summary():
+def _summary(plan: ComparePlan = PLAN):
     rounds, differences = [], []
     for pair in range(6):
         a, b = _result(0.1, 0.1), _result(0.3, 0.04)
         rounds += [
             Round(side, pair, datetime.now(UTC), result, None, (), True) for side, result in (("a", a), ("b", b))
         ]
-        differences.append(pair_difference(a.records, b.records, PLAN.limits))
-    conclusion = conclude(differences, (6,), 6, PLAN.margin)
+        differences.append(pair_difference(a.records, b.records, plan.limits))
+    conclusion = conclude(differences, (6,), 6, plan.margin)
     devices = {"a": None, "b": Devices("core", 2, {"prefill": 1, "decode": 1})}
     load = Load(1.0, "as given", "as given")
-    return summarise_comparison(conclusion, differences, rounds, labels_of(*PLAN.modes), PLAN, load, devices)
+    return summarise_comparison(conclusion, differences, rounds, labels_of(*plan.modes), plan, load, devices)
 
 
 def _terminal(summary) -> str:
@@ -70,6 +70,19 @@ def test_the_map_of_winners_is_in_the_summary_on_the_terminal_and_on_the_page(tm
     page = write_report(tmp_path / "report.html", summary, records).read_text()
     assert sentence in page
     assert page.count("border-left:6px") == len(cells)
+
+
+def test_a_limit_on_the_largest_gap_is_in_the_outcome_and_in_every_cell_of_the_map(tmp_path):
+    plan = PLAN.model_copy(update={"slo_gap_ms": 30.0})  # shorter than any gap of either arm
+    summary, records = _summary(plan)
+    assert summary["slo"]["gap_ms"] == summary["winner_map"]["grid"]["gap_ms"] == 30
+    assert {cell["winner"] for cell in summary["winner_map"]["cells"]} == {"unreachable"}
+    assert summary["arms"]["b"]["attainment"] == summary["arms"]["b"]["request_goodput"] == 0
+    assert summary["arms"]["b"]["p50_gap_ms"] == pytest.approx(40)
+    assert "largest gap <= 30 ms" in summary["outcome"]["headline"]
+    assert "met all three limits" in summary["outcome"]["headline"]
+    assert "each with gaps of at most 30 ms" in _terminal(summary)
+    assert "SLO 30 ms" in write_report(tmp_path / "report.html", summary, records).read_text()
 
 
 def test_figures_per_device_are_shown_for_the_arms_whose_devices_are_known(tmp_path):

@@ -71,8 +71,12 @@ def test_both_are_printed_with_their_source():
         "measured on this machine: TTFT 1.00 s, TPOT 40 ms (medians of 5 requests of 128 to 1024 tokens, one at a "
         "time; mean TTFT 1.25 s); 54 ms between tokens with 8 sequences on a worker",
         "rate: 0.64 requests/s: 80% of what 1 prefill worker can hold: a prompt takes 1.25 s on average",
-        "limits: TTFT <= 5000 ms and TPOT <= 100 ms: 5 times the unloaded median TTFT and 2.5 times the median TPOT",
+        "limits: TTFT <= 5000 ms and TPOT <= 100 ms: 5 times the unloaded median TTFT and 2.5 times the median TPOT"
+        ", any gap",
     ]
+    plan, load = settle(ReplayPlan(slo="auto", slo_gap_ms=900), TRACE, CPU, PAIR)
+    assert plan.limits == Slo(ttft_ms=5000, tpot_ms=100, gap_ms=900)
+    assert load.slo_source.endswith("2.5 times the median TPOT, the largest gap as given")
     slower = ReplayPlan(time_scale=2)
     assert given_load(slower, TRACE).sentences(slower.limits) == [
         "rate: 0.5 requests/s: the trace's own, gaps multiplied by 2",

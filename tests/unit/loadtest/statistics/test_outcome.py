@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from loadtest.plan import Slo
@@ -103,8 +104,21 @@ def test_a_pair_compares_request_by_request_those_that_finished_in_both():
     assert found.latencies["ttft"] == pytest.approx(0)
 
 
+def test_a_request_that_pauses_once_misses_a_limit_on_the_largest_gap_though_its_tpot_is_within_limits():
+    steady, paused = _record(0, 0.1, 0.04), _record(0, 0.1, 0.04)
+    paused = msgspec.structs.replace(paused, itls_s=(0.02,) * 9 + (0.22,))
+    any_gap, short_gap = Slo(ttft_ms=200, tpot_ms=50), Slo(ttft_ms=200, tpot_ms=50, gap_ms=100)
+    assert paused.meets(*any_gap.in_seconds())
+    assert not paused.meets(*short_gap.in_seconds())
+    assert paused.meets(*short_gap.in_seconds(2.5))
+    assert pair_difference([steady], [paused], any_gap).attainment == 0
+    assert pair_difference([steady], [paused], short_gap).attainment == -1
+    single = msgspec.structs.replace(paused, itls_s=(), output_tokens=1)
+    assert single.meets(*short_gap.in_seconds())
+
+
 def test_limits_are_judged_from_when_the_request_should_have_left():
     slo = Slo(ttft_ms=200, tpot_ms=50)
     late = _record(0, 0.15, 0.04, lag_s=0.1)
-    assert not late.meets(slo.ttft_ms / 1e3, slo.tpot_ms / 1e3)
+    assert not late.meets(*slo.in_seconds())
     assert (late.ttft_s, late.ttft_scheduled_s) == (0.15, pytest.approx(0.25))
