@@ -270,12 +270,11 @@ def compare(
     settings: SetOption = None,
 ) -> None:
     """Compare colocated with disaggregated on the same cores and requests, in alternation."""
-    from cluster.commands.loadtest import compare_command, equal_hardware
+    from cluster.commands.loadtest import compare_command, refusals
 
     loaded = load(config, settings, both_modes=True)
-    unequal = equal_hardware(loaded.config)
-    if unequal is not None:
-        fail([unequal], 2)
+    if found := refusals(loaded.config, plan.modes):
+        fail(found, 2)
     run(compare_command(loaded.config, plan, out, console))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cluster.commands.serve import refuse_unfit_machine, started
 from cluster.config.api_keys import first_admin_key
-from cluster.config.models import PoolConfig, RidgelineConfig
+from cluster.config.models import MIB, PoolConfig, RidgelineConfig
 from cluster.runtime.deployment import ray_runtime
 from contracts.vocabulary import Mode
 from loadtest.arms import Arm, Deployments, Devices, SwitchedArm
@@ -116,8 +116,26 @@ def devices_of(config: RidgelineConfig, mode: Mode) -> Devices:
     return Devices("GPU" if on_gpus else "core", count, by_pool)
 
 
+def refusals(config: RidgelineConfig, modes: Iterable[Mode]) -> list[str]:
+    """Return why a comparison of these modes would say nothing, a sentence with its fix each; empty if it would."""
+    found = []
+    if config.ray.share_cores:
+        found.append(
+            "ray.share_cores lets engines take turns on the same cores, so no timing would hold: set it to false and "
+            "give the pools no more cores than there are"
+        )
+    if config.transfer.faults:
+        found.append(
+            f"transfer.faults ({config.transfer.faults}) makes fetches fail on purpose, which only the disaggregated "
+            "mode pays for: leave it out"
+        )
+    if len(set(modes)) > 1 and (unequal := equal_hardware(config)) is not None:
+        found.append(unequal)
+    return found
+
+
 def equal_hardware(config: RidgelineConfig) -> str | None:
-    """Return a sentence when the two modes would not run on the same number of cores and GPUs, else None."""
+    """Return a sentence when the two modes would not have the same cores, GPUs and bytes of KV cache, else None."""
     pools = config.pools
     split = (pools.prefill, pools.decode)
     for unit in ("cores", "gpus"):
@@ -129,4 +147,23 @@ def equal_hardware(config: RidgelineConfig) -> str | None:
                 f"the two modes must run on equal hardware: prefill and decode have {disaggregated} {unit}, colocated "
                 f"has {colocated}: change pools.colocated.workers or {per_worker}"
             )
+    return _equal_kv_cache(pools.colocated, split)
+
+
+def _equal_kv_cache(replica: PoolConfig, split: tuple[PoolConfig, ...]) -> str | None:
+    """Compare bytes; a cache that takes what the weights leave free has no number before it starts."""
+    pools = (replica, *split)
+    sized = [pool.kv_cache_bytes for pool in pools if pool.kv_cache_bytes is not None]
+    if sized and len(sized) < len(pools):
+        return (
+            "the two modes must have equal KV caches: kv_cache_bytes is set for some pools and null, which takes all "
+            "that is free, for others: set it for pools.prefill, pools.decode and pools.colocated, or for none of them"
+        )
+    disaggregated = sum(pool.workers * (pool.kv_cache_bytes or 0) for pool in split)
+    colocated = replica.workers * (replica.kv_cache_bytes or 0)
+    if disaggregated != colocated:
+        return (
+            f"the two modes must have equal KV caches: prefill and decode have {disaggregated / MIB:,.0f} MiB "
+            f"together, colocated has {colocated / MIB:,.0f} MiB: change kv_cache_bytes of a pool"
+        )
     return None

@@ -287,6 +287,39 @@ def test_compare_on_unequal_hardware_is_refused_with_both_numbers_and_the_fix(ri
 
 
 @pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            ["pools.decode.kv_cache_bytes=2 GiB"],
+            "have 3,072 MiB together, colocated has 2,048 MiB: change kv_cache_bytes",
+        ),
+        (["ray.share_cores=true"], "ray.share_cores lets engines take turns on the same cores"),
+        (["transfer.faults=seed=7,drop=0.02"], "transfer.faults (seed=7,drop=0.02) makes fetches fail on purpose"),
+    ],
+)
+def test_compare_of_what_would_say_nothing_is_refused_with_the_fix(ridgeline, tmp_path, settings, sentence):
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    status, _, error = ridgeline("compare", "--out", tmp_path / "out", *flags)
+    assert status == 2
+    assert sentence in error
+    assert not (tmp_path / "out").exists()
+
+
+def _with_pools(pools) -> RidgelineConfig:
+    plain = RidgelineConfig().pools
+    changed = {name: getattr(plain, name).model_copy(update=fields) for name, fields in pools.items()}
+    return RidgelineConfig().model_copy(update={"pools": plain.model_copy(update=changed)})
+
+
+def test_kv_caches_that_take_what_is_free_are_alike_only_if_all_do():
+    free = {"gpus_per_worker": 1, "kv_cache_bytes": None}
+    alike = _with_pools({"prefill": free, "decode": free, "colocated": free})
+    assert cluster.commands.loadtest.equal_hardware(alike) is None
+    mixed = _with_pools({"prefill": free, "decode": free, "colocated": {"gpus_per_worker": 1}})
+    assert "set for some pools and null" in cluster.commands.loadtest.equal_hardware(mixed)
+
+
+@pytest.mark.parametrize(
     ("pools", "workers"),
     [
         ({}, Workers(prefill=1, decode=1)),
@@ -302,10 +335,7 @@ def test_compare_on_unequal_hardware_is_refused_with_both_numbers_and_the_fix(ri
     ],
 )
 def test_workers_of_the_split_are_counted_in_the_replicas_that_are_measured(pools, workers):
-    plain = RidgelineConfig().pools
-    changed = {name: getattr(plain, name).model_copy(update=fields) for name, fields in pools.items()}
-    config = RidgelineConfig().model_copy(update={"pools": plain.model_copy(update=changed)})
-    assert split_workers(config) == workers
+    assert split_workers(_with_pools(pools)) == workers
 
 
 def test_compare_on_an_unfit_machine_starts_nothing(ridgeline, tmp_path, monkeypatch):
