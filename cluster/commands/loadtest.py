@@ -22,12 +22,14 @@ from loadtest.report.replay_output import report_replay
 from loadtest.run.calibration import Workers, given_load, settle, workers_of
 from loadtest.run.machine import busy_note
 from loadtest.run.records import RecordFile
-from loadtest.run.replay import run_replay
+from loadtest.run.replay import check_client, run_replay
 from loadtest.run.unloaded import measure_unloaded, sizes_of
+from loadtest.trace.shape import fit_context
 
 
 async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:
     """Replay a trace against a running server and print the figures. Raises LoadTestError."""
+    await asyncio.to_thread(check_client, plan)
     trace = sizes_of(plan)
     load = given_load(plan, trace)
     if plan.measures_first:
@@ -43,7 +45,8 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
 async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console) -> None:
     """Run both arms on the same cores, in pairs, and write the comparison. Raises LoadTestError and `serve`'s."""
     began_s = time.monotonic()
-    sizes_of(plan)  # a wrong trace is told before anything starts
+    await asyncio.to_thread(check_client, plan)  # what is wrong with the plan is told before anything starts
+    fit_context(sizes_of(plan), config.model.max_model_len_tokens)
     for mode in plan.modes:
         refuse_unfit_machine(config.model_copy(update={"mode": mode}))
     notes = await _notes_of_other_work(config, console)

@@ -23,7 +23,7 @@ from loadtest.run.progress import ReplayProgress, shown
 from loadtest.run.records import RecordFile, RequestRecord
 from loadtest.run.server import ModelCard, first_model, key_headers, open_http
 from loadtest.run.server_metrics import MetricsDelta, difference, fleet_change, scrape_settled
-from loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, prompt_text
+from loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, load_tokenizer, prompt_text
 from loadtest.trace.readers import load_trace
 from loadtest.trace.shape import fit_context, shape_trace
 from loadtest.trace.trace import Trace
@@ -70,6 +70,13 @@ class ReplayResult:
         """Seconds in which requests arrived: to the last arrival and one mean gap more, or all if they came at once."""
         rate = self.trace.mean_rate
         return len(self.trace.rows) / rate if rate else self.duration_s
+
+
+def check_client(plan: ReplayPlan) -> None:
+    """Raise LoadTestError for cores or a tokenizer that the plan names and this machine does not have."""
+    parse_cores(plan.client_cores)
+    if plan.tokenizer is not None:
+        load_tokenizer(plan.tokenizer)
 
 
 async def run_replay(

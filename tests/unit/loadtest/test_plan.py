@@ -3,8 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from loadtest.errors import TraceError
+from loadtest.errors import LoadTestError, TraceError
 from loadtest.plan import ComparePlan, ReplayPlan
+from loadtest.run.replay import check_client
 from loadtest.run.unloaded import sizes_of
 
 
@@ -48,3 +49,16 @@ def test_a_trace_without_spread_cannot_have_a_measured_rate_and_that_is_said_bef
     with pytest.raises(TraceError, match="no spread of arrivals to rescale to 2 requests/s"):
         sizes_of(ReplayPlan(trace="poisson:n=1", rate=2))
     assert len(sizes_of(ReplayPlan(trace="poisson:n=9", rate="auto", duration_s=0.001)).rows) == 9
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"client_cores": "4096"}, "cannot run on core 4096"),
+        ({"client_cores": "first"}, "give a list such as 0-1,3"),
+        ({"tokenizer": "/no/such/folder"}, "the tokenizer '/no/such/folder' cannot be loaded"),
+    ],
+)
+def test_a_client_that_this_machine_cannot_run_is_refused_before_anything_starts(fields, sentence):
+    with pytest.raises(LoadTestError, match=sentence):
+        check_client(ReplayPlan(**fields))
