@@ -91,7 +91,7 @@ class Stream:
         deadline_s = time.monotonic() + 30
         while len(self.lines) < 3:
             assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+            time.sleep(0.01)
 
     def _read(self, url: str) -> None:
         try:
@@ -151,14 +151,17 @@ def test_a_killed_actor_and_a_killed_engine_of_two_pools_come_back_and_pair_agai
 PAUSE_S = 2.0
 LOADED_STEPS = 30
 """On a slow or busy machine: the pause may last this many of the stream's own steps."""
+MOVED_TOKENS = 100
+"""On a fast machine a third of a second, in which two processes that are known by then are killed."""
 
 
 def test_without_any_decode_worker_a_stream_goes_on_at_once_on_the_prefill_worker(deployed: Deployed, figure: Figure):
-    greedy = {**body(200), "temperature": 0}
+    greedy = {**body(MOVED_TOKENS), "temperature": 0}
     whole = httpx.post(f"{deployed.url}/v1/completions", json=greedy, timeout=120).json()["choices"][0]["text"]
-    stream = Stream(deployed.url, 200, temperature=0)
-    for worker in ("worker-1", "worker-2"):
-        deployed.engine(worker).kill()
+    engines = [deployed.engine(worker) for worker in ("worker-1", "worker-2")]
+    stream = Stream(deployed.url, MOVED_TOKENS, temperature=0)
+    for engine in engines:
+        engine.kill()
     killed_s = time.monotonic()
     text, gaps_s = stream.text(), stream.gaps_s(killed_s)
     figure(f"longest gap after the last decode worker was killed {max(gaps_s):.2f} s, median {median(gaps_s):.3f} s")
@@ -169,8 +172,12 @@ def test_without_any_decode_worker_a_stream_goes_on_at_once_on_the_prefill_worke
     deployed.completes()
 
 
+STALLED_TOKENS = 300
+"""A second of them on a fast machine: the engine that makes them is found and stopped some milliseconds later."""
+
+
 def test_an_engine_that_stands_still_with_a_request_is_replaced(deployed: Deployed, figure: Figure):
-    stream = Stream(deployed.url)
+    stream = Stream(deployed.url, STALLED_TOKENS)
     busy = next(row["worker"] for row in deployed.workers().values() if row["pool"] == "decode" and row["tasks"])
     engine = deployed.engine(busy)
     engine.suspend()
@@ -179,7 +186,8 @@ def test_an_engine_that_stands_still_with_a_request_is_replaced(deployed: Deploy
     figure(f"found {time.monotonic() - stopped_s:.1f} s after the stop")
     figure(deployed.back(busy))
     assert still_there([engine], 0) == []
-    stream.end()
+    assert stream.end()[-1] == "data: [DONE]"
+    assert any(f'"completion_tokens":{STALLED_TOKENS}' in line for line in stream.lines[-3:]), stream.lines[-3:]
     assert deployed.metrics().sum("ridgeline_worker_restarts_total", worker=busy, reason="stalled") == 1
     deployed.completes()
 

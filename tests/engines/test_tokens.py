@@ -80,28 +80,39 @@ async def test_greedy_tokens_are_those_of_one_engine_bit_for_bit_on_60_of_60_pro
     assert followed == sum(len(prompt) > PREFILL_STEP_TOKENS for prompt, _ in references) > 0
 
 
+AT_A_TIME = 16
+TOGETHER_TOKENS = AT_A_TIME * 15 / 2
+"""Of those that must have shared a step with others: half of what one round makes in decode."""
+MOST_ROUNDS = 5
+
+
 async def test_16_at_a_time_differ_from_one_engine_only_at_ties(engines: Engines, text: list[int], figure: Figure):
-    lengths = random.Random(11).sample(range(20, 120), 16)
-    prompts = prompts_of(text, lengths, start=20_000)
-    references = []
-    for prompt in prompts:
-        await engines.cold()
-        references.append((await engines.reference(prompt, 16)).token_ids)
-    await engines.cold()
+    """How many of them meet in a step is up to the machine: rounds go on until enough tokens were made together."""
+    together, behind_nat, rounds = 0.0, list[float](), 0
     before = await engines.metrics()
-    answers = await asyncio.gather(*(engines.tokens(prompt, 16) for prompt in prompts))
+    while together < TOGETHER_TOKENS and rounds < MOST_ROUNDS:
+        lengths = random.Random(11 + rounds).sample(range(20, 120), AT_A_TIME)
+        prompts = prompts_of(text, lengths, start=20_000 + 2_000 * rounds)
+        await engines.cold()
+        steps_before = await decode_steps(engines)
+        answers = await asyncio.gather(*(engines.tokens(prompt, 16) for prompt in prompts))
+        together += AT_A_TIME * 15 - (await decode_steps(engines) - steps_before)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            behind_nat += await engines.behind_best_nats(prompt, answer)
+        rounds += 1
     counted = Increase(before, await engines.metrics())
-    ties = []
-    for prompt, ours, reference in zip(prompts, answers, references, strict=True):
-        position = first_difference(ours, reference)
-        if position is not None:
-            behind_nat = await engines.behind_best_nat(prompt, reference[:position], ours[position])
-            ties.append((len(prompt), position, round(behind_nat, 4)))
-    figure(f"{16 - len(ties)} of 16 equal, {len(ties)} ties (prompt tokens, position, nat behind): {ties}")
-    assert [tie for tie in ties if not engines.is_tie(tie[2])] == []
-    steps = counted.sum("ridgeline_steps_total", pool="decode")
-    assert steps < 16 * 15 / 2, "the decode worker did not run them together"
+    apart = sorted(nat for nat in behind_nat if nat)
+    figure(f"{rounds} rounds, {together:.0f} tokens made together; nat behind one engine's best, where not 0: {apart}")
+    assert [nat for nat in apart if not engines.is_tie(nat)] == []
+    assert together >= TOGETHER_TOKENS, "the decode worker did not run them together"
     assert counted.sum("ridgeline_recompute_total") == 0
+
+
+async def decode_steps(engines: Engines) -> float:
+    """What the decode worker has counted once it is idle: it tells of a step at its end, as /metrics does later."""
+    assert await engines.becomes_idle() == {}
+    counters = (await engines.decode.status()).counters
+    return sum(value for name, value in counters.items() if name.startswith("steps_total."))
 
 
 async def test_a_warm_prefix_cache_gives_the_same_tokens(engines: Engines, text: list[int]):
@@ -243,49 +254,44 @@ def assert_near(ours: list[Any], reference: list[PositionLogprobs | None], promp
         assert value == pytest.approx(dict(zip(theirs.token_ids, theirs.logprobs, strict=True))[token], abs=1e-2)
 
 
-SCORED_PROMPTS = 2
-
-
 @pytest.mark.parametrize(
-    ("how", "wish"),
+    ("how", "wish", "start"),
     [
-        ("prompt_logprobs", {}),
-        ("echo", {}),
-        ("prompt_logprobs", {"presence_penalty": 1.2}),
+        ("prompt_logprobs", {}, 35_000),
+        ("echo", {}, 36_500),
+        ("prompt_logprobs", {"presence_penalty": 1.2}, 38_000),
     ],
     ids=["prompt_logprobs", "echo", "resample"],
 )
 async def test_a_scored_prompt_of_several_steps_is_transferred_and_answered_as_by_one_engine(
-    engines: Engines, text: list[int], how: str, wish: dict[str, float], figure: Figure
+    engines: Engines, text: list[int], how: str, wish: dict[str, float], start: int, figure: Figure
 ):
     """Harnesses ask for this. vLLM keeps such a request from its caches, and once from the transferred KV as well."""
-    length, step = 2 * PREFILL_STEP_TOKENS + 100, 1500
+    length = 2 * PREFILL_STEP_TOKENS + 100
+    prompt = text[start : start + length]
+    await engines.cold()
+    reference = await engines.reference(prompt, 8, prompt_logprobs=1, logprobs=20, **wish)
+    await engines.cold()
     before = await engines.metrics()
-    for number in range(SCORED_PROMPTS):
-        prompt = text[35_000 + number * step :][:length]
-        await engines.cold()
-        reference = await engines.reference(prompt, 8, prompt_logprobs=1, logprobs=20, **wish)
-        await engines.cold()
-        if how == "echo":
-            reply = await engines.complete(prompt, 8, echo=True, logprobs=1, **wish)
-            values = reply["logprobs"]["token_logprobs"][:length]
-        else:
-            reply = await engines.complete(prompt, 8, prompt_logprobs=1, **wish)
-            rows = zip(prompt, reply["prompt_logprobs"], strict=True)
-            values = [row and row[str(token)]["logprob"] for token, row in rows]
-        position = first_difference(reply["token_ids"], reference.token_ids)
-        if position is not None:
-            common, token = reference.token_ids[:position], reply["token_ids"][position]
-            penalties = dict.fromkeys(common, wish.get("presence_penalty", 0.0))
-            assert engines.is_tie(behind_best_nat(reference.logprobs[position], token, penalties))
-        assert_near(values, reference.prompt_logprobs, prompt)
+    if how == "echo":
+        reply = await engines.complete(prompt, 8, echo=True, logprobs=1, **wish)
+        values = reply["logprobs"]["token_logprobs"][:length]
+    else:
+        reply = await engines.complete(prompt, 8, prompt_logprobs=1, **wish)
+        rows = zip(prompt, reply["prompt_logprobs"], strict=True)
+        values = [row and row[str(token)]["logprob"] for token, row in rows]
     counted = Increase(before, await engines.metrics())
-    assert counted.sum("ridgeline_requests_total", path="disaggregated", outcome="finished") == SCORED_PROMPTS
-    assert counted.sum("ridgeline_fetches_total", pool="decode", result="ok") == SCORED_PROMPTS
-    assert counted.sum("ridgeline_followed_handoffs_total", result="ok") == SCORED_PROMPTS
+    position = first_difference(reply["token_ids"], reference.token_ids)
+    if position is not None:
+        common, token = reference.token_ids[:position], reply["token_ids"][position]
+        penalties = dict.fromkeys(common, wish.get("presence_penalty", 0.0))
+        assert engines.is_tie(behind_best_nat(reference.logprobs[position], token, penalties))
+    assert_near(values, reference.prompt_logprobs, prompt)
+    assert counted.sum("ridgeline_requests_total", path="disaggregated", outcome="finished") == 1
+    assert counted.sum("ridgeline_fetches_total", pool="decode", result="ok") == 1
+    assert counted.sum("ridgeline_followed_handoffs_total", result="ok") == 1
     assert counted.sum("ridgeline_recompute_total") == 0
-    ttft_s = counted.sum("ridgeline_ttft_seconds_sum") / SCORED_PROMPTS
-    figure(f"{SCORED_PROMPTS} prompts of {length} tokens, TTFT {ttft_s * 1000:.0f} ms")
+    figure(f"{length} tokens, TTFT {counted.sum('ridgeline_ttft_seconds_sum') * 1000:.0f} ms")
 
 
 async def test_a_minimum_of_tokens_holds_across_the_hand_over(engines: Engines):
