@@ -2,12 +2,14 @@
 
 It speaks only HTTP to the server, so the same code can load any OpenAI-compatible server.
 
-plan.py      the settings of a run, checked before anything starts
-arms.py      the arms of a comparison, and the ways to reach one
-compare.py   runs both arms on the same requests, in pairs of rounds
-trace/       what is replayed: arrivals, lengths, prompts
-run/         one replay, from the plan to the records
-statistics/  from pairs of rounds to an outcome
-report/      figures, sentences and page
-errors.py    errors whose messages the command line prints
+plan.py          the settings of a run, checked before anything starts
+arms.py          the arms of a comparison, and the ways to reach one
+preparation.py   settles rate, limits and requests before the first round
+valid_rounds.py  runs rounds of arms until they are valid
+compare.py       judges pairs of rounds until the arms can be told apart or cannot
+trace/           what is replayed: arrivals, lengths, prompts
+run/             one replay, from the plan to the records
+statistics/      from pairs of rounds to an outcome
+report/          figures, sentences and page
+errors.py        errors whose messages the command line prints
 """

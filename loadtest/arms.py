@@ -1,6 +1,6 @@
 """The arms of a comparison, and the ways to reach one.
 
-Built by `cluster.commands.loadtest`; called by `loadtest.compare` before each round.
+Built by `cluster.commands.loadtest`; called by `loadtest.preparation` and by `loadtest.valid_rounds` before each round.
 """
 
 import time

@@ -200,6 +200,10 @@ class ComparePlan(ReplayPlan):
         """Whether a server must be measured first: for rate, limits, or what fits the budget."""
         return super().measures_first or self.budget_s is not None
 
+    def of_warm_round(self) -> "ComparePlan":
+        """Return the plan of a round, whose server is warm already."""
+        return self.model_copy(update={"warmup_requests": 0})
+
     @field_validator("arms")
     @classmethod
     def _two_modes(cls, value: str) -> str:

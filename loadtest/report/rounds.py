@@ -58,7 +58,7 @@ def summarise_comparison(
     conclusion: Conclusion,
     differences: Sequence[PairDifference],
     rounds: Sequence[Round],
-    labels: dict[Side, ArmLabel],
+    labels: Mapping[Side, ArmLabel],
     plan: ComparePlan,
     load: Load,
     devices: Mapping[Side, Devices | None],
@@ -107,7 +107,7 @@ def summarise_comparison(
 
 def _winner_map(
     kept: dict[Side, list[ReplayResult]],
-    labels: dict[Side, ArmLabel],
+    labels: Mapping[Side, ArmLabel],
     conclusion: Conclusion,
     plan: ComparePlan,
     load: Load,

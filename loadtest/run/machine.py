@@ -1,6 +1,7 @@
 """Describes the machine of a run for summary.json, and notices other work on it.
 
-Called by `loadtest.compare`, `loadtest.report.replay_output`, `loadtest.run.replay` and `cluster.commands.loadtest`.
+Called by `loadtest.valid_rounds`, `loadtest.report.replay_output`, `loadtest.report.rounds`, `loadtest.run.replay` and
+`cluster.commands.loadtest`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Open-loop replay of a trace: requests are sent at their time, whatever the server does.
 
-Called by `cluster.commands.loadtest` and `loadtest.compare`, with a plan in which nothing is left to be measured.
+Called by `cluster.commands.loadtest` and `loadtest.valid_rounds`, with a plan in which nothing is left to be measured.
 
 It is open-loop because a load that waits for the server would hide the queue it is meant to measure.
 """
@@ -104,7 +104,9 @@ async def run_replay(
             base_url, key_headers(), plan.endpoint, plan.deadline_s, len(trace.rows), parse_cores(plan.client_cores)
         )
         async with client_process(job, completions(trace, bodies, round_index)) as client:
-            await _warm_up(base_url, plan, bodies, trace, round_index)
+            async with LoadClient(base_url, key_headers(), plan.endpoint) as warming:
+                for number in range(plan.warmup_requests):
+                    await send_warm_up(warming, plan, bodies, trace, round_index, number, plan.warmup_requests)
             before = await scrape_settled(http, plan.settle_s)
             records: list[RequestRecord] = []
             progress = ReplayProgress(label, len(trace.rows))
@@ -171,18 +173,27 @@ def completions(trace: Trace, bodies: BodyMaker, round_index: int) -> Iterator[C
         yield Completion(index, row.arrival_s, row.input_tokens, row.output_tokens, body, after, row.think_s)
 
 
-async def _warm_up(base_url: str, plan: ReplayPlan, bodies: BodyMaker, trace: Trace, round_index: int) -> None:
-    """Send a few requests of the trace's sizes, from small to large, one at a time; no figure counts them."""
+async def send_warm_up(
+    client: LoadClient,
+    plan: ReplayPlan,
+    bodies: BodyMaker,
+    trace: Trace,
+    round_index: int,
+    number: int,
+    count: int,
+    first: int = 0,
+) -> None:
+    """Send request `number` of `count`, whose sizes are the trace's from small to large; no figure counts it.
+
+    `first` is the number of warm-up requests that the round had before these. Raises ServerError if it fails.
+    """
     sizes = sorted(row.input_tokens for row in trace.rows)
-    count = plan.warmup_requests
-    async with LoadClient(base_url, key_headers(), plan.endpoint) as client:
-        for number in range(count):
-            input_tokens = sizes[round(number * (len(sizes) - 1) / max(1, count - 1))]
-            body = bodies.warmup_body(number, round_index, input_tokens, WARMUP_OUTPUT_TOKENS)
-            request = Completion(number, 0.0, input_tokens, WARMUP_OUTPUT_TOKENS, body)
-            record = await client.complete(request, time.perf_counter(), plan.deadline_s)
-            if not record.ok:
-                raise ServerError(f"warm-up request {number + 1} of {count} failed: {record.error}")
+    input_tokens = sizes[round(number * (len(sizes) - 1) / max(1, count - 1))]
+    body = bodies.warmup_body(first + number, round_index, input_tokens, WARMUP_OUTPUT_TOKENS)
+    request = Completion(number, 0.0, input_tokens, WARMUP_OUTPUT_TOKENS, body)
+    record = await client.complete(request, time.perf_counter(), plan.deadline_s)
+    if not record.ok:
+        raise ServerError(f"warm-up request {number + 1} of {count} failed: {record.error}")
 
 
 def _warnings(records: Sequence[RequestRecord]) -> tuple[str, ...]:

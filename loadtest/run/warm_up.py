@@ -1,18 +1,17 @@
-"""Warms up every worker of a server that has just started. Called by `loadtest.compare`.
+"""Warms up every worker of a server that has just started. Called by `loadtest.valid_rounds`.
 
 A router sends requests that come one at a time to the same worker, so a few of them leave the others cold, and their
 first request of a size would be measured with what an engine does only once for it.
 """
 
 import asyncio
-import time
 
 from rich.console import Console
 
 from loadtest.errors import ServerError
 from loadtest.plan import ReplayPlan
-from loadtest.run.client.stream import Completion, LoadClient
-from loadtest.run.replay import WARMUP_OUTPUT_TOKENS, BodyMaker, RoundRequests, body_maker
+from loadtest.run.client.stream import LoadClient
+from loadtest.run.replay import RoundRequests, body_maker, send_warm_up
 from loadtest.run.server import first_model, key_headers, open_http
 from loadtest.run.server_metrics import scrape, scrape_settled, steps_by_worker
 
@@ -34,7 +33,11 @@ async def warm_up_workers(
         steps = steps_by_worker(before) if before else {}
         each = min(MOST_REQUESTS, max(LEAST_REQUESTS, 2 * len(steps)))
         for wave in range(MOST_WAVES):
-            await _send_wave(client, plan, bodies, requests, round_index, wave * each, each)
+            sending = (
+                send_warm_up(client, plan, bodies, requests.trace, round_index, number, each, first=wave * each)
+                for number in range(each)
+            )
+            await asyncio.gather(*sending)
             after = await scrape_settled(http, plan.settle_s)
             idle = (
                 [worker for worker, count in steps_by_worker(after).items() if count <= steps.get(worker, 0.0)]
@@ -52,25 +55,3 @@ async def warm_up_workers(
     raise ServerError(
         f"{names} took part in none of {MOST_WAVES * each} warm-up requests, so rounds would meet it cold"
     )
-
-
-async def _send_wave(
-    client: LoadClient,
-    plan: ReplayPlan,
-    bodies: BodyMaker,
-    requests: RoundRequests,
-    round_index: int,
-    first: int,
-    count: int,
-) -> None:
-    sizes = sorted(row.input_tokens for row in requests.trace.rows)
-
-    async def send(number: int) -> None:
-        input_tokens = sizes[round(number * (len(sizes) - 1) / max(1, count - 1))]
-        body = bodies.warmup_body(first + number, round_index, input_tokens, WARMUP_OUTPUT_TOKENS)
-        request = Completion(number, 0.0, input_tokens, WARMUP_OUTPUT_TOKENS, body)
-        record = await client.complete(request, time.perf_counter(), plan.deadline_s)
-        if not record.ok:
-            raise ServerError(f"a warm-up request of {input_tokens} tokens failed: {record.error}")
-
-    await asyncio.gather(*(send(number) for number in range(count)))

@@ -379,7 +379,7 @@ async def test_a_round_in_which_a_worker_was_lost_is_void_and_repeated(tmp_path,
 
 
 async def test_a_machine_that_is_always_disturbed_gives_rounds_that_are_kept_and_marked(tmp_path, console, monkeypatch):
-    monkeypatch.setattr("loadtest.compare.void_reasons", lambda *_: ("other work took 40% of the time",))
+    monkeypatch.setattr("loadtest.valid_rounds.void_reasons", lambda *_: ("other work took 40% of the time",))
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
         plan = _compare_plan(arms="colocated,colocated")
         result = await compare((_Running(url), _Running(url)), plan, tmp_path, console, is_alone=False)
@@ -391,7 +391,9 @@ async def test_a_machine_that_is_always_disturbed_gives_rounds_that_are_kept_and
 
 async def test_when_the_time_is_up_what_there_is_is_judged_and_that_is_told(tmp_path, console, monkeypatch):
     times_s = itertools.count(0.0, 10.0)
-    monkeypatch.setattr("loadtest.compare.time", types.SimpleNamespace(monotonic=lambda: next(times_s)))
+    for module in ("compare", "preparation", "valid_rounds"):
+        clock = types.SimpleNamespace(monotonic=lambda: next(times_s))
+        monkeypatch.setattr(f"loadtest.{module}.time", clock)
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
         plan = _compare_plan(arms="colocated,colocated", pairs=16, rate=50, budget_s=85)
         result = await compare((_Running(url), _Running(url)), plan, tmp_path, console, is_alone=False, began_s=0.0)

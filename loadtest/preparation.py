@@ -1,0 +1,83 @@
+"""What a comparison settles before its first round: rate, limits, the requests of each pair, what fits the budget.
+
+Called by `loadtest.compare`.
+
+What the plan leaves to be measured is measured once, at arm a's server, and holds for both arms and all rounds.
+"""
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+from rich.console import Console
+
+from loadtest.arms import Arm
+from loadtest.plan import ComparePlan
+from loadtest.run.calibration import (
+    Course,
+    Load,
+    Workers,
+    beside_arrivals_s,
+    fit_budget,
+    given_load,
+    minutes_text,
+    settle,
+    workers_of,
+)
+from loadtest.run.server import first_model, open_http
+from loadtest.run.unloaded import measure_unloaded, sizes_of
+from loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES
+from loadtest.trace.windows import PairTraces
+
+STARTS_IN_A_PAIR = 1.5
+"""Of arms that need a start each: with a random order every second pair begins with the arm that is running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A comparison whose rounds can begin."""
+
+    plan: ComparePlan
+    """With numbers in place of `auto`."""
+    load: Load
+    traces: PairTraces
+    ordinals_per_round: int
+    """Prompts set apart for each round, so that no two rounds share one."""
+    first_round_index: int
+    """Of the first round whose prompts no measurement has used."""
+    is_a_cold: bool
+    """Whether arm a's server has only just started."""
+
+
+async def prepare(
+    arm: Arm, plan: ComparePlan, console: Console, workers: Workers | None, notes: tuple[str, ...], began_s: float
+) -> Prepared:
+    """Reach arm a, measure it if the plan asks for it, and settle rate, limits and what fits the budget.
+
+    Raises LoadTestError.
+    """
+    if plan.budget_s is not None:
+        console.print(f"this comparison takes about {minutes_text(plan.budget_s)}", highlight=False)
+    reached = await arm.ready()
+    base_url = reached.base_url
+    async with open_http(base_url) as http:
+        card = await first_model(http, plan.served_name)
+    trace = sizes_of(plan)
+    load = given_load(plan, trace)
+    measured_prompts = 0
+    if plan.measures_first:
+        unloaded = await measure_unloaded(base_url, plan, console, round_index=0)
+        measured_prompts = len(trace.rows) + 1024
+        plan, load = settle(plan, trace, unloaded, workers or workers_of(unloaded.workers))
+        beside_s = beside_arrivals_s(plan.of_warm_round(), trace, unloaded)
+        course = Course(STARTS_IN_A_PAIR, arm.start_s, beside_s)
+        requests = PairTraces(plan, card.max_model_len).requests
+        plan, load = fit_budget(plan, load, requests, course, time.monotonic() - began_s)
+    traces = PairTraces(plan, card.max_model_len)
+    load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note))
+    most = traces.prefix_ids + 1 + traces.most_requests
+    ordinals = most + max(plan.warmup_requests, MOST_WAVES * MOST_REQUESTS)
+    for sentence in load.sentences(plan.limits):
+        console.print(sentence, highlight=False, markup=False)
+    first_round_index = 1 + (traces.prefix_ids + measured_prompts) // ordinals
+    return Prepared(plan, load, traces, ordinals, first_round_index, reached.is_fresh)

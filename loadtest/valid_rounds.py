@@ -1,0 +1,161 @@
+"""Runs rounds of arms until they are valid, and keeps all of them. Called by `loadtest.compare`.
+
+The order within a pair is drawn at random, so that a drift of the machine favours no arm. A round that says nothing of
+its arm is void and repeated.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from loadtest.arms import Arm
+from loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
+from loadtest.plan import DISAGGREGATED, ComparePlan
+from loadtest.report.pools import disaggregated_fraction, recomputes
+from loadtest.report.rounds import ArmLabel, Round
+from loadtest.run.machine import Disturbance, disturbance, read_cpu
+from loadtest.run.records import RequestRecord
+from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
+from loadtest.run.validity import void_reasons
+from loadtest.run.warm_up import warm_up_workers
+from loadtest.statistics.outcome import Side
+from loadtest.trace.trace import Trace
+
+MIN_DISAGGREGATED_FRACTION = 0.99
+MOST_REPEATS = 2
+"""Repeats of one round in which a worker was lost; then the run ends."""
+DISTURBED_REPEATS, CLEAN_ROUNDS_A_REPEAT = 2, 4
+"""Repeats of disturbed rounds, and rounds without disturbance that earn one more.
+
+After that the machine is taken to be like that, and rounds are kept and marked.
+"""
+SIDES: tuple[Side, Side] = ("a", "b")
+
+
+@dataclass
+class RoundRunner:
+    """Runs rounds of two arms, all with the same settled plan, and no prompt's beginning twice."""
+
+    arms: Mapping[Side, Arm]
+    labels: Mapping[Side, ArmLabel]
+    plan: ComparePlan
+    ordinals_per_round: int
+    """Prompts set apart for each round."""
+    next_round_index: int
+    cold: set[Side]
+    """Arms whose server must be warmed up although nothing says that it has only just started."""
+    is_alone: bool
+    """Whether all work of this machine that this process did not start disturbs."""
+    records_file: Path
+    console: Console
+    rounds: list[Round] = field(default_factory=list)
+    """All so far, void ones included."""
+    longest_s: float = 0.0
+    """The longest valid round, with its start if it needed one."""
+    _repeats: int = 0
+
+    async def pair(self, pair: int, trace: Trace, title: str) -> dict[Side, ReplayResult]:
+        """Run one valid round of each arm with these requests, in the order drawn for this pair.
+
+        Raises LoadTestError, and NotDisaggregatedError after a round in that mode that did not use both pools.
+        """
+        requests = RoundRequests(trace, self.ordinals_per_round)
+        return {side: await self._valid_round(pair, side, requests, title) for side in order_of(self.plan.seed, pair)}
+
+    async def _valid_round(self, pair: int, side: Side, requests: RoundRequests, title: str) -> ReplayResult:
+        """Run a round until it is valid; one that is only disturbed is kept once there were enough repeats."""
+        lost = 0
+        while True:
+            began, began_s = datetime.now(UTC), time.monotonic()
+            result, others, reasons = await self._round(side, requests, f"{title}, {self.labels[side]}")
+            is_kept = (
+                result is not None
+                and result.fleet_change is None
+                and (not reasons or self._repeats >= self._most_repeats)
+            )
+            self.rounds.append(Round(side, pair, began, result, others, reasons, is_kept))
+            if result is not None:
+                _append_records(self.records_file, self.rounds[-1], self.labels[side])
+            if result is not None and is_kept:
+                self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+                return result
+            verb = "repeated" if lost < MOST_REPEATS else "given up"
+            self.console.print(f"void and {verb}: {'; '.join(reasons)}", style="yellow", highlight=False, markup=False)
+            if result is None or result.fleet_change is not None:
+                lost += 1
+                if lost > MOST_REPEATS:
+                    raise ServerError(f"a round of {self.labels[side]} was void {lost} times: {'; '.join(reasons)}")
+            else:
+                self._repeats += 1
+
+    async def _round(
+        self, side: Side, requests: RoundRequests, title: str
+    ) -> tuple[ReplayResult | None, Disturbance | None, tuple[str, ...]]:
+        arm = self.arms[side]
+        reached = await arm.ready()
+        if reached.is_fresh or side in self.cold:
+            self.cold.discard(side)
+            await warm_up_workers(reached.base_url, self.plan, requests, self._new_round_index(), self.console)
+        before = await asyncio.to_thread(read_cpu)
+        try:
+            result = await run_replay(
+                reached.base_url,
+                self.plan.of_warm_round(),
+                self.console,
+                label=title,
+                round_index=self._new_round_index(),
+                requests=requests,
+            )
+        except RestartedError as error:
+            return None, None, (str(error),)
+        others = disturbance(before, await asyncio.to_thread(read_cpu)) if self.is_alone else None
+        if arm.mode == DISAGGREGATED:
+            require_disaggregated(result)
+        return result, others, void_reasons(result, others, self.plan.limits)
+
+    def _new_round_index(self) -> int:
+        self.next_round_index += 1
+        return self.next_round_index - 1
+
+    @property
+    def _most_repeats(self) -> int:
+        clean = sum(each.is_kept and not each.reasons for each in self.rounds)
+        return DISTURBED_REPEATS + clean // CLEAN_ROUNDS_A_REPEAT
+
+
+def order_of(seed: int, pair: int) -> tuple[Side, ...]:
+    """Draw the order of a pair's rounds; the same one for the same seed and pair."""
+    sides = list(SIDES)
+    random.Random(f"order {seed} {pair}").shuffle(sides)
+    return tuple(sides)
+
+
+def require_disaggregated(result: ReplayResult) -> None:
+    """Raise NotDisaggregatedError if too few requests went through both pools."""
+    if result.metrics is None:
+        raise NotDisaggregatedError(
+            "the server publishes no ridgeline_ metrics on /metrics, so nothing shows that this run was disaggregated"
+        )
+    fraction = disaggregated_fraction(result.metrics)
+    if fraction is None:
+        raise NotDisaggregatedError("no request finished in a disaggregated run, so there is nothing to report")
+    if fraction < MIN_DISAGGREGATED_FRACTION:
+        raise NotDisaggregatedError(
+            f"only {fraction:.1%} of the eligible requests went through both pools and "
+            f"{MIN_DISAGGREGATED_FRACTION:.0%} must: this run was not disaggregated and is not reported as such "
+            f"(recomputed, by reason: {recomputes(result.metrics) or 'none'})"
+        )
+
+
+def _append_records(path: Path, each: Round, label: ArmLabel) -> None:
+    records: Sequence[RequestRecord] = each.result.records if each.result else ()
+    with path.open("ab") as lines:
+        lines.writelines(
+            record.as_line(arm=each.side, mode=label, pair=each.pair, valid=each.is_kept) for record in records
+        )
