@@ -36,7 +36,7 @@ lint: setup      ## ruff, mypy strict, import rules
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 unit: setup      ## tests of pure logic, under a minute
-	@$(BIN)/pytest -q -n 2 --durations=10 tests/unit
+	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/unit
 
 conformance: setup ## every KV transport against one suite: dead peers, faults, frames that were altered
 	@$(BIN)/pytest -q -n 2 tests/conformance

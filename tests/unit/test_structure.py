@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -153,8 +154,18 @@ def imported(tree: ast.Module) -> set[str]:
     return found
 
 
-TREES = {dotted(path): ast.parse(path.read_text()) for path in modules(*MAPPED)}
-IMPORTS = {name: imported(tree) for name, tree in TREES.items()}
+MODULES = {dotted(path): path for path in modules(*MAPPED)}
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    """What a module says; read by the first test that asks, for every process collects these tests."""
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    return {name: imported(tree_of(name)) for name in MODULES}
 
 
 def within(name: str, package: str) -> bool:
@@ -165,7 +176,7 @@ def importers(module: str) -> set[str]:
     """Modules of the product and its tools that import this one, or anything in this package."""
     return {
         name
-        for name, found in IMPORTS.items()
+        for name, found in imports().items()
         if not within(name, module) and any(within(other, module) for other in found)
     }
 
@@ -191,9 +202,9 @@ def problem_of_claim(module: str, owner: str, only: bool, users: list[str], word
         )
     real = importers(module)
     for user in users:
-        if owner and user in names_in(TREES[module]):
+        if owner and user in names_in(tree_of(module)):
             continue
-        if user not in TREES:
+        if user not in MODULES:
             return f"{user!r} is no module; write it as `cluster.runtime.actors`"
         if not any(within(name, user) for name in real):
             return f"{user} does not import {module}"
@@ -201,11 +212,11 @@ def problem_of_claim(module: str, owner: str, only: bool, users: list[str], word
     return f"not only: {sorted(others)}" if only and others else None
 
 
-@pytest.mark.parametrize("module", sorted(TREES), ids=str)
+@pytest.mark.parametrize("module", sorted(MODULES), ids=str)
 def test_whoever_is_said_to_use_a_module_imports_it(module):
     problems = [
         f"{module}:{owner}: {problem}"
-        for owner, docstring in docstrings(TREES[module])
+        for owner, docstring in docstrings(tree_of(module))
         for claim in claims(docstring)
         if (problem := problem_of_claim(module, owner, *claim))
     ]
