@@ -4,6 +4,7 @@ It speaks only HTTP to the server, so the same code can load any OpenAI-compatib
 
 plan.py          the settings of a run, checked before anything starts
 arms.py          the arms of a comparison, and the ways to reach one
+opponent.py      an arm that somebody else runs
 preparation.py   settles rate, limits and requests before the first round
 valid_rounds.py  runs rounds of arms until they are valid
 compare.py       judges pairs of rounds until the arms can be told apart or cannot

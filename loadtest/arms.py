@@ -4,17 +4,18 @@ Built by `cluster.commands.loadtest`; called by `loadtest.preparation` and by `l
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import httpx
 import msgspec
 
 from loadtest.errors import ServerError
 from loadtest.plan import Mode
+from loadtest.run.server import Servers
 
 Serve = Callable[[Mode], AbstractAsyncContextManager[str]]
 """Starts a deployment in a mode, yields its base URL, and stops it."""
@@ -26,9 +27,16 @@ SWITCH_WITHIN_S = 30.0
 class Reached:
     """An arm that is ready for a round."""
 
-    base_url: str
+    server: str | Servers
+    """Its base URL, or servers that get the requests in turn."""
     is_fresh: bool
     """Whether its server has only just started, so that every worker must be warmed up."""
+    plan_changes: Mapping[str, Any] = field(default_factory=dict)
+    """How it is asked, where that differs from the plan."""
+    processes: Collection[int] | None = None
+    """Processes on this machine that serve it, with their descendants; None: those that this command started."""
+    is_watched: bool = True
+    """Whether other work on this machine can be told from its own."""
 
 
 class Devices(msgspec.Struct, frozen=True):
@@ -72,6 +80,8 @@ class Deployments:
         self._base_url = ""
         self._is_unused = False
         self.last_start_s = 0.0
+        self.arms = 0
+        """Arms that take turns."""
 
     async def __aenter__(self) -> "Deployments":
         return self
@@ -83,6 +93,7 @@ class Deployments:
 
     def arm(self, mode: Mode, devices: Devices | None = None) -> "RestartedArm":
         """Return an arm that restarts the deployment in this mode, on these devices."""
+        self.arms += 1
         return RestartedArm(mode, self, devices)
 
     async def start(self, arm: "RestartedArm") -> str:
@@ -113,8 +124,8 @@ class RestartedArm:
 
     @property
     def start_s(self) -> float:
-        """Seconds of the last start."""
-        return self.deployments.last_start_s
+        """Seconds of the last start; 0 for the only arm, whose deployment runs until the end."""
+        return self.deployments.last_start_s if self.deployments.arms > 1 else 0.0
 
     async def ready(self) -> Reached:
         """Restart the deployment in this mode, unless it is this arm's already."""

@@ -6,6 +6,7 @@ Each field is an option of the commands, and its description is the help text (`
 """
 
 import math
+import re
 from typing import Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -13,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 Mode = Literal["colocated", "disaggregated"]
 COLOCATED: Mode = "colocated"
 DISAGGREGATED: Mode = "disaggregated"
+OPPONENT: Final = "opponent"
+"""The kind of an arm that somebody else runs."""
 SECONDS_OF_A_ROUND = 60.0
 MOST_PAIRS = 16
 AUTO: Final = "auto"
@@ -170,7 +173,8 @@ class ComparePlan(ReplayPlan):
 
     arms: str = Field(
         f"{COLOCATED},{DISAGGREGATED}",
-        description="the two modes to compare, separated by a comma; the same one twice is an A/A run",
+        description="the two modes to compare, separated by a comma; the same one twice is an A/A run; "
+        "only one with --opponent",
     )
     pairs: int = Field(
         MOST_PAIRS, description="most pairs of rounds; the result is looked at after 6, 9, 12, 16 and the last"
@@ -178,6 +182,30 @@ class ComparePlan(ReplayPlan):
     round_s: float = Field(
         SECONDS_OF_A_ROUND,
         description="seconds of arrivals in a round, at the mean rate; --limit sets the requests instead",
+    )
+    opponent: str | None = Field(
+        None,
+        description="URL of a running OpenAI-compatible server of the same model, which becomes arm b beside the one "
+        "mode of --arms; several, separated by commas, get the requests in turn",
+    )
+    opponent_name: str = Field("opponent", description="what tables and sentences call the opponent")
+    opponent_devices: int | None = Field(
+        None, description="cores, or GPUs, that the opponent runs on; the report then has its figures per device"
+    )
+    opponent_served_name: str | None = Field(
+        None, description="which of the opponent's models to use; by default the first"
+    )
+    opponent_tokenizer: str | None = Field(
+        None, description="directory or hub name of the opponent's tokenizer; by default that of the mode's model"
+    )
+    opponent_endpoint: Literal["completions", "chat"] | None = Field(
+        None, description="the opponent's endpoint; by default that of --endpoint"
+    )
+    opponent_text_prompts: bool = Field(False, description="send the opponent's prompts as text")
+    opponent_processes: str | None = Field(
+        None,
+        description="ids of processes on this machine that also serve the opponent, such as the servers behind its "
+        "proxy, separated by commas; what listens at its URL is found without",
     )
     margin: float = Field(0.05, description="arms are equivalent if their shares differ by less than this")
     price_per_hour: float | None = Field(
@@ -190,10 +218,27 @@ class ComparePlan(ReplayPlan):
     )
 
     @property
-    def modes(self) -> tuple[Mode, Mode]:
-        """The modes of arm a and arm b."""
-        a, b = self.arms.split(",")
-        return cast(Mode, a), cast(Mode, b)
+    def modes(self) -> tuple[Mode, ...]:
+        """The modes of arm a and arm b; only of a if b is an opponent."""
+        return tuple(cast(Mode, mode) for mode in self.arms.split(","))
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """What arm a and arm b are: a mode each, or a mode and an opponent."""
+        a, b = (*self.modes, OPPONENT)[:2]
+        return a, b
+
+    @property
+    def opponent_urls(self) -> tuple[str, ...]:
+        """The opponent's base URLs; none without an opponent."""
+        return tuple(
+            url.strip().rstrip("/").removesuffix("/v1") for url in (self.opponent or "").split(",") if url.strip()
+        )
+
+    @property
+    def opponent_process_ids(self) -> tuple[int, ...]:
+        """The processes that serve the opponent, as far as they are given."""
+        return tuple(int(pid) for pid in (self.opponent_processes or "").split(",") if pid.strip())
 
     @property
     def measures_first(self) -> bool:
@@ -206,11 +251,58 @@ class ComparePlan(ReplayPlan):
 
     @field_validator("arms")
     @classmethod
-    def _two_modes(cls, value: str) -> str:
+    def _known_modes(cls, value: str) -> str:
         modes = [mode.strip() for mode in value.split(",")]
-        if len(modes) != 2 or not set(modes) <= {COLOCATED, DISAGGREGATED}:
+        if len(modes) > 2 or not set(modes) <= {COLOCATED, DISAGGREGATED}:
             raise ValueError(f"must be two of {COLOCATED} and {DISAGGREGATED}, separated by a comma, not {value!r}")
         return ",".join(modes)
+
+    @field_validator("opponent")
+    @classmethod
+    def _urls(cls, value: str | None) -> str | None:
+        for url in (value or "").split(",") if value is not None else ():
+            if not re.fullmatch(r"https?://[^/\s@]+(/.*)?", url.strip()):
+                raise ValueError(f"must be URLs such as http://127.0.0.1:8001, separated by commas, not {url!r}")
+        return value
+
+    @field_validator("opponent_processes")
+    @classmethod
+    def _process_ids(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"\d+(\s*,\s*\d+)*", value.strip()):
+            raise ValueError(f"must be process ids such as 4711,4712, not {value!r}")
+        return value
+
+    @field_validator("opponent_devices")
+    @classmethod
+    def _some_devices(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise ValueError(f"must be 1 or more, not {value}")
+        return value
+
+    @field_validator("opponent_name")
+    @classmethod
+    def _own_name(cls, value: str) -> str:
+        if not value.strip() or value in (COLOCATED, DISAGGREGATED):
+            raise ValueError(f"must be a name that no mode has, not {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _two_arms(self) -> "ComparePlan":
+        if self.opponent is not None and len(self.modes) != 1:
+            raise ValueError(
+                f"an opponent is arm b: name the one mode to compare with it, such as arms {DISAGGREGATED}"
+            )
+        if self.opponent is None and len(self.modes) != 2:
+            raise ValueError(
+                f"arms must be two of {COLOCATED} and {DISAGGREGATED}, separated by a comma, not {self.arms!r}; "
+                "one is for a comparison with an opponent"
+            )
+        given = sorted(name for name in self.model_fields_set if name.startswith("opponent_"))
+        if self.opponent is None and any(
+            getattr(self, name) != type(self).model_fields[name].default for name in given
+        ):
+            raise ValueError(f"{' and '.join(given)} say nothing without an opponent: give its URL")
+        return self
 
     @field_validator("budget_s", "round_s", "price_per_hour")
     @classmethod

@@ -24,7 +24,7 @@ from loadtest.run.calibration import (
     settle,
     workers_of,
 )
-from loadtest.run.server import first_model, open_http
+from loadtest.run.server import as_servers, first_model
 from loadtest.run.unloaded import measure_unloaded, sizes_of
 from loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES
 from loadtest.trace.windows import PairTraces
@@ -59,14 +59,14 @@ async def prepare(
     if plan.budget_s is not None:
         console.print(f"this comparison takes about {minutes_text(plan.budget_s)}", highlight=False)
     reached = await arm.ready()
-    base_url = reached.base_url
-    async with open_http(base_url) as http:
-        card = await first_model(http, plan.served_name)
+    servers = as_servers(reached.server)
+    async with servers.open_first() as http:
+        card = await first_model(http, plan.served_name, servers.key_variable)
     trace = sizes_of(plan)
     load = given_load(plan, trace)
     measured_prompts = 0
     if plan.measures_first:
-        unloaded = await measure_unloaded(base_url, plan, console, round_index=0)
+        unloaded = await measure_unloaded(servers.urls[0], plan, console, round_index=0)
         measured_prompts = len(trace.rows) + 1024
         plan, load = settle(plan, trace, unloaded, workers or workers_of(unloaded.workers))
         beside_s = beside_arrivals_s(plan.of_warm_round(), trace, unloaded)

@@ -101,12 +101,13 @@ class RoundRunner:
         reached = await arm.ready()
         if reached.is_fresh or side in self.cold:
             self.cold.discard(side)
-            await warm_up_workers(reached.base_url, self.plan, requests, self._new_round_index(), self.console)
-        before = await asyncio.to_thread(read_cpu)
+            asked = self.plan.model_copy(update=dict(reached.plan_changes))
+            await warm_up_workers(reached.server, asked, requests, self._new_round_index(), self.console)
+        before = await asyncio.to_thread(read_cpu, reached.processes)
         try:
             result = await run_replay(
-                reached.base_url,
-                self.plan.of_warm_round(),
+                reached.server,
+                self.plan.of_warm_round().model_copy(update=dict(reached.plan_changes)),
                 self.console,
                 label=title,
                 round_index=self._new_round_index(),
@@ -114,7 +115,8 @@ class RoundRunner:
             )
         except RestartedError as error:
             return None, None, (str(error),)
-        others = disturbance(before, await asyncio.to_thread(read_cpu)) if self.is_alone else None
+        after = await asyncio.to_thread(read_cpu, reached.processes)
+        others = disturbance(before, after) if self.is_alone and reached.is_watched else None
         if arm.mode == DISAGGREGATED:
             require_disaggregated(result)
         return result, others, void_reasons(result, others, self.plan.limits)

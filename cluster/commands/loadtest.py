@@ -17,6 +17,7 @@ from cluster.runtime.deployment import ray_runtime
 from contracts.vocabulary import Mode
 from loadtest.arms import Arm, Deployments, Devices, SwitchedArm
 from loadtest.compare import compare
+from loadtest.opponent import OpponentArm, opponent_of
 from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
 from loadtest.run.calibration import Workers, given_load, settle, workers_of
@@ -50,6 +51,8 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
     for mode in plan.modes:
         refuse_unfit_machine(config.model_copy(update={"mode": mode}))
     notes = await _notes_of_other_work(config, console)
+    opponent, notes_of_opponent = await _checked_opponent(config, plan)
+    notes = (*notes, *notes_of_opponent)
     async with ray_runtime(config) as ray_messages:
         console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
 
@@ -60,7 +63,12 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
 
         workers = split_workers(config) if plan.modes == (COLOCATED, DISAGGREGATED) else None
         async with Deployments(serving) as deployments:
-            arms = await _arms(deployments, config, plan.modes, console)
+            if opponent is None:
+                arms = await _arms(deployments, config, plan.modes, console)
+            else:
+                own = deployments.arm(plan.modes[0], devices_of(config, plan.modes[0]))
+                notes = (*notes, *await opponent.same_model(await deployments.start(own), plan))
+                arms = own, opponent
             is_alone = config.ray.address is None
             comparison = await compare(
                 arms, plan, out, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
@@ -68,8 +76,16 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
     console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {comparison.report}")
 
 
+async def _checked_opponent(config: RidgelineConfig, plan: ComparePlan) -> tuple[OpponentArm | None, tuple[str, ...]]:
+    """Check the plan's opponent, if there is one, before anything starts; return it with what must be said of it."""
+    if plan.opponent is None:
+        return None, ()
+    opponent = opponent_of(plan, devices_of(config, plan.modes[0]))
+    return opponent, await opponent.check(plan, config.model.max_model_len_tokens)
+
+
 async def _arms(
-    deployments: Deployments, config: RidgelineConfig, modes: tuple[Mode, Mode], console: Console
+    deployments: Deployments, config: RidgelineConfig, modes: tuple[Mode, ...], console: Console
 ) -> tuple[Arm, Arm]:
     """Start arm a, and switch the modes of its deployment if it can serve both; else each arm needs starts."""
     a, b = (deployments.arm(mode, devices_of(config, mode)) for mode in modes)

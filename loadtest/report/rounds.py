@@ -79,7 +79,7 @@ def summarise_comparison(
         "load": load.as_summary(plan.limits),
         "arms": {
             side: _arm_summary(kept[side], label, plan, mode)
-            for (side, label), mode in zip(labels.items(), plan.modes, strict=True)
+            for (side, label), mode in zip(labels.items(), plan.kinds, strict=True)
         },
         "pairs": [
             {"pair": number, "order": _order(rounds, number), **msgspec.to_builtins(each)}

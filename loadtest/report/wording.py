@@ -125,7 +125,8 @@ def _ratio(log_ratio: float) -> str:
 
 
 def _upper(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    """Begin a sentence with a capital, but leave a name that has its own, such as vLLM."""
+    return text[:1].upper() + text[1:] if text.split()[0].islower() else text
 
 
 def _tails_text(tails: Mapping[str, GapTail]) -> str:

@@ -7,8 +7,11 @@ Called by `loadtest.valid_rounds`, `loadtest.report.replay_output`, `loadtest.re
 import contextlib
 import os
 import platform
+import socket
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
@@ -45,11 +48,15 @@ class Disturbance(msgspec.Struct, frozen=True):
     stolen: float
     """By other guests of the same host."""
     other: float
-    """By processes that this command did not start."""
+    """By processes that do not serve the arm that runs, and did not start with this command."""
 
 
-def read_cpu() -> CpuReading:
-    """Read the CPU times of the machine and of this process with all of its descendants."""
+def read_cpu(serving: Collection[int] | None = None) -> CpuReading:
+    """Read the CPU times of the machine and of this process with all of its descendants.
+
+    With `serving`, the processes of those ids and their descendants count instead of this process's, which serve
+    another arm; what this process itself and its ended children take, the client among them, counts in any case.
+    """
     times = psutil.cpu_times()
     stolen_s: float = getattr(times, "steal", 0.0)
     idle_s: float = times.idle + getattr(times, "iowait", 0.0)
@@ -57,10 +64,41 @@ def read_cpu() -> CpuReading:
     counted = {name: value for name, value in times._asdict().items() if not name.startswith("guest")}
     this = psutil.Process()
     ours_s = 0.0
-    for process in (this, *this.children(recursive=True)):
+    for process in _tree([this.pid]) if serving is None else {this, *_tree(serving)}:
         with contextlib.suppress(psutil.Error):
             ours_s += sum(process.cpu_times()[:4])
     return CpuReading(sum(counted.values()), idle_s, stolen_s, ours_s)
+
+
+def _tree(roots: Collection[int]) -> set[psutil.Process]:
+    found: set[psutil.Process] = set()
+    for pid in roots:
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(pid)
+            found |= {root, *root.children(recursive=True)}
+    return found
+
+
+def listeners(url: str) -> frozenset[int] | None:
+    """Return the ids of this machine's processes that serve a URL, none for another machine's.
+
+    None if it is this machine's, but of processes that this user may not see.
+    """
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return frozenset()
+    own = {address.address.partition("%")[0] for each in psutil.net_if_addrs().values() for address in each}
+    if not found & own:
+        return frozenset()
+    try:
+        open_here = psutil.net_connections(kind="tcp")
+    except psutil.Error:
+        return None
+    listening = [one.pid for one in open_here if one.status == psutil.CONN_LISTEN and one.laddr[1:] == (port,)]
+    return frozenset(pid for pid in listening if pid is not None) or None
 
 
 def disturbance(before: CpuReading, after: CpuReading) -> Disturbance:

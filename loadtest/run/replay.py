@@ -21,7 +21,7 @@ from loadtest.run.client.stream import Completion, Endpoint, LoadClient, encode_
 from loadtest.run.machine import parse_cores
 from loadtest.run.progress import ReplayProgress, shown
 from loadtest.run.records import RecordFile, RequestRecord
-from loadtest.run.server import ModelCard, first_model, key_headers, open_http
+from loadtest.run.server import ModelCard, Servers, as_servers, first_model
 from loadtest.run.server_metrics import MetricsDelta, difference, fleet_change, scrape_settled
 from loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, load_tokenizer, prompt_text
 from loadtest.trace.readers import load_trace
@@ -80,7 +80,7 @@ def check_client(plan: ReplayPlan) -> None:
 
 
 async def run_replay(
-    base_url: str,
+    server: str | Servers,
     plan: ReplayPlan,
     console: Console,
     *,
@@ -95,19 +95,21 @@ async def run_replay(
     record as its request ends.
     """
     trace = requests.trace if requests else shape_trace(load_trace(plan.trace, plan.tokenizer), plan)
-    async with open_http(base_url) as http:
-        card = await first_model(http, plan.served_name)
+    servers = as_servers(server)
+    async with servers.open_first() as http:
+        card = await first_model(http, plan.served_name, servers.key_variable)
         trace = fit_context(trace, card.max_model_len)
         ordinals = requests.ordinals_per_round if requests else None
         bodies = await asyncio.to_thread(body_maker, trace, plan, card, ordinals)
+        cores, (first_url, *others) = parse_cores(plan.client_cores), servers.urls
         job = Job(
-            base_url, key_headers(), plan.endpoint, plan.deadline_s, len(trace.rows), parse_cores(plan.client_cores)
+            first_url, servers.headers, plan.endpoint, plan.deadline_s, len(trace.rows), cores, others=tuple(others)
         )
         async with client_process(job, completions(trace, bodies, round_index)) as client:
-            async with LoadClient(base_url, key_headers(), plan.endpoint) as warming:
+            async with LoadClient(first_url, servers.headers, plan.endpoint, others) as warming:
                 for number in range(plan.warmup_requests):
                     await send_warm_up(warming, plan, bodies, trace, round_index, number, plan.warmup_requests)
-            before = await scrape_settled(http, plan.settle_s)
+            before = await scrape_settled(http, plan.settle_s) if servers.counted else None
             records: list[RequestRecord] = []
             progress = ReplayProgress(label, len(trace.rows))
 
@@ -119,7 +121,7 @@ async def run_replay(
 
             async with shown(console, progress):
                 load = await client.run(progress.set_sent, take)
-        after = await scrape_settled(http, plan.settle_s)
+        after = await scrape_settled(http, plan.settle_s) if servers.counted else None
     records.sort(key=lambda record: record.index)
     change = fleet_change(before, after) if before and after else None
     metrics = difference(before, after, load.duration_s) if before and after else None

@@ -4,6 +4,7 @@ Called by `loadtest.run.replay`, `loadtest.run.unloaded` and `cluster.commands.t
 """
 
 import os
+from dataclasses import dataclass
 
 import httpx
 import msgspec
@@ -11,6 +12,34 @@ import msgspec
 from loadtest.errors import ServerError
 
 KEY_VARIABLE = "RIDGELINE_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Where requests go: one base URL, or several plain servers that get them in turn."""
+
+    urls: tuple[str, ...]
+    key_variable: str = KEY_VARIABLE
+    """The environment variable with their API key."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The HTTP header with their API key; empty without one."""
+        return key_headers(self.key_variable)
+
+    @property
+    def counted(self) -> str | None:
+        """The base URL whose /metrics count everything that is sent; None if it is spread over several servers."""
+        return self.urls[0] if len(self.urls) == 1 else None
+
+    def open_first(self) -> httpx.AsyncClient:
+        """Open a client of the first server, which stands for all in what is not load."""
+        return open_http(self.urls[0], self.key_variable)
+
+
+def as_servers(server: str | Servers) -> Servers:
+    """Return a single base URL as servers with Ridgeline's key."""
+    return Servers((server,)) if isinstance(server, str) else server
 
 
 class ModelCard(msgspec.Struct):
@@ -25,31 +54,40 @@ class _ModelList(msgspec.Struct):
     data: list[ModelCard]
 
 
-def key_headers() -> dict[str, str]:
-    """Return the HTTP header with the API key in RIDGELINE_API_KEY; empty without one."""
-    key = os.environ.get(KEY_VARIABLE, "").strip()
+def key_headers(variable: str = KEY_VARIABLE) -> dict[str, str]:
+    """Return the HTTP header with the API key in this environment variable; empty without one."""
+    key = os.environ.get(variable, "").strip()
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def open_http(base_url: str) -> httpx.AsyncClient:
+def open_http(base_url: str, key_variable: str = KEY_VARIABLE) -> httpx.AsyncClient:
     """Open a client without limits of its own; deadlines are per request."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits, trust_env=False, headers=key_headers())
+    headers = key_headers(key_variable)
+    return httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits, trust_env=False, headers=headers)
 
 
-async def first_model(http: httpx.AsyncClient, name: str | None = None) -> ModelCard:
+async def first_model(http: httpx.AsyncClient, name: str | None = None, key_variable: str = KEY_VARIABLE) -> ModelCard:
     """Return the first served model, or the one called `name`. Raises ServerError if there is none."""
     try:
         response = await http.get("/v1/models", timeout=30.0)
-        if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise ServerError(f"{http.base_url} asks for an API key: set {KEY_VARIABLE} to one that it knows")
+        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise ServerError(f"{http.base_url} asks for an API key: set {key_variable} to one that it knows")
         response.raise_for_status()
         cards = msgspec.json.decode(response.content, type=_ModelList).data
     except (httpx.HTTPError, msgspec.DecodeError) as error:
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        reason = _reason(error)
         raise ServerError(f"no OpenAI-compatible server answers at {http.base_url}: {reason}") from error
     card = next((card for card in cards if name in (None, card.id)), None)
     if card is None:
         served = ", ".join(card.id for card in cards) or "none"
         raise ServerError(f"{http.base_url} does not serve '{name or 'any model'}'; it serves {served}")
     return card
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"GET /v1/models gets HTTP {error.response.status_code}"
+    if isinstance(error, msgspec.DecodeError):
+        return "GET /v1/models gets no list of models"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -12,7 +12,7 @@ from loadtest.errors import ServerError
 from loadtest.plan import ReplayPlan
 from loadtest.run.client.stream import LoadClient
 from loadtest.run.replay import RoundRequests, body_maker, send_warm_up
-from loadtest.run.server import first_model, key_headers, open_http
+from loadtest.run.server import Servers, as_servers, first_model
 from loadtest.run.server_metrics import scrape, scrape_settled, steps_by_worker
 
 LEAST_REQUESTS, MOST_REQUESTS = 4, 64
@@ -20,25 +20,29 @@ MOST_WAVES = 6
 
 
 async def warm_up_workers(
-    base_url: str, plan: ReplayPlan, requests: RoundRequests, round_index: int, console: Console
+    server: str | Servers, plan: ReplayPlan, requests: RoundRequests, round_index: int, console: Console
 ) -> None:
     """Send waves of concurrent requests of the trace's sizes until each worker has made a step since.
 
+    Of servers that publish no steps, each gets its part of one wave, with prompts of all sizes.
     Raises ServerError if a worker has made none after six waves, or a request fails.
     """
-    async with open_http(base_url) as http, LoadClient(base_url, key_headers(), plan.endpoint) as client:
-        card = await first_model(http, plan.served_name)
+    servers = as_servers(server)
+    first_url, *others = servers.urls
+    loading = LoadClient(first_url, servers.headers, plan.endpoint, others)
+    async with servers.open_first() as http, loading as client:
+        card = await first_model(http, plan.served_name, servers.key_variable)
         bodies = await asyncio.to_thread(body_maker, requests.trace, plan, card, requests.ordinals_per_round)
-        before = await scrape(http)
+        before = await scrape(http) if servers.counted else None
         steps = steps_by_worker(before) if before else {}
-        each = min(MOST_REQUESTS, max(LEAST_REQUESTS, 2 * len(steps)))
+        each = min(MOST_REQUESTS, max(LEAST_REQUESTS * len(servers.urls), 2 * len(steps)))
         for wave in range(MOST_WAVES):
             sending = (
                 send_warm_up(client, plan, bodies, requests.trace, round_index, number, each, first=wave * each)
                 for number in range(each)
             )
             await asyncio.gather(*sending)
-            after = await scrape_settled(http, plan.settle_s)
+            after = await scrape_settled(http, plan.settle_s) if before else None
             idle = (
                 [worker for worker, count in steps_by_worker(after).items() if count <= steps.get(worker, 0.0)]
                 if after
@@ -46,7 +50,7 @@ async def warm_up_workers(
             )
             if not idle:
                 console.print(
-                    f"warmed up {len(steps) or 'the'} workers with {(wave + 1) * each} requests",
+                    f"warmed up {_told(len(steps), servers)} with {(wave + 1) * each} requests",
                     style="dim",
                     highlight=False,
                 )
@@ -55,3 +59,9 @@ async def warm_up_workers(
     raise ServerError(
         f"{names} took part in none of {MOST_WAVES * each} warm-up requests, so rounds would meet it cold"
     )
+
+
+def _told(workers: int, servers: Servers) -> str:
+    if workers:
+        return f"{workers} workers"
+    return "the workers" if servers.counted else f"{len(servers.urls)} servers"

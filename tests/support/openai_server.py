@@ -41,6 +41,10 @@ class Behaviour:
     """Number of the completion request at which a worker is counted as restarted; 0 for never."""
     restarts_every: int = 0
     """The same at each multiple of this number."""
+    key: str | None = None
+    """The API key that it asks for."""
+    resets_cache: bool = False
+    cache_resets: int = 0
     faults: dict[int, str] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     bodies: list[dict] = field(default_factory=list)
@@ -97,7 +101,9 @@ def make_app(behaviour: Behaviour) -> Starlette:
     """Build the application; `behaviour` may be changed while it runs."""
     metrics = FakeMetrics(behaviour.mode)
 
-    async def models(_: Request) -> Response:
+    async def models(request: Request) -> Response:
+        if behaviour.key and request.headers.get("authorization") != f"Bearer {behaviour.key}":
+            return Response(status_code=401)
         card = {"id": "fake", "root": behaviour.tokenizer, "max_model_len": behaviour.max_model_len}
         return JSONResponse({"object": "list", "data": [card]})
 
@@ -107,6 +113,8 @@ def make_app(behaviour: Behaviour) -> Starlette:
         return Response(generate_latest(metrics.registry), media_type="text/plain")
 
     async def completions(request: Request) -> Response:
+        if behaviour.key and request.headers.get("authorization") != f"Bearer {behaviour.key}":
+            return Response(status_code=401)
         body = await request.json()
         number = len(behaviour.bodies)
         behaviour.bodies.append(body)
@@ -117,10 +125,15 @@ def make_app(behaviour: Behaviour) -> Starlette:
             return JSONResponse({"error": {"message": "too busy"}}, status_code=503)
         return StreamingResponse(answer(behaviour, metrics, body, number), media_type="text/event-stream")
 
+    async def reset_prefix_cache(_: Request) -> Response:
+        behaviour.cache_resets += 1
+        return Response(status_code=200 if behaviour.resets_cache else 404)
+
     return Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/metrics", metrics_page),
+            Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", completions, methods=["POST"]),
         ]

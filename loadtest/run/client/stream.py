@@ -9,7 +9,7 @@ It uses aiohttp: httpx walks all of its connections at every request and every c
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace, TracebackType
 from typing import Any, Literal, Self
@@ -109,11 +109,18 @@ def encode_body(model: str, prompt: list[int] | str, output_tokens: int, endpoin
 class LoadClient:
     """Sends completions to one server, over as many connections as are needed at a time; a context manager.
 
+    With `others` there are several servers, and request i goes to server i modulo their number.
     Open-loop load must not queue on this side, so nothing is limited here.
     """
 
-    def __init__(self, base_url: str, headers: Mapping[str, str], endpoint: Endpoint = "completions") -> None:
-        self._url = base_url.rstrip("/") + PATHS[endpoint]
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str],
+        endpoint: Endpoint = "completions",
+        others: Sequence[str] = (),
+    ) -> None:
+        self._urls = [url.rstrip("/") + PATHS[endpoint] for url in (base_url, *others)]
         self._headers = {"content-type": "application/json", **headers}
         self._session: aiohttp.ClientSession | None = None
         self.events = 0
@@ -149,7 +156,7 @@ class LoadClient:
         error: str | None = None
         try:
             async with asyncio.timeout(deadline_s):
-                await self._stream_until_answered(request.body, sent, progress)
+                await self._stream_until_answered(request, sent, progress)
         except TimeoutError:
             error = f"no complete answer within the deadline of {deadline_s:g} s"
         except Exception as caught:  # noqa: BLE001 - one request must never end the others and lose their records
@@ -158,11 +165,11 @@ class LoadClient:
         scheduled_s = request.scheduled_s if scheduled_s is None else scheduled_s
         return _record(request, progress, scheduled_s, sent - start, elapsed_s, error)
 
-    async def _stream_until_answered(self, body: bytes, sent: float, progress: _Progress) -> None:
+    async def _stream_until_answered(self, request: Completion, sent: float, progress: _Progress) -> None:
         """Send again, over another connection, while the server turns out to have closed the kept one."""
         while True:
             try:
-                return await self._stream(body, sent, progress)
+                return await self._stream(request, sent, progress)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 raced = progress.on_kept_connection and progress.status is None
                 if not raced or time.perf_counter() - sent > CLOSED_BY_SERVER_S:
@@ -170,10 +177,13 @@ class LoadClient:
                 progress.on_kept_connection = False
                 self.reconnects += 1
 
-    async def _stream(self, body: bytes, sent: float, progress: _Progress) -> None:
+    async def _stream(self, request: Completion, sent: float, progress: _Progress) -> None:
         assert self._session is not None, "enter the client first"
         async with self._session.post(
-            self._url, data=body, headers=self._headers, trace_request_ctx=progress
+            self._urls[request.index % len(self._urls)],
+            data=request.body,
+            headers=self._headers,
+            trace_request_ctx=progress,
         ) as response:
             progress.status = response.status
             if response.status != 200:

@@ -24,7 +24,7 @@ async def test_an_arm_keeps_its_deployment_until_the_other_has_its_turn():
         assert await deployments.start(a) == "http://1"
         first, again = await a.ready(), await a.ready()
         assert (first.is_fresh, again.is_fresh) == (True, False)
-        assert first.base_url == again.base_url
+        assert first.server == again.server
         assert (await b.ready()).is_fresh, "the same mode, but another arm"
     assert events == ["start colocated", "stop colocated"] * 2
 

@@ -23,6 +23,12 @@ from loadtest.run.unloaded import sizes_of
         ({"margin": 0}, "between 0 and 1"),
         ({"arms": "colocated"}, "two of colocated and disaggregated"),
         ({"arms": "colocated,adaptive"}, "two of colocated and disaggregated"),
+        ({"opponent": "http://h:1"}, "name the one mode to compare with it, such as arms disaggregated"),
+        ({"opponent": "h:1", "arms": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
+        ({"opponent": "http://h:1,", "arms": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
+        ({"opponent": "http://h:1", "arms": "colocated", "opponent_name": "colocated"}, "a name that no mode has"),
+        ({"opponent": "http://h:1", "arms": "colocated", "opponent_processes": "vllm"}, "process ids such as 4711"),
+        ({"opponent_devices": 2}, "opponent_devices say nothing without an opponent"),
     ],
 )
 def test_a_combination_that_contradicts_itself_is_refused_with_the_fix(fields, fix):
@@ -33,6 +39,16 @@ def test_a_combination_that_contradicts_itself_is_refused_with_the_fix(fields, f
 def test_arms_are_two_modes_of_which_one_may_come_twice():
     assert ComparePlan().modes == ("colocated", "disaggregated")
     assert ComparePlan(arms="disaggregated, disaggregated").modes == ("disaggregated", "disaggregated")
+
+
+def test_an_opponent_is_arm_b_beside_one_mode():
+    urls = "http://h:1/v1, http://h:2/"
+    plan = ComparePlan(arms="disaggregated", opponent=urls, opponent_processes="12, 13")
+    assert (plan.modes, plan.kinds) == (("disaggregated",), ("disaggregated", "opponent"))
+    assert plan.opponent_urls == ("http://h:1", "http://h:2")
+    assert plan.opponent_process_ids == (12, 13)
+    assert ComparePlan(**plan.model_dump()) == plan
+    assert ComparePlan(**ComparePlan().model_dump()) == ComparePlan()
 
 
 def test_a_plan_measures_first_only_if_something_is_left_to_be_measured():

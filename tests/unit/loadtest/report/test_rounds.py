@@ -51,7 +51,7 @@ def _summary(plan: ComparePlan = PLAN):
     conclusion = conclude(differences, (6,), 6, plan.margin)
     devices = {"a": None, "b": Devices("core", 2, {"prefill": 1, "decode": 1})}
     load = Load(1.0, "as given", "as given")
-    return summarise_comparison(conclusion, differences, rounds, labels_of(*plan.modes), plan, load, devices)
+    return summarise_comparison(conclusion, differences, rounds, labels_of(*plan.kinds), plan, load, devices)
 
 
 def _terminal(summary) -> str:

@@ -1,9 +1,15 @@
 """Rounds that say nothing: workers that were lost, a disturbed machine, a late client."""
 
+import os
+import socket
+import subprocess
+import sys
+
+import psutil
 import pytest
 
 from loadtest.plan import Slo
-from loadtest.run.machine import CpuReading, Disturbance, disturbance, read_cpu
+from loadtest.run.machine import CpuReading, Disturbance, disturbance, listeners, read_cpu
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import ReplayResult
 from loadtest.run.server_metrics import fleet_change, parse_metrics, steps_by_worker, workers_of
@@ -48,6 +54,35 @@ def test_this_machine_can_be_read():
     first, second = read_cpu(), read_cpu()
     assert 0 < first.ours_s <= second.ours_s
     assert first.all_s <= second.all_s
+
+
+def test_what_serves_the_other_arm_is_other_work_and_what_serves_this_one_is_not():
+    burner = "import os, time\nwhile sum(os.times()[:2]) < 1: pass\nprint(flush=True)\nimport sys; sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", burner], **pipes) as child:
+        child.stdout.readline()
+        started_here, serving, idle = read_cpu(), read_cpu([child.pid]), read_cpu([])
+        child.stdin.close()
+    burnt_s = 0.95  # of one second; the kernel counts in hundredths
+    assert started_here.ours_s > idle.ours_s + burnt_s
+    assert serving.ours_s > idle.ours_s + burnt_s
+    assert read_cpu([child.pid]).ours_s > serving.ours_s - burnt_s / 2, "a process that has ended takes nothing along"
+
+
+def test_the_processes_of_a_url_are_those_that_listen_there_on_this_machine():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert listeners(url) == {os.getpid()}
+    assert listeners(url) is None, "nobody who can be seen"
+    assert listeners("http://192.0.2.1:80") == frozenset(), "a machine elsewhere"
+
+
+def test_processes_that_may_not_be_seen_are_not_taken_for_none(monkeypatch):
+    def forbidden(kind):
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", forbidden)
+    assert listeners("http://127.0.0.1:80") is None
 
 
 def _metrics(*workers: str, restarts: int = 0, usable: int = 2):
