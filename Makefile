@@ -28,7 +28,7 @@ $(MODEL_READY): $(READY)
 	@touch $@
 
 DEMO_S ?= 345
-demo: model      ## colocated against disaggregated at 80 % of what this machine can prefill; writes runs/demo/ (DEMO_S=345)
+demo: model      ## colocated against disaggregated at 80 % of what this machine can prefill; writes runs/demo/, then demo-2 (DEMO_S=345)
 	@$(BIN)/ridgeline doctor
 	@$(BIN)/ridgeline compare --config deploy/local.yaml --trace demo --length-scale 0.5 --settle-s 0.5 --rate auto --slo auto --budget-s $(DEMO_S) --out runs/demo
 

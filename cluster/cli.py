@@ -265,17 +265,42 @@ def replay(
 @with_plan(ComparePlan, partial(fail, status=2))
 def compare(
     plan: ComparePlan,
-    out: Annotated[Path, typer.Option(help="folder for summary.json and report.html")],
+    out: Annotated[
+        Path | None, typer.Option(help="folder for summary.json and report.html; if it holds a run, DIR-2 and so on")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="go on with the interrupted comparison in this folder, as it was given")
+    ] = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Compare colocated with disaggregated on the same cores and requests, in alternation."""
-    from cluster.commands.loadtest import compare_command, refusals
+    from cluster.commands.loadtest import compare_command, refusals, resume_command
 
+    if resume is not None and out is None:
+        again = load(config, settings, both_modes=True).config if config or settings else None
+        run(resume_command(resume, plan, again, console))
+        return
+    if out is None or resume is not None:
+        fail(["give --out DIR for a new comparison, or --resume DIR to go on with an interrupted one"], 2)
+        return
     loaded = load(config, settings, both_modes=True)
     if found := refusals(loaded.config, plan.modes):
         fail(found, 2)
     run(compare_command(loaded.config, plan, out, console))
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="one run, or two to see them side by side", metavar="DIR...")],
+) -> None:
+    """Write report.html of a finished comparison again, or show two side by side."""
+    from cluster.commands.report import report as report_runs
+
+    try:
+        report_runs(folders, console)
+    except LoadTestError as error:
+        fail([str(error)])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ arms.py          the arms of a comparison, and the ways to reach one
 opponent.py      an arm that somebody else runs
 preparation.py   settles rate, limits and requests before the first round
 valid_rounds.py  runs rounds of arms until they are valid
+run_folder.py    the folder of a comparison while it runs
 compare.py       judges pairs of rounds until the arms can be told apart or cannot
 trace/           what is replayed: arrivals, lengths, prompts
 run/             one replay, from the plan to the records

@@ -6,9 +6,11 @@ Both rounds of a pair have the same arrivals and lengths, and each pair has anot
 No two rounds share a prompt's beginning, so prefix caches are cold.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,18 @@ import msgspec
 from rich.console import Console
 
 from loadtest.arms import Arm
-from loadtest.errors import ServerError
+from loadtest.errors import LoadTestError, ServerError
 from loadtest.plan import ComparePlan
 from loadtest.preparation import Prepared, prepare
 from loadtest.report.page import write_report
-from loadtest.report.rounds import labels_of, summarise_comparison
+from loadtest.report.rounds import Interruption, interruptions_summary, labels_of, summarise_comparison
 from loadtest.report.tables import print_comparison
 from loadtest.run.calibration import Workers
+from loadtest.run_folder import REPORT, SUMMARY, Past, RunFolder, Settled, Setup, free_folder
 from loadtest.statistics.looks import looks_until
 from loadtest.statistics.outcome import Conclusion, conclude
 from loadtest.statistics.pairs import PairDifference, pair_difference
+from loadtest.trace.windows import PairTraces
 from loadtest.valid_rounds import SIDES, RoundRunner
 
 
@@ -41,7 +45,7 @@ class Comparison:
 async def compare(
     arms: tuple[Arm, Arm],
     plan: ComparePlan,
-    out: Path,
+    out: Path | RunFolder,
     console: Console,
     *,
     workers: Workers | None = None,
@@ -51,14 +55,16 @@ async def compare(
 ) -> Comparison:
     """Run pairs of rounds, write summary.json, records.jsonl and report.html into `out`, print tables and outcome.
 
+    If `out` holds a run, another folder beside it is used.
     `workers` share the load, in units of the worker of arm a that is measured; without them its server says which.
     `notes` are said with the load. With `is_alone` all work of this machine that this process did not start disturbs.
     The plan's budget counts from `began_s`, on time.monotonic's scale; without it from now.
     Raises LoadTestError, and NotDisaggregatedError after the first round in that mode that did not use both pools.
     """
     began_s = time.monotonic() if began_s is None else began_s
-    records_file = _fresh_records_file(out)
+    folder = _new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
     prepared = await prepare(arms[0], plan, console, workers, notes, began_s)
+    folder.start(_settled(plan, prepared, folder.setup))
     runner = RoundRunner(
         arms=dict(zip(SIDES, arms, strict=True)),
         labels=labels_of(*(arm.mode for arm in arms)),
@@ -67,11 +73,55 @@ async def compare(
         next_round_index=prepared.first_round_index,
         cold={"a"} if prepared.is_a_cold else set(),
         is_alone=is_alone,
-        records_file=records_file,
+        folder=folder,
         console=console,
+        began_s=began_s,
     )
-    judged = await _judge_pairs(prepared, runner, began_s)
-    return _finish(judged, prepared, runner, out)
+    return await _to_the_end(prepared, runner, ())
+
+
+async def resume(
+    arms: tuple[Arm, Arm], past: Past, console: Console, *, is_alone: bool = True, began_s: float | None = None
+) -> Comparison:
+    """Go on with an interrupted comparison, after its valid rounds and with what it had settled; else as `compare`.
+
+    The budget counts the time that it ran, and not the interruption.
+    """
+    began_s = (time.monotonic() if began_s is None else began_s) - past.spent_s
+    prepared, folder = _as_it_was(past), RunFolder(past.folder, past.settled.setup)
+    interruption = Interruption(past.stopped, datetime.now(UTC))
+    folder.add_resumed(interruption)
+    valid = sum(each.is_kept for each in past.rounds)
+    console.print(
+        f"going on after {valid} valid {'round' if valid == 1 else 'rounds'}; it was interrupted at "
+        f"{past.stopped:%Y-%m-%d %H:%M:%S} UTC",
+        highlight=False,
+    )
+    runner = RoundRunner(
+        arms=dict(zip(SIDES, arms, strict=True)),
+        labels=labels_of(*(arm.mode for arm in arms)),
+        plan=prepared.plan,
+        ordinals_per_round=prepared.ordinals_per_round,
+        next_round_index=past.next_round_index,
+        cold=set(SIDES),
+        is_alone=is_alone,
+        folder=folder,
+        console=console,
+        began_s=began_s,
+        rounds=list(past.rounds),
+        next_number=past.next_number,
+    )
+    return await _to_the_end(prepared, runner, (*past.interruptions, interruption))
+
+
+async def _to_the_end(prepared: Prepared, runner: RoundRunner, interruptions: tuple[Interruption, ...]) -> Comparison:
+    try:
+        judged = await _judge_pairs(prepared, runner)
+    except (asyncio.CancelledError, LoadTestError):
+        how = f"ridgeline compare --resume {runner.folder.path}"
+        runner.console.print(f"stopped before the end; to go on: {how}", style="yellow", highlight=False, markup=False)
+        raise
+    return _finish(judged, prepared, runner, interruptions)
 
 
 @dataclass
@@ -91,7 +141,7 @@ class _Judged:
         console.print(f"after {_pairs(done)}: {self.conclusion.outcome}", highlight=False)
 
 
-async def _judge_pairs(prepared: Prepared, runner: RoundRunner, began_s: float) -> _Judged:
+async def _judge_pairs(prepared: Prepared, runner: RoundRunner) -> _Judged:
     """Run pairs until a look settles the outcome, the plan's pairs are done, or the time is up."""
     judged, plan = _Judged(), prepared.plan
     looks = looks_until(plan.pairs)
@@ -103,7 +153,9 @@ async def _judge_pairs(prepared: Prepared, runner: RoundRunner, began_s: float) 
             judged.look(plan, runner.console)
         if done == plan.pairs or (judged.conclusion is not None and judged.conclusion.is_settled):
             break
-        if plan.budget_s is not None and time.monotonic() - began_s + 2 * runner.longest_s > plan.budget_s:
+        if runner.has_begun(done):
+            continue  # before an interruption: its time is spent
+        if plan.budget_s is not None and time.monotonic() - runner.began_s + 2 * runner.longest_s > plan.budget_s:
             judged.notes = (f"ended after {_pairs(done)}, since another would not fit into the time",)
             if done not in looks:
                 judged.look(plan, runner.console)
@@ -111,7 +163,9 @@ async def _judge_pairs(prepared: Prepared, runner: RoundRunner, began_s: float) 
     return judged
 
 
-def _finish(judged: _Judged, prepared: Prepared, runner: RoundRunner, out: Path) -> Comparison:
+def _finish(
+    judged: _Judged, prepared: Prepared, runner: RoundRunner, interruptions: tuple[Interruption, ...]
+) -> Comparison:
     """Write and print the result."""
     if judged.conclusion is None:
         raise ServerError("no pair of rounds was finished, so there is nothing to compare")
@@ -121,17 +175,46 @@ def _finish(judged: _Judged, prepared: Prepared, runner: RoundRunner, out: Path)
     )
     for told in ("notes", "sentences"):
         summary["load"][told] = [*summary["load"][told], *judged.notes]
-    (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    report = write_report(out / "report.html", summary, records)
+    summary |= {"setup": runner.folder.setup, "interruptions": interruptions_summary(interruptions)}
+    out = runner.folder.path
+    report = write_report(out / REPORT, summary, records)
+    (out / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     print_comparison(summary, runner.console)
     return Comparison(summary, judged.conclusion, report)
 
 
-def _fresh_records_file(out: Path) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "records.jsonl"
-    path.unlink(missing_ok=True)
-    return path
+def _new_folder(wanted: RunFolder, console: Console) -> RunFolder:
+    """Choose a folder that holds no run, and say so if it is not the one that was asked for."""
+    path = free_folder(wanted.path)
+    if path != wanted.path:
+        console.print(f"{wanted.path} holds a run, which is kept: this one goes to {path}", markup=False)
+    return RunFolder(path, wanted.setup)
+
+
+def _settled(plan: ComparePlan, prepared: Prepared, setup: Setup) -> Settled:
+    return Settled(
+        given=plan.model_dump(mode="json", exclude_unset=True),
+        plan=prepared.plan.model_dump(mode="json"),
+        load=prepared.load,
+        setup=dict(setup),
+        max_model_tokens=prepared.max_model_tokens,
+        ordinals_per_round=prepared.ordinals_per_round,
+        first_round_index=prepared.first_round_index,
+    )
+
+
+def _as_it_was(past: Past) -> Prepared:
+    settled, plan = past.settled, past.settled.settled_plan()
+    traces = PairTraces(plan, settled.max_model_tokens)
+    return Prepared(
+        plan=plan,
+        load=settled.load,
+        traces=traces,
+        max_model_tokens=settled.max_model_tokens,
+        ordinals_per_round=settled.ordinals_per_round,
+        first_round_index=settled.first_round_index,
+        is_a_cold=True,
+    )
 
 
 def _pairs(count: int) -> str:

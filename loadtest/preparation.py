@@ -41,6 +41,8 @@ class Prepared:
     """With numbers in place of `auto`."""
     load: Load
     traces: PairTraces
+    max_model_tokens: int | None
+    """The server's context, to which the trace was fitted."""
     ordinals_per_round: int
     """Prompts set apart for each round, so that no two rounds share one."""
     first_round_index: int
@@ -80,4 +82,4 @@ async def prepare(
     for sentence in load.sentences(plan.limits):
         console.print(sentence, highlight=False, markup=False)
     first_round_index = 1 + (traces.prefix_ids + measured_prompts) // ordinals
-    return Prepared(plan, load, traces, ordinals, first_round_index, reached.is_fresh)
+    return Prepared(plan, load, traces, card.max_model_len, ordinals, first_round_index, reached.is_fresh)

@@ -7,10 +7,9 @@ its arm is void and repeated.
 import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 
 from rich.console import Console
 
@@ -20,10 +19,12 @@ from loadtest.plan import DISAGGREGATED, ComparePlan
 from loadtest.report.pools import disaggregated_fraction, recomputes
 from loadtest.report.rounds import ArmLabel, Round
 from loadtest.run.machine import Disturbance, disturbance, read_cpu
-from loadtest.run.records import RequestRecord
+from loadtest.run.records import RecordFile
 from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
+from loadtest.run.server_metrics import until_whole
 from loadtest.run.validity import void_reasons
 from loadtest.run.warm_up import warm_up_workers
+from loadtest.run_folder import RECORDS, RunFolder
 from loadtest.statistics.outcome import Side
 from loadtest.trace.trace import Trace
 
@@ -52,38 +53,62 @@ class RoundRunner:
     """Arms whose server must be warmed up although nothing says that it has only just started."""
     is_alone: bool
     """Whether all work of this machine that this process did not start disturbs."""
-    records_file: Path
+    folder: RunFolder
     console: Console
+    began_s: float
+    """On time.monotonic's scale; what an interrupted comparison had spent counts."""
     rounds: list[Round] = field(default_factory=list)
     """All so far, void ones included."""
-    longest_s: float = 0.0
-    """The longest valid round, with its start if it needed one."""
-    _repeats: int = 0
+    next_number: int = 0
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds of the longest valid round, with its start if it needed one."""
+        return max((each.took_s for each in self.rounds if each.is_kept), default=0.0)
 
     async def pair(self, pair: int, trace: Trace, title: str) -> dict[Side, ReplayResult]:
         """Run one valid round of each arm with these requests, in the order drawn for this pair.
 
+        A round of this pair that was valid before an interruption is not run again.
         Raises LoadTestError, and NotDisaggregatedError after a round in that mode that did not use both pools.
         """
         requests = RoundRequests(trace, self.ordinals_per_round)
-        return {side: await self._valid_round(pair, side, requests, title) for side in order_of(self.plan.seed, pair)}
+        return {
+            side: self._done(pair, side) or await self._valid_round(pair, side, requests, title)
+            for side in order_of(self.plan.seed, pair)
+        }
+
+    def has_begun(self, pair: int) -> bool:
+        """Return whether a valid round of this pair is there."""
+        return any(each.pair == pair and each.is_kept for each in self.rounds)
+
+    def _done(self, pair: int, side: Side) -> ReplayResult | None:
+        found = (each.result for each in self.rounds if (each.pair, each.side) == (pair, side) and each.is_kept)
+        return next(found, None)
 
     async def _valid_round(self, pair: int, side: Side, requests: RoundRequests, title: str) -> ReplayResult:
         """Run a round until it is valid; one that is only disturbed is kept once there were enough repeats."""
         lost = 0
         while True:
             began, began_s = datetime.now(UTC), time.monotonic()
-            result, others, reasons = await self._round(side, requests, f"{title}, {self.labels[side]}")
+            number = self.next_number
+            self.next_number += 1
+            label = self.labels[side]
+            record_file = RecordFile(self.folder.path / RECORDS, arm=side, mode=label, pair=pair, round=number)
+            # A warm-up and a round take an index each.
+            self.folder.add_began(number, self.next_round_index + 2)
+            result, others, reasons = await self._round(side, requests, f"{title}, {label}", record_file)
             is_kept = (
                 result is not None
                 and result.fleet_change is None
                 and (not reasons or self._repeats >= self._most_repeats)
             )
-            self.rounds.append(Round(side, pair, began, result, others, reasons, is_kept))
-            if result is not None:
-                _append_records(self.records_file, self.rounds[-1], self.labels[side])
+            ended_s = time.monotonic()
+            self.rounds.append(
+                Round(side, pair, began, result, others, reasons, is_kept, number=number, took_s=ended_s - began_s)
+            )
+            self.folder.add_ended(self.rounds[-1], ended_s - self.began_s)
             if result is not None and is_kept:
-                self.longest_s = max(self.longest_s, time.monotonic() - began_s)
                 return result
             verb = "repeated" if lost < MOST_REPEATS else "given up"
             self.console.print(f"void and {verb}: {'; '.join(reasons)}", style="yellow", highlight=False, markup=False)
@@ -91,17 +116,17 @@ class RoundRunner:
                 lost += 1
                 if lost > MOST_REPEATS:
                     raise ServerError(f"a round of {self.labels[side]} was void {lost} times: {'; '.join(reasons)}")
-            else:
-                self._repeats += 1
+                self.cold |= set(SIDES)
 
     async def _round(
-        self, side: Side, requests: RoundRequests, title: str
+        self, side: Side, requests: RoundRequests, title: str, record_file: RecordFile
     ) -> tuple[ReplayResult | None, Disturbance | None, tuple[str, ...]]:
         arm = self.arms[side]
         reached = await arm.ready()
         if reached.is_fresh or side in self.cold:
             self.cold.discard(side)
             asked = self.plan.model_copy(update=dict(reached.plan_changes))
+            await until_whole(reached.server)
             await warm_up_workers(reached.server, asked, requests, self._new_round_index(), self.console)
         before = await asyncio.to_thread(read_cpu, reached.processes)
         try:
@@ -112,6 +137,7 @@ class RoundRunner:
                 label=title,
                 round_index=self._new_round_index(),
                 requests=requests,
+                record_file=record_file,
             )
         except RestartedError as error:
             return None, None, (str(error),)
@@ -124,6 +150,13 @@ class RoundRunner:
     def _new_round_index(self) -> int:
         self.next_round_index += 1
         return self.next_round_index - 1
+
+    @property
+    def _repeats(self) -> int:
+        """Rounds that were void for nothing but a disturbance."""
+        return sum(
+            not each.is_kept and each.result is not None and each.result.fleet_change is None for each in self.rounds
+        )
 
     @property
     def _most_repeats(self) -> int:
@@ -152,12 +185,4 @@ def require_disaggregated(result: ReplayResult) -> None:
             f"only {fraction:.1%} of the eligible requests went through both pools and "
             f"{MIN_DISAGGREGATED_FRACTION:.0%} must: this run was not disaggregated and is not reported as such "
             f"(recomputed, by reason: {recomputes(result.metrics) or 'none'})"
-        )
-
-
-def _append_records(path: Path, each: Round, label: ArmLabel) -> None:
-    records: Sequence[RequestRecord] = each.result.records if each.result else ()
-    with path.open("ab") as lines:
-        lines.writelines(
-            record.as_line(arm=each.side, mode=label, pair=each.pair, valid=each.is_kept) for record in records
         )

@@ -3,6 +3,8 @@
 serve.py         `ridgeline serve`
 loadtest.py      `ridgeline replay` and `ridgeline compare`
 plan_options.py  the options of those two
+setup.py         what they were run with, for their summaries
+report.py        `ridgeline report`
 bench.py         `ridgeline bench transfer`
 roofline.py      `ridgeline roofline`
 top.py           `ridgeline top`

@@ -6,17 +6,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from cluster.commands.serve import refuse_unfit_machine, started
+from cluster.commands.serve import refuse_unfit_machine, say_with_time, started
+from cluster.commands.setup import setup_of, versions
 from cluster.config.api_keys import first_admin_key
 from cluster.config.models import MIB, PoolConfig, RidgelineConfig
 from cluster.runtime.deployment import ray_runtime
 from contracts.vocabulary import Mode
 from loadtest.arms import Arm, Deployments, Devices, SwitchedArm
-from loadtest.compare import compare
+from loadtest.compare import compare, resume
+from loadtest.errors import LoadTestError
 from loadtest.opponent import OpponentArm, opponent_of
 from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
@@ -25,6 +28,7 @@ from loadtest.run.machine import busy_note
 from loadtest.run.records import RecordFile
 from loadtest.run.replay import check_client, run_replay
 from loadtest.run.unloaded import measure_unloaded, sizes_of
+from loadtest.run_folder import Past, RunFolder, free_folder
 from loadtest.trace.shape import fit_context
 
 
@@ -38,13 +42,36 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
         plan, load = settle(plan, trace, unloaded, workers_of(unloaded.workers))
     for sentence in load.sentences(plan.limits):
         console.print(sentence, highlight=False, markup=False)
+    if out and (free := free_folder(out)) != out:
+        console.print(f"{out} holds a run, which is kept: this one goes to {free}", highlight=False, markup=False)
+        out = free
     record_file = RecordFile(out / "records.jsonl") if out else None
     result = await run_replay(url, plan, console, record_file=record_file)
     report_replay(result, plan, load, out, console)
 
 
-async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console) -> None:
-    """Run both arms on the same cores, in pairs, and write the comparison. Raises LoadTestError and `serve`'s."""
+async def resume_command(folder: Path, given: ComparePlan, config: RidgelineConfig | None, console: Console) -> None:
+    """Go on with the interrupted comparison in `folder`; without a configuration, with its own.
+
+    Raises LoadTestError also if what is given now is not what was given first.
+    """
+    past = RunFolder(folder).past()
+    saved = past.settled.setup.get("configuration")
+    if saved is None:
+        raise LoadTestError(f"{folder} does not say with which configuration it began: begin anew with --out")
+    setup = setup_of(config) if config else {"configuration": saved, "versions": versions()}
+    past.refuse_another(given.model_dump(mode="json", exclude_unset=True), setup)
+    same = RidgelineConfig.model_validate(saved)
+    await compare_command(same, past.settled.settled_plan(), folder, console, past)
+
+
+async def compare_command(
+    config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console, past: Past | None = None
+) -> None:
+    """Run both arms on the same cores, in pairs, and write the comparison; with `past`, go on with it.
+
+    Raises LoadTestError and `serve`'s.
+    """
     began_s = time.monotonic()
     await asyncio.to_thread(check_client, plan)  # what is wrong with the plan is told before anything starts
     fit_context(sizes_of(plan), config.model.max_model_len_tokens)
@@ -59,7 +86,12 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
         @asynccontextmanager
         async def serving(mode: Mode) -> AsyncIterator[str]:
             async with started(config.model_copy(update={"mode": mode}), console) as deployment:
-                yield deployment.url
+                watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
+                try:
+                    yield deployment.url
+                finally:
+                    watching.cancel()
+                    await asyncio.wait([watching])
 
         workers = split_workers(config) if plan.modes == (COLOCATED, DISAGGREGATED) else None
         async with Deployments(serving) as deployments:
@@ -70,9 +102,14 @@ async def compare_command(config: RidgelineConfig, plan: ComparePlan, out: Path,
                 notes = (*notes, *await opponent.same_model(await deployments.start(own), plan))
                 arms = own, opponent
             is_alone = config.ray.address is None
-            comparison = await compare(
-                arms, plan, out, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
-            )
+            if past is None:
+                folder = RunFolder(out, setup_of(config))
+                comparison = await compare(
+                    arms, plan, folder, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
+                )
+            else:
+                comparison = await resume(arms, past, console, is_alone=is_alone, began_s=began_s)
+    out = comparison.report.parent
     console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {comparison.report}")
 
 

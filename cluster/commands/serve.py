@@ -90,7 +90,7 @@ async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, 
                 + (f" ({pair.why})" if pair.why else "")
             )
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
-        watching = asyncio.create_task(deployment.watch(partial(_say_with_time, console)))
+        watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
         stopped = asyncio.create_task(signals.stop.wait())
         await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -100,7 +100,8 @@ async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, 
         await _drain(deployment, config.server.drain_timeout_s, console, signals.hurry)
 
 
-def _say_with_time(console: Console, sentence: str) -> None:
+def say_with_time(console: Console, sentence: str) -> None:
+    """Print what the supervisor says, with the time of day."""
     console.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/]  {escape(sentence)}", highlight=False)
 
 

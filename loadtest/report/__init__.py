@@ -9,5 +9,6 @@ devices.py        divides figures by cores or GPUs, and computes cost
 tables.py         prints tables on the terminal
 plots.py          makes the plots of the page
 page.py           writes report.html
+saved.py          shows runs again from their folders
 replay_output.py  writes and prints the result of `ridgeline replay`
 """

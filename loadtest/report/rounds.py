@@ -25,7 +25,7 @@ from loadtest.run.calibration import Load
 from loadtest.run.machine import Disturbance, describe_machine
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import ReplayResult
-from loadtest.run.server_metrics import add_up
+from loadtest.run.server_metrics import MetricsDelta, add_up
 from loadtest.statistics.outcome import Conclusion, Side, conclude
 from loadtest.statistics.pairs import PairDifference
 
@@ -45,6 +45,16 @@ class Round(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...]
     """Why it is void, or disturbed if it was kept."""
     is_kept: bool
+    number: int = 0
+    """Of all rounds of the run, in the order in which they began; records name it."""
+    took_s: float = 0.0
+
+
+class Interruption(msgspec.Struct, frozen=True):
+    """A time during which a comparison stood still, because it was stopped and resumed."""
+
+    stopped: datetime
+    resumed: datetime
 
 
 def labels_of(mode_a: str, mode_b: str) -> dict[Side, ArmLabel]:
@@ -159,6 +169,7 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 def _round_summary(each: Round, label: ArmLabel, plan: ComparePlan) -> dict[str, Any]:
     summary: dict[str, Any] = {
+        "round": each.number,
         "arm": each.side,
         "label": label,
         "pair": each.pair,
@@ -170,4 +181,29 @@ def _round_summary(each: Round, label: ArmLabel, plan: ComparePlan) -> dict[str,
     if each.result is None:
         return summary
     figures = summarise(each.result.records, each.result.window_s, plan.limits)
-    return summary | figures | {"warnings": each.result.warnings}
+    summary |= figures | {"warnings": each.result.warnings, "client": msgspec.to_builtins(each.result.client)}
+    if each.result.metrics is not None:
+        summary |= {
+            "pools": describe_pools(each.result.metrics),
+            "stage_seconds": stage_seconds(each.result.metrics),
+            "transports": _transports(each.result.metrics),
+        }
+    return summary
+
+
+def _transports(found: MetricsDelta) -> list[str]:
+    """Return what carries KV between the workers, by the names of the transports."""
+    pairs = (dict(labels) for (name, labels), value in found.gauges.items() if name == "ridgeline_kv_pair" and value)
+    return sorted({pair["transport"] for pair in pairs})
+
+
+def interruptions_summary(found: Sequence[Interruption]) -> list[dict[str, Any]]:
+    """Say when a comparison was interrupted, and for how long; `interruptions` in summary.json."""
+    return [
+        {
+            "stopped": each.stopped.isoformat(timespec="seconds"),
+            "resumed": each.resumed.isoformat(timespec="seconds"),
+            "seconds": (each.resumed - each.stopped).total_seconds(),
+        }
+        for each in found
+    ]

@@ -80,17 +80,15 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
 
 class RecordFile:
-    """Appends records to a new file as their requests end, so that a run that is stopped keeps what it has seen.
-
-    What an earlier run left under that name is kept as `records.before.jsonl`.
-    """
+    """Appends records to a file as their requests end, so that a run that is stopped keeps what it has seen."""
 
     def __init__(self, path: Path, **labels: str | int) -> None:
         self._path = path
         self._labels = labels
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.replace(path.with_suffix(f".before{path.suffix}"))
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            with path.open("ab") as lines:  # the last line was cut when its process was killed
+                lines.write(b"\n")
 
     def add(self, record: RequestRecord) -> None:
         """Append one line; it is in the file when this returns."""

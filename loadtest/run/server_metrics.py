@@ -7,6 +7,7 @@ computed.
 """
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,9 +15,11 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.errors import RestartedError, ServerError
+from loadtest.run.server import Servers, as_servers
 
 PREFIX = "ridgeline_"
 SETTLE_TRIES = 10
+WHOLE_WITHIN_S, LOOK_EVERY_S = 180.0, 1.0
 SampleKey = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -96,6 +99,25 @@ async def scrape_settled(client: httpx.AsyncClient, settle_s: float) -> Scrape |
         if last is None or (previous is not None and previous.counters == last.counters):
             break
     return last
+
+
+async def until_whole(server: str | Servers) -> None:
+    """Wait until each worker can be given work: one that was lost in a round is started again meanwhile.
+
+    Raises ServerError if one still cannot after three minutes.
+    """
+    unusable = "ridgeline_unusable_workers"
+    servers = as_servers(server)
+    if servers.counted is None:
+        return
+    async with servers.open_first() as http:
+        give_up_s = time.monotonic() + WHOLE_WITHIN_S
+        while (found := await scrape(http)) and any(
+            name == unusable and value for (name, _), value in found.gauges.items()
+        ):
+            if time.monotonic() > give_up_s:
+                raise ServerError(f"a worker of {servers.counted} has not come back within {WHOLE_WITHIN_S:.0f} s")
+            await asyncio.sleep(LOOK_EVERY_S)
 
 
 def workers_of(read: Scrape) -> frozenset[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """The `ridgeline` command: exit status, a sentence that names the fix, and nothing started when something is wrong."""
 
 import json
+from pathlib import Path
 
 import pytest
 import ray
@@ -13,14 +14,16 @@ import cluster.commands.serve
 from cluster.cli import app
 from cluster.commands.loadtest import devices_of, split_workers
 from cluster.commands.serve import Unfit
+from cluster.commands.setup import versions
 from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import CheckResult
 from loadtest.arms import Devices
 from loadtest.plan import ComparePlan, ReplayPlan
-from loadtest.run.calibration import Workers
+from loadtest.run.calibration import Load, Workers
+from loadtest.run_folder import RunFolder, Settled
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
-COMMANDS = ("serve", "doctor", "model", "roofline", "replay", "compare", "bench")
+COMMANDS = ("serve", "doctor", "model", "roofline", "replay", "compare", "report", "bench")
 
 
 @pytest.fixture(autouse=True)
@@ -351,6 +354,59 @@ def test_compare_needs_a_folder_to_write_to(ridgeline):
     status, _, error = ridgeline("compare")
     assert status == 2
     assert "--out" in error
+
+
+def test_compare_goes_on_in_one_folder_or_begins_in_one_but_not_both(ridgeline, tmp_path):
+    status, _, error = ridgeline("compare", "--out", tmp_path, "--resume", tmp_path)
+    assert (status, error) == (
+        2,
+        "error: give --out DIR for a new comparison, or --resume DIR to go on with an interrupted one",
+    )
+    status, _, error = ridgeline("compare", "--resume", tmp_path)
+    assert status == 1
+    assert "holds no comparison that could go on" in error
+
+
+def _interrupted(folder: Path, settings: dict) -> None:
+    config = RidgelineConfig()
+    setup = {"configuration": config.model_dump(mode="json") | settings, "versions": versions()}
+    load = Load(rate=2.0, rate_source="as given", slo_source="the defaults")
+    plan = ComparePlan(pairs=2, rate=2)
+    given, settled = plan.model_dump(mode="json", exclude_unset=True), plan.model_dump(mode="json")
+    RunFolder(folder).start(Settled(given, settled, load, setup, None, 1000, 1))
+
+
+def test_an_interrupted_comparison_does_not_go_on_with_another_plan_or_configuration(ridgeline, tmp_path):
+    _interrupted(tmp_path / "run", {})
+    status, _, error = ridgeline("compare", "--resume", tmp_path / "run", "--pairs", "3")
+    assert status == 1
+    assert "pairs is 3, was 2" in error
+    status, _, error = ridgeline("compare", "--resume", tmp_path / "run", "--set", "server.port=8123")
+    assert status == 1
+    assert "configuration.server.port is 8123, was 8000" in error
+    assert "begin anew with --out" in error
+
+
+def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(ridgeline, tmp_path, monkeypatch):
+    gone_on = []
+
+    async def compare_command(config, plan, out, console, past):
+        gone_on.append((config.mode, plan.pairs, plan.rate, out, past.next_number))
+
+    monkeypatch.setattr(cluster.commands.loadtest, "compare_command", compare_command)
+    _interrupted(tmp_path / "run", {"mode": "disaggregated"})
+    status, _, error = ridgeline("compare", "--resume", tmp_path / "run", "--pairs", "2")
+    assert (status, error) == (0, "")
+    assert gone_on == [("disaggregated", 2, 2.0, tmp_path / "run", 0)]
+
+
+def test_report_names_a_folder_without_a_run_and_takes_two_at_most(ridgeline, tmp_path):
+    status, _, error = ridgeline("report", tmp_path)
+    assert status == 1
+    assert "holds no run: give a folder that compare has written" in error
+    status, _, error = ridgeline("report", tmp_path, tmp_path, tmp_path)
+    assert status == 1
+    assert "not 3" in error
 
 
 def test_help_lists_every_command(ridgeline):

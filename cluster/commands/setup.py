@@ -1,0 +1,41 @@
+"""What a run was made with: configuration and versions of the software. Called by `cluster.commands.loadtest`."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cluster.config.models import RidgelineConfig
+
+PACKAGES = ("ridgeline", "vllm", "torch", "ray")
+
+
+def setup_of(config: RidgelineConfig) -> dict[str, Any]:
+    """Return what summary.json says of the set-up. The configuration names files with keys and holds none."""
+    return {"configuration": config.model_dump(mode="json"), "versions": versions()}
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that shape a run, and Ridgeline's commit where it is known."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found | {"commit": _commit()}
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that runs, marked if files differ from it; None outside a checkout."""
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,86 @@
+"""Shows runs again from their folders: the page of one, or the figures of two side by side.
+
+Called by `cluster.commands.report`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.errors import LoadTestError
+from loadtest.report.page import write_report
+from loadtest.report.tables import ROWS, figure_text, print_comparison
+from loadtest.run.records import RequestRecord
+from loadtest.run_folder import REPORT, RUN, SUMMARY, RunFolder, differences_of
+
+NOT_PAIRED = (
+    "Rounds of different runs are not paired: they ran at other times, on a machine in another state, so no verdict is "
+    "given. Compare the two in one run to get one."
+)
+Summary = dict[str, Any]
+
+
+def report_again(folder: Path, console: Console) -> Path:
+    """Write report.html of a finished comparison again and print its tables. Raises LoadTestError."""
+    summary = _comparison(folder)
+    run = RunFolder(folder)
+    records = run.records_by_round()
+    found: dict[str, list[RequestRecord]] = {arm["label"]: [] for arm in summary["arms"].values()}
+    for side, number in run.valid_rounds():
+        found[summary["arms"][side]["label"]] += records.get(number, [])
+    if not any(found.values()):
+        raise LoadTestError(f"{folder} has no records of valid rounds, of which a page is made")
+    print_comparison(summary, console)
+    return write_report(folder / REPORT, summary, found)
+
+
+def print_side_by_side(one: Path, other: Path, console: Console) -> None:
+    """Print the figures of all arms of two runs, and what differs between their set-ups. Raises LoadTestError."""
+    summaries = {name: _comparison(folder) for name, folder in _names(one, other)}
+    columns = {f"{name}: {arm['label']}": arm for name, each in summaries.items() for arm in each["arms"].values()}
+    table = Table("", *columns, title="Two runs", title_justify="left")
+    for label, key, form in ROWS:
+        table.add_row(label, *(figure_text(arm, key, form) if key in arm else "-" for arm in columns.values()))
+    console.print(table)
+    for name, each in summaries.items():
+        console.print(f"{name}: {each['outcome']['sentence']}", highlight=False, markup=False)
+    first, second = summaries.values()
+    differences = list(differences_of(_setting(first), _setting(second)))
+    if differences:
+        changes = Table("setting", *summaries, title="What differs between the runs", title_justify="left")
+        for path, before, after in differences:
+            changes.add_row(path, before, after)
+        console.print(changes)
+    else:
+        console.print("The runs have the same plan, configuration, versions and machine.", highlight=False)
+    console.print(NOT_PAIRED, style="bold", highlight=False)
+
+
+def _names(one: Path, other: Path) -> list[tuple[str, Path]]:
+    if one.resolve() == other.resolve():
+        raise LoadTestError(f"{one} was given twice: give the folders of two runs, or one")
+    is_clear = one.name != other.name
+    return [(folder.name if is_clear else str(folder), folder) for folder in (one, other)]
+
+
+def _setting(summary: Summary) -> Summary:
+    return {"plan": summary["plan"], **summary.get("setup", {}), "machine": summary["machine"]}
+
+
+def _comparison(folder: Path) -> Summary:
+    try:
+        summary: Summary = msgspec.json.decode((folder / SUMMARY).read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        if (folder / RUN).exists():
+            raise LoadTestError(
+                f"the comparison in {folder} was interrupted: ridgeline compare --resume {folder} goes on with it"
+            ) from None
+        raise LoadTestError(f"{folder} holds no run: give a folder that compare has written") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise LoadTestError(f"{folder / SUMMARY} cannot be read: {error}") from error
+    if "arms" not in summary or "outcome" not in summary:
+        raise LoadTestError(f"{folder} holds a replay and not a comparison, of which a page is made")
+    return summary

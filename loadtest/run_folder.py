@@ -1,0 +1,296 @@
+"""The folder of a comparison while it runs: what was settled, each round as it ends, each record as its request ends.
+
+Written by `loadtest.compare` and `loadtest.valid_rounds`; read by `loadtest.compare` when a comparison is resumed, and
+by `loadtest.report.saved`.
+
+run.json holds what was settled before the first round, rounds.jsonl a line for each round that began or ended and for
+each time that the run was resumed. A line is whole or is not read: whoever stops the process may cut the last one.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtest.errors import LoadTestError
+from loadtest.plan import ComparePlan
+from loadtest.report.rounds import Interruption, Round
+from loadtest.run.calibration import Load
+from loadtest.run.client.process import ClientLoad
+from loadtest.run.machine import Disturbance
+from loadtest.run.records import RequestRecord
+from loadtest.run.replay import ReplayResult
+from loadtest.run.server_metrics import MetricsDelta, SampleKey
+from loadtest.statistics.outcome import Side
+from loadtest.trace.windows import PairTraces
+
+RUN, ROUNDS, RECORDS, SUMMARY, REPORT = "run.json", "rounds.jsonl", "records.jsonl", "summary.json", "report.html"
+Setup = Mapping[str, Any]
+"""The configuration without secrets, and the versions of the software; `setup` in summary.json."""
+_Samples = list[tuple[str, dict[str, str], float]]
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """What holds for all rounds of a comparison; run.json."""
+
+    given: dict[str, Any]
+    """The plan's fields that were given, as on the command line."""
+    plan: dict[str, Any]
+    """The plan with numbers in place of `auto`."""
+    load: Load
+    setup: dict[str, Any]
+    max_model_tokens: int | None
+    ordinals_per_round: int
+    first_round_index: int
+
+    def settled_plan(self) -> ComparePlan:
+        """Return the plan with which rounds go on."""
+        return ComparePlan(**self.given).model_copy(update=self.plan)
+
+
+class _Replayed(msgspec.Struct, frozen=True):
+    duration_s: float
+    warnings: tuple[str, ...]
+    fleet_change: str | None
+    client: ClientLoad | None
+    counters: _Samples | None
+    gauges: _Samples
+    wall_s: float
+
+
+class _Began(msgspec.Struct, frozen=True, tag="began"):
+    number: int
+    next_round_index: int
+    """Of the first round whose prompts this one may not use."""
+
+
+class _Ended(msgspec.Struct, frozen=True, tag="ended"):
+    number: int
+    side: Side
+    pair: int
+    began: datetime
+    took_s: float
+    spent_s: float
+    """Seconds of the whole comparison so far, without interruptions."""
+    replayed: _Replayed | None
+    others: Disturbance | None
+    reasons: tuple[str, ...]
+    valid: bool
+
+
+class _Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    stopped: datetime
+    resumed: datetime
+
+
+_Line = _Began | _Ended | _Resumed
+
+
+class Past(msgspec.Struct, frozen=True):
+    """What an interrupted comparison has left."""
+
+    folder: Path
+    stopped: datetime
+    """When its files last changed."""
+    settled: Settled
+    rounds: tuple[Round, ...]
+    next_number: int
+    next_round_index: int
+    spent_s: float
+    interruptions: tuple[Interruption, ...]
+    """Earlier ones, from which it went on."""
+
+    def refuse_another(self, given: Mapping[str, Any], setup: Setup) -> None:
+        """Raise LoadTestError if a field of the plan that is given now, or the set-up, is not what it was."""
+        plan = self.settled.given
+        named = {name: value for name, value in given.items() if value != plan.get(name)}
+        changed = [f"{name} is {value}, was {plan.get(name, 'the default')}" for name, value in named.items()]
+        changed += [f"{path} is {now}, was {was}" for path, was, now in differences_of(self.settled.setup, setup)]
+        if changed:
+            raise LoadTestError(
+                f"{self.folder} cannot go on with what differs from its first rounds: {'; '.join(changed)}. Leave it "
+                "as it was, or begin anew with --out"
+            )
+
+
+class RunFolder:
+    """Appends to the files of a comparison; a line is in its file when the call returns."""
+
+    def __init__(self, path: Path, setup: Setup | None = None) -> None:
+        self.path = path
+        self.setup: Setup = {} if setup is None else setup
+
+    def start(self, settled: Settled) -> None:
+        """Write down what was settled. The folder must hold no run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        encoded = msgspec.json.format(msgspec.json.encode(settled), indent=2)
+        (self.path / RUN).write_bytes(encoded + b"\n")
+
+    def add_resumed(self, interruption: Interruption) -> None:
+        """Say that the comparison goes on."""
+        self._append(_Resumed(interruption.stopped, interruption.resumed))
+
+    def add_began(self, number: int, next_round_index: int) -> None:
+        """Say that a round begins, so that no later one uses its number or its prompts."""
+        self._append(_Began(number, next_round_index))
+
+    def add_ended(self, each: Round, spent_s: float) -> None:
+        """Add a round that has ended, valid or void."""
+        result = each.result
+        replayed = (
+            None
+            if result is None
+            else _Replayed(
+                result.duration_s,
+                result.warnings,
+                result.fleet_change,
+                result.client,
+                _as_samples(result.metrics.counters) if result.metrics else None,
+                _as_samples(result.metrics.gauges) if result.metrics else [],
+                result.metrics.wall_s if result.metrics else 0.0,
+            )
+        )
+        self._append(
+            _Ended(
+                number=each.number,
+                side=each.side,
+                pair=each.pair,
+                began=each.began,
+                took_s=each.took_s,
+                spent_s=spent_s,
+                replayed=replayed,
+                others=each.others,
+                reasons=each.reasons,
+                valid=each.is_kept,
+            )
+        )
+
+    def past(self) -> Past:
+        """Return what an interrupted comparison has left here.
+
+        Raises LoadTestError if there is none, or it was finished.
+        """
+        if not (self.path / RUN).exists():
+            raise LoadTestError(
+                f"{self.path} holds no comparison that could go on, which has a {RUN}: give the folder that compare "
+                "named, or --out for a new comparison"
+            )
+        if (self.path / SUMMARY).exists():
+            raise LoadTestError(f"the comparison in {self.path} is finished: ridgeline report {self.path} shows it")
+        try:
+            settled = msgspec.json.decode((self.path / RUN).read_bytes(), type=Settled)
+        except msgspec.DecodeError as error:
+            raise LoadTestError(f"{self.path / RUN} is not of this version ({error}): begin anew with --out") from error
+        plan = settled.settled_plan()
+        traces = PairTraces(plan, settled.max_model_tokens)
+        lines = list(_whole_lines(self.path / ROUNDS, _Line))
+        records = self.records_by_round()
+        rounds = [_as_round(line, records, traces) for line in lines if isinstance(line, _Ended)]
+        began = [line for line in lines if isinstance(line, _Began)]
+        files = [file for name in (RUN, ROUNDS, RECORDS) if (file := self.path / name).exists()]
+        return Past(
+            folder=self.path,
+            stopped=datetime.fromtimestamp(max(file.stat().st_mtime for file in files), UTC),
+            settled=settled,
+            rounds=tuple(rounds),
+            next_number=max((line.number for line in began), default=-1) + 1,
+            next_round_index=max((line.next_round_index for line in began), default=settled.first_round_index),
+            spent_s=max((line.spent_s for line in lines if isinstance(line, _Ended)), default=0.0),
+            interruptions=tuple(Interruption(one.stopped, one.resumed) for one in lines if isinstance(one, _Resumed)),
+        )
+
+    def records_by_round(self) -> dict[int, list[RequestRecord]]:
+        """Return the records of each round, by its number, in the order of the trace."""
+        found: dict[int, list[RequestRecord]] = {}
+        for line in _whole_lines(self.path / RECORDS, dict[str, Any]):
+            found.setdefault(line["round"], []).append(msgspec.convert(line, RequestRecord, strict=False))
+        return {number: sorted(records, key=lambda record: record.index) for number, records in found.items()}
+
+    def valid_rounds(self) -> list[tuple[Side, int]]:
+        """Return arm and number of each valid round, in the order of pairs."""
+        ended = [line for line in _whole_lines(self.path / ROUNDS, _Line) if isinstance(line, _Ended) and line.valid]
+        return [(line.side, line.number) for line in sorted(ended, key=lambda line: line.pair)]
+
+    def _append(self, line: msgspec.Struct) -> None:
+        path = self.path / ROUNDS
+        cut = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+        with path.open("ab") as lines:
+            lines.write((b"\n" if cut else b"") + msgspec.json.encode(line) + b"\n")
+            lines.flush()
+            os.fsync(lines.fileno())
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Return whether a folder has a file of an earlier run, which nothing may replace."""
+    return any((folder / name).exists() for name in (RUN, ROUNDS, RECORDS, SUMMARY, REPORT))
+
+
+def free_folder(wanted: Path) -> Path:
+    """Return the folder if it holds no run, else the next one that does not: DIR-2, DIR-3 and so on."""
+    folder, number = wanted, 1
+    while holds_a_run(folder):
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
+def differences_of(
+    one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """Yield path and both values of each leaf that differs; a dash stands for one that is not there."""
+    for key in dict.fromkeys((*one, *other)):
+        path, a, b = f"{prefix}{key}", one.get(key, "-"), other.get(key, "-")
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from differences_of(a, b, f"{path}.")
+        elif a != b:
+            yield path, str(a), str(b)
+
+
+def _whole_lines(path: Path, kind: Any) -> Iterator[Any]:
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            yield msgspec.json.decode(line, type=kind)
+        except msgspec.DecodeError:
+            continue  # cut when the process was killed
+
+
+def _as_round(line: _Ended, records: Mapping[int, list[RequestRecord]], traces: PairTraces) -> Round:
+    result, replayed = None, line.replayed
+    if replayed is not None:
+        trace = traces.of_pair(line.pair)
+        kept = tuple(records.get(line.number, ()))
+        metrics = (
+            None
+            if replayed.counters is None
+            else MetricsDelta(_as_mapping(replayed.counters), _as_mapping(replayed.gauges), replayed.wall_s)
+        )
+        if len(kept) != len(trace.rows):
+            raise LoadTestError(
+                f"round {line.number} has {len(kept)} of {len(trace.rows)} records: its files were changed, or the "
+                "trace was; begin anew with --out"
+            )
+        result = ReplayResult(
+            trace, kept, replayed.duration_s, metrics, replayed.warnings, replayed.fleet_change, replayed.client
+        )
+    return Round(
+        line.side,
+        line.pair,
+        line.began,
+        result,
+        line.others,
+        line.reasons,
+        line.valid,
+        number=line.number,
+        took_s=line.took_s,
+    )
+
+
+def _as_samples(found: Mapping[SampleKey, float]) -> _Samples:
+    return [(name, dict(labels), value) for (name, labels), value in found.items()]
+
+
+def _as_mapping(samples: _Samples) -> dict[SampleKey, float]:
+    return {(name, frozenset(labels.items())): value for name, labels, value in samples}

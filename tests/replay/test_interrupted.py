@@ -1,0 +1,226 @@
+"""A comparison that is stopped in the middle, goes on later, and is shown again from its folder."""
+
+import asyncio
+import io
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from loadtest.arms import Reached
+from loadtest.compare import compare, resume
+from loadtest.errors import LoadTestError
+from loadtest.plan import ComparePlan
+from loadtest.report.saved import print_side_by_side, report_again
+from loadtest.run import replay as replay_module
+from loadtest.run_folder import RunFolder
+from tests.support.openai_server import Behaviour, running
+from tests.support.patience import eventually
+
+REQUESTS = 6
+PLAN = {
+    "trace": "poisson:rate=50,input=40,output=6,n=6,seed=1",
+    "arms": "colocated,colocated",
+    "settle_s": 0.02,
+    "tokenizer": "unused",
+    "warmup_requests": 1,
+    "slo_ttft_ms": 20_000,
+    "slo_tpot_ms": 40,
+    "pairs": 2,
+}
+SETUP = {"configuration": {"model": {"dtype": "float32"}}, "versions": {"vllm": "0.32.0"}}
+
+
+@pytest.fixture(autouse=True)
+def _plain_tokens(monkeypatch):
+    """Numbers instead of a tokenizer's ids."""
+    monkeypatch.setattr(replay_module, "load_text_tokens", lambda _: tuple(range(5000)))
+
+
+@pytest.fixture
+def console():
+    return Console(file=io.StringIO(), width=200, record=True)
+
+
+class _Arm:
+    """One that is always ready."""
+
+    mode, start_s, devices = "colocated", 0.0, None
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def ready(self) -> Reached:
+        return Reached(self._url, is_fresh=False)
+
+
+def _lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+async def _stopped_in_round_three(behaviour: Behaviour, url: str, folder: Path, console: Console, **fields) -> None:
+    """Cancel a comparison, as Ctrl-C does, while requests of its third round run."""
+    plan = ComparePlan(**PLAN | fields)
+    run = compare((_Arm(url), _Arm(url)), plan, RunFolder(folder, SETUP), console, is_alone=False)
+    task = asyncio.create_task(run)
+    await asyncio.to_thread(behaviour.wait_for_requests, len(behaviour.bodies) + 2 * REQUESTS + 3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_comparison_that_was_stopped_goes_on_after_its_valid_rounds_and_uses_no_prompt_twice(tmp_path, console):
+    behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
+    folder = tmp_path / "run"
+    with running(behaviour) as url:
+        await _stopped_in_round_three(behaviour, url, folder, console)
+        assert f"to go on: ridgeline compare --resume {folder}" in console.export_text()
+        assert not (folder / "summary.json").exists()
+        before = _lines(folder / "rounds.jsonl")
+        assert [(line["type"], line["number"]) for line in before] == [
+            ("began", 0),
+            ("ended", 0),
+            ("began", 1),
+            ("ended", 1),
+            ("began", 2),
+        ]
+        past = RunFolder(folder).past()
+        result = await resume((_Arm(url), _Arm(url)), past, console, is_alone=False)
+    summary = _summary(folder)
+    assert result.conclusion.pairs == 2
+    assert [each["round"] for each in summary["rounds"]] == [0, 1, 3, 4], "round 2 was cut, and is run again"
+    assert [each["completed"] for each in summary["rounds"]] == [REQUESTS] * 4
+    assert summary["rounds"][0]["began"] == before[1]["began"][:19] + "+00:00"
+    assert all({"client", "pools", "stage_seconds", "machine"} <= set(each) for each in summary["rounds"])
+    assert summary["setup"] == SETUP
+    (interruption,) = summary["interruptions"]
+    assert interruption["stopped"] <= interruption["resumed"]
+    assert 0 <= interruption["seconds"] < 60
+    prompts = [tuple(prompt) for prompt in behaviour.prompts]
+    assert len(set(prompts)) == len(prompts)
+    assert len({prompt[:16] for prompt in prompts}) == len(prompts)
+    arrivals: dict[tuple[str, int], list[float]] = {}
+    for record in _lines(folder / "records.jsonl"):
+        if record["round"] != 2:
+            arrivals.setdefault((record["arm"], record["pair"]), []).append(record["scheduled_s"])
+    assert all(sorted(arrivals["a", pair]) == sorted(arrivals["b", pair]) for pair in range(2))
+    assert sorted(arrivals["a", 0]) != sorted(arrivals["a", 1])
+
+
+async def test_what_was_measured_is_not_measured_again_when_a_comparison_goes_on(tmp_path, console):
+    behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
+    with running(behaviour) as url:
+        plan = ComparePlan(**PLAN, rate="auto")
+        task = asyncio.create_task(compare((_Arm(url), _Arm(url)), plan, tmp_path, console, is_alone=False))
+        await eventually(RunFolder(tmp_path).valid_rounds)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        past = RunFolder(tmp_path).past()
+        assert past.settled.given["rate"] == "auto"
+        sent = len(behaviour.bodies)
+        await resume((_Arm(url), _Arm(url)), past, console, is_alone=False)
+    rounds, warm_ups = 3, 2
+    assert len(behaviour.bodies) - sent == rounds * REQUESTS + warm_ups * 4
+    assert _summary(tmp_path)["load"]["unloaded"]["median_ttft_s"] == past.settled.load.unloaded.median_ttft_s
+    prompts = [tuple(prompt) for prompt in behaviour.prompts]
+    assert len(set(prompts)) == len(prompts)
+
+
+async def test_pairs_from_before_an_interruption_count_although_no_time_is_left_for_another(tmp_path, console):
+    behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
+    with running(behaviour) as url:
+        plan = ComparePlan(**PLAN | {"pairs": 9}, rate=50, budget_s=600)
+        task = asyncio.create_task(compare((_Arm(url), _Arm(url)), plan, tmp_path, console, is_alone=False))
+        await eventually(lambda: len(RunFolder(tmp_path).valid_rounds()) == 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        past = msgspec.structs.replace(RunFolder(tmp_path).past(), spent_s=599.0)
+        result = await resume((_Arm(url), _Arm(url)), past, console, is_alone=False)
+    assert result.conclusion.pairs == 3
+    assert "ended after 3 pairs, since another would not fit" in _summary(tmp_path)["load"]["sentences"][-1]
+
+
+async def test_lines_that_a_killed_process_had_half_written_are_left_out(tmp_path, console):
+    behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
+    with running(behaviour) as url:
+        await _stopped_in_round_three(behaviour, url, tmp_path, console)
+        for name in ("rounds.jsonl", "records.jsonl"):
+            with (tmp_path / name).open("a") as lines:
+                lines.write('{"type": "en')
+        await resume((_Arm(url), _Arm(url)), RunFolder(tmp_path).past(), console, is_alone=False)
+    assert [each["valid"] for each in _summary(tmp_path)["rounds"]] == [True] * 4
+    assert report_again(tmp_path, console).exists()
+
+
+async def test_a_comparison_does_not_go_on_with_another_plan_configuration_or_version(tmp_path, console):
+    behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
+    with running(behaviour) as url:
+        await _stopped_in_round_three(behaviour, url, tmp_path, console)
+    past = RunFolder(tmp_path).past()
+    past.refuse_another({"pairs": 2}, SETUP)
+    with pytest.raises(LoadTestError, match=r"pairs is 3, was 2.*begin anew with --out"):
+        past.refuse_another({"pairs": 3}, SETUP)
+    with pytest.raises(LoadTestError, match=r"margin is 0\.1, was the default"):
+        past.refuse_another({"margin": 0.1}, SETUP)
+    other = {"configuration": {"model": {"dtype": "bfloat16"}}, "versions": {"vllm": "0.33.0"}}
+    found = r"model\.dtype is bfloat16, was float32; versions\.vllm is 0\.33\.0, was 0\.32\.0"
+    with pytest.raises(LoadTestError, match=found):
+        past.refuse_another({}, other)
+
+
+def test_a_folder_without_an_interrupted_comparison_is_named(tmp_path):
+    with pytest.raises(LoadTestError, match="holds no comparison that could go on"):
+        RunFolder(tmp_path / "nothing").past()
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(LoadTestError, match=r"run\.json is not of this version"):
+        RunFolder(tmp_path).past()
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(LoadTestError, match="is finished: ridgeline report"):
+        RunFolder(tmp_path).past()
+
+
+async def test_a_second_run_leaves_the_first_alone_and_both_are_shown_again(tmp_path, console):
+    folder = tmp_path / "run"
+    with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
+        arms = _Arm(url), _Arm(url)
+        first = await compare(arms, ComparePlan(**PLAN | {"pairs": 1}), folder, console, is_alone=False)
+        kept = {path.name: path.read_bytes() for path in folder.iterdir()}
+        second = await compare(arms, ComparePlan(**PLAN | {"pairs": 1, "seed": 7}), folder, console, is_alone=False)
+    assert first.report.parent == folder
+    assert second.report.parent == tmp_path / "run-2"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
+    assert "holds a run, which is kept" in console.export_text(clear=False)
+
+    first.report.unlink()
+    report_again(folder, console)
+    ids = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+    assert ids.sub("", first.report.read_text()) == ids.sub("", kept["report.html"].decode())
+
+    console.export_text()
+    print_side_by_side(folder, tmp_path / "run-2", console)
+    told = console.export_text()
+    assert "run-2: colocated (b)" in told
+    assert re.search(r"plan\.seed +│ 0 +│ 7 ", told)
+    assert "Rounds of different runs are not paired" in told
+    with pytest.raises(LoadTestError, match="was given twice"):
+        print_side_by_side(folder, folder, console)
+
+
+def test_a_folder_of_which_no_page_can_be_made_is_named(tmp_path, console):
+    with pytest.raises(LoadTestError, match="holds no run"):
+        report_again(tmp_path, console)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(LoadTestError, match="was interrupted: ridgeline compare --resume"):
+        report_again(tmp_path, console)
+    (tmp_path / "summary.json").write_text('{"completed": 3}')
+    with pytest.raises(LoadTestError, match="holds a replay and not a comparison"):
+        report_again(tmp_path, console)
