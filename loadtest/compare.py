@@ -25,7 +25,7 @@ from loadtest.report.page import write_report
 from loadtest.report.rounds import Interruption, interruptions_summary, labels_of, summarise_comparison
 from loadtest.report.tables import print_comparison
 from loadtest.run.calibration import Workers
-from loadtest.run_folder import REPORT, SUMMARY, Past, RunFolder, Settled, Setup, free_folder
+from loadtest.run_folder import RECORDS, REPORT, SUMMARY, Past, RunFolder, Settled, Setup, free_folder
 from loadtest.statistics.looks import looks_until
 from loadtest.statistics.outcome import Conclusion, conclude
 from loadtest.statistics.pairs import PairDifference, pair_difference
@@ -73,11 +73,12 @@ async def compare(
         next_round_index=prepared.first_round_index,
         cold={"a"} if prepared.is_a_cold else set(),
         is_alone=is_alone,
-        folder=folder,
+        records_file=folder.path / RECORDS,
         console=console,
+        folder=folder,
         began_s=began_s,
     )
-    return await _to_the_end(prepared, runner, ())
+    return await _to_the_end(prepared, runner, folder, ())
 
 
 async def resume(
@@ -105,23 +106,26 @@ async def resume(
         next_round_index=past.next_round_index,
         cold=set(SIDES),
         is_alone=is_alone,
-        folder=folder,
+        records_file=folder.path / RECORDS,
         console=console,
+        folder=folder,
         began_s=began_s,
         rounds=list(past.rounds),
         next_number=past.next_number,
     )
-    return await _to_the_end(prepared, runner, (*past.interruptions, interruption))
+    return await _to_the_end(prepared, runner, folder, (*past.interruptions, interruption))
 
 
-async def _to_the_end(prepared: Prepared, runner: RoundRunner, interruptions: tuple[Interruption, ...]) -> Comparison:
+async def _to_the_end(
+    prepared: Prepared, runner: RoundRunner, folder: RunFolder, interruptions: tuple[Interruption, ...]
+) -> Comparison:
     try:
         judged = await _judge_pairs(prepared, runner)
     except (asyncio.CancelledError, LoadTestError):
-        how = f"ridgeline compare --resume {runner.folder.path}"
+        how = f"ridgeline compare --resume {folder.path}"
         runner.console.print(f"stopped before the end; to go on: {how}", style="yellow", highlight=False, markup=False)
         raise
-    return _finish(judged, prepared, runner, interruptions)
+    return _finish(judged, prepared, runner, folder, interruptions)
 
 
 @dataclass
@@ -164,7 +168,7 @@ async def _judge_pairs(prepared: Prepared, runner: RoundRunner) -> _Judged:
 
 
 def _finish(
-    judged: _Judged, prepared: Prepared, runner: RoundRunner, interruptions: tuple[Interruption, ...]
+    judged: _Judged, prepared: Prepared, runner: RoundRunner, folder: RunFolder, interruptions: tuple[Interruption, ...]
 ) -> Comparison:
     """Write and print the result."""
     if judged.conclusion is None:
@@ -175,8 +179,8 @@ def _finish(
     )
     for told in ("notes", "sentences"):
         summary["load"][told] = [*summary["load"][told], *judged.notes]
-    summary |= {"setup": runner.folder.setup, "interruptions": interruptions_summary(interruptions)}
-    out = runner.folder.path
+    summary |= {"setup": folder.setup, "interruptions": interruptions_summary(interruptions)}
+    out = folder.path
     report = write_report(out / REPORT, summary, records)
     (out / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     print_comparison(summary, runner.console)

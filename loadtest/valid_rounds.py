@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 
 from rich.console import Console
 
@@ -24,7 +25,7 @@ from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
 from loadtest.run.server_metrics import until_whole
 from loadtest.run.validity import void_reasons
 from loadtest.run.warm_up import warm_up_workers
-from loadtest.run_folder import RECORDS, RunFolder
+from loadtest.run_folder import RunFolder
 from loadtest.statistics.outcome import Side
 from loadtest.trace.trace import Trace
 
@@ -53,9 +54,11 @@ class RoundRunner:
     """Arms whose server must be warmed up although nothing says that it has only just started."""
     is_alone: bool
     """Whether all work of this machine that this process did not start disturbs."""
-    folder: RunFolder
+    records_file: Path
     console: Console
-    began_s: float
+    folder: RunFolder | None = None
+    """Is told each round that begins and ends, of a run that can be resumed."""
+    began_s: float = 0.0
     """On time.monotonic's scale; what an interrupted comparison had spent counts."""
     rounds: list[Round] = field(default_factory=list)
     """All so far, void ones included."""
@@ -94,9 +97,9 @@ class RoundRunner:
             number = self.next_number
             self.next_number += 1
             label = self.labels[side]
-            record_file = RecordFile(self.folder.path / RECORDS, arm=side, mode=label, pair=pair, round=number)
-            # A warm-up and a round take an index each.
-            self.folder.add_began(number, self.next_round_index + 2)
+            record_file = RecordFile(self.records_file, arm=side, mode=label, pair=pair, round=number)
+            if self.folder is not None:  # a warm-up and a round take an index each
+                self.folder.add_began(number, self.next_round_index + 2)
             result, others, reasons = await self._round(side, requests, f"{title}, {label}", record_file)
             is_kept = (
                 result is not None
@@ -107,7 +110,8 @@ class RoundRunner:
             self.rounds.append(
                 Round(side, pair, began, result, others, reasons, is_kept, number=number, took_s=ended_s - began_s)
             )
-            self.folder.add_ended(self.rounds[-1], ended_s - self.began_s)
+            if self.folder is not None:
+                self.folder.add_ended(self.rounds[-1], ended_s - self.began_s)
             if result is not None and is_kept:
                 return result
             verb = "repeated" if lost < MOST_REPEATS else "given up"
