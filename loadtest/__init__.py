@@ -9,6 +9,8 @@ preparation.py   settles rate, limits and requests before the first round
 valid_rounds.py  runs rounds of arms until they are valid
 run_folder.py    the folder of a comparison while it runs
 compare.py       judges pairs of rounds until the arms can be told apart or cannot
+find_rate.py     measures rates by pairs of rounds until the knees of both arms are known
+rate_search.py   chooses the rates to measure, and says between which a knee lies
 trace/           what is replayed: arrivals, lengths, prompts
 run/             one replay, from the plan to the records
 statistics/      from pairs of rounds to an outcome

@@ -25,7 +25,7 @@ from loadtest.report.page import write_report
 from loadtest.report.rounds import Interruption, interruptions_summary, labels_of, summarise_comparison
 from loadtest.report.tables import print_comparison
 from loadtest.run.calibration import Workers
-from loadtest.run_folder import RECORDS, REPORT, SUMMARY, Past, RunFolder, Settled, Setup, free_folder
+from loadtest.run_folder import RECORDS, REPORT, SUMMARY, Past, RunFolder, Settled, Setup
 from loadtest.statistics.looks import looks_until
 from loadtest.statistics.outcome import Conclusion, conclude
 from loadtest.statistics.pairs import PairDifference, pair_difference
@@ -62,7 +62,7 @@ async def compare(
     Raises LoadTestError, and NotDisaggregatedError after the first round in that mode that did not use both pools.
     """
     began_s = time.monotonic() if began_s is None else began_s
-    folder = _new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
+    folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
     prepared = await prepare(arms[0], plan, console, workers, notes, began_s)
     folder.start(_settled(plan, prepared, folder.setup))
     runner = RoundRunner(
@@ -185,14 +185,6 @@ def _finish(
     (out / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     print_comparison(summary, runner.console)
     return Comparison(summary, judged.conclusion, report)
-
-
-def _new_folder(wanted: RunFolder, console: Console) -> RunFolder:
-    """Choose a folder that holds no run, and say so if it is not the one that was asked for."""
-    path = free_folder(wanted.path)
-    if path != wanted.path:
-        console.print(f"{wanted.path} holds a run, which is kept: this one goes to {path}", markup=False)
-    return RunFolder(path, wanted.setup)
 
 
 def _settled(plan: ComparePlan, prepared: Prepared, setup: Setup) -> Settled:

@@ -18,6 +18,10 @@ OPPONENT: Final = "opponent"
 """The kind of an arm that somebody else runs."""
 SECONDS_OF_A_ROUND = 60.0
 MOST_PAIRS = 16
+LEAST_PAIRS = 6
+"""Of a conclusion; `loadtest.statistics.looks` says why."""
+LEAST_PAIRS_OF_A_SEARCH, MOST_PAIRS_OF_A_SEARCH = 18, 36
+"""Three pairs at each of six, or of twelve rates."""
 AUTO: Final = "auto"
 NumberOrAuto = float | Literal["auto"] | None
 
@@ -217,6 +221,15 @@ class ComparePlan(ReplayPlan):
         "the number of pairs and of requests in a round follow from it and from the rate",
     )
 
+    find_rate: bool = Field(
+        False,
+        description="find the highest rate at which enough requests meet the limits, in both arms; "
+        "--rate is then the first rate",
+    )
+    attainment: float = Field(
+        0.9, description="with --find-rate: the share of requests that must meet the limits at a rate"
+    )
+
     @property
     def modes(self) -> tuple[Mode, ...]:
         """The modes of arm a and arm b; only of a if b is an opponent."""
@@ -245,9 +258,18 @@ class ComparePlan(ReplayPlan):
         """Whether a server must be measured first: for rate, limits, or what fits the budget."""
         return super().measures_first or self.budget_s is not None
 
+    @property
+    def wanted_pairs(self) -> int:
+        """The pairs that must fit into the budget for it to end with a result."""
+        return LEAST_PAIRS_OF_A_SEARCH if self.find_rate else LEAST_PAIRS
+
     def of_warm_round(self) -> "ComparePlan":
         """Return the plan of a round, whose server is warm already."""
         return self.model_copy(update={"warmup_requests": 0})
+
+    def of_search(self) -> "ComparePlan":
+        """Return the plan of a search for the highest rate, whose first rate is measured unless it is given."""
+        return self.model_copy(update={"pairs": MOST_PAIRS_OF_A_SEARCH, "rate": self.rate or AUTO})
 
     @field_validator("arms")
     @classmethod
@@ -311,7 +333,18 @@ class ComparePlan(ReplayPlan):
             raise ValueError(f"must be a number above 0, not {value:g}")
         return value
 
-    @field_validator("margin")
+    @model_validator(mode="after")
+    def _one_question(self) -> "ComparePlan":
+        def chosen(*names: str) -> list[str]:
+            return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
+        if not self.find_rate and chosen("attainment"):
+            raise ValueError("attainment is the share that find_rate looks for: give find_rate too, or leave it out")
+        if self.find_rate and (unused := chosen("duration_s", "margin", "pairs", "time_scale")):
+            raise ValueError(f"find_rate chooses rates and pairs by itself: leave out {' and '.join(unused)}")
+        return self
+
+    @field_validator("margin", "attainment")
     @classmethod
     def _a_share(cls, value: float) -> float:
         if not 0 < value < 1:

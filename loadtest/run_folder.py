@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
 from loadtest.errors import LoadTestError
 from loadtest.plan import ComparePlan
@@ -294,3 +295,11 @@ def _as_samples(found: Mapping[SampleKey, float]) -> _Samples:
 
 def _as_mapping(samples: _Samples) -> dict[SampleKey, float]:
     return {(name, frozenset(labels.items())): value for name, labels, value in samples}
+
+
+def new_folder(wanted: RunFolder, console: Console) -> RunFolder:
+    """Choose a folder that holds no run, and say so if it is not the one that was asked for."""
+    path = free_folder(wanted.path)
+    if path != wanted.path:
+        console.print(f"{wanted.path} holds a run, which is kept: this one goes to {path}", markup=False)
+    return RunFolder(path, wanted.setup)

@@ -20,6 +20,7 @@ from contracts.vocabulary import Mode
 from loadtest.arms import Arm, Deployments, Devices, SwitchedArm
 from loadtest.compare import compare, resume
 from loadtest.errors import LoadTestError
+from loadtest.find_rate import find_rate
 from loadtest.opponent import OpponentArm, opponent_of
 from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
@@ -68,13 +69,13 @@ async def resume_command(folder: Path, given: ComparePlan, config: RidgelineConf
 async def compare_command(
     config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console, past: Past | None = None
 ) -> None:
-    """Run both arms on the same cores, in pairs, and write the comparison; with `past`, go on with it.
+    """Run both arms on the same cores, in pairs, and write what was found; with `past`, go on with it.
 
     Raises LoadTestError and `serve`'s.
     """
     began_s = time.monotonic()
     await asyncio.to_thread(check_client, plan)  # what is wrong with the plan is told before anything starts
-    fit_context(sizes_of(plan), config.model.max_model_len_tokens)
+    fit_context(sizes_of(plan.of_search() if plan.find_rate else plan), config.model.max_model_len_tokens)
     for mode in plan.modes:
         refuse_unfit_machine(config.model_copy(update={"mode": mode}))
     notes = await _notes_of_other_work(config, console)
@@ -102,15 +103,15 @@ async def compare_command(
                 notes = (*notes, *await opponent.same_model(await deployments.start(own), plan))
                 arms = own, opponent
             is_alone = config.ray.address is None
-            if past is None:
+            if past is not None:
+                found = await resume(arms, past, console, is_alone=is_alone, began_s=began_s)
+            else:
                 folder = RunFolder(out, setup_of(config))
-                comparison = await compare(
+                found = await (find_rate if plan.find_rate else compare)(
                     arms, plan, folder, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
                 )
-            else:
-                comparison = await resume(arms, past, console, is_alone=is_alone, began_s=began_s)
-    out = comparison.report.parent
-    console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {comparison.report}")
+    out = found.report.parent
+    console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {found.report}")
 
 
 async def _checked_opponent(config: RidgelineConfig, plan: ComparePlan) -> tuple[OpponentArm | None, tuple[str, ...]]:

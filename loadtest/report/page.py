@@ -45,12 +45,12 @@ def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
         setting=html.escape(_setting(summary)),
         warnings=_warnings(summary),
         arms_table=_arms_table(summary),
-        rounds_table=_table(ROUND_HEADER, round_rows(summary)),
+        rounds_table=html_table(ROUND_HEADER, round_rows(summary)),
         intervals=html.escape(f"In parentheses: {summary['formulas']['ci']}. {DASH}."),
         pools_table=_pools_table(summary),
         devices=_devices(summary),
         winner_map=_winner_map(summary),
-        plots="\n".join(_plot(figure) for figure in _figures(summary, records) if figure is not None),
+        plots="\n".join(plot_card(figure) for figure in _figures(summary, records) if figure is not None),
         method=_method(summary),
         formulas=_formulas(summary),
         plotly_js=get_plotlyjs(),
@@ -73,7 +73,8 @@ def _figures(summary: Summary, records: plots.Records) -> list[go.Figure | None]
     ]
 
 
-def _plot(figure: go.Figure) -> str:
+def plot_card(figure: go.Figure) -> str:
+    """Return a plot with its title, legend and note above it."""
     markup: str = figure.to_html(
         full_html=False,
         include_plotlyjs=False,
@@ -121,7 +122,8 @@ def _warnings(summary: Summary) -> str:
     return "".join(f'<p class="warning">{html.escape(warning)}</p>' for warning in found)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of text."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -130,7 +132,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _arms_table(summary: Summary) -> str:
     arms, formulas = list(summary["arms"].values()), row_formulas(ROWS, summary["formulas"])
     rows = [[label, *(figure_text(arm, key, form) for arm in arms), formulas[label]] for label, key, form in ROWS]
-    return _table(["", *(arm["label"] for arm in arms), "formula"], rows)
+    return html_table(["", *(arm["label"] for arm in arms), "formula"], rows)
 
 
 def _pools_table(summary: Summary) -> str:
@@ -142,7 +144,7 @@ def _pools_table(summary: Summary) -> str:
         for label, key, form in POOL_ROWS
     ]
     rows.append(["bound by", *(figures["bound"] or "-" for figures in pools.values()), summary["formulas"]["bound"]])
-    return _table(["", *pools, "formula"], rows) + _steps_table(pools)
+    return html_table(["", *pools, "formula"], rows) + _steps_table(pools)
 
 
 def _steps_table(pools: Mapping[str, Summary]) -> str:
@@ -174,7 +176,7 @@ def _steps_table(pools: Mapping[str, Summary]) -> str:
         for name, pool in pools.items()
         for kind, found in pool["step_kinds"].items()
     ]
-    return _table(header, rows) if rows else ""
+    return html_table(header, rows) if rows else ""
 
 
 def _devices(summary: Summary) -> str:
@@ -185,7 +187,7 @@ def _devices(summary: Summary) -> str:
         [label, *(format_figure(figures[key], form) for figures in columns.values()), summary["formulas"][key]]
         for label, key, form in DEVICE_ROWS
     ]
-    return f'<section class="card figures"><h2>Per device</h2>{_table(["", *columns, "formula"], rows)}</section>'
+    return f'<section class="card figures"><h2>Per device</h2>{html_table(["", *columns, "formula"], rows)}</section>'
 
 
 def _winner_map(summary: Summary) -> str:
@@ -245,4 +247,4 @@ def _method(summary: Summary) -> str:
 
 
 def _formulas(summary: Summary) -> str:
-    return _table(["figure", "formula"], [[name, formula] for name, formula in summary["formulas"].items()])
+    return html_table(["figure", "formula"], [[name, formula] for name, formula in summary["formulas"].items()])

@@ -219,6 +219,76 @@ def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> 
     return figure
 
 
+def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
+    """Plot each arm's attainment at each rate with its band, a dot for each round, and the knees."""
+    figure = go.Figure()
+    for place, (arm, color) in enumerate(zip(rates["arms"].values(), ARM_COLORS, strict=True)):
+        bands, label, found = arm["bands"], arm["label"], arm["knee"]
+        at = [band["rate"] for band in bands]
+        figure.add_scatter(
+            x=[*at, *reversed(at)],
+            y=[*(band["high"] for band in bands), *(band["low"] for band in reversed(bands))],
+            mode="lines",
+            fill="toself",
+            line={"width": 0, "color": color},
+            opacity=0.18,
+            showlegend=False,
+            hoverinfo="skip",
+        )
+        figure.add_scatter(
+            x=at,
+            y=[band["share"] for band in bands],
+            name=label,
+            mode="lines",
+            line={"color": color, "width": 2.5},
+            hovertemplate="%{x:.3g} requests/s: %{y:.0%}<extra>" + label + "</extra>",
+        )
+        rounds = [each for each in rates["rounds"] if each["valid"] and each["label"] == label]
+        figure.add_scatter(
+            x=[each["rate"] * (0.985, 1.015)[place] for each in rounds],
+            y=[each["attainment"] for each in rounds],
+            mode="markers",
+            marker={"size": 8, "color": color, "opacity": 0.75, "line": {"color": "white", "width": 1}},
+            showlegend=False,
+            text=[str(each["pair"] + 1) for each in rounds],
+            hovertemplate="pair %{text}: %{y:.0%}<extra>" + label + "</extra>",
+        )
+        if found["rate"] is not None:
+            figure.add_vline(x=found["rate"], line={"color": color, "width": 1.5, "dash": "dash"})
+            figure.add_scatter(
+                x=[found["rate"]],
+                y=[rates["attainment"]],
+                mode="markers",
+                marker={"size": 13, "symbol": "diamond", "color": color, "line": {"color": "white", "width": 1}},
+                showlegend=False,
+                hovertemplate="%{x:.3g} requests/s<extra>highest rate, " + label + "</extra>",
+            )
+        ends = [end or rate for end, rate in ((found["low"], min(at)), (found["high"], max(at)))]
+        if found["low"] is not None or found["high"] is not None:
+            figure.add_scatter(
+                x=ends,
+                y=[0.03 + 0.045 * place] * 2,
+                mode="lines",
+                line={"color": color, "width": 5},
+                showlegend=False,
+                hovertemplate="%{x:.3g} requests/s<extra>end of the interval, " + label + "</extra>",
+            )
+    figure.add_hline(y=rates["attainment"], line={"color": MUTED, "dash": "dot"})
+    _style(
+        figure,
+        "Attainment against rate",
+        "requests/s",
+        "requests within the limits",
+        note="Dots: rounds. Shaded: the 95 % band at each rate. Diamonds: the highest rates that hold the share "
+        "(dotted line). Bars at the bottom: the intervals of those rates; an open one goes to the last rate measured.",
+    )
+    ticks = sorted({band["rate"] for arm in rates["arms"].values() for band in arm["bands"]})
+    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:.3g}" for tick in ticks])
+    figure.update_yaxes(range=[0, 1.04], tickformat=".0%")
+    figure.update_layout(height=430)
+    return figure
+
+
 def stage_bars(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
     """Plot bars that add up to the mean TTFT and to the mean time after it; None if the server counted no stages."""
     bars = {

@@ -22,8 +22,6 @@ MOST_TIMES_THE_BATCH = 8
 """A step with more sequences than this many times the measured batch is not extrapolated to."""
 LONG_ANSWER_QUANTILE = 0.9
 LEAST_REQUESTS = 10
-LEAST_PAIRS = 6
-"""Of a conclusion; `loadtest.statistics.looks` says why."""
 Plan = TypeVar("Plan", bound=ReplayPlan)
 
 
@@ -181,7 +179,7 @@ def fit_budget(
 ) -> tuple[ComparePlan, Load]:
     """Choose requests in a round and the most pairs for the time that is left, and say how long it takes at most.
 
-    Six pairs come first, since fewer show nothing; then longer rounds, then more pairs. Without a budget the plan's own
+    The pairs that a result takes come first; then longer rounds, then more pairs. Without a budget the plan's own
     rounds and pairs stay. `most_requests` are those of the plan's round.
     """
     if load.rate is None:
@@ -189,22 +187,22 @@ def fit_budget(
     pairs, requests, notes, fitting = plan.pairs, most_requests, list[str](), plan.pairs
     if plan.budget_s is not None:
         left_s = plan.budget_s - spent_s
-        wanted = min(LEAST_PAIRS, plan.pairs)
+        wanted = min(plan.wanted_pairs, plan.pairs)
         requests = max(
             min(LEAST_REQUESTS, most_requests), min(course.requests_within(left_s / wanted, load.rate), most_requests)
         )
         fitting = int(left_s / course.pair_s(requests, load.rate))
         # The least that shows anything is planned in any case: rounds may be shorter than they were estimated.
-        pairs = min(plan.pairs, max(LEAST_PAIRS, fitting))
+        pairs = min(plan.pairs, max(plan.wanted_pairs, fitting))
     pair_s = course.pair_s(requests, load.rate)
     notes.append(
         f"at most {pairs} {'pair' if pairs == 1 else 'pairs'} of rounds of {requests} requests, "
         f"{(requests - 1) / load.rate:.0f} s each: about {minutes_text(pairs * pair_s)}"
     )
-    if plan.budget_s is not None and fitting < LEAST_PAIRS <= plan.pairs:
+    if plan.budget_s is not None and fitting < plan.wanted_pairs <= plan.pairs:
         notes.append(
-            f"the {LEAST_PAIRS} pairs that a conclusion takes need about "
-            f"{minutes_text(spent_s + LEAST_PAIRS * pair_s)} on this machine, and there are "
+            f"the {plan.wanted_pairs} pairs that a conclusion takes need about "
+            f"{minutes_text(spent_s + plan.wanted_pairs * pair_s)} on this machine, and there are "
             f"{minutes_text(plan.budget_s)}: it may end without one"
         )
     changes = {"limit": requests, "pairs": pairs} if plan.budget_s is not None else {}

@@ -1,0 +1,131 @@
+"""Finds the highest rate at which a share of requests meets the limits, in both arms, by pairs of rounds.
+
+Called by `cluster.commands.loadtest`.
+
+All rounds have the same number of requests, so each says as much of attainment as another; a round at a higher rate is
+shorter. A request that has taken twice as long as its limits allow is given up, so a round beyond what an arm can hold
+ends soon; its requests are gone from the server before the next round begins.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from loadtest.arms import Arm
+from loadtest.errors import ServerError
+from loadtest.plan import MOST_PAIRS_OF_A_SEARCH, ComparePlan
+from loadtest.preparation import Prepared, prepare
+from loadtest.rate_search import Bounds, Round, search
+from loadtest.report.rates import print_rates, summarise_rates, write_rate_report
+from loadtest.report.rounds import labels_of
+from loadtest.run.calibration import Workers
+from loadtest.run.replay import ReplayResult
+from loadtest.run_folder import RECORDS, REPORT, SUMMARY, RunFolder, new_folder
+from loadtest.trace.windows import PairTraces
+from loadtest.valid_rounds import SIDES, RoundRunner
+
+GIVEN_UP_AFTER = 2.0
+"""Times the time that the longest request has within its limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRates:
+    """The result of a search; `summary` is the content of summary.json."""
+
+    summary: dict[str, Any]
+    report: Path
+
+
+async def find_rate(
+    arms: tuple[Arm, Arm],
+    plan: ComparePlan,
+    out: Path | RunFolder,
+    console: Console,
+    *,
+    workers: Workers | None = None,
+    notes: tuple[str, ...] = (),
+    is_alone: bool = True,
+    began_s: float | None = None,
+) -> FoundRates:
+    """Measure rates, write summary.json, records.jsonl and report.html into `out`, and print what was found.
+
+    A search cannot be resumed. The parameters are those of `loadtest.compare.compare`. Without a rate the search starts at 80 % of what the
+    unloaded server is calculated to hold. Raises LoadTestError.
+    """
+    began_s = time.monotonic() if began_s is None else began_s
+    bounds = Bounds(attainment=plan.attainment, most_pairs=MOST_PAIRS_OF_A_SEARCH)
+    folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
+    prepared = await prepare(arms[0], plan.of_search(), console, workers, notes, began_s)
+    if prepared.load.rate is None:
+        raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
+    deadline_s = bounded_deadline_s(prepared)
+    console.print(f"a request is given up after {deadline_s:.3g} s", highlight=False)
+    runner = RoundRunner(
+        arms=dict(zip(SIDES, arms, strict=True)),
+        labels=labels_of(*(arm.mode for arm in arms)),
+        plan=prepared.plan.model_copy(update={"deadline_s": deadline_s}),
+        ordinals_per_round=prepared.ordinals_per_round,
+        next_round_index=prepared.first_round_index,
+        cold={"a"} if prepared.is_a_cold else set(),
+        is_alone=is_alone,
+        records_file=folder.path / RECORDS,
+        console=console,
+        began_s=began_s,
+    )
+    pairs = _Pairs(prepared, runner)
+    found = await search(pairs.measure, prepared.load.rate, bounds, pairs.is_over)
+    if not found:
+        raise ServerError("no pair of rounds was finished, so no rate was found: give a larger --budget-s")
+    devices = {side: arm.devices for side, arm in runner.arms.items()}
+    summary = summarise_rates(found, pairs.rates, runner.rounds, runner.labels, runner.plan, prepared.load, devices)
+    summary["setup"] = dict(folder.setup)
+    (folder.path / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    report = write_rate_report(folder.path / REPORT, summary)
+    print_rates(summary, console)
+    return FoundRates(summary, report)
+
+
+def bounded_deadline_s(prepared: Prepared) -> float:
+    """Return the plan's deadline, or less if no request within its limits could take so long."""
+    plan = prepared.plan
+    ttft_s, tpot_s, _ = plan.limits.in_seconds()
+    longest = max(row.output_tokens for row in prepared.traces.of_pair(0).rows)
+    return min(plan.deadline_s, GIVEN_UP_AFTER * (ttft_s + tpot_s * longest))
+
+
+@dataclass
+class _Pairs:
+    """Runs pairs of rounds at the rates that the search asks for."""
+
+    prepared: Prepared
+    runner: RoundRunner
+    rates: list[float] = field(default_factory=list)
+    """That of each pair."""
+
+    async def measure(self, rate: float) -> Mapping[str, Round]:
+        """Run a pair at this rate, with requests of its own, and count those that met the limits."""
+        pair, plan = len(self.rates), self.prepared.plan
+        same_length = {"rate": rate, "limit": self.prepared.traces.requests, "duration_s": None}
+        trace = PairTraces(plan.model_copy(update=same_length)).of_pair(pair)
+        self.rates.append(rate)
+        results = await self.runner.pair(pair, trace, f"pair {pair + 1}, {rate:.3g} requests/s")
+        found = {side: self._counted(rate, result) for side, result in results.items()}
+        shares = (f"{self.runner.labels[side]} {found[side].met / found[side].total:.0%}" for side in SIDES)
+        self.runner.console.print(
+            f"pair {pair + 1} at {rate:.3g} requests/s: {', '.join(shares)} within the limits", highlight=False
+        )
+        return {str(side): one for side, one in found.items()}
+
+    def is_over(self) -> bool:
+        """Return whether another pair of rounds, as long as the longest, would end after the budget."""
+        budget_s = self.prepared.plan.budget_s
+        return budget_s is not None and time.monotonic() - self.runner.began_s + 2 * self.runner.longest_s > budget_s
+
+    def _counted(self, rate: float, result: ReplayResult) -> Round:
+        limits = self.prepared.plan.limits.in_seconds()
+        return Round(rate, sum(record.meets(*limits) for record in result.records), len(result.records))

@@ -1,0 +1,252 @@
+"""Says which rate each arm holds: summary.json, page and table of a search for it. Called by `loadtest.find_rate`."""
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import msgspec
+from plotly.offline import get_plotlyjs
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.arms import Devices
+from loadtest.plan import ComparePlan, Slo
+from loadtest.rate_search import Knee, Ratio, bands, knee, ratio_of
+from loadtest.rate_search import Round as Counted
+from loadtest.report import plots
+from loadtest.report.page import TEMPLATE_FILE, html_table, plot_card
+from loadtest.report.rounds import ArmLabel, Round
+from loadtest.report.tables import format_figure
+from loadtest.run.calibration import Load
+from loadtest.run.machine import describe_machine
+from loadtest.statistics.outcome import Side
+
+RATE_FORMULAS = {
+    "knee": "rate at which the share of requests within every limit falls to the asked one, on the line through the "
+    "shares at the two measured rates around it (logarithm of the rate); shares that rise with the rate are pooled",
+    "interval of a knee": "from the highest measured rate that exceeds the share to the lowest that misses it, each by "
+    "the score test at 5 %, with the scatter between rounds of one rate; open where no measured rate does",
+    "ratio": "knee b / knee a; its interval joins both knees' (Zou and Donner 2008)",
+    "rate_per_device": "knee / devices",
+    "cost_per_million_output_tokens": "price of a device's hour x devices / 3600 / (knee x mean output tokens of a "
+    "request) x 1,000,000; of all requests, met limits or not",
+}
+Summary = Mapping[str, Any]
+
+
+def summarise_rates(
+    found: Mapping[str, Sequence[Counted]],
+    rates: Sequence[float],
+    rounds: Sequence[Round],
+    labels: Mapping[Side, ArmLabel],
+    plan: ComparePlan,
+    load: Load,
+    devices: Mapping[Side, Devices | None],
+) -> dict[str, Any]:
+    """Return the content of summary.json; `rates` has that of each pair, `found` the valid rounds of each arm."""
+    knees = {side: knee(found[side], plan.attainment) for side in labels}
+    ratio = ratio_of(knees["a"], knees["b"])
+    traces = [each.result.trace for each in rounds if each.result is not None]
+    output_tokens = [row.output_tokens for trace in traces for row in trace.rows]
+    mean_output_tokens = sum(output_tokens) / len(output_tokens)
+    return {
+        "rates": {
+            "attainment": plan.attainment,
+            "sentences": [
+                *(_knee_sentence(labels[side], knees[side], plan) for side in labels),
+                _ratio_sentence(labels, ratio),
+            ],
+            "arms": {
+                side: {
+                    "label": label,
+                    "knee": msgspec.to_builtins(knees[side]),
+                    "bands": [msgspec.to_builtins(band) | {"share": band.share} for band in bands(found[side])],
+                    "per_device": _per_device(knees[side], devices[side], mean_output_tokens, plan.price_per_hour),
+                }
+                for side, label in labels.items()
+            },
+            "ratio": msgspec.to_builtins(ratio),
+            "rounds": [_round(each, rates[each.pair], labels[each.side], plan.limits) for each in rounds],
+        },
+        "slo": plan.limits.model_dump(),
+        "load": load.as_summary(plan.limits),
+        "trace": {"name": traces[0].name, "requests": len(traces[0].rows), "changes": traces[0].notes},
+        "plan": plan.model_dump(),
+        "machine": describe_machine(),
+        "formulas": RATE_FORMULAS,
+    }
+
+
+def _round(each: Round, rate: float, label: ArmLabel, limits: Slo) -> dict[str, Any]:
+    records = each.result.records if each.result else ()
+    met = sum(record.meets(*limits.in_seconds()) for record in records)
+    return {
+        "pair": each.pair,
+        "rate": rate,
+        "arm": each.side,
+        "label": label,
+        "began": each.began.isoformat(),
+        "met": met,
+        "total": len(records),
+        "failed": sum(not record.ok for record in records),
+        "attainment": met / len(records) if records else None,
+        "valid": each.is_kept,
+        "reasons": each.reasons,
+    }
+
+
+def _per_device(
+    found: Knee, devices: Devices | None, mean_output_tokens: float, price_per_hour: float | None
+) -> dict[str, Any] | None:
+    if devices is None:
+        return None
+    cost = None
+    if price_per_hour is not None and found.rate is not None:
+        cost = price_per_hour * devices.count / 3600 / (found.rate * mean_output_tokens) * 1e6
+    ends = {"rate_per_device": found.rate, "low_per_device": found.low, "high_per_device": found.high}
+    return {
+        "unit": devices.unit,
+        "devices": devices.count,
+        **{name: None if rate is None else rate / devices.count for name, rate in ends.items()},
+        "cost_per_million_output_tokens": cost,
+    }
+
+
+def _knee_sentence(label: ArmLabel, found: Knee, plan: ComparePlan) -> str:
+    head = f"{label}: {plan.attainment:.0%} of requests within the limits"
+    if found.outcome == "above":
+        return f"{head} at every rate measured; {_ends(found.low, found.high)}."
+    if found.outcome == "below":
+        return f"{head} at no rate measured; {_ends(found.low, found.high)}."
+    return f"{head} up to about {found.rate:.3g} requests/s; {_ends(found.low, found.high)}."
+
+
+def _ends(low: float | None, high: float | None) -> str:
+    if low is None and high is None:
+        return "too few rounds for an interval"
+    if high is None:
+        return f"at least {low:.3g}, no upper end was shown"
+    if low is None:
+        return f"below {high:.3g}, no lower end was shown"
+    return f"95 % interval {low:.3g} to {high:.3g}"
+
+
+def _ratio_sentence(labels: Mapping[Side, ArmLabel], found: Ratio) -> str:
+    names = f"{labels['b']} / {labels['a']}"
+    if found.low is None and found.high is None:
+        return f"{names}: the rounds give the ratio of the two rates no interval, so no difference was shown."
+    about = "" if found.ratio is None else f"x {found.ratio:.2f}; "
+    ends = _ends(found.low, found.high).replace("95 % interval", "95 % interval x").replace(" to ", " to x ")
+    differs = (found.low is not None and found.low > 1) or (found.high is not None and found.high < 1)
+    said = "which leaves out x 1" if differs else "which holds x 1, so no difference was shown"
+    return f"{names}: {about}{ends}, {said}."
+
+
+def round_rows(summary: Summary) -> list[list[str]]:
+    """Return a row for each round, void ones too, in the order in which they ran."""
+    return [
+        [
+            str(each["pair"] + 1),
+            f"{each['rate']:.3g}",
+            each["label"],
+            f"{each['met']} of {each['total']}",
+            format_figure(each["attainment"], ".0%"),
+            ("" if each["valid"] else "void: ") + "; ".join(each["reasons"]),
+        ]
+        for each in summary["rates"]["rounds"]
+    ]
+
+
+def knee_rows(summary: Summary) -> list[list[str]]:
+    """Return a row for each figure of the knees, with a column for each arm."""
+    arms = list(summary["rates"]["arms"].values())
+    rows = [
+        ["highest rate, requests/s", *(_with_ends(arm["knee"], "rate", "low", "high") for arm in arms)],
+    ]
+    if all(arm["per_device"] for arm in arms):
+        owned = [arm["per_device"] for arm in arms]
+        rows.append(["devices", *(f"{one['devices']} {one['unit']}" for one in owned)])
+        ends = ("rate_per_device", "low_per_device", "high_per_device")
+        rows.append(["highest rate per device", *(_with_ends(one, *ends) for one in owned)])
+        costs = [one["cost_per_million_output_tokens"] for one in owned]
+        if any(cost is not None for cost in costs):
+            rows.append(["cost of a million output tokens there", *(format_figure(cost, ".3g") for cost in costs)])
+    return rows
+
+
+def _with_ends(found: Summary, rate: str, low: str, high: str) -> str:
+    return f"{format_figure(found[rate], '.3g')} ({_short_ends(found[low], found[high])})"
+
+
+def _short_ends(low: float | None, high: float | None) -> str:
+    if low is None and high is None:
+        return "no interval"
+    if high is None:
+        return f"at least {low:.3g}"
+    return f"below {high:.3g}" if low is None else f"{low:.3g} to {high:.3g}"
+
+
+def print_rates(summary: Summary, console: Console) -> None:
+    """Print what was found on the terminal."""
+    arms = summary["rates"]["arms"].values()
+    shares = Table("requests/s", *(arm["label"] for arm in arms), title="Within the limits", title_justify="left")
+    by_rate = [{band["rate"]: band for band in arm["bands"]} for arm in arms]
+    for rate in sorted({rate for of_arm in by_rate for rate in of_arm}):
+        shares.add_row(f"{rate:.3g}", *(_share_cell(of_arm.get(rate)) for of_arm in by_rate))
+    console.print(shares)
+    table = Table("", *(arm["label"] for arm in arms))
+    for row in knee_rows(summary):
+        table.add_row(*row)
+    console.print(table)
+    for sentence in summary["rates"]["sentences"]:
+        console.print(sentence, style="bold", highlight=False, markup=False)
+
+
+def _share_cell(band: Summary | None) -> str:
+    if band is None:
+        return "-"
+    rounds = f"{band['rounds']} round{'' if band['rounds'] == 1 else 's'}"
+    return f"{band['share']:.0%} ({band['low']:.0%} to {band['high']:.0%}, {rounds})"
+
+
+def write_rate_report(path: Path, summary: Summary) -> Path:
+    """Write the page of a search; return the path."""
+    rates, machine = summary["rates"], summary["machine"]
+    labels = [arm["label"] for arm in rates["arms"].values()]
+    void = sum(not each["valid"] for each in rates["rounds"])
+    disturbed = sum(each["valid"] and bool(each["reasons"]) for each in rates["rounds"])
+    warning = f"{disturbed} rounds were kept although they were disturbed, since repeats were too"
+    method = [
+        f"Both rounds of a pair have the same {summary['trace']['requests']} requests at the same rate, in an order "
+        f"drawn at random; each pair has requests of its own. {void} {'round was' if void == 1 else 'rounds were'} "
+        "void and repeated.",
+        "Rates are doubled or halved until both arms hold the share at one and miss it at another, then bisected, with "
+        "three pairs at a rate; then pairs go where an interval is open.",
+        "A knee is that of rounds of this length: a queue that grows slowly is only seen by longer ones. "
+        f"A request was given up after {summary['plan']['deadline_s']:.3g} s.",
+        *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary["load"]["sentences"]),
+        *(f"Trace: {change}." for change in summary["trace"]["changes"]),
+    ]
+    body = Template(TEMPLATE_FILE.with_name("rates.html.template").read_text(encoding="utf-8")).substitute(
+        headline=html.escape(" ".join(rates["sentences"][:-1])),
+        ratio=html.escape(rates["sentences"][-1]),
+        setting=html.escape(
+            f"Limits: {Slo(**summary['slo'])} · trace '{summary['trace']['name']}' · {machine['processor']}, "
+            f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
+        ),
+        warnings=f'<p class="warning">{html.escape(warning)}</p>' if disturbed else "",
+        knees=html_table(["", *labels], knee_rows(summary)),
+        plot=plot_card(plots.attainment_against_rate(rates)),
+        rounds=html_table(
+            ["pair", "requests/s", "arm", "within the limits", "share", "void or disturbed"], round_rows(summary)
+        ),
+        method="".join(f"<li>{html.escape(line)}</li>" for line in method),
+        formulas=html_table(["figure", "formula"], [[name, text] for name, text in summary["formulas"].items()]),
+    )
+    whole = TEMPLATE_FILE.read_text(encoding="utf-8")
+    head, _ = whole.split("<main>")
+    page = Template(head).substitute(title=html.escape(" against ".join(labels)), plotly_js=get_plotlyjs())
+    path.write_text(page + body, encoding="utf-8")
+    return path

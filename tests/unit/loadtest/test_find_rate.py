@@ -1,0 +1,136 @@
+"""The search for the highest rate with its page and table, on rounds of simulated servers."""
+
+import json
+import math
+from datetime import UTC, datetime
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from loadtest import find_rate as module
+from loadtest.arms import Devices
+from loadtest.find_rate import GIVEN_UP_AFTER, bounded_deadline_s, find_rate
+from loadtest.plan import ComparePlan
+from loadtest.preparation import Prepared
+from loadtest.report.rounds import Round
+from loadtest.run.calibration import Load
+from loadtest.run.records import RequestRecord
+from loadtest.run.replay import ReplayResult
+from loadtest.trace.windows import PairTraces
+
+PLAN = ComparePlan(
+    trace="poisson:rate=1,input=32,output=8,n=40",
+    find_rate=True,
+    rate=1.0,
+    slo_ttft_ms=400,
+    slo_tpot_ms=60,
+    price_per_hour=0.04,
+)
+KNEES = {"a": 1.5, "b": 3.0}
+
+
+class _Arm:
+    def __init__(self, mode: str, cores: int) -> None:
+        self.mode, self.devices = mode, Devices("core", cores, {})
+
+
+class _Runner:
+    """Answers in time the more seldom, the further the rate is above the arm's knee."""
+
+    def __init__(self, *, arms, labels, plan, console, began_s, **_) -> None:
+        self.arms, self.labels, self.plan, self.console = arms, labels, plan, console
+        self.rounds, self.longest_s, self.began_s = [], 1.0, began_s
+
+    async def pair(self, pair, trace, title):
+        found = {}
+        for side in ("b", "a"):
+            share = 1 / (1 + math.exp(-(math.log(9) - 12 * math.log(trace.mean_rate / KNEES[side]))))
+            late = len(trace.rows) - round(share * len(trace.rows))
+            records = tuple(_record(i, 9.0 if i < late else 0.1) for i in range(len(trace.rows)))
+            found[side] = ReplayResult(trace, records, 1.0, None, ())
+            self.rounds.append(Round(side, pair, datetime.now(UTC), found[side], None, (), True))
+        return found
+
+
+def _record(index: int, ttft_s: float) -> RequestRecord:
+    return RequestRecord(
+        index=index,
+        scheduled_s=0.0,
+        sent_s=0.0,
+        input_tokens=32,
+        output_tokens=8,
+        ttft_s=ttft_s,
+        second_token_s=ttft_s + 0.01,
+        latency_s=ttft_s + 0.07,
+        itls_s=(0.01,) * 7,
+    )
+
+
+def _prepared(plan: ComparePlan) -> Prepared:
+    return Prepared(plan, Load(1.0, "as given", "as given"), PairTraces(plan), None, 100, 1, True)
+
+
+@pytest.fixture
+async def found(monkeypatch, tmp_path):
+    async def prepare(_arm, plan, *_):
+        return _prepared(plan)
+
+    monkeypatch.setattr(module, "prepare", prepare)
+    monkeypatch.setattr(module, "RoundRunner", _Runner)
+    text = StringIO()
+    arms = (_Arm("colocated", 2), _Arm("disaggregated", 2))
+    result = await find_rate(arms, PLAN, tmp_path, Console(file=text, width=200))
+    return result, text.getvalue()
+
+
+async def test_both_knees_their_ratio_and_figures_per_device_are_found_and_written(found, tmp_path):
+    rates = json.loads((tmp_path / "summary.json").read_text())["rates"]
+    for side, knee_rate in KNEES.items():
+        knee = rates["arms"][side]["knee"]
+        assert knee["rate"] == pytest.approx(knee_rate, rel=0.1)
+        assert knee["low"] < knee_rate < knee["high"]
+        owned = rates["arms"][side]["per_device"]
+        assert owned["rate_per_device"] == pytest.approx(knee["rate"] / 2)
+        assert owned["cost_per_million_output_tokens"] == pytest.approx(0.08 / 3600 / (knee["rate"] * 8) * 1e6)
+    assert rates["ratio"]["low"] < 2 < rates["ratio"]["high"]
+    one = rates["rounds"][0]
+    assert (one["rate"], one["total"], one["arm"]) == (1.0, 40, "b")
+    assert one["attainment"] == one["met"] / one["total"]
+
+
+async def test_terminal_and_page_say_the_same_and_claim_no_winner(found):
+    result, terminal = found
+    page = result.report.read_text()
+    for sentence in result.summary["rates"]["sentences"]:
+        assert sentence in page
+        assert sentence in terminal
+    assert "Attainment against rate" in page
+    assert "won" not in terminal.split()
+    assert "pair 1 at 1 requests/s" in terminal
+
+
+async def test_rounds_at_any_rate_have_the_same_number_of_requests(found):
+    result, _ = found
+    assert {each["total"] for each in result.summary["rates"]["rounds"]} == {40}
+
+
+def test_a_request_is_given_up_when_it_has_taken_twice_what_its_limits_allow():
+    assert bounded_deadline_s(_prepared(PLAN)) == pytest.approx(GIVEN_UP_AFTER * (0.4 + 8 * 0.06))
+    assert bounded_deadline_s(_prepared(PLAN.model_copy(update={"deadline_s": 0.5}))) == 0.5
+
+
+@pytest.mark.parametrize("asked", [{"pairs": 6}, {"margin": 0.1}, {"time_scale": 2.0}, {"duration_s": 9.0}])
+def test_options_that_a_search_chooses_itself_are_refused(asked):
+    with pytest.raises(ValueError, match=f"leave out {next(iter(asked))}"):
+        ComparePlan(find_rate=True, **asked)
+
+
+def test_an_attainment_without_a_search_is_refused():
+    with pytest.raises(ValueError, match="give find_rate too"):
+        ComparePlan(attainment=0.95)
+
+
+def test_without_a_rate_a_search_measures_its_first_one():
+    assert ComparePlan(find_rate=True).of_search().rate == "auto"
+    assert PLAN.of_search().rate == 1.0
