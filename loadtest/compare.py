@@ -25,7 +25,7 @@ from loadtest.report.page import write_report
 from loadtest.report.rounds import Interruption, interruptions_summary, labels_of, summarise_comparison
 from loadtest.report.tables import print_comparison
 from loadtest.run.calibration import Workers
-from loadtest.run_folder import RECORDS, REPORT, SUMMARY, Past, RunFolder, Settled, Setup
+from loadtest.run_folder import RECORDS, REPORT, SUMMARY, Past, RunFolder, Settled, Setup, new_folder
 from loadtest.statistics.looks import looks_until
 from loadtest.statistics.outcome import Conclusion, conclude
 from loadtest.statistics.pairs import PairDifference, pair_difference

@@ -18,9 +18,9 @@ from cluster.config.models import MIB, PoolConfig, RidgelineConfig
 from cluster.runtime.deployment import ray_runtime
 from contracts.vocabulary import Mode
 from loadtest.arms import Arm, Deployments, Devices, SwitchedArm
-from loadtest.compare import compare, resume
+from loadtest.compare import Comparison, compare, resume
 from loadtest.errors import LoadTestError
-from loadtest.find_rate import find_rate
+from loadtest.find_rate import FoundRates, find_rate
 from loadtest.opponent import OpponentArm, opponent_of
 from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, ReplayPlan
 from loadtest.report.replay_output import report_replay
@@ -103,6 +103,7 @@ async def compare_command(
                 notes = (*notes, *await opponent.same_model(await deployments.start(own), plan))
                 arms = own, opponent
             is_alone = config.ray.address is None
+            found: FoundRates | Comparison
             if past is not None:
                 found = await resume(arms, past, console, is_alone=is_alone, began_s=began_s)
             else:
