@@ -38,10 +38,10 @@ lint: setup      ## ruff, mypy strict, import rules
 unit: setup      ## tests of pure logic, under a minute
 	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/unit
 
-conformance: setup ## every KV transport against one suite: dead peers, faults, frames that were altered
+conformance: setup ## every KV transport against one suite: dead peers, faults, altered frames
 	@$(BIN)/pytest -q -n 2 tests/conformance
 
-transports: conformance ## the same, and a network link that is shaped and cut
+transports: conformance ## `make conformance`, then a network link that is shaped and cut
 	@$(BIN)/pytest -q tests/network
 
 fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer frames (about 15 minutes); SEED=1, EXAMPLES=100000
@@ -50,7 +50,7 @@ fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer 
 hostile: setup   ## a hostile client beside a polite one, without a model (about a minute; part of `make test-all`)
 	@$(BIN)/pytest -q -s tests/hostile
 
-test: starts lint model unit conformance ## what shows in minutes that all works: lint, unit, conformance, real engines in both modes, a kill, a drain
+test: starts lint model unit conformance ## the quick check that all works: lint, unit, conformance, real engines in both modes, a kill, a drain
 	@$(BIN)/pytest -v --durations=10 -m core tests/engines
 
 starts:
@@ -69,7 +69,7 @@ bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alterna
 bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)
 	@$(BIN)/python -m tools.bench.idle_cpu
 
-power: setup     ## how often simulated comparisons find what is there and what is not, as a table (about 5 minutes; COMPARISONS=1000)
+power: setup     ## table of how often simulated comparisons find a true difference, and one where there is none (about 5 minutes; COMPARISONS=1000)
 	@$(BIN)/python -m tools.bench.power --comparisons $(or $(COMPARISONS),1000) --seed $(SEED)
 
 planted: model   ## a mode against itself with a planted difference, as compare would judge it (PLANT=tpot, attainment or nothing)

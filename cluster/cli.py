@@ -98,7 +98,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 @app.command()
 def serve(
     config: ConfigOption = None,
-    mode: Annotated[Mode | None, typer.Option(help="two pools, or whole replicas")] = None,
+    mode: Annotated[Mode | None, typer.Option(help="disaggregated: two pools; colocated: whole replicas")] = None,
     model: ModelOption = None,
     port: PortOption = None,
     host: Annotated[str | None, typer.Option(help="HTTP address")] = None,
@@ -167,20 +167,20 @@ def roofline(
 
 @bench.command()
 def transfer(
-    tokens: Annotated[int, typer.Option(help="of one hand-off; rounded up to blocks of 32")] = 1700,
-    layers: Annotated[int, typer.Option(help="of the KV cache")] = 30,
+    tokens: Annotated[int, typer.Option(help="tokens in one hand-off; rounded up to blocks of 32")] = 1700,
+    layers: Annotated[int, typer.Option(help="layers of the KV cache")] = 30,
     block_bytes: Annotated[
-        int, typer.Option(help="of one block of 32 tokens in one layer; the default is SmolLM2-135M in bfloat16")
+        int, typer.Option(help="bytes of a block of 32 tokens in one layer; the default is SmolLM2-135M in bfloat16")
     ] = 24 << 10,
     rounds: Annotated[int, typer.Option(help="hand-offs of each transport and layout")] = 20,
     transports: Annotated[
-        list[str] | None, typer.Option("--transport", help="grpc, shm, ...; may be given again; without it all")
+        list[str] | None, typer.Option("--transport", help="grpc, shm, ...; may be repeated; all by default")
     ] = None,
     layouts: Annotated[
-        list[str] | None, typer.Option("--layout", help="contiguous or scattered blocks; without it both")
+        list[str] | None, typer.Option("--layout", help="contiguous or scattered blocks; both by default")
     ] = None,
     pin: Annotated[
-        bool | None, typer.Option("--pin/--no-pin", help="one core for each side; without it, if there are two")
+        bool | None, typer.Option("--pin/--no-pin", help="one core for each side; by default if there are two")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="file for all figures and rounds")] = None,
 ) -> None:
@@ -221,10 +221,10 @@ def drain(
     worker: Annotated[str, typer.Argument(help="the worker that is to leave, as in the table of serve: worker-1")],
     url: UrlOption = LOCAL_URL,
     timeout_s: Annotated[
-        float, typer.Option(help="running requests may take so long, then they are cut off", min=0)
+        float, typer.Option(help="seconds after which requests that are still running are cut off", min=0)
     ] = (30.0),
     force: Annotated[
-        bool, typer.Option("--force", help="also the last worker of its pool; needs an admin key")
+        bool, typer.Option("--force", help="drain even the last worker of its pool; needs an admin key")
     ] = False,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
@@ -236,13 +236,13 @@ def drain(
 
 @app.command()
 def mode(
-    wanted: Annotated[Mode | None, typer.Argument(help="the mode to change to; without it, the mode is only told")] = (
+    wanted: Annotated[Mode | None, typer.Argument(help="the mode to change to; without it, print the current one")] = (
         None
     ),
     url: UrlOption = LOCAL_URL,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
-    """Tell the mode of a running server, or change it while it serves; no request is lost."""
+    """Print the mode of a running server, or change it while it serves; no request is lost."""
     from cluster.commands.mode import mode as tell_or_change
 
     run(tell_or_change(url, wanted, admin_key_file=admin_key_file, console=console))
@@ -269,12 +269,12 @@ def compare(
         Path | None, typer.Option(help="folder for summary.json and report.html; if it holds a run, DIR-2 and so on")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="go on with the interrupted comparison in this folder, as it was given")
+        Path | None, typer.Option(help="go on with the interrupted comparison in this folder, with its own plan")
     ] = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Compare colocated with disaggregated on the same cores and requests, in alternation."""
+    """Compare two modes, or a mode and another server, on the same requests in pairs of rounds."""
     from cluster.commands.loadtest import compare_command, refusals, resume_command
 
     if resume is not None and out is None:

@@ -32,7 +32,7 @@ class Reached:
     is_fresh: bool
     """Whether its server has only just started, so that every worker must be warmed up."""
     plan_changes: Mapping[str, Any] = field(default_factory=dict)
-    """How it is asked, where that differs from the plan."""
+    """The fields of the plan that differ for this arm, such as the endpoint."""
     processes: Collection[int] | None = None
     """Processes on this machine that serve it, with their descendants; None: those that this command started."""
     is_watched: bool = True
@@ -53,7 +53,7 @@ class Arm(Protocol):
 
     @property
     def mode(self) -> str:
-        """What it is, for people."""
+        """Its name in tables and sentences."""
 
     @property
     def start_s(self) -> float:
@@ -81,7 +81,7 @@ class Deployments:
         self._is_unused = False
         self.last_start_s = 0.0
         self.arms = 0
-        """Arms that take turns."""
+        """The number of arms that take turns."""
 
     async def __aenter__(self) -> "Deployments":
         return self
@@ -145,7 +145,7 @@ class SwitchedArm:
     base_url: str
     mode: Mode
     headers: dict[str, str] = field(default_factory=dict)
-    """Those of an admin key."""
+    """The headers that carry an admin key."""
     transport: httpx.AsyncBaseTransport | None = None
     start_s: float = 0.0
     devices: Devices | None = None
@@ -161,7 +161,7 @@ class SwitchedArm:
         return None if self.mode in answer.modes else answer.why_not.get(self.mode, "it names no reason")
 
     async def ready(self) -> Reached:
-        """Switch the deployment to this mode and let it say so."""
+        """Switch the deployment to this mode. Raises ServerError if it cannot be switched or does not confirm it."""
         async with self._client() as client:
             answer = await self._ask(client, "GET")
             if self.mode not in answer.modes:

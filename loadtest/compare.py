@@ -57,7 +57,7 @@ async def compare(
 
     If `out` holds a run, another folder beside it is used.
     `workers` share the load, in units of the worker of arm a that is measured; without them its server says which.
-    `notes` are said with the load. With `is_alone` all work of this machine that this process did not start disturbs.
+    `notes` are printed with the load. With `is_alone` work that this process did not start counts as a disturbance.
     The plan's budget counts from `began_s`, on time.monotonic's scale; without it from now.
     Raises LoadTestError, and NotDisaggregatedError after the first round in that mode that did not use both pools.
     """
@@ -84,7 +84,7 @@ async def compare(
 async def resume(
     arms: tuple[Arm, Arm], past: Past, console: Console, *, is_alone: bool = True, began_s: float | None = None
 ) -> Comparison:
-    """Go on with an interrupted comparison, after its valid rounds and with what it had settled; else as `compare`.
+    """Continue an interrupted comparison after its valid rounds, with its settled plan; otherwise as `compare`.
 
     The budget counts the time that it ran, and not the interruption.
     """
@@ -130,7 +130,7 @@ async def _to_the_end(
 
 @dataclass
 class _Judged:
-    """The pairs so far, and what the last look at them said."""
+    """The pairs so far, and the result of the last look at them."""
 
     differences: list[PairDifference] = field(default_factory=list)
     looks: tuple[int, ...] = ()
@@ -138,7 +138,7 @@ class _Judged:
     notes: Sequence[str] = ()
 
     def look(self, plan: ComparePlan, console: Console) -> None:
-        """Judge the pairs that there are."""
+        """Judge the pairs that have been run."""
         done = len(self.differences)
         self.looks = (*self.looks, done)
         self.conclusion = conclude(self.differences, self.looks, plan.pairs, plan.margin)

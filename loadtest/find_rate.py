@@ -30,7 +30,7 @@ from loadtest.trace.windows import PairTraces
 from loadtest.valid_rounds import SIDES, RoundRunner
 
 GIVEN_UP_AFTER = 2.0
-"""Times the time that the longest request has within its limits."""
+"""A request is given up after this many times the time that the longest one has within its limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _Pairs:
     prepared: Prepared
     runner: RoundRunner
     rates: list[float] = field(default_factory=list)
-    """That of each pair."""
+    """The rate of each pair."""
 
     async def measure(self, rate: float) -> Mapping[str, Round]:
         """Run a pair at this rate, with requests of its own, and count those that met the limits."""

@@ -19,9 +19,9 @@ OPPONENT: Final = "opponent"
 SECONDS_OF_A_ROUND = 60.0
 MOST_PAIRS = 16
 LEAST_PAIRS = 6
-"""Of a conclusion; `loadtest.statistics.looks` says why."""
+"""The fewest pairs that a conclusion takes; `loadtest.statistics.looks` says why."""
 LEAST_PAIRS_OF_A_SEARCH, MOST_PAIRS_OF_A_SEARCH = 18, 36
-"""Three pairs at each of six, or of twelve rates."""
+"""Three pairs at each of six rates, or of twelve."""
 AUTO: Final = "auto"
 NumberOrAuto = float | Literal["auto"] | None
 
@@ -34,7 +34,7 @@ class Slo(BaseModel):
     ttft_ms: float = 2000.0
     tpot_ms: float = 100.0
     gap_ms: float | None = None
-    """On the largest gap between two tokens of a request; None if it may be any."""
+    """The limit on the largest gap between two tokens of a request; None if there is none."""
 
     def in_seconds(self, scale: float = 1.0) -> tuple[float, float, float]:
         """Return the limits on TTFT, TPOT and the largest gap, each multiplied by `scale`; inf if there is none."""
@@ -69,7 +69,7 @@ class ReplayPlan(BaseModel):
         "auto: 80 % of what the server can hold, measured before the run",
     )
     limit: int | None = Field(None, description="first N requests only")
-    duration_s: float | None = Field(None, description="only the requests of the trace's first this many seconds")
+    duration_s: float | None = Field(None, description="only the requests in the first N seconds of the trace")
     length_scale: float = Field(1.0, description="multiply the lengths of prompts and outputs")
     max_input_tokens: int | None = Field(
         None, description="longest prompt; --too-long says what happens to longer ones"
@@ -96,7 +96,7 @@ class ReplayPlan(BaseModel):
     slo_ttft_ms: float = Field(2000.0, description="goodput: TTFT at most this many ms")
     slo_tpot_ms: float = Field(100.0, description="goodput: TPOT at most this many ms")
     slo_gap_ms: float | None = Field(
-        None, description="goodput: largest gap between two tokens of a request at most this many ms; by default any"
+        None, description="goodput: largest gap between two tokens of a request at most this many ms; off by default"
     )
     client_cores: str | None = Field(
         None, description="run the process that sends the requests on these cores only, such as 0-1,3"
@@ -105,7 +105,7 @@ class ReplayPlan(BaseModel):
         "completions", description="completions sends token ids; chat sends the same prompt as text, in one message"
     )
     text_prompts: bool = Field(
-        False, description="send completions' prompts as text, to a server that takes no token ids; lengths then vary"
+        False, description="send completions' prompts as text, for a server that takes no token ids; lengths then vary"
     )
     served_name: str | None = Field(None, description="which of the server's models to use; by default the first")
     tokenizer: str | None = Field(
@@ -178,7 +178,7 @@ class ComparePlan(ReplayPlan):
     arms: str = Field(
         f"{COLOCATED},{DISAGGREGATED}",
         description="the two modes to compare, separated by a comma; the same one twice is an A/A run; "
-        "only one with --opponent",
+        "with --opponent, a single mode",
     )
     pairs: int = Field(
         MOST_PAIRS, description="most pairs of rounds; the result is looked at after 6, 9, 12, 16 and the last"
@@ -209,11 +209,11 @@ class ComparePlan(ReplayPlan):
     opponent_processes: str | None = Field(
         None,
         description="ids of processes on this machine that also serve the opponent, such as the servers behind its "
-        "proxy, separated by commas; what listens at its URL is found without",
+        "proxy, separated by commas; processes that listen at its URL are found automatically",
     )
     margin: float = Field(0.05, description="arms are equivalent if their shares differ by less than this")
     price_per_hour: float | None = Field(
-        None, description="what one core, or one GPU, costs an hour; the report then has the cost of a million tokens"
+        None, description="price of one core, or one GPU, per hour; the report then has the cost of a million tokens"
     )
     budget_s: float | None = Field(
         None,
@@ -250,7 +250,7 @@ class ComparePlan(ReplayPlan):
 
     @property
     def opponent_process_ids(self) -> tuple[int, ...]:
-        """The processes that serve the opponent, as far as they are given."""
+        """The processes that the user has named as serving the opponent."""
         return tuple(int(pid) for pid in (self.opponent_processes or "").split(",") if pid.strip())
 
     @property

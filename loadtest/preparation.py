@@ -1,6 +1,6 @@
 """What a comparison settles before its first round: rate, limits, the requests of each pair, what fits the budget.
 
-Called by `loadtest.compare`.
+Called by `loadtest.compare` and `loadtest.find_rate`.
 
 What the plan leaves to be measured is measured once, at arm a's server, and holds for both arms and all rounds.
 """
@@ -30,7 +30,7 @@ from loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES
 from loadtest.trace.windows import PairTraces
 
 STARTS_IN_A_PAIR = 1.5
-"""Of arms that need a start each: with a random order every second pair begins with the arm that is running."""
+"""The mean number of starts in a pair, if each arm needs one: every second pair begins with the arm that is running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Prepared:
     ordinals_per_round: int
     """Prompts set apart for each round, so that no two rounds share one."""
     first_round_index: int
-    """Of the first round whose prompts no measurement has used."""
+    """The index of the first round whose prompts no measurement has used."""
     is_a_cold: bool
     """Whether arm a's server has only just started."""
 

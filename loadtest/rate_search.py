@@ -17,13 +17,13 @@ from loadtest.statistics.student import critical_t
 
 LEVEL = 0.05
 LEAST_SHARE_OF_SCATTER = 0.5
-"""Rates at which fewer requests met the limits are far from any knee, and scatter otherwise."""
+"""Rates at which a smaller share met the limits are far from any knee, where rounds scatter differently."""
 SUPPOSED_SCATTER, SUPPOSED_DEGREES = 2.0, 4
-"""Scatter of rounds over the binomial one that is supposed before any is seen, and for how many rounds it counts."""
+"""The scatter of rounds, relative to the binomial one, that is assumed at first, and its weight in rounds."""
 
 
 LEAST_ROUNDS = 2
-"""At a rate that is an end of an interval."""
+"""The fewest rounds at a rate that may be an end of an interval."""
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -169,8 +169,8 @@ def bands(rounds: Sequence[Round]) -> list[Band]:
 def knee(rounds: Sequence[Round], attainment: float) -> Knee:
     """Return the rate at which attainment falls to the share, and the rates between which it must do so.
 
-    The lower end is the highest rate that exceeds the share for sure, and the upper end the lowest that misses it for
-    sure. No curve is assumed, only that attainment does not rise with the rate: a rate whose share contradicts that of
+    The lower end is the highest rate that exceeds the share by the score test, and the upper end the lowest that misses
+    it. No curve is assumed, only that attainment does not rise with the rate: a rate whose share contradicts that of
     the rates beside it is no end, and neither is one with a single round, which may have been disturbed.
     """
     shares = dict(_falling_shares(rounds))
@@ -219,8 +219,8 @@ def _by_rate(rounds: Sequence[Round]) -> dict[float, list[Round]]:
 def _scatter(rounds: Sequence[Round]) -> tuple[float, int]:
     """Return how many times the binomial variance rounds at one rate scatter, and its degrees of freedom.
 
-    Rates at which all met the limits, or few, say nothing of it. With few others it leans on what rounds are known to
-    do: SUPPOSED_SCATTER, with the weight of SUPPOSED_DEGREES.
+    Rates at which all requests met the limits, or few, say nothing of it. With few others it leans on what is assumed:
+    SUPPOSED_SCATTER, with the weight of SUPPOSED_DEGREES.
     """
     squares, degrees = SUPPOSED_SCATTER * SUPPOSED_DEGREES, SUPPOSED_DEGREES
     for here in _by_rate(rounds).values():

@@ -65,7 +65,7 @@ class _Replayed(msgspec.Struct, frozen=True):
 class _Began(msgspec.Struct, frozen=True, tag="began"):
     number: int
     next_round_index: int
-    """Of the first round whose prompts this one may not use."""
+    """The index of the first round whose prompts this one may not use."""
 
 
 class _Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -95,14 +95,14 @@ class Past(msgspec.Struct, frozen=True):
 
     folder: Path
     stopped: datetime
-    """When its files last changed."""
+    """The time at which its files last changed."""
     settled: Settled
     rounds: tuple[Round, ...]
     next_number: int
     next_round_index: int
     spent_s: float
     interruptions: tuple[Interruption, ...]
-    """Earlier ones, from which it went on."""
+    """Earlier interruptions, after which it went on."""
 
     def refuse_another(self, given: Mapping[str, Any], setup: Setup) -> None:
         """Raise LoadTestError if a field of the plan that is given now, or the set-up, is not what it was."""
@@ -131,11 +131,11 @@ class RunFolder:
         (self.path / RUN).write_bytes(encoded + b"\n")
 
     def add_resumed(self, interruption: Interruption) -> None:
-        """Say that the comparison goes on."""
+        """Note that the comparison goes on."""
         self._append(_Resumed(interruption.stopped, interruption.resumed))
 
     def add_began(self, number: int, next_round_index: int) -> None:
-        """Say that a round begins, so that no later one uses its number or its prompts."""
+        """Note that a round begins, so that no later one uses its number or its prompts."""
         self._append(_Began(number, next_round_index))
 
     def add_ended(self, each: Round, spent_s: float) -> None:

@@ -1,4 +1,6 @@
-"""Runs rounds of arms until they are valid, and keeps all of them. Called by `loadtest.compare`.
+"""Runs rounds of arms until they are valid, and keeps all of them.
+
+Called by `loadtest.compare` and `loadtest.find_rate`.
 
 The order within a pair is drawn at random, so that a drift of the machine favours no arm. A round that says nothing of
 its arm is void and repeated.
@@ -35,7 +37,7 @@ MOST_REPEATS = 2
 DISTURBED_REPEATS, CLEAN_ROUNDS_A_REPEAT = 2, 4
 """Repeats of disturbed rounds, and rounds without disturbance that earn one more.
 
-After that the machine is taken to be like that, and rounds are kept and marked.
+After that, disturbance is taken to be the machine's normal state: rounds are kept and marked.
 """
 SIDES: tuple[Side, Side] = ("a", "b")
 
@@ -53,15 +55,15 @@ class RoundRunner:
     cold: set[Side]
     """Arms whose server must be warmed up although nothing says that it has only just started."""
     is_alone: bool
-    """Whether all work of this machine that this process did not start disturbs."""
+    """Whether any work on this machine that this process did not start counts as a disturbance."""
     records_file: Path
     console: Console
     folder: RunFolder | None = None
-    """Is told each round that begins and ends, of a run that can be resumed."""
+    """Where each round is noted as it begins and ends; None for a run that cannot be resumed."""
     began_s: float = 0.0
-    """On time.monotonic's scale; what an interrupted comparison had spent counts."""
+    """The start, on time.monotonic's scale; what an interrupted comparison had spent counts."""
     rounds: list[Round] = field(default_factory=list)
-    """All so far, void ones included."""
+    """All rounds so far, void ones included."""
     next_number: int = 0
 
     @property
@@ -82,7 +84,7 @@ class RoundRunner:
         }
 
     def has_begun(self, pair: int) -> bool:
-        """Return whether a valid round of this pair is there."""
+        """Return whether a valid round of this pair exists."""
         return any(each.pair == pair and each.is_kept for each in self.rounds)
 
     def _done(self, pair: int, side: Side) -> ReplayResult | None:
@@ -90,7 +92,7 @@ class RoundRunner:
         return next(found, None)
 
     async def _valid_round(self, pair: int, side: Side, requests: RoundRequests, title: str) -> ReplayResult:
-        """Run a round until it is valid; one that is only disturbed is kept once there were enough repeats."""
+        """Run a round until it is valid; one that is only disturbed is kept once the repeats are used up."""
         lost = 0
         while True:
             began, began_s = datetime.now(UTC), time.monotonic()
@@ -157,7 +159,7 @@ class RoundRunner:
 
     @property
     def _repeats(self) -> int:
-        """Rounds that were void for nothing but a disturbance."""
+        """The number of rounds that were void only because of a disturbance."""
         return sum(
             not each.is_kept and each.result is not None and each.result.fleet_change is None for each in self.rounds
         )

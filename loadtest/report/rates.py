@@ -1,4 +1,4 @@
-"""Says which rate each arm holds: summary.json, page and table of a search for it. Called by `loadtest.find_rate`."""
+"""Reports which rate each arm holds: summary.json, page and tables of a search. Called by `loadtest.find_rate`."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from loadtest.run.machine import describe_machine
 from loadtest.statistics.outcome import Side
 
 RATE_FORMULAS = {
-    "knee": "rate at which the share of requests within every limit falls to the asked one, on the line through the "
+    "knee": "rate at which the share of requests within every limit falls to the target, on the line through the "
     "shares at the two measured rates around it (logarithm of the rate); shares that rise with the rate are pooled",
     "interval of a knee": "from the highest measured rate that exceeds the share to the lowest that misses it, each by "
     "the score test at 5 %, with the scatter between rounds of one rate; open where no measured rate does",
@@ -136,11 +136,11 @@ def _ends(low: float | None, high: float | None) -> str:
 def _ratio_sentence(labels: Mapping[Side, ArmLabel], found: Ratio) -> str:
     names = f"{labels['b']} / {labels['a']}"
     if found.low is None and found.high is None:
-        return f"{names}: the rounds give the ratio of the two rates no interval, so no difference was shown."
+        return f"{names}: too few rounds for an interval of the ratio, so no difference was shown."
     about = "" if found.ratio is None else f"x {found.ratio:.2f}; "
     ends = _ends(found.low, found.high).replace("95 % interval", "95 % interval x").replace(" to ", " to x ")
     differs = (found.low is not None and found.low > 1) or (found.high is not None and found.high < 1)
-    said = "which leaves out x 1" if differs else "which holds x 1, so no difference was shown"
+    said = "which excludes x 1" if differs else "which includes x 1, so no difference was shown"
     return f"{names}: {about}{ends}, {said}."
 
 
@@ -217,7 +217,7 @@ def write_rate_report(path: Path, summary: Summary) -> Path:
     labels = [arm["label"] for arm in rates["arms"].values()]
     void = sum(not each["valid"] for each in rates["rounds"])
     disturbed = sum(each["valid"] and bool(each["reasons"]) for each in rates["rounds"])
-    warning = f"{disturbed} rounds were kept although they were disturbed, since repeats were too"
+    warning = f"{disturbed} rounds were kept although they were disturbed, since their repeats were disturbed too"
     method = [
         f"Both rounds of a pair have the same {summary['trace']['requests']} requests at the same rate, in an order "
         f"drawn at random; each pair has requests of its own. {void} {'round was' if void == 1 else 'rounds were'} "

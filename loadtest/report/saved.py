@@ -81,6 +81,8 @@ def _comparison(folder: Path) -> Summary:
         raise LoadTestError(f"{folder} holds no run: give a folder that compare has written") from None
     except (OSError, msgspec.DecodeError) as error:
         raise LoadTestError(f"{folder / SUMMARY} cannot be read: {error}") from error
+    if "rates" in summary:
+        raise LoadTestError(f"{folder} holds a search for the highest rate, of which the page is not made again")
     if "arms" not in summary or "outcome" not in summary:
         raise LoadTestError(f"{folder} holds a replay and not a comparison, of which a page is made")
     return summary
