@@ -12,6 +12,7 @@ from rich.table import Table
 
 from loadtest.errors import LoadTestError
 from loadtest.report.page import write_report
+from loadtest.report.rates import print_rates, write_rate_report
 from loadtest.report.tables import ROWS, figure_text, print_comparison
 from loadtest.run.records import RequestRecord
 from loadtest.run_folder import REPORT, RUN, SUMMARY, RunFolder, differences_of
@@ -24,8 +25,12 @@ Summary = dict[str, Any]
 
 
 def report_again(folder: Path, console: Console) -> Path:
-    """Write report.html of a finished comparison again and print its tables. Raises LoadTestError."""
-    summary = _comparison(folder)
+    """Write report.html of a finished comparison or search again and print its tables. Raises LoadTestError."""
+    summary = _summary(folder)
+    if "rates" in summary:
+        print_rates(summary, console)
+        return write_rate_report(folder / REPORT, summary)
+    _require_comparison(folder, summary)
     run = RunFolder(folder)
     records = run.records_by_round()
     found: dict[str, list[RequestRecord]] = {arm["label"]: [] for arm in summary["arms"].values()}
@@ -71,6 +76,22 @@ def _setting(summary: Summary) -> Summary:
 
 
 def _comparison(folder: Path) -> Summary:
+    summary = _summary(folder)
+    _require_comparison(folder, summary)
+    return summary
+
+
+def _require_comparison(folder: Path, summary: Summary) -> None:
+    if "rates" in summary:
+        raise LoadTestError(
+            f"{folder} holds a search for rates, and two runs are shown side by side only if both are comparisons: "
+            f"ridgeline report {folder} shows it alone"
+        )
+    if "arms" not in summary or "outcome" not in summary:
+        raise LoadTestError(f"{folder} holds a replay and not a comparison, of which a page is made")
+
+
+def _summary(folder: Path) -> Summary:
     try:
         summary: Summary = msgspec.json.decode((folder / SUMMARY).read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
@@ -81,8 +102,4 @@ def _comparison(folder: Path) -> Summary:
         raise LoadTestError(f"{folder} holds no run: give a folder that compare has written") from None
     except (OSError, msgspec.DecodeError) as error:
         raise LoadTestError(f"{folder / SUMMARY} cannot be read: {error}") from error
-    if "rates" in summary:
-        raise LoadTestError(f"{folder} holds a search for the highest rate, of which the page is not made again")
-    if "arms" not in summary or "outcome" not in summary:
-        raise LoadTestError(f"{folder} holds a replay and not a comparison, of which a page is made")
     return summary

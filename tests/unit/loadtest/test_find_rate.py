@@ -10,10 +10,12 @@ from rich.console import Console
 
 from loadtest import find_rate as module
 from loadtest.arms import Devices
+from loadtest.errors import LoadTestError
 from loadtest.find_rate import GIVEN_UP_AFTER, bounded_deadline_s, find_rate
 from loadtest.plan import ComparePlan
 from loadtest.preparation import Prepared
 from loadtest.report.rounds import Round
+from loadtest.report.saved import print_side_by_side, report_again
 from loadtest.run.calibration import Load
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import ReplayResult
@@ -108,6 +110,17 @@ async def test_terminal_and_page_say_the_same_and_claim_no_winner(found):
     assert "Attainment against rate" in page
     assert "won" not in terminal.split()
     assert "pair 1 at 1 requests/s" in terminal
+
+
+async def test_a_search_is_shown_again_alone_and_not_beside_another_run(found, tmp_path):
+    console = Console(file=StringIO(), width=200)
+    folder = found[0].report.parent
+    before = found[0].report.read_text()
+    found[0].report.unlink()
+    assert report_again(folder, console).read_text() == before
+    assert "requests/s" in console.file.getvalue()
+    with pytest.raises(LoadTestError, match="holds a search for rates"):
+        print_side_by_side(folder, tmp_path / "other", console)
 
 
 async def test_rounds_at_any_rate_have_the_same_number_of_requests(found):
