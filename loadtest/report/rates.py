@@ -136,7 +136,7 @@ def _ends(low: float | None, high: float | None) -> str:
 def _ratio_sentence(labels: Mapping[Side, ArmLabel], found: Ratio) -> str:
     names = f"{labels['b']} / {labels['a']}"
     if found.low is None and found.high is None:
-        return f"{names}: too few rounds for an interval of the ratio, so no difference was shown."
+        return f"{names}: the rounds give no interval of the ratio, so no difference was shown."
     about = "" if found.ratio is None else f"x {found.ratio:.2f}; "
     ends = _ends(found.low, found.high).replace("95 % interval", "95 % interval x").replace(" to ", " to x ")
     differs = (found.low is not None and found.low > 1) or (found.high is not None and found.high < 1)
