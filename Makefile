@@ -59,7 +59,7 @@ starts:
 test-all: test   ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, both number formats
 	@$(BIN)/pytest -q tests/network
 	@$(BIN)/pytest -q -s tests/hostile
-	@$(BIN)/pytest -q tests/replay tests/fuzz
+	@$(BIN)/pytest -q -n 2 --dist loadfile tests/replay tests/fuzz
 	@$(BIN)/pytest -v --durations=40 -m "not core" tests/engines
 	@$(BIN)/python -m tests.engines.other_format
 
