@@ -22,7 +22,7 @@ from loadtest.errors import LoadTestError, ServerError
 from loadtest.plan import ComparePlan
 from loadtest.preparation import Prepared, prepare
 from loadtest.report.page import write_report
-from loadtest.report.rounds import Interruption, interruptions_summary, labels_of, summarise_comparison
+from loadtest.report.rounds import Interruption, interruptions_summary, summarise_comparison
 from loadtest.report.tables import print_comparison
 from loadtest.run.calibration import Workers
 from loadtest.run_folder import RECORDS, REPORT, SUMMARY, Past, RunFolder, Settled, Setup, new_folder
@@ -30,7 +30,7 @@ from loadtest.statistics.looks import looks_until
 from loadtest.statistics.outcome import Conclusion, conclude
 from loadtest.statistics.pairs import PairDifference, pair_difference
 from loadtest.trace.windows import PairTraces
-from loadtest.valid_rounds import SIDES, RoundRunner
+from loadtest.valid_rounds import RoundRunner, new_runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,8 @@ async def compare(
     folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
     prepared = await prepare(arms[0], plan, console, workers, notes, began_s)
     folder.start(_settled(plan, prepared, folder.setup))
-    runner = RoundRunner(
-        arms=dict(zip(SIDES, arms, strict=True)),
-        labels=labels_of(*(arm.mode for arm in arms)),
-        plan=prepared.plan,
-        ordinals_per_round=prepared.ordinals_per_round,
-        next_round_index=prepared.first_round_index,
-        cold={"a"} if prepared.is_a_cold else set(),
-        is_alone=is_alone,
-        records_file=folder.path / RECORDS,
-        console=console,
-        folder=folder,
-        began_s=began_s,
+    runner = new_runner(
+        arms, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
     )
     return await _to_the_end(prepared, runner, folder, ())
 
@@ -98,21 +88,10 @@ async def resume(
         f"{past.stopped:%Y-%m-%d %H:%M:%S} UTC",
         highlight=False,
     )
-    runner = RoundRunner(
-        arms=dict(zip(SIDES, arms, strict=True)),
-        labels=labels_of(*(arm.mode for arm in arms)),
-        plan=prepared.plan,
-        ordinals_per_round=prepared.ordinals_per_round,
-        next_round_index=past.next_round_index,
-        cold=set(SIDES),
-        is_alone=is_alone,
-        records_file=folder.path / RECORDS,
-        console=console,
-        folder=folder,
-        began_s=began_s,
-        rounds=list(past.rounds),
-        next_number=past.next_number,
+    runner = new_runner(
+        arms, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
     )
+    runner.take_up(past)
     return await _to_the_end(prepared, runner, folder, (*past.interruptions, interruption))
 
 

@@ -7,6 +7,7 @@ shorter. A request that has taken twice as long as its limits allow is given up,
 ends soon; its requests are gone from the server before the next round begins.
 """
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,12 +23,11 @@ from loadtest.plan import MOST_PAIRS_OF_A_SEARCH, ComparePlan
 from loadtest.preparation import Prepared, prepare
 from loadtest.rate_search import Bounds, Round, search
 from loadtest.report.rates import print_rates, summarise_rates, write_rate_report
-from loadtest.report.rounds import labels_of
 from loadtest.run.calibration import Workers
 from loadtest.run.replay import ReplayResult
 from loadtest.run_folder import RECORDS, REPORT, SUMMARY, RunFolder, new_folder
 from loadtest.trace.windows import PairTraces
-from loadtest.valid_rounds import SIDES, RoundRunner
+from loadtest.valid_rounds import SIDES, RoundRunner, new_runner
 
 GIVEN_UP_AFTER = 2.0
 """A request is given up after this many times the time that the longest one has within its limits."""
@@ -65,16 +65,13 @@ async def find_rate(
         raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
     deadline_s = bounded_deadline_s(prepared)
     console.print(f"a request is given up after {deadline_s:.3g} s", highlight=False)
-    runner = RoundRunner(
-        arms=dict(zip(SIDES, arms, strict=True)),
-        labels=labels_of(*(arm.mode for arm in arms)),
-        plan=prepared.plan.model_copy(update={"deadline_s": deadline_s}),
-        ordinals_per_round=prepared.ordinals_per_round,
-        next_round_index=prepared.first_round_index,
-        cold={"a"} if prepared.is_a_cold else set(),
+    given_up = prepared.plan.model_copy(update={"deadline_s": deadline_s})
+    runner = new_runner(
+        arms,
+        dataclasses.replace(prepared, plan=given_up),
+        folder.path / RECORDS,
+        console,
         is_alone=is_alone,
-        records_file=folder.path / RECORDS,
-        console=console,
         began_s=began_s,
     )
     pairs = _Pairs(prepared, runner)

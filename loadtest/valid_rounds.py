@@ -19,15 +19,16 @@ from rich.console import Console
 from loadtest.arms import Arm
 from loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
 from loadtest.plan import DISAGGREGATED, ComparePlan
+from loadtest.preparation import Prepared
 from loadtest.report.pools import disaggregated_fraction, recomputes
-from loadtest.report.rounds import ArmLabel, Round
+from loadtest.report.rounds import ArmLabel, Round, labels_of
 from loadtest.run.machine import Disturbance, disturbance, read_cpu
 from loadtest.run.records import RecordFile
 from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
 from loadtest.run.server_metrics import until_whole
 from loadtest.run.validity import void_reasons
 from loadtest.run.warm_up import warm_up_workers
-from loadtest.run_folder import RunFolder
+from loadtest.run_folder import Past, RunFolder
 from loadtest.statistics.outcome import Side
 from loadtest.trace.trace import Trace
 
@@ -47,7 +48,6 @@ class RoundRunner:
     """Runs rounds of two arms, all with the same settled plan, and no prompt's beginning twice."""
 
     arms: Mapping[Side, Arm]
-    labels: Mapping[Side, ArmLabel]
     plan: ComparePlan
     ordinals_per_round: int
     """Prompts set apart for each round."""
@@ -65,6 +65,17 @@ class RoundRunner:
     rounds: list[Round] = field(default_factory=list)
     """All rounds so far, void ones included."""
     next_number: int = 0
+
+    @property
+    def labels(self) -> dict[Side, ArmLabel]:
+        """The names of the arms."""
+        return labels_of(self.arms["a"].mode, self.arms["b"].mode)
+
+    def take_up(self, past: Past) -> None:
+        """Keep the rounds of an interrupted run, and use none of its numbers and prompts again."""
+        self.rounds = list(past.rounds)
+        self.next_number, self.next_round_index = past.next_number, past.next_round_index
+        self.cold = set(SIDES)
 
     @property
     def longest_s(self) -> float:
@@ -168,6 +179,31 @@ class RoundRunner:
     def _most_repeats(self) -> int:
         clean = sum(each.is_kept and not each.reasons for each in self.rounds)
         return DISTURBED_REPEATS + clean // CLEAN_ROUNDS_A_REPEAT
+
+
+def new_runner(
+    arms: tuple[Arm, Arm],
+    prepared: Prepared,
+    records_file: Path,
+    console: Console,
+    *,
+    is_alone: bool,
+    began_s: float,
+    folder: RunFolder | None = None,
+) -> RoundRunner:
+    """Return a runner of the prepared rounds, none of which has run."""
+    return RoundRunner(
+        arms=dict(zip(SIDES, arms, strict=True)),
+        plan=prepared.plan,
+        ordinals_per_round=prepared.ordinals_per_round,
+        next_round_index=prepared.first_round_index,
+        cold={"a"} if prepared.is_a_cold else set(),
+        is_alone=is_alone,
+        records_file=records_file,
+        console=console,
+        folder=folder,
+        began_s=began_s,
+    )
 
 
 def order_of(seed: int, pair: int) -> tuple[Side, ...]:

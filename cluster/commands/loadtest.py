@@ -29,7 +29,7 @@ from loadtest.run.machine import busy_note
 from loadtest.run.records import RecordFile
 from loadtest.run.replay import check_client, run_replay
 from loadtest.run.unloaded import measure_unloaded, sizes_of
-from loadtest.run_folder import Past, RunFolder, free_folder
+from loadtest.run_folder import Past, RunFolder, new_folder
 from loadtest.trace.shape import fit_context
 
 
@@ -43,9 +43,7 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
         plan, load = settle(plan, trace, unloaded, workers_of(unloaded.workers))
     for sentence in load.sentences(plan.limits):
         console.print(sentence, highlight=False, markup=False)
-    if out and (free := free_folder(out)) != out:
-        console.print(f"{out} holds a run, which is kept: this one goes to {free}", highlight=False, markup=False)
-        out = free
+    out = new_folder(RunFolder(out), console).path if out else None
     record_file = RecordFile(out / "records.jsonl") if out else None
     result = await run_replay(url, plan, console, record_file=record_file)
     report_replay(result, plan, load, out, console)
@@ -93,6 +91,8 @@ async def compare_command(
                 finally:
                     watching.cancel()
                     await asyncio.wait([watching])
+                    if not watching.cancelled():
+                        watching.result()  # raises why the deployment ended, of which requests only saw the effects
 
         workers = split_workers(config) if plan.modes == (COLOCATED, DISAGGREGATED) else None
         async with Deployments(serving) as deployments:
@@ -107,7 +107,7 @@ async def compare_command(
             if past is not None:
                 found = await resume(arms, past, console, is_alone=is_alone, began_s=began_s)
             else:
-                folder = RunFolder(out, setup_of(config))
+                folder = RunFolder(out, await asyncio.to_thread(setup_of, config))
                 found = await (find_rate if plan.find_rate else compare)(
                     arms, plan, folder, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
                 )

@@ -10,6 +10,7 @@ null_server.py         streams tokens at a fixed pace without a model
 overload.py            sends more load than a server can take, and checks fairness
 planted.py             compares a mode with itself after planting a known difference
 power.py               prints how often simulated comparisons find what is there
+served.py              serves an application from a process of its own, for the two that need it
 slow_proxy.py          slows a server's streamed answers down by an exact amount
 unloaded_ttft.py       measures TTFT of both modes without load, in alternation
 wire_accuracy.py       measures what quantised KV on the wire does to answers

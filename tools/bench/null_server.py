@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
 
-REPOSITORY: Final = Path(__file__).parents[2]
+from tools.bench.served import serve_until_closed, served
+
 MODEL: Final = "null"
 MAX_MODEL_TOKENS: Final = 131_072
 MOST_BODY_BYTES: Final = 64 * 2**20
@@ -68,36 +66,13 @@ def make_app(ttft_s: float, tpot_s: float, tokenizer: str | None) -> web.Applica
     return app
 
 
-async def _serve(app: web.Application, port: int) -> None:
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    address = runner.addresses[0]
-    sys.stdout.write(f"url http://127.0.0.1:{address[1]}\n")
-    sys.stdout.flush()
-    await asyncio.to_thread(sys.stdin.read)  # until whoever started this server closes its end, or dies
-    await runner.cleanup()
-
-
 @contextmanager
 def serving(ttft_s: float, tpot_s: float, *, tokenizer: str | None = None, port: int = 0) -> Iterator[str]:
     """Run the server as a process of its own while the block runs; yield its URL."""
     settings = ["--ttft-ms", f"{ttft_s * 1e3:g}", "--tpot-ms", f"{tpot_s * 1e3:g}", "--port", str(port)]
     named = ["--tokenizer", tokenizer] if tokenizer else []
-    with subprocess.Popen(
-        [sys.executable, "-m", "tools.bench.null_server", *settings, *named],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        try:
-            yield process.stdout.readline().split()[1]
-        finally:
-            process.stdin.close()
+    with served("tools.bench.null_server", *settings, *named) as url:
+        yield url
 
 
 if __name__ == "__main__":
@@ -107,4 +82,4 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--tokenizer")
     given = parser.parse_args()
-    asyncio.run(_serve(make_app(given.ttft_ms / 1e3, given.tpot_ms / 1e3, given.tokenizer), given.port))
+    asyncio.run(serve_until_closed(make_app(given.ttft_ms / 1e3, given.tpot_ms / 1e3, given.tokenizer), given.port))

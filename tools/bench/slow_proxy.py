@@ -11,18 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import aiohttp
 from aiohttp import web
 
-REPOSITORY: Final = Path(__file__).parents[2]
+from tools.bench.served import serve_until_closed, served
+
 MOST_BODY_BYTES: Final = 64 * 2**20
 SESSION: Final = web.AppKey("session", aiohttp.ClientSession)
 OF_ONE_CONNECTION: Final = {"connection", "host", "keep-alive", "transfer-encoding", "content-length"}
@@ -98,34 +96,12 @@ def make_app(server: str, slowness: Slowness, seed: int = 0) -> web.Application:
     return app
 
 
-async def _serve(app: web.Application) -> None:
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    sys.stdout.write(f"url http://127.0.0.1:{runner.addresses[0][1]}\n")
-    sys.stdout.flush()
-    await asyncio.to_thread(sys.stdin.read)  # until whoever started this proxy closes its end, or dies
-    await runner.cleanup()
-
-
 @contextmanager
 def proxied(server: str, slowness: Slowness) -> Iterator[str]:
     """Run a proxy of this server as a process of its own while the block runs; yield its URL."""
     numbers = ["--tpot-factor", str(slowness.tpot_factor), "--late-share", str(slowness.late_share)]
-    command = [sys.executable, "-m", "tools.bench.slow_proxy", "--server", server, *numbers]
-    with subprocess.Popen(
-        [*command, "--late-s", str(slowness.late_s)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        try:
-            yield process.stdout.readline().split()[1]
-        finally:
-            process.stdin.close()
+    with served("tools.bench.slow_proxy", "--server", server, *numbers, "--late-s", str(slowness.late_s)) as url:
+        yield url
 
 
 if __name__ == "__main__":
@@ -135,4 +111,4 @@ if __name__ == "__main__":
     parser.add_argument("--late-share", type=float, default=0.0)
     parser.add_argument("--late-s", type=float, default=0.0)
     given = parser.parse_args()
-    asyncio.run(_serve(make_app(given.server, Slowness(given.tpot_factor, given.late_share, given.late_s))))
+    asyncio.run(serve_until_closed(make_app(given.server, Slowness(given.tpot_factor, given.late_share, given.late_s))))

@@ -40,8 +40,10 @@ class _Arm:
 class _Runner:
     """Answers in time the more seldom, the further the rate is above the arm's knee."""
 
-    def __init__(self, *, arms, labels, plan, console, began_s, **_) -> None:
-        self.arms, self.labels, self.plan, self.console = arms, labels, plan, console
+    def __init__(self, arms, prepared, _records_file, console, *, began_s, **_) -> None:
+        self.arms = dict(zip("ab", arms, strict=True))
+        self.labels = {side: arm.mode for side, arm in self.arms.items()}
+        self.plan, self.console = prepared.plan, console
         self.rounds, self.longest_s, self.began_s = [], 1.0, began_s
 
     async def pair(self, pair, trace, title):
@@ -79,7 +81,7 @@ async def found(monkeypatch, tmp_path):
         return _prepared(plan)
 
     monkeypatch.setattr(module, "prepare", prepare)
-    monkeypatch.setattr(module, "RoundRunner", _Runner)
+    monkeypatch.setattr(module, "new_runner", _Runner)
     text = StringIO()
     arms = (_Arm("colocated", 2), _Arm("disaggregated", 2))
     result = await find_rate(arms, PLAN, tmp_path, Console(file=text, width=200))
