@@ -285,7 +285,7 @@ def compare(
         fail(["give --out DIR for a new comparison, or --resume DIR to go on with an interrupted one"], 2)
         return
     loaded = load(config, settings, both_modes=True)
-    if found := refusals(loaded.config, plan.modes):
+    if found := refusals(loaded.config, plan):
         fail(found, 2)
     run(compare_command(loaded.config, plan, out, console))
 

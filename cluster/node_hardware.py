@@ -42,7 +42,7 @@ def worker_hardware(dtype: str, cores: int, gpus: int) -> PoolHardware:
     Raises UnknownHardware.
     """
     hardware = local_gpu().times(gpus) if gpus else load_or_calibrate_host(cache_dir(), cores, dtype)
-    return PoolHardware(hardware.name, hardware.peak_flops, hardware.peak_bytes_per_s)
+    return PoolHardware(hardware.name, hardware.peak_flops, hardware.peak_bytes_per_s, hardware.source)
 
 
 def local_gpu() -> Hardware:

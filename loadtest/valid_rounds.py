@@ -160,9 +160,13 @@ class RoundRunner:
             return None, None, (str(error),)
         after = await asyncio.to_thread(read_cpu, reached.processes)
         others = disturbance(before, after) if self.is_alone and reached.is_watched else None
-        if arm.mode == DISAGGREGATED:
+        if arm.mode == DISAGGREGATED and not self._is_swamped(result):
             require_disaggregated(result)
         return result, others, void_reasons(result, others, self.plan.limits)
+
+    def _is_swamped(self, result: ReplayResult) -> bool:
+        """Return whether no request finished in a round of a search, which tries rates that are far too high."""
+        return self.plan.find_rate and not any(record.ok for record in result.records)
 
     def _new_round_index(self) -> int:
         self.next_round_index += 1

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from roofline.hardware import Hardware
 from roofline.quantisation import dtype_bytes
 
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 _GEMM_BUDGET_S = 2.5
 _STREAM_BUDGET_S = 0.4
 _MIN_ARRAY_BYTES = 256 * 2**20
@@ -41,8 +42,8 @@ def calibrate_host(num_threads: int, dtype: str) -> Hardware:
         peak_bytes_per_s, pattern = _best_stream_bytes_per_s(torch)
     tokens, width_in, width_out = shape
     source = (
-        f"measured: {dtype} GEMM {tokens}x{width_in}x{width_out} and {pattern}, {num_threads} thread(s), "
-        f"torch {version('torch')}, {_cpu_model()}"
+        f"measured on {datetime.now(UTC):%Y-%m-%d}: {dtype} GEMM {tokens}x{width_in}x{width_out} and {pattern}, "
+        f"{num_threads} thread(s), torch {version('torch')}, {_cpu_model()}"
     )
     return Hardware(f"host-{dtype}-{num_threads}t", peak_flops, peak_bytes_per_s, source, _memory_bytes())
 

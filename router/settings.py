@@ -19,6 +19,8 @@ class PoolHardware:
     name: str
     peak_flops: float
     peak_bytes_per_s: float
+    source: str
+    """The data sheet, or the day and the operations with which they were measured."""
 
 
 @dataclass(frozen=True)

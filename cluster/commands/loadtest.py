@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -174,9 +174,15 @@ def devices_of(config: RidgelineConfig, mode: Mode) -> Devices:
     return Devices("GPU" if on_gpus else "core", count, by_pool)
 
 
-def refusals(config: RidgelineConfig, modes: Iterable[Mode]) -> list[str]:
-    """Return why a comparison of these modes would say nothing, a sentence with its fix each; empty if it would."""
+def refusals(config: RidgelineConfig, plan: ComparePlan) -> list[str]:
+    """Return why this comparison would fail or say nothing, a sentence with its fix each; empty if it would not."""
     found = []
+    served = config.model.served_name or config.model.path
+    if plan.served_name not in (None, served):
+        found.append(
+            f"--served-name {plan.served_name}: this configuration serves {served}: leave it out, or set "
+            "model.served_name"
+        )
     if config.ray.share_cores:
         found.append(
             "ray.share_cores lets engines take turns on the same cores, so no timing would hold: set it to false and "
@@ -187,7 +193,7 @@ def refusals(config: RidgelineConfig, modes: Iterable[Mode]) -> list[str]:
             f"transfer.faults ({config.transfer.faults}) makes fetches fail on purpose, which only the disaggregated "
             "mode pays for: leave it out"
         )
-    if len(set(modes)) > 1 and (unequal := equal_hardware(config)) is not None:
+    if len(set(plan.modes)) > 1 and (unequal := equal_hardware(config)) is not None:
         found.append(unequal)
     return found
 

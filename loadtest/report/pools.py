@@ -124,6 +124,8 @@ def _pool(delta: MetricsDelta, pool: str) -> dict[str, Any]:
         "kv_transfer_bytes": delta.total("ridgeline_kv_transfer_bytes_total", pool=pool),
         "peak_flops": peak_flops,
         "peak_bytes_per_second": peak_bytes,
+        "hardware": delta.gauge_label("ridgeline_hardware_info", "hardware", pool=pool),
+        "peaks_source": delta.gauge_label("ridgeline_hardware_info", "source", pool=pool),
     }
 
 

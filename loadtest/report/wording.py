@@ -12,7 +12,7 @@ import numpy as np
 
 from loadtest.plan import Slo
 from loadtest.run.records import RequestRecord
-from loadtest.statistics.looks import LEAST_PAIRS
+from loadtest.statistics.looks import ALPHA, LEAST_PAIRS
 from loadtest.statistics.outcome import Conclusion, Secondary, Side
 from loadtest.statistics.paired_tests import Estimate
 from loadtest.statistics.pairs import Latency
@@ -76,6 +76,8 @@ def _details(found: Conclusion, labels: Mapping[Side, str]) -> str:
     if found.outcome == "inconclusive":
         if found.pairs < LEAST_PAIRS:
             sentences.append(f"Nothing is concluded from fewer than {LEAST_PAIRS} pairs.")
+        elif found.attainment is not None and found.attainment.excludes_zero:
+            sentences.append(_exact_test(found.attainment))
         if found.smallest_seen is not None:
             sentences.append(
                 f"With {_pairs(found.pairs)} that scatter like these, a difference below "
@@ -86,6 +88,14 @@ def _details(found: Conclusion, labels: Mapping[Side, str]) -> str:
         lines = [_secondary(name, each, labels) for name, each in found.secondary.items()]
         sentences.append(f"Secondary, corrected for being {len(lines)}: {'; '.join(lines)}.")
     return " ".join(sentences)
+
+
+def _exact_test(attainment: Estimate) -> str:
+    """Say why an interval without 0 is not enough."""
+    return (
+        f"The interval leaves out 0, but the exact test over pairs gives p = {attainment.p_sign_flip:.3g}, and a "
+        f"difference is called one only if that is at most {ALPHA:g}."
+    )
 
 
 def _secondary(name: Latency, each: Secondary, labels: Mapping[Side, str]) -> str:

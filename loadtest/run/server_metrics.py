@@ -57,6 +57,12 @@ class MetricsDelta:
         wanted = set(labels.items())
         return [value for (sample, found), value in self.gauges.items() if sample == name and wanted <= found]
 
+    def gauge_label(self, name: str, label: str, **labels: str) -> str | None:
+        """Return the value of `label` in a gauge's first sample that matches; None if there is none."""
+        wanted = set(labels.items())
+        matching = (dict(found) for sample, found in self.gauges if sample == name and wanted <= found)
+        return next((found[label] for found in matching if label in found), None)
+
     def label_values(self, name: str, label: str) -> list[str]:
         """Return the values of `label` in samples called `name`, sorted."""
         return sorted(

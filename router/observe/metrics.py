@@ -319,6 +319,11 @@ class WorkerCollector(Collector):
             "Peak memory bandwidth of one worker of the pool, measured or from a data sheet",
             labels=["pool"],
         )
+        source = GaugeMetricFamily(
+            "ridgeline_hardware_info",
+            "Always 1: the hardware of one worker of the pool, and where its peaks come from",
+            labels=["pool", "hardware", "source"],
+        )
         intensity = GaugeMetricFamily(
             "ridgeline_arithmetic_intensity",
             "Arithmetic intensity of all that the present workers have done in the pool: FLOPs per byte moved",
@@ -334,10 +339,11 @@ class WorkerCollector(Collector):
             if hardware is not None:
                 peak_flops.add_metric([pool], hardware.peak_flops)
                 peak_bytes.add_metric([pool], hardware.peak_bytes_per_s)
+                source.add_metric([pool, hardware.name, hardware.source], 1)
             flops, moved = _total(workers, pool, "flops_total."), _total(workers, pool, "bytes_total.")
             if moved:
                 intensity.add_metric([pool], flops / moved)
-        yield from (usable, unusable, peak_flops, peak_bytes, intensity)
+        yield from (usable, unusable, peak_flops, peak_bytes, source, intensity)
 
 
 class QueueView(Protocol):

@@ -21,12 +21,14 @@ from loadtest.arms import Deployments, Reached
 from loadtest.compare import compare
 from loadtest.errors import LoadTestError, NotDisaggregatedError, ServerError
 from loadtest.plan import ComparePlan, ReplayPlan
+from loadtest.preparation import prepare
 from loadtest.report.replay_output import report_replay
 from loadtest.run import replay as replay_module
 from loadtest.run.calibration import Workers, given_load
 from loadtest.run.records import RecordFile
 from loadtest.run.replay import ReplayResult, run_replay
 from loadtest.run.unloaded import measure_unloaded
+from loadtest.valid_rounds import new_runner
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import PATIENCE_S, eventually
 
@@ -408,6 +410,18 @@ async def test_a_server_that_loses_workers_in_every_round_ends_the_comparison(tm
     behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated", restarts_every=3)
     with running(behaviour) as url, pytest.raises(ServerError, match="was void 3 times: 0 was restarted"):
         await compare((_Running(url), _Running(url)), _compare_plan(), tmp_path, console, is_alone=False)
+
+
+async def test_a_round_of_a_search_in_which_nothing_finished_counts_and_is_no_error(tmp_path, console):
+    behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001, faults=dict.fromkeys(range(99), "refuse"))
+    plan = _compare_plan().model_copy(update={"find_rate": True, "rate": 50})
+    with running(behaviour) as url:
+        arms = _Running(url, "disaggregated"), _Running(url, "disaggregated")
+        prepared = await prepare(arms[0], plan, console, None, (), 0.0)
+        runner = new_runner(arms, prepared, tmp_path / "records.jsonl", console, is_alone=False, began_s=0.0)
+        runner.cold = set()
+        found = await runner.pair(0, prepared.traces.of_pair(0), "far too fast")
+    assert [record.ok for result in found.values() for record in result.records] == [False] * 12
 
 
 async def test_compare_measures_once_before_round_one_and_both_arms_get_the_same_rate_and_limits(tmp_path, console):

@@ -55,7 +55,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
         )
         for load in (WorkerLoad("w", True, False, 0, 0, 1, 1, 1, 32), WorkerLoad("w", True, True, 0, 0, 1, 1, 1, 32))
     ]
-    hardware = {"prefill": PoolHardware("any", 1.0, 1.0)}
+    hardware = {"prefill": PoolHardware("any", 1.0, 1.0, "any")}
     queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
     restarts = {("decode", "worker-1", "stalled"): 1}
     collector = WorkerCollector(

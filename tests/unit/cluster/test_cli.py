@@ -274,6 +274,14 @@ def test_compare_of_one_round_is_refused_with_the_reason(ridgeline, tmp_path):
     assert "pairs: must be 1 or more, not 0" in error
 
 
+def test_compare_of_a_model_that_the_configuration_does_not_serve_is_refused_before_anything_starts(
+    ridgeline, tmp_path
+):
+    status, _, error = ridgeline("compare", "--out", tmp_path, "--served-name", "llama")
+    assert status == 2
+    assert "--served-name llama: this configuration serves smollm2-135m: leave it out" in error
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

@@ -40,10 +40,11 @@ def _result(ttft_s: float, tpot_s: float) -> ReplayResult:
     return ReplayResult(TRACE, records, 20.0, None, ())
 
 
-def _summary(plan: ComparePlan = PLAN):
+def _summary(plan: ComparePlan = PLAN, ties: int = 0):
+    """Of six pairs b meets the limits in all; a in `ties` of them."""
     rounds, differences = [], []
     for pair in range(6):
-        a, b = _result(0.1, 0.1), _result(0.3, 0.04)
+        a, b = _result(0.1, 0.04 if pair < ties else 0.1), _result(0.3, 0.04)
         rounds += [
             Round(side, pair, datetime.now(UTC), result, None, (), True) for side, result in (("a", a), ("b", b))
         ]
@@ -58,6 +59,14 @@ def _terminal(summary) -> str:
     text = StringIO()
     print_comparison(summary, Console(file=text, width=1000))
     return text.getvalue()
+
+
+def test_an_interval_without_0_that_the_exact_test_does_not_support_is_inconclusive_and_the_sentence_says_so():
+    outcome = _summary(ties=1)[0]["outcome"]
+    assert outcome["outcome"] == "inconclusive"
+    assert outcome["attainment"]["low"] > 0
+    assert "The interval leaves out 0, but the exact test over pairs gives p = 0.0625" in outcome["sentence"]
+    assert "the exact test" not in _summary()[0]["outcome"]["sentence"]
 
 
 def test_the_map_of_winners_is_in_the_summary_on_the_terminal_and_on_the_page(tmp_path):

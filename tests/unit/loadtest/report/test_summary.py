@@ -118,6 +118,8 @@ ridgeline_busy_seconds_total{pool="decode",worker="1"} 1
 ridgeline_peak_flops{pool="decode"} 1000
 # TYPE ridgeline_peak_bytes_per_second gauge
 ridgeline_peak_bytes_per_second{pool="decode"} 200
+# TYPE ridgeline_hardware_info gauge
+ridgeline_hardware_info{pool="decode",hardware="h100-sxm",source="data sheet"} 1
 # TYPE ridgeline_workers gauge
 ridgeline_workers{pool="decode"} 2
 # TYPE ridgeline_stage_seconds histogram
@@ -138,6 +140,7 @@ def test_pools_are_figured_from_differences_of_the_servers_counters():
     assert decode["mfu_wall"] == pytest.approx(1200 / 20 / 1000)
     assert decode["mbu"] == pytest.approx(400 / 4 / 200)
     assert decode["busy_fraction"] == pytest.approx(4 / 20)
+    assert (decode["hardware"], decode["peaks_source"]) == ("h100-sxm", "data sheet")
     twice = describe_pools(add_up([delta, delta]))["decode"]
     assert twice["flops"] == 2400
     assert twice["mfu_wall"] == pytest.approx(decode["mfu_wall"])

@@ -18,8 +18,8 @@ from router.settings import PoolHardware
 from tests.support.fake_engine import FakeClock
 
 HARDWARE = {
-    "prefill": PoolHardware("host", peak_flops=1e12, peak_bytes_per_s=1e10),
-    "decode": PoolHardware("host", peak_flops=2e12, peak_bytes_per_s=2e10),
+    "prefill": PoolHardware("host", peak_flops=1e12, peak_bytes_per_s=1e10, source="data sheet"),
+    "decode": PoolHardware("host", peak_flops=2e12, peak_bytes_per_s=2e10, source="data sheet"),
 }
 
 
@@ -205,6 +205,7 @@ def test_pool_series_sum_over_the_workers_of_the_pool_and_peaks_are_one_workers(
     assert value(registry, "ridgeline_arithmetic_intensity", pool="decode") == 2
     assert value(registry, "ridgeline_peak_flops", pool="prefill") == 1e12
     assert value(registry, "ridgeline_peak_bytes_per_second", pool="decode") == 2e10
+    assert value(registry, "ridgeline_hardware_info", pool="decode", hardware="host", source="data sheet") == 1
 
 
 def test_a_worker_that_has_not_reported_a_figure_has_no_series_for_it(registry):
