@@ -339,6 +339,7 @@ def roofline(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
         line = {"color": MUTED, "width": 1.5}
         figure.add_scatter(x=span.tolist(), y=roof.tolist(), line=line, showlegend=False, hoverinfo="skip")
         _mark(figure, peak_flops / peak_bytes, f"ridge {peak_flops / peak_bytes:.1f}", log=True)
+    sources = dict.fromkeys(source for *_, pool in pools if (source := pool.get("peaks_source")))
     named: set[str] = set()
     for label, color, name, pool in pools:
         owner = label if label.startswith(name) else f"{label}, {name} pool"
@@ -378,7 +379,7 @@ def roofline(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
         "arithmetic intensity, FLOP/byte",
         "FLOP/s in steps",
         note="Area: busy time. Text: kind of step and what binds it (a peak used to 50 % or more, or neither). "
-        "Bar: the roof of a pool's mixture of steps.",
+        "Bar: the roof of a pool's mixture of steps." + "".join(f" Peaks: {source}." for source in sources),
     )
     figure.update_xaxes(type="log", tickvals=[10.0**power for power in range(-2, 6)], exponentformat="none")
     figure.update_xaxes(range=np.log10(span[[0, -1]]).tolist())
