@@ -12,13 +12,14 @@ from tests.engines.harness import Engines, Figure, Increase
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
-LONG_PROMPT_TOKENS = 3500
+LONG_PROMPT_TOKENS = 1950
+"""Four steps of prefill, three of whose KV travel while the next one is computed."""
 ROUNDS = 3
 ATTEMPTS = 3
 """A neighbour on a shared machine can spoil one series of medians; the hand-over must make it in one of them."""
 HAND_OVER_MS = 25.0
-CHUNKED_PROMPT_TOKENS = 1000
-DECODED_TOKENS = 60
+CHUNKED_PROMPT_TOKENS = 600
+DECODED_TOKENS = 40
 SLOWER = 1.10
 
 
@@ -56,31 +57,37 @@ async def long_prompts_ms(engines: Engines, text: list[int], first: int, figure:
     return gap_ms, step_ms
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-async def test_decode_steps_take_as_long_beside_transfers_as_without(
-    engines: Engines, text: list[int], transport: str, figure: Figure
-):
-    await engines.use_transport(transport)
+async def test_decode_steps_take_as_long_beside_transfers_as_without(engines: Engines, text: list[int], figure: Figure):
+    slower = ["shm", "grpc"]
     for _ in range(ATTEMPTS):
-        alone_ms, beside_ms = await decode_steps_ms(engines, text)
+        alone_ms, beside_ms = await decode_steps_ms(engines, text, slower)
         figure(
-            f"{transport}: decode step {alone_ms:.1f} ms without transfers, {beside_ms:.1f} ms beside them (medians)"
+            f"decode step {alone_ms:.1f} ms without transfers, beside them "
+            f"{', '.join(f'{transport} {step_ms:.1f} ms' for transport, step_ms in beside_ms.items())} (medians)"
         )
-        if beside_ms <= SLOWER * alone_ms:
+        slower = [transport for transport, step_ms in beside_ms.items() if step_ms > SLOWER * alone_ms]
+        if not slower:
             break
     await engines.use_transport("auto")
-    assert beside_ms <= SLOWER * alone_ms
+    assert slower == []
 
 
-async def decode_steps_ms(engines: Engines, text: list[int]) -> tuple[float, float]:
-    """Medians without transfers and beside them; prefill is as busy: with one token to make nothing is handed over."""
+async def decode_steps_ms(engines: Engines, text: list[int], transports: list[str]) -> tuple[float, dict[str, float]]:
+    """Medians without transfers, and beside those of each transport.
+
+    Prefill is as busy in both: with one token to make nothing is handed over.
+    """
     alone_s: list[float] = []
-    beside_s: list[float] = []
+    beside_s: dict[str, list[float]] = {transport: [] for transport in transports}
     for number in range(2):
-        for num_tokens, steps_s in ((1, alone_s), (2, beside_s)):
+        await engines.cold()
+        alone_s += await steps_beside_prompts_s(engines, text[number * 50_000 :], num_tokens=1)
+        for transport, steps_s in beside_s.items():
+            await engines.use_transport(transport)
             await engines.cold()
-            steps_s += await steps_beside_prompts_s(engines, text[number * 50_000 :], num_tokens)
-    return statistics.median(alone_s) * 1000, statistics.median(beside_s) * 1000
+            steps_s += await steps_beside_prompts_s(engines, text[number * 50_000 :], num_tokens=2)
+    medians_ms = {transport: statistics.median(steps_s) * 1000 for transport, steps_s in beside_s.items()}
+    return statistics.median(alone_s) * 1000, medians_ms
 
 
 async def steps_beside_prompts_s(engines: Engines, text: list[int], num_tokens: int) -> list[float]:
