@@ -263,6 +263,14 @@ class ComparePlan(ReplayPlan):
         """The pairs that must fit into the budget for it to end with a result."""
         return LEAST_PAIRS_OF_A_SEARCH if self.find_rate else LEAST_PAIRS
 
+    @property
+    def planned_pairs(self) -> int:
+        """The pairs for which a budget is divided: one more than a result takes, since one may show no difference.
+
+        Of six pairs the exact test needs all to agree; of seven, six.
+        """
+        return self.wanted_pairs if self.find_rate else self.wanted_pairs + 1
+
     def of_warm_round(self) -> "ComparePlan":
         """Return the plan of a round, whose server is warm already."""
         return self.model_copy(update={"warmup_requests": 0})

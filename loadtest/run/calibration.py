@@ -179,17 +179,17 @@ def fit_budget(
 ) -> tuple[ComparePlan, Load]:
     """Choose requests in a round and the most pairs for the time that is left, and say how long it takes at most.
 
-    The pairs that a result takes come first; then longer rounds, then more pairs. Without a budget the plan's own
-    rounds and pairs stay. `most_requests` are those of the plan's round.
+    The pairs that a result takes, and one to spare, come first; then longer rounds, then more pairs. Without a budget
+    the plan's own rounds and pairs stay. `most_requests` are those of the plan's round.
     """
     if load.rate is None:
         return plan, load
     pairs, requests, notes, fitting = plan.pairs, most_requests, list[str](), plan.pairs
     if plan.budget_s is not None:
         left_s = plan.budget_s - spent_s
-        wanted = min(plan.wanted_pairs, plan.pairs)
+        planned = min(plan.planned_pairs, plan.pairs)
         requests = max(
-            min(LEAST_REQUESTS, most_requests), min(course.requests_within(left_s / wanted, load.rate), most_requests)
+            min(LEAST_REQUESTS, most_requests), min(course.requests_within(left_s / planned, load.rate), most_requests)
         )
         fitting = int(left_s / course.pair_s(requests, load.rate))
         # The least that shows anything is planned in any case: rounds may be shorter than they were estimated.

@@ -139,13 +139,13 @@ def _budget(budget_s: float, course: Course = COURSE, window: int = 60, **fields
     return fit_budget(plan, given_load(plan, TRACE), window, course, spent_s=60.0)
 
 
-def test_six_pairs_come_first_and_longer_rounds_fill_what_is_left():
+def test_seven_pairs_come_first_of_which_one_may_show_nothing_and_longer_rounds_fill_what_is_left():
     plan, load = _budget(600.0)
-    assert (plan.pairs, plan.limit) == (6, 28), (
-        "(600 - 60) / 6 = 90 s a pair, 15 of them for starts, 20 beside arrivals"
+    assert (plan.pairs, plan.limit) == (7, 22), (
+        "(600 - 60) / 7 = 77 s a pair, 15 of them for starts, 20 beside arrivals"
     )
-    assert COURSE.pair_s(28, 1.0) == pytest.approx(89.0)
-    assert load.notes == ("at most 6 pairs of rounds of 28 requests, 27 s each: about 8:54 min",)
+    assert COURSE.pair_s(22, 1.0) == pytest.approx(77.0)
+    assert load.notes == ("at most 7 pairs of rounds of 22 requests, 21 s each: about 8:59 min",)
 
 
 def test_more_pairs_come_once_rounds_are_as_long_as_the_plan_has_them():
