@@ -12,7 +12,7 @@ from tests.engines.harness import Engines, Figure, first_difference
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
-NUM_TOKENS = 40
+NUM_TOKENS = 28
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -33,30 +33,30 @@ STATEFUL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("wish", STATEFUL.values(), ids=STATEFUL)
-@pytest.mark.parametrize("had", [1, 17])
 async def test_an_answer_goes_on_after_repeated_tokens_as_if_nothing_had_happened(
-    engines: Engines, text: list[int], wish: dict[str, Any], had: int
+    engines: Engines, text: list[int], wish: dict[str, Any]
 ):
     prompt = text[30_000:30_090]
     params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS, **wish}
     whole = (await engines.reference(prompt, NUM_TOKENS, **params)).token_ids
-    assert len(whole) > had
-    rest, _ = await engines.run(
-        engines.decode,
-        leg="decode",
-        prompt_token_ids=prompt,
-        sampling=sampling.encode(SamplingParams(**params)),
-        emitted_token_ids=whole[:had],
-        first_token="resample",
-    )
-    assert rest.token_ids == whole[had:]
+    for had in (1, 17):
+        assert len(whole) > had
+        rest, _ = await engines.run(
+            engines.decode,
+            leg="decode",
+            prompt_token_ids=prompt,
+            sampling=sampling.encode(SamplingParams(**params)),
+            emitted_token_ids=whole[:had],
+            first_token="resample",
+        )
+        assert rest.token_ids == whole[had:], f"after {had} repeated tokens"
 
 
 async def test_a_plain_answer_goes_on_after_its_tokens_became_prompt(engines: Engines, text: list[int], figure: Figure):
     prompt, params = text[31_000:31_100], SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TOKENS)
     whole = (await engines.reference(prompt, NUM_TOKENS)).token_ids
     different = []
-    for had in (1, 7, 28, NUM_TOKENS - 1):
+    for had in (1, 7, 17, NUM_TOKENS - 1):
         rest, _ = await engines.run(
             engines.decode,
             leg="decode",
