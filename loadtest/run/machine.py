@@ -8,7 +8,7 @@ import contextlib
 import os
 import platform
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,12 +34,12 @@ def describe_machine() -> dict[str, Any]:
 
 
 class CpuReading(msgspec.Struct, frozen=True):
-    """CPU seconds of all cores of this machine so far, and those that other guests and this process tree took."""
+    """CPU seconds of all cores of this machine so far, and those that other guests and our processes took."""
 
     all_s: float
     idle_s: float
     stolen_s: float
-    ours_s: float
+    ours_s: Mapping[psutil.Process, float]
 
 
 class Disturbance(msgspec.Struct, frozen=True):
@@ -63,10 +63,10 @@ def read_cpu(serving: Collection[int] | None = None) -> CpuReading:
     # The times of guests are contained in those of the user.
     counted = {name: value for name, value in times._asdict().items() if not name.startswith("guest")}
     this = psutil.Process()
-    ours_s = 0.0
+    ours_s: dict[psutil.Process, float] = {}
     for process in _tree([this.pid]) if serving is None else {this, *_tree(serving)}:
         with contextlib.suppress(psutil.Error):
-            ours_s += sum(process.cpu_times()[:4])
+            ours_s[process] = sum(process.cpu_times()[:4])
     return CpuReading(sum(counted.values()), idle_s, stolen_s, ours_s)
 
 
@@ -102,13 +102,17 @@ def listeners(url: str) -> frozenset[int] | None:
 
 
 def disturbance(before: CpuReading, after: CpuReading) -> Disturbance:
-    """Return what others took between two readings."""
+    """Return what others took between two readings.
+
+    The time of a process of ours that was killed meanwhile counts as others', unless its parent took it over.
+    """
     all_s = after.all_s - before.all_s
     if all_s <= 0:
         return Disturbance(0.0, 0.0)
     stolen_s = after.stolen_s - before.stolen_s
     busy_s = all_s - (after.idle_s - before.idle_s) - stolen_s
-    return Disturbance(stolen_s / all_s, max(0.0, busy_s - (after.ours_s - before.ours_s)) / all_s)
+    ours_s = sum(time_s - before.ours_s.get(process, 0.0) for process, time_s in after.ours_s.items())
+    return Disturbance(stolen_s / all_s, max(0.0, busy_s - ours_s) / all_s)
 
 
 def busy_note() -> str | None:

@@ -43,16 +43,26 @@ def test_a_machine_that_others_use_voids_a_round():
 
 
 def test_others_took_what_is_neither_idle_nor_stolen_nor_ours():
-    before = CpuReading(all_s=100.0, idle_s=50.0, stolen_s=1.0, ours_s=10.0)
-    after = CpuReading(all_s=120.0, idle_s=58.0, stolen_s=2.0, ours_s=17.0)
+    before = CpuReading(all_s=100.0, idle_s=50.0, stolen_s=1.0, ours_s={1: 10.0, 2: 90.0})
+    after = CpuReading(all_s=120.0, idle_s=58.0, stolen_s=2.0, ours_s={1: 15.0, 3: 2.0})
     found = disturbance(before, after)
     assert (found.stolen, found.other) == (pytest.approx(0.05), pytest.approx(4 / 20))
     assert disturbance(before, before) == Disturbance(0.0, 0.0)
 
 
+def test_the_time_of_a_worker_that_was_killed_is_not_taken_from_the_others():
+    before = CpuReading(all_s=100.0, idle_s=50.0, stolen_s=0.0, ours_s={1: 10.0, 2: 90.0})
+    after = CpuReading(all_s=120.0, idle_s=60.0, stolen_s=0.0, ours_s={1: 16.0})
+    assert disturbance(before, after).other == pytest.approx(4 / 20)
+
+
+def _ours_s(serving=None) -> float:
+    return sum(read_cpu(serving).ours_s.values())
+
+
 def test_this_machine_can_be_read():
     first, second = read_cpu(), read_cpu()
-    assert 0 < first.ours_s <= second.ours_s
+    assert 0 < sum(first.ours_s.values()) <= sum(second.ours_s.values())
     assert first.all_s <= second.all_s
 
 
@@ -61,12 +71,12 @@ def test_what_serves_the_other_arm_is_other_work_and_what_serves_this_one_is_not
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", burner], **pipes) as child:
         child.stdout.readline()
-        started_here, serving, idle = read_cpu(), read_cpu([child.pid]), read_cpu([])
+        started_here_s, serving_s, idle_s = _ours_s(), _ours_s([child.pid]), _ours_s([])
         child.stdin.close()
     burnt_s = 0.95  # of one second; the kernel counts in hundredths
-    assert started_here.ours_s > idle.ours_s + burnt_s
-    assert serving.ours_s > idle.ours_s + burnt_s
-    assert read_cpu([child.pid]).ours_s > serving.ours_s - burnt_s / 2, "a process that has ended takes nothing along"
+    assert started_here_s > idle_s + burnt_s
+    assert serving_s > idle_s + burnt_s
+    assert _ours_s([child.pid]) > serving_s - burnt_s / 2, "a process that has ended takes nothing along"
 
 
 def test_the_processes_of_a_url_are_those_that_listen_there_on_this_machine():
