@@ -107,10 +107,13 @@ class Stream:
         assert not self._thread.is_alive()
         return self.lines
 
+    def events(self) -> list[dict[str, Any]]:
+        """All of them, once it has ended."""
+        return [json.loads(line.removeprefix("data: ")) for line in self.end() if line != "data: [DONE]"]
+
     def text(self) -> str:
         """The whole answer, once it has ended."""
-        events = [json.loads(line.removeprefix("data: ")) for line in self.end() if line != "data: [DONE]"]
-        return "".join(choice["text"] for event in events for choice in event["choices"])
+        return "".join(choice["text"] for event in self.events() for choice in event["choices"])
 
     def gaps_s(self, since_s: float) -> list[float]:
         """The gaps between events that ended after this moment."""
@@ -172,8 +175,8 @@ def test_without_any_decode_worker_a_stream_goes_on_at_once_on_the_prefill_worke
     deployed.completes()
 
 
-STALLED_TOKENS = 300
-"""A second of them on a fast machine: the engine that makes them is found and stopped some milliseconds later."""
+STALLED_TOKENS = 150
+"""Half a second of them on a fast machine: the engine that makes them is found and stopped some milliseconds later."""
 
 
 def test_an_engine_that_stands_still_with_a_request_is_replaced(deployed: Deployed, figure: Figure):
@@ -226,8 +229,8 @@ def test_a_router_told_to_end_tells_its_clients_why_and_comes_back(deployed: Dep
     deployed.completes()
 
 
-DRAINED_TOKENS = 300
-"""A second of them on a fast machine: the drain is asked for some milliseconds after the first ones."""
+DRAINED_TOKENS = 150
+"""Half a second of them on a fast machine: the drain is asked for some milliseconds after the first ones."""
 
 
 def drained(url: str, worker: str) -> str:
@@ -256,7 +259,7 @@ def test_a_worker_that_is_drained_gives_its_request_to_another_and_leaves_for_go
     figure(f"drained in {time.monotonic() - began_s:.1f} s")
     assert said.splitlines()[-1] == f"{busy} (decode) is gone", said
     assert stream.end()[-1] == "data: [DONE]"
-    assert not any("error" in line for line in stream.lines)
+    assert [event for event in stream.events() if "error" in event] == []  # a sampled text may well hold the word
     assert any(f'"completion_tokens":{DRAINED_TOKENS}' in line for line in stream.lines[-3:]), stream.lines[-3:]
     assert deployed.metrics().sum("ridgeline_retries_total", state="decoding", cause="draining") == 1
     assert still_there(processes, 5) == []
