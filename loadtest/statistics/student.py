@@ -9,9 +9,6 @@ at most some dozens of pairs they make a library for one function unnecessary.
 import math
 from functools import cache
 
-STEPS = 80
-"""Halvings of the interval in which a quantile is searched; more than a double has bits."""
-
 
 def two_sided_p(t: float, degrees: int) -> float:
     """Return the probability that |T| is at least `t`. Raises ValueError below one degree of freedom."""
@@ -37,7 +34,6 @@ def critical_t(level: float, degrees: int) -> float:
     low, high = 0.0, 1.0
     while two_sided_p(high, degrees) > level:
         high *= 2
-    for _ in range(STEPS):
-        middle = (low + high) / 2
+    while low < (middle := (low + high) / 2) < high:  # until no double lies between them
         low, high = (middle, high) if two_sided_p(middle, degrees) > level else (low, middle)
     return high
