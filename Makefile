@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit conformance transports hostile fuzz lint bench-unloaded bench-idle power planted chaos differential scored mode-changes kill-decode stress soak clean
+.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-unloaded bench-idle power planted chaos differential scored mode-changes kill-decode stress soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -38,6 +38,9 @@ lint: setup      ## ruff, mypy strict, import rules
 unit: setup      ## tests of pure logic, under a minute
 	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/unit
 
+components: setup ## router, workers and commands with vLLM's code and engines without a model (about 90 s)
+	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/components
+
 conformance: setup ## every KV transport against one suite: dead peers, faults, altered frames
 	@$(BIN)/pytest -q -n 2 tests/conformance
 
@@ -50,7 +53,7 @@ fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer 
 hostile: setup   ## a hostile client beside a polite one, without a model (about a minute; part of `make test-all`)
 	@$(BIN)/pytest -q -s tests/hostile
 
-test: starts lint model unit conformance ## the quick check that all works: lint, unit, conformance, real engines in both modes, a kill, a drain
+test: starts lint model unit components conformance ## the quick check that all works: lint, unit, components, conformance, real engines in both modes, a kill, a drain
 	@$(BIN)/pytest -v --durations=10 -m core tests/engines
 
 starts:

@@ -1,10 +1,10 @@
 """How each field that a client can send is treated: honoured, refused with 400, or without effect here, and why.
 
-The names are vLLM's. `tests/unit/router/front/test_request_fields.py` walks the routes of the app and the schemas of
-their bodies, and fails on a field that is not listed here, so that a new vLLM version cannot add one that is silently
-dropped. It also sends every field to a router and compares the result with this table. `docs/request_fields.md` is
-generated from the table, and `install` enforces its refusals. A field with its default value, or null, counts as not
-sent.
+The names are vLLM's. `tests/components/router/front/test_request_fields.py` walks the routes of the app and the schemas
+of their bodies, and fails on a field that is not listed here, so that a new vLLM version cannot add one that is
+silently dropped. It also sends every field to a router and compares the result with this table.
+`docs/request_fields.md` is generated from the table, and `install` enforces its refusals. A field with its default
+value, or null, counts as not sent.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from vllm.exceptions import VLLMValidationError
 from router.front.http.errors import send_error
 from router.front.http.types import Asgi, Receive, Scope, Send
 
-FIELD_TESTS = "tests/unit/router/front/test_request_fields.py"
+FIELD_TESTS = "tests/components/router/front/test_request_fields.py"
 SHOWN = f"{FIELD_TESTS}::test_what_is_honoured_changes_what_engines_are_asked_or_the_client_gets"
 SALTS = "tests/engines/test_api.py::test_prefixes_are_cached_for_one_cache_salt_only_on_prefill_and_on_decode"
-CHUNKS = "tests/unit/router/front/test_http.py::test_text_comes_in_the_clients_chunks_while_workers_send_every_token"
+CHUNKS = (
+    "tests/components/router/front/test_http.py::test_text_comes_in_the_clients_chunks_while_workers_send_every_token"
+)
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,8 @@ FOREIGN: dict[str, RefusedField] = {
 """Fields of other servers and of older vLLM versions, which would have no effect here."""
 
 HEADERS: dict[str, FieldRule] = {
-    "authorization": Honoured("tests/unit/router/front/middleware/test_auth.py"),
-    "x-api-key": Honoured("tests/unit/router/front/middleware/test_auth.py"),
+    "authorization": Honoured("tests/components/router/front/middleware/test_auth.py"),
+    "x-api-key": Honoured("tests/components/router/front/middleware/test_auth.py"),
     "x-request-id": Honoured(f"{FIELD_TESTS}::test_a_request_id_comes_back_in_the_answer"),
     "x-ridgeline-timeout-s": Honoured(f"{FIELD_TESTS}::test_a_client_is_told_when_its_time_is_over"),
     "x-vllm-priority": RefusedField(

@@ -40,7 +40,7 @@ class OneEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from engine.vllm_engine import _engine_args
-        from tests.support.fake_engine import engine_config
+        from tests.support.samples import engine_config
 
         own = {
             "model": str(model_path),

@@ -13,7 +13,7 @@ from contracts.vocabulary import Pool
 from engine import vllm_engine
 from engine.connector.transferable_models import UnsupportedModel
 from engine.vllm_engine import VllmEngine
-from tests.support.fake_engine import engine_config
+from tests.support.samples import engine_config
 
 pytestmark = pytest.mark.engines  # none is started, but vLLM takes a quarter of a minute to look at each model
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from router.client_identity import hash_key
-from tests.support.fake_engine import eventually
+from tests.support.patience import eventually
 from tests.support.samples import router_settings
 from tests.support.served_router import make_model
 

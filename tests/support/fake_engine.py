@@ -12,8 +12,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.patience import eventually as eventually  # most tests take it from here
-from tests.support.samples import kv_layout
+from tests.support.samples import LAYOUT, TIMING, engine_config, make_handoff, next_token
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -22,61 +21,13 @@ with warnings.catch_warnings():
 
 from vllm.sampling_params import SamplingParams
 
-from contracts.handoff import KvHandoff, KvLayout
-from contracts.tasks import GenerateTask, LegTiming, TokenDelta
+from contracts.handoff import KvLayout
+from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import Pool
-from engine.config import EngineConfig
 from engine.connector.events import NoticeBoard
 from engine.request import sampling
 from engine.stall import StallWatch
-from kv_transfer.options import TransferOptions
 from kv_transfer.service import PairedTransport
-
-LAYOUT = kv_layout(model="fake")
-TIMING = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
-
-
-class FakeClock:
-    """A clock that moves only when a test moves it."""
-
-    def __init__(self, now_s: float = 100.0) -> None:
-        self.now_s = now_s
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> EngineConfig:
-    return EngineConfig(
-        worker_id=worker_id or f"{pool}-0",
-        incarnation="i1",
-        pool=pool,
-        hands_over=True,
-        model_path="none",
-        dtype="bfloat16",
-        max_model_len_tokens=4096,
-        block_size_tokens=LAYOUT.block_size_tokens,
-        max_num_seqs=256,
-        max_num_batched_tokens=512,
-        kv_cache_bytes_per_rank=None,
-        tensor_parallel_size=1,
-        enforce_eager=True,
-        transfer=TransferOptions("127.0.0.1"),
-        on_cpu=True,
-    )
-
-
-def make_handoff(handoff_id: str = "h1", num_tokens: int = 70) -> KvHandoff:
-    blocks = -(-num_tokens // LAYOUT.block_size_tokens)
-    return KvHandoff(
-        handoff_id=handoff_id,
-        addresses=("127.0.0.1:7001",),
-        num_blocks=blocks,
-        num_tokens=num_tokens,
-        compatibility_hash=LAYOUT.compatibility_hash(),
-        lease_s=30.0,
-        num_bytes=blocks * 2048,
-    )
 
 
 def make_task(request_id: str = "r", leg: str = "decode", max_tokens: int = 3, **fields: Any) -> GenerateTask:
@@ -89,11 +40,6 @@ def make_task(request_id: str = "r", leg: str = "decode", max_tokens: int = 3, *
         sampling=sampling.encode(params),
         **fields,
     )
-
-
-def next_token(context: list[int]) -> int:
-    """Return the next token as a function of the whole context, so that a lost token changes all that follow."""
-    return (sum(context) * 31 + len(context) * 7) % 1000
 
 
 @dataclass

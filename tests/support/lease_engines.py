@@ -23,8 +23,8 @@ from engine.connector.events import Notice, NoticeBoard
 from engine.connector.scheduler_side import FETCH, FIRST_TOKEN_FOLLOWS, PUBLISH
 from kv_transfer.options import TransferOptions
 from kv_transfer.service import TransferService
-from tests.support.fake_engine import FakeStats, engine_config
-from tests.support.samples import kv_layout
+from tests.support.fake_engine import FakeStats
+from tests.support.samples import engine_config, kv_layout
 
 NUM_BLOCKS = 64
 LAYOUT = kv_layout(kv_dtype="auto", block_size_tokens=32, num_layers=1, block_bytes=64)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from contracts.handoff import KvLayout
+from contracts.handoff import KvHandoff, KvLayout
+from contracts.tasks import LegTiming
+from contracts.vocabulary import Pool
 from contracts.workers import WorkerDescription
+from engine.config import EngineConfig
+from kv_transfer.options import TransferOptions
 from router.settings import RouterSettings
 
 
@@ -65,3 +69,45 @@ def router_settings(**changes: Any) -> RouterSettings:
         "ready_deadline_s": 5.0,
     }
     return RouterSettings(**(fields | changes))
+
+
+LAYOUT = kv_layout(model="fake")
+TIMING = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
+
+
+def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> EngineConfig:
+    return EngineConfig(
+        worker_id=worker_id or f"{pool}-0",
+        incarnation="i1",
+        pool=pool,
+        hands_over=True,
+        model_path="none",
+        dtype="bfloat16",
+        max_model_len_tokens=4096,
+        block_size_tokens=LAYOUT.block_size_tokens,
+        max_num_seqs=256,
+        max_num_batched_tokens=512,
+        kv_cache_bytes_per_rank=None,
+        tensor_parallel_size=1,
+        enforce_eager=True,
+        transfer=TransferOptions("127.0.0.1"),
+        on_cpu=True,
+    )
+
+
+def make_handoff(handoff_id: str = "h1", num_tokens: int = 70) -> KvHandoff:
+    blocks = -(-num_tokens // LAYOUT.block_size_tokens)
+    return KvHandoff(
+        handoff_id=handoff_id,
+        addresses=("127.0.0.1:7001",),
+        num_blocks=blocks,
+        num_tokens=num_tokens,
+        compatibility_hash=LAYOUT.compatibility_hash(),
+        lease_s=30.0,
+        num_bytes=blocks * 2048,
+    )
+
+
+def next_token(context: list[int]) -> int:
+    """Return the next token as a function of the whole context, so that a lost token changes all that follow."""
+    return (sum(context) * 31 + len(context) * 7) % 1000

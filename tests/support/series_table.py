@@ -36,7 +36,7 @@ def documented() -> dict[str, tuple[str, str, set[str]]]:
 def metric_rows() -> list[tuple[str, str, str, str]]:
     """Return (name as scraped, type, labels, meaning) of every series of the router's collectors, with sample data.
 
-    `tests/unit/router/front/test_http.py` compares them with what a router publishes.
+    `tests/components/router/front/test_http.py` compares them with what a router publishes.
     """
     rows = []
     for series in vars(RequestMetrics(CollectorRegistry())).values():

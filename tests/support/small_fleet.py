@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from cluster.runtime.handlers import HANDLERS
 from router.fleet.fleet import SPLIT_FOR_EVER, Fleet
-from tests.support.fake_engine import FakeEngine, engine_config
+from tests.support.fake_engine import FakeEngine
+from tests.support.samples import engine_config
 from worker_runtime.host import WorkerHost
 
 

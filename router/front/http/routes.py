@@ -2,7 +2,7 @@
 
 vLLM's app decides by variables, arguments and plugins which routes it adds, and a next version may add others. Routes
 that are not in this table are removed when the app is built, with a warning;
-`tests/unit/router/front/middleware/test_front_door.py` compares the two.
+`tests/components/router/front/middleware/test_front_door.py` compares the two.
 """
 
 from __future__ import annotations

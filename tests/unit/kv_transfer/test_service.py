@@ -12,7 +12,7 @@ from contracts.handoff import KvHandoff, new_handoff_id
 from kv_transfer.memory.shared import KvCacheAllocation
 from kv_transfer.options import TransferOptions
 from kv_transfer.service import TransferService
-from tests.support.fake_engine import FakeClock
+from tests.support.clock import FakeClock
 from tests.support.patience import PATIENCE_S, in_the_end
 from tests.support.samples import kv_layout
 

@@ -10,8 +10,9 @@ from router.fleet.fleet import Worker
 from router.fleet.policy import PROMPT_SCORERS, Demand, NoWorker
 from router.flow.decode_slots import DecodeSlots
 from router.flow.prompt_queue import PromptQueue
-from tests.support.fake_engine import LAYOUT, FakeClock, eventually
-from tests.support.samples import worker_description
+from tests.support.clock import FakeClock
+from tests.support.patience import eventually
+from tests.support.samples import LAYOUT, worker_description
 
 WINDOW = 1000
 

@@ -3,7 +3,7 @@
 import pytest
 
 from router.flow.rates import ServiceRate
-from tests.support.fake_engine import FakeClock
+from tests.support.clock import FakeClock
 
 
 class Bench:

@@ -15,7 +15,7 @@ from router.fleet.policy import WorkerLoad
 from router.observe.metrics import QueueCollector, RequestMetrics, WorkerCollector
 from router.observe.timeline import RequestTimeline
 from router.settings import PoolHardware
-from tests.support.fake_engine import FakeClock
+from tests.support.clock import FakeClock
 
 HARDWARE = {
     "prefill": PoolHardware("host", peak_flops=1e12, peak_bytes_per_s=1e10, source="data sheet"),

@@ -5,7 +5,7 @@ import pytest
 from contracts.handoff import FetchReceipt
 from contracts.tasks import LegTiming
 from router.observe.timeline import RequestTimeline
-from tests.support.fake_engine import FakeClock
+from tests.support.clock import FakeClock
 
 
 @pytest.fixture

@@ -1,0 +1,222 @@
+"""Arguments for vLLM in a configuration: each of vLLM's is known by name and type, and judged before anything starts.
+
+`python -m tests.components.engine.test_passed_args` writes engine/vllm_arguments.json anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import json
+import subprocess
+import sys
+import types
+import typing
+from typing import Any
+
+import pytest
+from vllm.engine import arg_utils
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from cluster.config.loader import ConfigError, load_config
+from engine import passed_args
+from engine.vllm_arguments import engine_values
+from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+
+PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+PLAIN |= {dict: "object", list: "array", set: "array"}
+
+
+def schema_of(annotation: Any) -> dict[str, Any]:
+    """JSON Schema of what a YAML file may say for an argument of this type; classes of vLLM's are tables."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return schema_of(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        found = [schema_of(part) for part in parts]
+        return {"anyOf": [schema for index, schema in enumerate(found) if schema not in found[:index]]}
+    if origin is typing.Literal:
+        return {"enum": list(parts)}
+    if origin in (list, set):
+        return {"type": "array", "items": schema_of(parts[0])}
+    if annotation in PLAIN or origin in PLAIN:
+        return {"type": PLAIN[origin or annotation]}
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return {"enum": sorted(annotation.__members__)}
+    return {} if annotation is Any else {"type": "object"}
+
+
+def arguments_of(kind: type) -> dict[str, dict[str, Any]]:
+    """Of each field. One is annotated in a string, with a class of its own."""
+    names = vars(arg_utils) | {"QuantizationConfigArgs": dict}
+    return {
+        field.name: schema_of(eval(field.type, names) if isinstance(field.type, str) else field.type)
+        for field in dataclasses.fields(kind)
+        if not field.name.startswith("_")
+    }
+
+
+def table() -> dict[str, Any]:
+    """What engine/vllm_arguments.json must hold."""
+    return {
+        "arguments": dict(sorted((arguments_of(AsyncEngineArgs) | arguments_of(FrontendArgs)).items())),
+        "tool_parsers": sorted(ToolParserManager.list_registered()),
+        "reasoning_parsers": sorted(ReasoningParserManager.list_registered()),
+    }
+
+
+def text_of(contents: dict[str, Any]) -> str:
+    """One argument a line, so that a change of vLLM's can be read."""
+    lines = [f"    {json.dumps(name)}: {json.dumps(schema)}" for name, schema in contents["arguments"].items()]
+    lists = [f"  {json.dumps(name)}: {json.dumps(contents[name])}" for name in ("tool_parsers", "reasoning_parsers")]
+    return "{\n" + ",\n".join(lists) + ',\n  "arguments": {\n' + ",\n".join(lines) + "\n  }\n}\n"
+
+
+@pytest.fixture(scope="module")
+def parser() -> Any:
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def problems_of(**overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {name.replace("__", "."): value for name, value in overrides.items()})
+    return caught.value.problems
+
+
+def only_problem_of(**overrides: str) -> str:
+    problems = problems_of(**overrides)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_the_table_of_vllms_arguments_is_the_installed_vllms():
+    assert json.loads(passed_args.TABLE.read_text()) == table(), (
+        "run `python -m tests.components.engine.test_passed_args`"
+    )
+
+
+def test_every_argument_of_vllms_server_is_passed_on_or_ours_or_refused_with_a_reason(parser):
+    kinds = [passed_args.ENGINE_ARGS, passed_args.SERVER_ARGS, set(passed_args.OUR_SETTINGS), set(passed_args.REFUSED)]
+    known = set().union(*kinds)
+    assert sum(map(len, kinds)) == len(known), "an argument is in two tables"
+    of_the_parser = {action.dest for action in parser._actions if not isinstance(action, argparse._HelpAction)}
+    assert known == of_the_parser | set(table()["arguments"])
+
+
+def test_every_argument_for_the_engine_has_a_flag_of_vllms_parser(parser):
+    for name in sorted(passed_args.ENGINE_ARGS):
+        schema = table()["arguments"][name]
+        flag = name.replace("_", "-")
+        flags = [f"--{flag}"] + [f"--no-{flag}"] * (schema == {"type": "boolean"})
+        assert all(flag in parser._option_string_actions for flag in flags), name
+
+
+PASSED = {
+    "attention_backend": "CPU_ATTN",
+    "compilation_config": {"mode": 0},
+    "gpu_memory_utilization": 1.0,
+    "hf_overrides": {"a.b": {"c": [1, "x y"]}},
+    "kv_cache_dtype": "fp8",
+    "max_logprobs": 5,
+    "numa_bind_nodes": [0, 1],
+    "optimization_level": "O2",
+    "override_generation_config": {"temperature": 0.5},
+    "reasoning_parser": "qwen3",
+    "revision": "v1.0",
+    "trust_remote_code": True,
+    "use_tqdm_on_load": False,
+}
+
+
+def test_the_engine_gets_them_in_vllms_own_types():
+    values = engine_values({**PASSED, "tokenizer": None})
+    assert values.keys() == PASSED.keys()
+    args = AsyncEngineArgs(model="m", **values)
+    assert args.compilation_config.mode == 0
+    plain = PASSED.keys() - {"compilation_config", "optimization_level"}
+    assert {name: getattr(args, name) for name in plain} == {name: PASSED[name] for name in plain}
+
+
+def test_what_vllms_parser_refuses_is_an_error_and_does_not_end_the_process():
+    with pytest.raises(ValueError, match=r"vLLM refuses engine_args: .*max-logprobs.*invalid"):
+        engine_values({"max_logprobs": "many"})
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            {"engine_args.max_logprob": "5"},
+            "engine_args.max_logprob is not an argument of vLLM's engine: did you mean max_logprobs?",
+        ),
+        ({"engine_args.max_logprobs": "many"}, "engine_args.max_logprobs must be a whole number, not 'many'."),
+        ({"engine_args.trust_remote_code": "1"}, "engine_args.trust_remote_code must be true or false, not 1."),
+        ({"engine_args.kv_cache_dtype": "int3"}, "engine_args.kv_cache_dtype must be one of auto, float16,"),
+        ({"engine_args.revision": "[a]"}, "engine_args.revision must be text or null, not ['a']."),
+        (
+            {"engine_args.block_size": "16"},
+            "engine_args.block_size is one of Ridgeline's own settings: set model.block_size_tokens instead.",
+        ),
+        ({"engine_args.tool_call_parser": "hermes"}, "it belongs in server_args.tool_call_parser."),
+        (
+            {"engine_args.kv_transfer_config": "{}"},
+            "engine_args.kv_transfer_config cannot be passed on, since KV travels by Ridgeline's own connector",
+        ),
+        (
+            {"pools.decode.engine_args.kv_cache_dtype": "fp8"},
+            "kv_cache_dtype must be the same in router and pools: set engine_args.kv_cache_dtype instead.",
+        ),
+        ({"server_args.port": "80"}, "server_args.port is one of Ridgeline's own settings: set server.port instead."),
+        (
+            {"server_args.middleware": "[x.y]"},
+            "server_args.middleware cannot be passed on, since the API key check must stay outermost",
+        ),
+        ({"server_args.ssl_keyfile": "k.pem"}, "put a proxy that terminates TLS in front of it"),
+        ({"server_args.enable_auto_tool_choice": "true"}, "set server_args.tool_call_parser, for example hermes."),
+        (
+            {"server_args.tool_call_parser": "hermis"},
+            "no parser 'hermis', and server_args.tool_parser_plugin names no file with one: did you mean hermes?",
+        ),
+        ({"engine_args.reasoning_parser": "qwen"}, "engine_args.reasoning_parser: vLLM has no parser 'qwen'"),
+        ({"server_args.chat_template": "no/such.jinja"}, "server_args.chat_template: there is no file no/such.jinja"),
+        ({"engine_args.gpu_memory_utilization": "0.8"}, "gpu_memory_utilization has no effect on pools.prefill"),
+        ({"engine_args.kv_cache_dtype": "fp8", "transfer.wire_dtype": "int8"}, "set transfer.wire_dtype to none."),
+    ],
+)
+def test_what_cannot_be_passed_on_is_a_sentence_that_names_it_and_the_way_out(override, sentence):
+    problems = problems_of(**override)
+    assert any(sentence in problem for problem in problems), problems
+    assert all(problem.endswith((".", "?")) for problem in problems)
+
+
+def test_what_breaks_the_split_is_refused_by_name_whatever_its_value():
+    for name in ("distributed_executor_backend", "scheduler_cls", "worker_cls", "speculative_config", "enable_lora"):
+        assert f"engine_args.{name} cannot be passed on, since" in only_problem_of(**{f"engine_args.{name}": "null"})
+
+
+def test_a_table_in_the_file_and_single_flags_are_one(tmp_path):
+    file = tmp_path / "some.yaml"
+    file.write_text("engine_args:\n  max_logprobs: 5\n  seed: 1\npools: {decode: {engine_args: {numa_bind: true}}}\n")
+    config = load_config(file, {"engine_args.seed": "2", "server_args.tool_call_parser": "hermes"}).config
+    assert config.engine_args == {"max_logprobs": 5, "seed": 2}
+    assert config.args_of("decode") == {"max_logprobs": 5, "seed": 2, "numa_bind": True}
+    assert config.args_of("prefill") == config.engine_args
+    assert config.server_args == {"tool_call_parser": "hermes"}
+
+
+def test_nothing_of_vllm_is_imported_to_judge_a_configuration():
+    code = (
+        "import sys; from cluster.config.loader import load_config; "
+        "load_config(None, {'engine_args.max_logprobs': '5', 'server_args.tool_call_parser': 'hermes'}); "
+        "sys.exit(any(name in sys.modules for name in ('vllm', 'torch', 'ray')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    passed_args.TABLE.write_text(text_of(table()), encoding="utf-8")

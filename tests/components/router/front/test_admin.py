@@ -1,0 +1,326 @@
+"""Which workers there are and that one leaves: the router's paths for operators, and `ridgeline drain` on top."""
+
+import asyncio
+import contextlib
+import io
+import pickle
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from rich.console import Console
+
+from cluster.commands.drain import drain
+from cluster.config.api_keys import ApiKeyError, key_hashes
+from cluster.config.loader import explain, load_config
+from loadtest.errors import ServerError
+from router.client_identity import hash_key
+from router.dispatch.modes import Modes
+from router.front.admin import admin_routes
+from router.front.http.context import WithContext
+from router.front.middleware.admin_access import AdminAccess
+from router.front.middleware.auth import Access, KeyGuard
+from tests.support.fake_engine import make_task as a_task
+from tests.support.http_server import listening
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.samples import LAYOUT, router_settings
+from tests.support.small_fleet import a_fleet, hosts
+
+KEY = "an-admin-key"
+LOCAL = AdminAccess()
+KEYED = AdminAccess(frozenset({hash_key(KEY.encode())}))
+REMOTE_CLIENTS = AdminAccess(clients_are_remote=True)
+BEARER = {"authorization": f"Bearer {KEY}"}
+
+
+@contextlib.asynccontextmanager
+async def admin(caller="127.0.0.1", access=LOCAL, **layouts):
+    """(HTTP client, hosts, fleet, app) of a router with these workers."""
+    layouts = layouts or {"prefill": LAYOUT, "decode": LAYOUT}
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        hosts(**layouts) as started,
+        a_fleet([host.address for host in started]) as fleet,
+    ):
+        app = FastAPI()
+        app.include_router(admin_routes(fleet, Modes(fleet, {})))
+        app = WithContext(KeyGuard(app, Access(admin=access)))
+        transport = httpx.ASGITransport(app, client=(caller, 5))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            yield http, started, fleet, app
+
+
+async def test_the_list_has_every_worker_with_its_pool_and_state():
+    async with admin() as (http, started, fleet, _):
+        rows = (await http.get("/ridgeline/workers")).json()["workers"]
+        assert [(row["worker"], row["pool"], row["state"]) for row in rows] == [
+            ("prefill-0", "prefill", "ready"),
+            ("decode-0", "decode", "ready"),
+        ]
+        assert rows[0]["incarnation"] == started[0]._engine.config.incarnation
+        assert (rows[0]["tasks"], rows[0]["running"], rows[0]["leases"]) == (0, 0, 0)
+        await started[0].stop()
+        await eventually(lambda: not fleet.get("prefill-0").client.connected)
+        assert (await http.get("/ridgeline/workers")).json()["workers"][0]["state"] == "lost"
+
+
+async def test_a_worker_that_is_told_to_drain_says_so_at_once_and_refuses_work():
+    async with admin(prefill=LAYOUT, prefill_1=LAYOUT, decode=LAYOUT) as (http, started, fleet, _):
+        answer = await http.post("/ridgeline/drain", json={"worker": "prefill-0", "timeout_s": 5})
+        assert (answer.status_code, answer.json()["state"]) == (202, "draining")
+        assert fleet.get("prefill-0").load().draining
+        assert started[0].failure() == "draining"
+
+
+@pytest.mark.parametrize(
+    ("pool", "consequence"),
+    [
+        ("decode", "served whole by the prefill workers"),
+        ("colocated", "nothing can be served"),
+        ("prefill", "on the decode workers"),
+    ],
+)
+async def test_the_last_worker_of_a_pool_leaves_only_by_force_and_force_takes_an_admin_key(pool, consequence):
+    wish = {"worker": f"{pool}-0", "timeout_s": 0}
+    async with admin(access=KEYED, **{pool: LAYOUT}) as (http, _, _, _):
+        refused = await http.post("/ridgeline/drain", json=wish, headers=BEARER)
+        assert refused.status_code == 409
+        assert f"{pool}-0 is the last {pool} worker" in refused.json()["detail"]
+        assert consequence in refused.json()["detail"]
+        assert (await http.post("/ridgeline/drain", json={**wish, "force": True}, headers=BEARER)).status_code == 202
+    async with admin(**{pool: LAYOUT}) as (http, started, _, _):
+        refused = await http.post("/ridgeline/drain", json={**wish, "force": True})
+        assert refused.status_code == 403
+        assert "security.admin_keys_file" in refused.json()["detail"]
+        assert started[0].failure() == ""
+
+
+async def test_the_last_worker_may_be_hurried_once_it_leaves():
+    wish = {"worker": "decode-0", "timeout_s": 60}
+    async with admin(access=KEYED, decode=LAYOUT) as (http, started, _, _):
+        started[0].drain(60)  # on SIGTERM
+        assert (await http.get("/ridgeline/workers", headers=BEARER)).json()["workers"][0]["state"] == "draining"
+        assert (await http.post("/ridgeline/drain", json={**wish, "timeout_s": 0}, headers=BEARER)).status_code == 202
+
+
+async def test_of_two_workers_told_to_leave_at_once_one_stays():
+    async with admin(prefill=LAYOUT, decode=LAYOUT, decode_1=LAYOUT) as (http, _, fleet, _):
+        wishes = [{"worker": name, "timeout_s": 0} for name in ("decode-0", "decode-1")]
+        answers = await asyncio.gather(*(http.post("/ridgeline/drain", json=wish) for wish in wishes))
+        assert [answer.status_code for answer in answers] == [202, 409]
+        assert [worker.worker_id for worker in fleet.usable("decode")] == ["decode-1"]
+
+
+async def test_an_unknown_worker_is_answered_with_the_names_there_are():
+    async with admin() as (http, _, _, _):
+        answer = await http.post("/ridgeline/drain", json={"worker": "decode-7"})
+        assert answer.status_code == 404
+        assert (
+            answer.json()["detail"] == "there is no worker decode-7; there are: decode-0 (decode), prefill-0 (prefill)"
+        )
+
+
+@pytest.mark.parametrize("body", [{}, {"worker": 5}, {"worker": "prefill-0", "timeout_s": -1}, {"worker": "x", "y": 1}])
+async def test_a_wish_that_makes_no_sense_is_refused(body):
+    async with admin() as (http, started, _, _):
+        assert (await http.post("/ridgeline/drain", json=body)).status_code == 422
+        assert started[0].failure() == ""
+
+
+# --- who may
+
+
+async def statuses(http, **headers):
+    """Of both paths."""
+    listed = await http.get("/ridgeline/workers", headers=headers)
+    drained = await http.post("/ridgeline/drain", json={"worker": "none"}, headers=headers)
+    return listed.status_code, drained.status_code
+
+
+LET_IN = (200, 404)  # there is no worker of that name
+FORBIDDEN = (403, 403)
+UNAUTHORIZED = (401, 401)
+
+
+@pytest.mark.parametrize(
+    ("caller", "expected"),
+    [
+        ("127.0.0.1", LET_IN),
+        ("127.0.0.9", LET_IN),
+        ("::1", LET_IN),
+        ("::ffff:127.0.0.1", LET_IN),
+        ("10.0.0.7", FORBIDDEN),
+        ("::ffff:10.0.0.7", FORBIDDEN),
+        ("::127.0.0.1", FORBIDDEN),
+        ("2001:db8::1", FORBIDDEN),
+        ("0.0.0.0", FORBIDDEN),
+        ("", FORBIDDEN),
+    ],
+)
+async def test_without_admin_keys_the_sockets_peer_must_be_this_machine(caller, expected):
+    async with admin(caller) as (http, _, _, _):
+        assert await statuses(http) == expected
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-forwarded-for": "127.0.0.1"},
+        {"X-Forwarded-For": "::1"},
+        {"forwarded": "for=127.0.0.1"},
+        {"x-real-ip": "127.0.0.1"},
+        {"via": "1.1 proxy"},
+        {"origin": "http://elsewhere.example"},
+        {"origin": "http://localhost"},
+        {"host": "rebound.example"},
+        {"host": "10.0.0.7:8000"},
+        {"host": "localhost.example"},
+        {"host": "[2001:db8::1]:8000"},
+    ],
+    ids=str,
+)
+async def test_without_admin_keys_what_was_passed_on_or_comes_from_a_page_in_a_browser_is_refused(headers):
+    async with admin() as (http, _, _, _):
+        assert await statuses(http, **headers) == FORBIDDEN
+    async with admin("10.0.0.7") as (http, _, _, _):
+        assert await statuses(http, **headers) == FORBIDDEN
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "LOCALHOST"])
+async def test_without_admin_keys_this_machine_may_be_called_by_any_of_its_own_names(host):
+    async with admin() as (http, _, _, _):
+        assert await statuses(http, host=host) == LET_IN
+
+
+async def test_where_clients_have_keys_or_come_through_proxies_nobody_is_an_operator_by_being_here():
+    async with admin(access=REMOTE_CLIENTS) as (http, _, _, _):
+        assert await statuses(http) == FORBIDDEN
+        assert await statuses(http, **BEARER) == FORBIDDEN
+        reply = await http.get("/ridgeline/workers")
+        assert "security.admin_keys_file" in reply.json()["error"]["message"]
+
+
+async def test_an_admin_key_is_let_in_from_anywhere_but_a_page_and_nothing_else_is():
+    async with admin("10.0.0.7", KEYED) as (http, _, _, _):
+        assert await statuses(http, **BEARER) == LET_IN
+        assert await statuses(http, **{"x-api-key": KEY}) == LET_IN
+        assert await statuses(http, **BEARER, **{"x-forwarded-for": "192.0.2.1"}) == LET_IN
+        assert await statuses(http, **BEARER, origin="http://localhost") == FORBIDDEN
+    async with admin("127.0.0.1", KEYED) as (http, _, _, _):
+        assert await statuses(http) == UNAUTHORIZED, "being on this machine is no key"
+        assert await statuses(http, authorization=f"Bearer {KEY}x") == UNAUTHORIZED
+        reply = await http.get("/ridgeline/workers", headers={"authorization": f"Bearer {KEY}x"})
+        assert "--admin-key-file" in reply.json()["error"]["message"]
+        assert KEY not in reply.text
+
+
+@pytest.mark.parametrize("written", ["/ridgeline/drain", "/%72idgeline/drain", "/ridgeline//drain", "/ridgeline/x"])
+async def test_no_way_of_writing_an_operators_path_leads_past_the_admin_key(written):
+    async with admin("10.0.0.7", KEYED) as (http, _, _, _):
+        assert (await http.post(written, json={})).status_code == 401
+
+
+async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
+    async with a_fleet([]) as fleet:
+        app = FastAPI()
+        app.include_router(admin_routes(fleet, Modes(fleet, {})))
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            assert await statuses(http, **BEARER) == FORBIDDEN
+
+
+# --- the command
+
+
+async def test_the_command_tells_what_is_held_until_the_worker_is_gone():
+    two = {"prefill": LAYOUT, "prefill_1": LAYOUT, "decode": LAYOUT}
+    async with admin(**two) as (_, started, fleet, app), listening(app) as url:
+        started[0]._engine._stepping = "manual"
+        leg = asyncio.ensure_future(anext(fleet.get("prefill-0").client.generate(a_task(leg="prefill"))))
+        await eventually(lambda: started[0]._engine.running)
+        console = Console(file=io.StringIO(), width=100)
+        draining = asyncio.create_task(drain(url, "prefill-0", 5, force=False, admin_key_file=None, console=console))
+        await eventually(lambda: "draining: 1 requests" in console.file.getvalue())
+        started[0]._engine.step()
+        await leg
+        await eventually(lambda: started[0].failure() == "drained", 20)
+        assert not draining.done()
+        await fleet.remove("prefill-0")  # the supervisor's part
+        await draining
+        assert console.file.getvalue().splitlines()[-1] == "prefill-0 (prefill) is gone"
+
+
+async def test_the_commands_failures_are_sentences_that_name_what_to_do():
+    console = Console(file=io.StringIO())
+    with pytest.raises(ServerError, match="is the server running"):
+        await drain("http://127.0.0.1:9", "decode-0", 1, force=False, admin_key_file=None, console=console)
+    app = FastAPI()
+    async with listening(app) as url:
+        with pytest.raises(ServerError, match="answers 404: is it a Ridgeline server"):
+            await drain(url, "decode-0", 1, force=False, admin_key_file=None, console=console)
+
+
+async def test_the_command_sends_the_first_admin_key_of_its_file_and_asks_for_one_when_it_is_missing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RIDGELINE_API_KEY", KEY)  # a client's: not for this
+    file = tmp_path / "admin.keys"
+    file.write_text(f"# operators\n{KEY}\nanother-key\n")
+    console = Console(file=io.StringIO())
+    two = {"prefill": LAYOUT, "prefill_1": LAYOUT, "decode": LAYOUT}
+    async with admin(access=KEYED, **two) as (_, _, fleet, app), listening(app) as url:
+
+        async def ask(key_file):
+            await drain(url, "prefill-0", 0, force=False, admin_key_file=key_file, console=console)
+
+        with pytest.raises(ServerError, match="--admin-key-file"):
+            await ask(None)
+        asked = asyncio.create_task(ask(file))
+        await eventually(lambda: "takes no new requests" in console.file.getvalue())
+        await fleet.remove("prefill-0")
+        await asked
+        for content, why in ((None, "cannot be read"), ("# none\n", "holds no key")):
+            file.write_text(content) if content else file.unlink()
+            with pytest.raises(ApiKeyError, match=why):
+                await ask(file)
+
+
+def test_an_admin_key_that_clients_have_too_is_refused_and_admin_keys_alone_leave_the_server_open(tmp_path):
+    clients, admins = tmp_path / "clients", tmp_path / "admins"
+    clients.write_text("one\nboth\n")
+    admins.write_text("two\nboth\n")
+    with pytest.raises(ApiKeyError, match="is a client's key too") as caught:
+        key_hashes(str(clients), str(admins), {})
+    assert "both" not in str(caught.value)
+    with pytest.raises(ApiKeyError, match="is a client's key too"):
+        key_hashes(None, str(admins), {"RIDGELINE_API_KEYS": "two"})
+    assert key_hashes(None, str(admins), {}).clients == frozenset()
+    assert key_hashes(None, str(admins), {}).admins == {hash_key(b"two"), hash_key(b"both")}
+
+
+def test_no_key_is_in_what_is_explained_planned_or_sent_to_an_actor(tmp_path, monkeypatch):
+    clients, admins = tmp_path / "clients", tmp_path / "admins"
+    clients.write_text("a-clients-key\n")
+    admins.write_text("an-admins-key\n")
+    monkeypatch.setenv("RIDGELINE_API_KEYS", "a-key-of-the-environment")
+    files = {"security.api_keys_file": str(clients), "security.admin_keys_file": str(admins)}
+    loaded = load_config(None, files)
+    keys = key_hashes(str(clients), str(admins))
+    settings = router_settings(api_key_hashes=keys.clients, admin_key_hashes=keys.admins)
+    console = Console(file=io.StringIO(), width=300)
+    console.print(explain(loaded))
+    shown = [console.file.getvalue().encode(), pickle.dumps(loaded.config), pickle.dumps(settings), repr(keys).encode()]
+    assert str(admins).encode() in shown[0]
+    for key in (b"a-clients-key", b"an-admins-key", b"a-key-of-the-environment"):
+        assert not any(key in text for text in shown)
+
+
+async def test_no_key_is_logged(caplog):
+    caplog.set_level(0)
+    async with admin(access=KEYED) as (http, _, _, _):
+        for key in (KEY, "a-wrong-key"):
+            wish = {"worker": "decode-0", "timeout_s": 0, "force": True}
+            await http.post("/ridgeline/drain", json=wish, headers={"authorization": f"Bearer {key}"})
+    assert "an operator drains decode-0" in caplog.text
+    assert KEY not in caplog.text
+    assert "a-wrong-key" not in caplog.text

@@ -1,0 +1,513 @@
+"""Every field that a client can send, held against `router/front/request_fields.py`: over HTTP, with engines that tell
+what they were asked for.
+
+`python -m tests.components.router.front.test_request_fields` writes docs/request_fields.md anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+from unittest.mock import patch
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+from pydantic import BaseModel
+from vllm.sampling_params import SamplingParams
+
+from router.front import request_fields
+from router.front.request_fields import (
+    FIELDS,
+    FOREIGN,
+    HEADERS,
+    SAMPLING,
+    SPECIAL,
+    Honoured,
+    RefusedField,
+    WithoutEffect,
+    rule_of,
+)
+from tests.support.patience import eventually
+from tests.support.talking_router import TalkingEngine, make_model, talking_router
+
+over_http = pytest.mark.asyncio(loop_scope="module")
+REPOSITORY = Path(__file__).parents[4]
+PAGE = REPOSITORY / "docs" / "request_fields.md"
+OWN_NAME = "chosen-by-the-client"
+
+
+@dataclass
+class Served:
+    http: httpx.AsyncClient
+    app: Any
+    engines: list[TalkingEngine]
+    sent_before: dict[str, tuple[int, Any, list[Any]]] = field(default_factory=dict)
+
+    async def once(self, path: str, body: dict[str, Any]) -> tuple[int, Any, list[Any]]:
+        """As `send`, but a body that many fields are held against is sent once."""
+        key = json.dumps([path, body])
+        if key not in self.sent_before:
+            self.sent_before[key] = await self.send(path, body)
+        return deepcopy(self.sent_before[key])
+
+    async def send(self, path: str, body: dict[str, Any], **kwargs: Any) -> tuple[int, Any, list[Any]]:
+        """(status, what came, what the engines were asked for)."""
+        for engine in self.engines:
+            engine.calls.clear()
+        response = await self.http.post(path, json=body, **kwargs)
+        calls = [
+            (call.prompt_token_ids, msgspec.to_builtins(_plain(call.params)), call.reasoning_ended, call.cache_salt)
+            for engine in self.engines
+            for call in engine.calls
+        ]
+        return response.status_code, _told(response), sorted(calls, key=repr)
+
+
+def _plain(params: SamplingParams) -> SamplingParams:
+    params = params.clone()
+    params.extra_args = None  # ours: hand-offs have other names each time
+    return params
+
+
+def _told(response: httpx.Response) -> Any:
+    """What came, without names and times that differ each time."""
+    if response.headers["content-type"].startswith("text/event-stream"):
+        lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        # How tokens are grouped depends on how quick the reader is.
+        return ["stream", sorted({json.dumps(sorted(json.loads(line))) for line in lines})]
+    return _without_names(response.json())
+
+
+def _without_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        changing = ("id", "created", "created_at", "completed_at", "request_id")
+        kept = {key: inner for key, inner in value.items() if key not in changing or OWN_NAME in str(inner)}
+        return {key: _without_names(inner) for key, inner in kept.items()}
+    return [_without_names(inner) for inner in value] if isinstance(value, list) else value
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    async with talking_router(directory) as (http, app, engines):
+        yield Served(http, app, engines)
+
+
+# --- the bodies: one that is valid for each model, and for each field what it may be
+
+TEXT = {"model": "m", "prompt": "w20 w21 w22 w23", "max_tokens": 4, "ignore_eos": True}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "w20 w21"}], "max_tokens": 4, "ignore_eos": True}
+ANTHROPIC = {"model": "m", "messages": [{"role": "user", "content": "w20 w21"}], "max_tokens": 4}
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ChatCompletionRequest": ("/v1/chat/completions", CHAT),
+    "BatchChatCompletionRequest": ("/v1/chat/completions/batch", {**CHAT, "messages": [CHAT["messages"]]}),
+    "CompletionRequest": ("/v1/completions", TEXT),
+    "ResponsesRequest": (
+        "/v1/responses",
+        {"model": "m", "input": "w20 w21", "max_output_tokens": 4, "ignore_eos": True},
+    ),
+    "AnthropicMessagesRequest": ("/v1/messages", ANTHROPIC),
+    "AnthropicCountTokensRequest": ("/v1/messages/count_tokens", {k: ANTHROPIC[k] for k in ("model", "messages")}),
+    "TokenizeCompletionRequest": ("/tokenize", {"prompt": "w20 w21"}),
+    "TokenizeChatRequest": ("/tokenize", {"messages": CHAT["messages"]}),
+    "DetokenizeRequest": ("/detokenize", {"tokens": [20, 21]}),
+    "GenerativeScoringRequest": (
+        "/generative_scoring",
+        {"query": "w20", "items": ["w21"], "label_token_ids": [30, 31]},
+    ),
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+ASSISTANT = [{"role": "user", "content": "w20"}, {"role": "assistant", "content": "w21"}]
+
+
+@dataclass
+class Sample:
+    """A field's value, and what else must be in both bodies for it to mean anything."""
+
+    value: Any
+    beside: dict[str, Any] = field(default_factory=dict)
+
+
+def of(value: Any, **beside: Any) -> Sample:
+    return Sample(value, beside)
+
+
+GREEDY = {"temperature": 0.0}
+SAMPLES: dict[str, Sample] = {
+    "messages": of([{"role": "user", "content": "w30"}]),
+    "prompt": of([30, 31, 32]),
+    "input": of("w30"),
+    "query": of("w30"),
+    "items": of(["w31", "w32"]),
+    "tokens": of([30]),
+    "label_token_ids": of([30, 32]),
+    "model": of("another"),
+    "system": of("w30"),
+    "instructions": of("w30"),
+    "suffix": of("w30"),
+    "prompt_embeds": of("AAAA", prompt=None),
+    "tools": of([TOOL], tool_choice="none"),
+    "tool_choice": of("none", tools=[TOOL]),
+    "parallel_tool_calls": of(False),
+    "documents": of([{"title": "a", "text": "b"}]),
+    "reasoning_effort": of("low"),
+    "reasoning": of({"effort": "low"}),
+    "chat_template": of("w30"),
+    "chat_template_kwargs": of({"extra": True}),
+    "add_generation_prompt": of(False),
+    "continue_final_message": of(True, messages=ASSISTANT, add_generation_prompt=False),
+    "add_special_tokens": of(True),
+    "item_first": of(True),
+    "truncate_prompt_tokens": of(2),
+    "truncation_side": of("right", truncate_prompt_tokens=2),
+    "truncation": of("auto", input="w20 " * 5000),
+    "media_io_kwargs": of({"image": {"a": 1}}),
+    "mm_processor_kwargs": of({"a": 1}),
+    "mm_payload": of("none"),
+    "return_mm_kwargs": of(False),
+    "previous_input_messages": of([{"role": "user", "content": "w30"}]),
+    "previous_response_id": of("resp_1"),
+    "temperature": of(0.25),
+    "top_p": of(0.5),
+    "top_k": of(3),
+    "min_p": of(0.2),
+    "seed": of(5),
+    "n": of(2),
+    "frequency_penalty": of(0.5),
+    "presence_penalty": of(0.5),
+    "repetition_penalty": of(1.5),
+    "logit_bias": of({"30": 2.0}),
+    "allowed_token_ids": of([30, 31]),
+    "bad_words": of(["w30"]),
+    "structured_outputs": of({"choice": ["w30", "w31"]}),
+    "response_format": of({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}),
+    "text": of({"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}),
+    "output_config": of({"format": {"type": "json_schema", "schema": SCHEMA}}),
+    "repetition_detection": of({"max_pattern_size": 4, "min_count": 2}),
+    "thinking_token_budget": of(8),
+    "thinking": of({"type": "adaptive"}),
+    "watermarking": of(True),
+    "use_beam_search": of(True),
+    "length_penalty": of(0.5),
+    "early_stopping": of(True),
+    "best_of": of(3),
+    "guided_decoding_backend": of("outlines"),
+    "max_tokens": of(3),
+    "max_completion_tokens": of(3),
+    "max_output_tokens": of(3),
+    "min_tokens": of(2),
+    "stop": of(["w3"]),
+    "stop_sequences": of(["w3"]),
+    "stop_token_ids": of([30]),
+    "include_stop_str_in_output": of(True, stop=["w"]),
+    "ignore_eos": of(False),
+    "max_tool_calls": of(1),
+    "stream": of(True),
+    "stream_options": of({"include_usage": True}, stream=True),
+    "stream_interval": of(3, stream=True),
+    "logprobs": of(2),
+    "top_logprobs": of(2, logprobs=True),
+    "prompt_logprobs": of(2),
+    "logprob_token_ids": of([30, 31], logprobs=2),
+    "echo": of(True),
+    "include": of(["message.output_text.logprobs"]),
+    "include_reasoning": of(False),
+    "apply_softmax": of(False),
+    "skip_special_tokens": of(False),
+    "spaces_between_special_tokens": of(False),
+    "return_tokens_as_token_ids": of(True, logprobs=2),
+    "return_token_ids": of(True),
+    "return_token_strs": of(True),
+    "return_prompt_text": of(True),
+    "return_token_offsets": of(True),
+    "routed_experts_prompt_start": of(1),
+    "enable_response_messages": of(True),
+    "request_id": of(OWN_NAME),
+    "user": of("somebody"),
+    "session_id": of("one"),
+    "metadata": of({"a": "b"}),
+    "cache_salt": of("mine"),
+    "prompt_cache_key": of("one"),
+    "service_tier": of("priority"),
+    "store": of(False),
+    "background": of(True),
+    "priority": of(3),
+    "kv_transfer_params": of({"do_remote_prefill": True, "prompt_token_ids": [30, 31]}),
+    "ec_transfer_params": of({"a": 1}),
+    "vllm_xargs": of({"a": 1}),
+}
+OTHER_SAMPLES: dict[tuple[str, str], Sample] = {
+    ("BatchChatCompletionRequest", "messages"): of([[{"role": "user", "content": "w30"}]]),
+    ("BatchChatCompletionRequest", "continue_final_message"): of(
+        True, messages=[ASSISTANT], add_generation_prompt=False
+    ),
+    ("BatchChatCompletionRequest", "echo"): of(
+        True, messages=[ASSISTANT], add_generation_prompt=False, continue_final_message=True
+    ),
+    ("ChatCompletionRequest", "echo"): of(
+        True, messages=ASSISTANT, add_generation_prompt=False, continue_final_message=True
+    ),
+    ("ChatCompletionRequest", "logprobs"): of(True),
+    ("BatchChatCompletionRequest", "logprobs"): of(True),
+    ("ChatCompletionRequest", "return_tokens_as_token_ids"): of(True, logprobs=True),
+    ("BatchChatCompletionRequest", "return_tokens_as_token_ids"): of(True, logprobs=True),
+    ("ChatCompletionRequest", "logprob_token_ids"): of([30, 31], logprobs=True),
+    ("BatchChatCompletionRequest", "logprob_token_ids"): of([30, 31], logprobs=True),
+    ("ResponsesRequest", "top_logprobs"): of(2, include=["message.output_text.logprobs"]),
+    ("ResponsesRequest", "tools"): of([{"type": "function", "name": "f", "parameters": {}}], tool_choice="none"),
+    ("ResponsesRequest", "tool_choice"): of("none", tools=[{"type": "function", "name": "f", "parameters": {}}]),
+    ("ResponsesRequest", "prompt"): of({"id": "a"}),
+    ("CompletionRequest", "add_special_tokens"): of(False),
+    ("TokenizeCompletionRequest", "add_special_tokens"): of(False),
+    ("TokenizeCompletionRequest", "prompt"): of("w30"),
+    ("GenerativeScoringRequest", "add_special_tokens"): of(False),
+    ("AnthropicMessagesRequest", "tools"): of([{"name": "f", "input_schema": {}}], tool_choice={"type": "none"}),
+    ("AnthropicMessagesRequest", "tool_choice"): of({"type": "none"}, tools=[{"name": "f", "input_schema": {}}]),
+    ("AnthropicCountTokensRequest", "tools"): of([{"name": "f", "input_schema": {}}], tool_choice={"type": "none"}),
+    ("AnthropicCountTokensRequest", "tool_choice"): of({"type": "none"}, tools=[{"name": "f", "input_schema": {}}]),
+    ("AnthropicCountTokensRequest", "output_config"): of({"effort": "low"}),
+    ("AnthropicMessagesRequest", "thinking"): of({"type": "disabled"}),
+    ("AnthropicCountTokensRequest", "thinking"): of({"type": "disabled"}),
+    ("AnthropicMessagesRequest", "stop_sequences"): of(["w3"]),
+}
+
+
+def bodies_of(annotation: Any) -> set[type[BaseModel]]:
+    if get_origin(annotation) in (Union, UnionType):
+        return {model for inner in get_args(annotation) for model in bodies_of(inner)}
+    return {annotation} if isinstance(annotation, type) and issubclass(annotation, BaseModel) else set()
+
+
+def fields() -> list[tuple[str, str]]:
+    return [(model, name) for model in BODIES for name in MODELS[model].model_fields]
+
+
+def _models() -> dict[str, type[BaseModel]]:
+    from vllm.entrypoints.anthropic import protocol as anthropic
+    from vllm.entrypoints.generate.generative_scoring import serving as scoring
+    from vllm.entrypoints.openai.chat_completion import protocol as chat
+    from vllm.entrypoints.openai.completion import protocol as completion
+    from vllm.entrypoints.openai.responses import protocol as responses
+    from vllm.entrypoints.serve.tokenize import protocol as tokenize
+
+    modules = (anthropic, scoring, chat, completion, responses, tokenize)
+    return {name: next(getattr(m, name) for m in modules if hasattr(m, name)) for name in BODIES}
+
+
+MODELS = _models()
+FIELDS_OF_BODIES = fields()
+OFFERED_BESIDE = {
+    "/ping": "no body",
+    "/invocations": "a chat or completion body, by the same handlers",
+    "/v1/responses/{response_id}/cancel": "no body",
+}
+
+
+def sample_of(model: str, name: str) -> Sample:
+    return OTHER_SAMPLES.get((model, name)) or SAMPLES[name]
+
+
+def body_with(model: str, name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """(path, a valid body without the field, the same with it)."""
+    path, body = BODIES[model]
+    sample = sample_of(model, name)
+    known = MODELS[model].model_fields
+    beside = {key: value for key, value in sample.beside.items() if key in known}
+    without = {key: value for key, value in body.items() if key in known} | beside
+    return path, without, without | {name: sample.value}
+
+
+@over_http
+async def test_the_bodies_of_all_routes_are_known(served: Served):
+    """Of every route that vLLM's app offers; a route of the next vLLM must be looked at."""
+    models, unknown = set(), []
+    for route in served.app.router.routes:
+        module = getattr(getattr(route, "endpoint", None), "__module__", "")
+        if "POST" not in (getattr(route, "methods", None) or ()) or module.startswith("router."):
+            continue
+        found = {
+            model.__name__ for param in route.dependant.body_params for model in bodies_of(param.field_info.annotation)
+        }
+        models |= found
+        if not found and route.path not in OFFERED_BESIDE:
+            assert module == "vllm.entrypoints.scale_out.factories", route.path
+            unknown.append((await served.http.post(route.path, json={})).status_code)
+    assert models == set(BODIES)
+    assert set(unknown) == {403}, "render, derender and token-in-token-out are closed"
+
+
+def test_every_field_of_vllms_bodies_is_in_the_table():
+    unknown = [each for each in FIELDS_OF_BODIES if rule_of(*each) is None]
+    assert unknown == [], "say in router/front/request_fields.py what becomes of these"
+    assert [each for each in FIELDS_OF_BODIES if each not in OTHER_SAMPLES and each[1] not in SAMPLES] == []
+
+
+def test_the_table_has_no_field_that_vllm_has_not():
+    names = {name for _, name in FIELDS_OF_BODIES}
+    assert set(FIELDS) - names == set()
+    assert set(SPECIAL) - set(FIELDS_OF_BODIES) == set()
+
+
+def test_every_field_of_vllms_sampling_parameters_is_in_the_table():
+    names = {each.name for each in msgspec.structs.fields(SamplingParams)}
+    assert names - set(FIELDS) == set(SAMPLING)
+
+
+@over_http
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [f for f in FIELDS_OF_BODIES if isinstance(rule_of(*f), Honoured) and rule_of(*f).test != request_fields.CHUNKS],
+)
+async def test_what_is_honoured_changes_what_engines_are_asked_or_the_client_gets(
+    served: Served, model: str, name: str
+):
+    path, without, with_it = body_with(model, name)
+    plain = await served.once(path, without)
+    changed = await served.send(path, with_it)
+    assert changed != plain
+    if name not in ("model", "tool_choice", "truncation"):  # whose effect may be a refusal, with or without them
+        assert (plain[0], changed[0]) == (200, 200), (plain[1], changed[1])
+
+
+@over_http
+@pytest.mark.parametrize(("model", "name"), [f for f in FIELDS_OF_BODIES if isinstance(rule_of(*f), WithoutEffect)])
+async def test_what_is_without_effect_changes_nothing(served: Served, model: str, name: str):
+    path, without, with_it = body_with(model, name)
+    plain, changed = await served.once(path, without), await served.send(path, with_it)
+    assert plain[0] == 200
+    for _, told, _ in (plain, changed):
+        told.pop(name, None)  # a response object repeats what was asked for
+    assert changed == plain
+
+
+REFUSED = [f for f in FIELDS_OF_BODIES if isinstance(rule_of(*f), RefusedField)]
+
+
+@over_http
+@pytest.mark.parametrize(("model", "name"), REFUSED)
+async def test_what_is_refused_is_a_bad_request_before_any_work_in_a_stream_too(served: Served, model: str, name: str):
+    path, _, body = body_with(model, name)
+    rule = rule_of(model, name)
+    stream = "stream" in MODELS[model].model_fields
+    status, told, asked = await served.send(path, body | ({"stream": True} if stream else {}))
+    assert (status, asked) == (rule.status, []), told
+    sentence = told["error"]["message"]
+    assert rule.sentence in sentence or (stream and name == "use_beam_search")
+
+
+@over_http
+@pytest.mark.parametrize("model", BODIES)
+async def test_refused_fields_with_their_default_values_or_null_were_not_sent(served: Served, model: str):
+    path, body = BODIES[model]
+    names = [name for each, name in REFUSED if each == model and rule_of(model, name).by == "the router"]
+    defaults = {name: MODELS[model].model_fields[name].get_default(call_default_factory=True) for name in names}
+    nothing = {name: value for name in names for value in rule_of(model, name).but_for}
+    plain = await served.once(path, body)
+    assert plain[0] == 200
+    assert await served.send(path, body | defaults) == plain
+    assert await served.send(path, body | nothing) == plain
+
+
+@over_http
+@pytest.mark.parametrize("name", FOREIGN)
+async def test_a_field_of_another_server_that_would_change_the_answer_is_a_bad_request(served: Served, name: str):
+    path, body = BODIES["ChatCompletionRequest"]
+    status, told, asked = await served.send(path, body | {name: ["w30"]})
+    assert (status, asked) == (400, [])
+    assert FOREIGN[name].sentence in told["error"]["message"]
+    assert (await served.send(path, body | {name: None}))[0] == 200
+
+
+@over_http
+async def test_a_field_that_nobody_knows_is_taken_as_openais_clients_expect_it(served: Served):
+    path, body = BODIES["ChatCompletionRequest"]
+    assert await served.send(path, body | {"x_unknown": 1}) == await served.send(path, body)
+
+
+@over_http
+@pytest.mark.parametrize("path", ["/invocations", "/v1/chat/completions"])
+async def test_the_other_door_to_a_handler_refuses_as_well(served: Served, path: str):
+    status, told, asked = await served.send(path, CHAT | {"priority": 1})
+    assert (status, asked) == (400, [])
+    assert FIELDS["priority"].sentence in told["error"]["message"]
+
+
+# --- headers
+
+
+@over_http
+@pytest.mark.parametrize("name", [name for name, rule in HEADERS.items() if isinstance(rule, RefusedField)])
+@pytest.mark.parametrize("value", ["1", "x", "9" * 30])
+async def test_a_refused_header_is_a_bad_request(served: Served, name: str, value: str):
+    for body in (TEXT, TEXT | {"stream": True}):
+        status, told, asked = await served.send("/v1/completions", body, headers={name: value})
+        assert (status, told["error"]["message"], asked) == (400, HEADERS[name].sentence, [])
+    assert (await served.send("/v1/completions", TEXT, headers={name: "0"}))[0] == 200
+
+
+@over_http
+@pytest.mark.parametrize("name", [name for name, rule in HEADERS.items() if isinstance(rule, WithoutEffect)])
+async def test_a_header_without_effect_changes_nothing(served: Served, name: str):
+    plain = await served.once("/v1/completions", TEXT)
+    assert (
+        await served.send("/v1/completions", TEXT, headers={name: "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}) == plain
+    )
+
+
+@over_http
+async def test_a_request_id_comes_back_in_the_answer(served: Served):
+    response = await served.http.post("/v1/completions", json=TEXT, headers={"X-Request-Id": "mine"})
+    assert response.json()["id"] == "cmpl-mine"
+
+
+@over_http
+async def test_a_client_is_told_when_its_time_is_over(served: Served):
+    prefill = served.engines[0]
+    with patch.object(prefill, "_stepping", "manual"):
+        sent = asyncio.create_task(
+            served.http.post("/v1/completions", json=TEXT, headers={"x-ridgeline-timeout-s": "0.05"})
+        )
+        answer = await sent
+    await eventually(lambda: not prefill.running)
+    assert answer.status_code == 504
+    assert "x-ridgeline-timeout-s" in answer.json()["error"]["message"]
+
+
+# --- the page
+
+
+def proofs() -> set[str]:
+    table = [*FIELDS.values(), *SPECIAL.values(), *HEADERS.values(), *SAMPLING.values()]
+    return {rule.test for rule in table if isinstance(rule, Honoured)}
+
+
+@pytest.mark.parametrize("test", sorted(proofs()))
+def test_every_test_that_the_table_names_exists(test: str):
+    path, _, name = test.partition("::")
+    tree = ast.parse((REPOSITORY / path).read_text())
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    assert not name or name in functions
+
+
+def page() -> str:
+    return PAGE.read_text().partition("## Fields of bodies")[0] + request_fields.as_markdown()
+
+
+def test_the_page_is_what_the_table_says():
+    assert PAGE.read_text() == page(), (
+        "run `python -m tests.components.router.front.test_request_fields` to write it anew"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,859 @@
+"""The worker host and the router's client over real gRPC on loopback, with an engine that needs no model."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from cluster.runtime.handlers import HANDLERS
+from contracts.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
+from contracts.tasks import StepBatch, TokenDelta
+from contracts.workers import AbortRequest, Ack, AttachRequest, Role, SubmitRequest
+from decode_worker.handler import DecodeHandler
+from engine.stall import StallWatch
+from prefill_worker.handler import PrefillHandler
+from tests.support.clock import FakeClock
+from tests.support.fake_engine import FakeEngine, FakeStats, make_task
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.samples import LAYOUT, make_handoff, next_token
+from worker_runtime.client import OPTIONS, SERVICE, WorkerClient, decoder, encode
+from worker_runtime.draining import kv_unneeded
+from worker_runtime.host import RouterSession, Undeliverable, WorkerHost
+
+METHODS = ("Describe", "Status", "ResetPrefixCache", "Submit", "Abort", "Drain", "Attach")
+
+
+class Worker:
+    """A host that serves, its engine, and one attached router."""
+
+    def __init__(self, engine: FakeEngine, host: WorkerHost, client: WorkerClient) -> None:
+        self.engine, self.host, self.client = engine, host, client
+
+    async def tokens(self, task) -> list[int]:
+        async with aclosing(self.client.generate(task)) as deltas:
+            return [token async for delta in deltas for token in delta.token_ids]
+
+
+@asynccontextmanager
+async def connected(address: str, router_id: str = "router") -> AsyncIterator[WorkerClient]:
+    client = WorkerClient(address, router_id)
+    running = asyncio.create_task(client.run())
+    try:
+        await client.wait_connected(PATIENCE_S)
+        yield client
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await client.close()
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine | None = None, handler=None) -> AsyncIterator[Worker]:
+    engine = engine or FakeEngine(stepping="manual")
+    host = WorkerHost(engine, HANDLERS if handler is None else dict.fromkeys(("prefill", "decode"), handler))
+    address = await host.start()
+    try:
+        async with asyncio.timeout(PATIENCE_S), connected(address) as client:
+            yield Worker(engine, host, client)
+    finally:
+        await host.stop()
+
+
+@pytest.fixture
+def settles_quickly(monkeypatch):
+    """A drained worker waits a fifth of a second for what may still be published, not a whole one."""
+    monkeypatch.setattr("worker_runtime.draining.SETTLED_S", 0.2)
+
+
+class Proxy:
+    """A wire that can be cut."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._writers: list[asyncio.StreamWriter] = []
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    async def __aenter__(self) -> "Proxy":
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *args: object) -> None:
+        self._server.close()
+        self.cut()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._target.rpartition(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        self._writers += [writer, far_writer]
+        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def raw_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
+        yield channel
+
+
+def attach(channel: grpc.aio.Channel, router_id: str):
+    method = channel.unary_stream(
+        f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
+    )
+    return method(AttachRequest(router_id))
+
+
+async def call(channel: grpc.aio.Channel, name: str, message):
+    method = channel.unary_unary(f"/{SERVICE}/{name}", request_serializer=encode, response_deserializer=decoder(Ack))
+    return await method(message, timeout=PATIENCE_S)
+
+
+# --- the way of a task
+
+
+async def test_a_task_streams_its_deltas_and_ends_with_one_that_says_why():
+    async with serving(FakeEngine()) as worker:
+        task = make_task(max_tokens=4)
+        async with aclosing(worker.client.generate(task)) as stream:
+            deltas = [delta async for delta in stream]
+        assert [delta.finished for delta in deltas] == [False, False, False, True]
+        assert deltas[-1].finish_reason == "length"
+        assert deltas[-1].timing is not None
+        assert await worker.tokens(make_task("again", max_tokens=4)) == [d.token_ids[0] for d in deltas]
+
+
+async def test_a_hand_off_crosses_the_wire_unchanged():
+    async with serving(FakeEngine("prefill"), PrefillHandler()) as worker:
+        async with aclosing(worker.client.generate(make_task(leg="prefill"))) as stream:
+            [delta] = [delta async for delta in stream]
+        assert delta.handoff == make_handoff(delta.handoff.handoff_id, 3)
+
+
+async def test_a_hand_off_whose_request_is_aborted_between_the_engines_last_step_and_the_worker_is_released():
+    engine = FakeEngine("prefill")
+    engine.output_delay = asyncio.Event()
+    async with serving(engine, PrefillHandler()) as worker:
+        stream = worker.client.generate(make_task(leg="prefill"))
+        first = asyncio.ensure_future(anext(stream))
+        await eventually(lambda: engine.kept)  # the engine has finished: no abort of the request frees these blocks
+        [handoff_id] = engine.kept
+        first.cancel()
+        await asyncio.wait((first,))
+        await stream.aclose()
+        await eventually(lambda: not engine.kept)
+    assert engine.released == [handoff_id]
+
+
+async def test_a_hand_off_that_was_told_is_the_routers_to_release():
+    engine = FakeEngine("prefill")
+    async with (
+        serving(engine, PrefillHandler()) as worker,
+        aclosing(worker.client.generate(make_task(leg="prefill"))) as stream,
+    ):
+        assert [delta.handoff is not None async for delta in stream] == [True]
+    assert engine.released == []
+
+
+async def test_a_prompt_that_ends_without_a_hand_off_leaves_nothing_to_release():
+    engine = FakeEngine("prefill")
+    async with serving(engine, PrefillHandler()) as worker:
+        await worker.tokens(make_task(leg="prefill", max_tokens=1))
+        stop = SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=[next_token([5, 6, 7])])
+        await worker.tokens(make_task("stops", leg="prefill", params=stop))
+    assert engine.released == []
+
+
+async def test_a_hand_off_in_the_outbox_of_a_router_that_has_gone_is_released():
+    released: list[str] = []
+    session = RouterSession(lambda handoff: released.append(handoff.handoff_id))
+    session.send(TokenDelta(request_id="a", token_ids=[1]))
+    session.send(TokenDelta(request_id="b", finished=True, handoff=make_handoff("unread")))
+    session.close()
+    session.send(TokenDelta(request_id="c", finished=True, handoff=make_handoff("late")))
+    assert released == ["unread", "late"]
+
+
+async def test_all_deltas_of_one_engine_step_arrive_in_one_batch():
+    engine = FakeEngine(stepping="manual")
+    async with serving(engine) as worker, raw_channel(worker.host.address) as channel:
+        stream = attach(channel, "raw")
+        assert (await stream.read()).deltas == [], "the greeting that says the session is open"
+        names = [f"r{number}" for number in range(12)]
+        for name in names:
+            assert (await call(channel, "Submit", SubmitRequest("raw", make_task(name, max_tokens=3)))).accepted
+        await eventually(lambda: engine.running == set(names))
+        for _ in range(3):
+            engine.step()
+            batch = await stream.read()
+            assert sorted(delta.request_id for delta in batch.deltas) == sorted(names)
+
+
+async def test_a_step_that_vllm_hands_out_in_portions_is_still_one_batch():
+    engine = FakeEngine(stepping="manual")
+    async with serving(engine) as worker, raw_channel(worker.host.address) as channel:
+        stream = attach(channel, "raw")
+        await stream.read()
+        names = [f"r{number}" for number in range(6)]
+        for name in names:
+            await call(channel, "Submit", SubmitRequest("raw", make_task(name)))
+        await eventually(lambda: engine.running == set(names))
+        for portion in (names[:2], names[2:4], names[4:]):  # vLLM lets the loop turn after every 128 outputs
+            engine.step(*portion)
+            await asyncio.sleep(0)
+        assert sorted(delta.request_id for delta in (await stream.read()).deltas) == names
+
+
+async def test_each_router_gets_only_its_own_deltas():
+    async with serving() as worker, connected(worker.host.address, "other") as other:
+        mine = asyncio.create_task(worker.tokens(make_task("r", prompt_token_ids=[1], max_tokens=2)))
+        theirs = Worker(worker.engine, worker.host, other)
+        other_task = asyncio.create_task(theirs.tokens(make_task("r2", prompt_token_ids=[2], max_tokens=2)))
+        await eventually(lambda: len(worker.engine.calls) == 2)
+        worker.engine.step()
+        worker.engine.step()
+        assert [len(await mine), len(await other_task)] == [2, 2]
+        assert await mine != await other_task
+
+
+# --- what makes no sense
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"\xc1", b"\x81\xa9router_id\xa2\xff\xfe", b"\x91" * 5000, b"\x81\xa9router_id\x07"]
+)
+@pytest.mark.parametrize("name", ["Submit", "Abort", "Attach", "Pair"])
+async def test_a_message_that_cannot_be_read_is_refused_as_the_callers_fault(name, message):
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        kind = channel.unary_stream if name == "Attach" else channel.unary_unary
+        answer = kind(f"/{SERVICE}/{name}")(message, timeout=PATIENCE_S)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await (answer.read() if name == "Attach" else answer)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "unreadable" in refused.value.details()
+        assert (await worker.client.status()).tasks == 0
+
+
+HOSTILE_SAMPLING = [
+    {"max_tokens": 0},
+    {"n": "x"},
+    {"temperature": -1.0},
+    {"\ud7ff": {}, "stop_token_ids": ["a"]},
+    {"top_p": 7.0},
+]
+
+
+@pytest.mark.parametrize("handler", [DecodeHandler(), PrefillHandler()])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"\x81\xa4seed\xa2\xff\xfe", b"\x91" * 5000, *map(msgspec.msgpack.encode, HOSTILE_SAMPLING)]
+)
+async def test_sampling_parameters_that_make_no_sense_are_the_fault_of_that_request_only(data, handler):
+    leg = "prefill" if isinstance(handler, PrefillHandler) else "decode"
+    async with serving(FakeEngine(leg), handler) as worker:
+        task = msgspec.structs.replace(make_task("bad", leg=leg), sampling=data)
+        with pytest.raises(InvalidTask):
+            await worker.tokens(task)
+        assert len(await worker.tokens(make_task("good", leg=leg))) >= 1
+
+
+async def test_a_task_without_a_prompt_is_invalid():
+    async with serving(FakeEngine()) as worker:
+        handoff = msgspec.structs.replace(make_handoff(), complete=False)
+        with pytest.raises(InvalidTask, match="no prompt"):
+            await worker.tokens(make_task(prompt_token_ids=[], handoff=handoff))
+
+
+# --- aborting
+
+
+async def test_closing_a_stream_early_cancels_the_engines_request():
+    async with serving() as worker:
+        async with aclosing(worker.client.generate(make_task(max_tokens=50))) as stream:
+            first = asyncio.create_task(anext(stream))
+            await eventually(lambda: worker.engine.running)
+            worker.engine.step()
+            await first
+        await eventually(lambda: worker.engine.aborted == ["r"])
+        await eventually(lambda: not worker.engine.running)
+        assert (await worker.client.status()).tasks == 0
+
+
+async def test_a_task_that_ended_by_itself_is_not_aborted():
+    async with serving(FakeEngine()) as worker:
+        await worker.tokens(make_task())
+        await worker.client.status()  # a later message of the same router, so an abort would have come
+        assert worker.engine.aborted == []
+
+
+async def test_aborting_an_unknown_request_or_router_is_harmless():
+    async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
+        assert (await call(channel, "Abort", AbortRequest("router", ["ghost"]))).accepted
+        assert (await call(channel, "Abort", AbortRequest("stranger", ["ghost"]))).accepted
+        assert len(await worker.tokens(make_task())) == 3
+
+
+async def test_a_router_whose_stream_breaks_loses_all_its_tasks_and_nobody_elses():
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        stream = attach(channel, "raw")
+        await stream.read()
+        for name in ("a", "b"):
+            await call(channel, "Submit", SubmitRequest("raw", make_task(name)))
+        others = asyncio.create_task(worker.tokens(make_task("mine", max_tokens=1)))
+        await eventually(lambda: worker.engine.running == {"a", "b", "mine"})
+        stream.cancel()
+        await eventually(lambda: sorted(worker.engine.aborted) == ["a", "b"])
+        worker.engine.step()
+        assert len(await others) == 1
+        assert (await worker.client.status()).tasks == 0
+
+
+class Flood:
+    """A handler that makes more than any wire takes, until it is closed."""
+
+    closed = False
+
+    async def run(self, engine, task):
+        try:
+            while True:
+                yield TokenDelta(request_id=task.request_id, token_ids=[1] * 100_000)
+                await asyncio.sleep(0.001)
+        finally:
+            self.closed = True
+
+
+async def test_a_router_that_stopped_reading_and_then_left_loses_its_tasks_too():
+    flood = Flood()
+    async with serving(handler=flood) as worker, raw_channel(worker.host.address) as channel:
+        stream = attach(channel, "raw")
+        await stream.read()
+        await call(channel, "Submit", SubmitRequest("raw", make_task("slow")))
+        await asyncio.sleep(0.01)  # the wire's window fills
+        stream.cancel()
+        await eventually(lambda: flood.closed)
+
+
+async def test_attaching_again_under_the_same_name_ends_what_the_first_stream_asked_for():
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        first = attach(channel, "raw")
+        await first.read()
+        await call(channel, "Submit", SubmitRequest("raw", make_task("old")))
+        await eventually(lambda: worker.engine.running == {"old"})
+        second = attach(channel, "raw")
+        await second.read()
+        await eventually(lambda: worker.engine.aborted == ["old"])
+        await call(channel, "Submit", SubmitRequest("raw", make_task("new", max_tokens=1)))
+        await eventually(lambda: worker.engine.running == {"new"})
+        first.cancel()  # the old stream's end must not take the new session along
+        await worker.client.status()
+        worker.engine.step()
+        [delta] = (await second.read()).deltas
+        assert (delta.request_id, delta.finished) == ("new", True)
+
+
+# --- broken connections
+
+
+async def test_a_cut_wire_is_told_to_every_open_stream_and_the_client_comes_back_by_itself():
+    async with serving() as worker, Proxy(worker.host.address) as proxy, connected(proxy.address, "far") as far:
+        remote = Worker(worker.engine, worker.host, far)
+        open_streams = [asyncio.create_task(remote.tokens(make_task(name))) for name in ("a", "b")]
+        await eventually(lambda: worker.engine.running == {"a", "b"})
+        proxy.cut()
+        for stream in open_streams:
+            with pytest.raises(WorkerLost, match=proxy.address):
+                await stream
+        assert not far.connected
+        await eventually(lambda: sorted(worker.engine.aborted) == ["a", "b"])
+        await far.wait_connected(PATIENCE_S)
+        again = asyncio.create_task(remote.tokens(make_task("c", max_tokens=1)))
+        await eventually(lambda: worker.engine.running == {"c"})
+        worker.engine.step()
+        assert len(await again) == 1
+
+
+async def test_a_worker_that_dies_is_lost_to_its_streams_and_to_every_later_call():
+    async with serving() as worker:
+        stream = asyncio.create_task(worker.tokens(make_task()))
+        await eventually(lambda: worker.engine.running)
+        await worker.host.stop()
+        with pytest.raises(WorkerLost):
+            await stream
+        assert worker.engine.closed
+        assert not worker.client.connected
+        with pytest.raises(WorkerLost):
+            await worker.client.status()
+        with pytest.raises(WorkerLost):
+            await worker.tokens(make_task("late"))
+
+
+async def test_a_task_for_a_worker_that_is_not_connected_is_refused_at_once_and_not_sent():
+    async with serving() as worker:
+        await worker.host.stop()
+        await eventually(lambda: not worker.client.connected)
+        sent = []
+        worker.client._unary = lambda *args, **kwargs: sent.append(args)
+        with pytest.raises(WorkerLost, match=r"127\.0\.0\.1"):
+            await worker.tokens(make_task("early"))
+        assert sent == []
+        assert worker.client._streams == {}
+
+
+async def test_a_worker_that_is_not_there_is_lost_after_the_timeout_and_named():
+    client = WorkerClient("127.0.0.1:9", "router")
+    running = asyncio.create_task(client.run())
+    with pytest.raises(WorkerLost, match=r"127\.0\.0\.1:9"):
+        await client.wait_connected(0.01)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    await client.close()
+
+
+async def test_a_task_lost_between_its_acceptance_and_its_first_delta_is_aborted_on_the_worker():
+    async with serving() as worker:
+        stream = asyncio.create_task(worker.tokens(make_task()))
+        await eventually(lambda: worker.engine.running)
+        worker.client._lose("the stream broke and is back already")
+        with pytest.raises(WorkerLost):
+            await stream
+        await eventually(lambda: worker.engine.aborted == ["r"])
+
+
+# --- refusing and failing
+
+
+@pytest.mark.usefixtures("settles_quickly")
+@pytest.mark.parametrize("mistaken", [("decode-0", "an older one"), ("prefill-0", "i1")])
+async def test_what_is_meant_for_another_worker_that_had_this_address_is_refused(mistaken):
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        method = channel.unary_stream(
+            f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match="this is decode-0, incarnation i1, not") as refused:
+            await method(AttachRequest("raw", *mistaken)).read()
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        for meant, accepted in ((mistaken, False), (("decode-0", "i1"), True), (("", ""), True)):
+            task = make_task("-".join(meant) or "anybody")
+            ack = await call(channel, "Submit", SubmitRequest("router", task, *meant))
+            assert ack.accepted is accepted, ack.reason
+
+
+async def test_a_connection_that_was_refused_is_tried_again_soon_and_not_later_and_later():
+    tries = []
+
+    async def refuse(reader, writer):
+        tries.append(writer)
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    client = WorkerClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "router")
+    running = asyncio.create_task(client.run())
+    try:
+        # Six take gRPC a quarter of a minute by itself, the next six a quarter of an hour.
+        await eventually(lambda: len(tries) >= 6, 12)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await client.close()
+        server.close()
+
+
+@pytest.mark.usefixtures("settles_quickly")
+async def test_a_draining_worker_takes_no_new_task_and_finishes_the_running_ones():
+    async with serving() as worker:
+        stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
+        await eventually(lambda: worker.engine.running)
+        await worker.client.drain(5)
+        assert (await worker.client.status()).draining
+        assert worker.host.failure() == "draining"
+        with pytest.raises(TaskRejected, match=r"decode-0 is draining"):
+            await worker.tokens(make_task("new"))
+        worker.engine.step()
+        assert len(await stream) == 1
+        await worker.host.drain()
+        assert worker.host.failure() == "drained"
+        assert worker.engine.aborted == []
+
+
+async def test_what_has_not_ended_when_the_time_for_draining_is_up_is_cut_off_after_its_tokens_and_says_why():
+    async with serving() as worker:
+        async with aclosing(worker.client.generate(make_task(max_tokens=9))) as stream:
+            first = asyncio.ensure_future(anext(stream))
+            await eventually(lambda: worker.engine.running)
+            worker.engine.step()
+            assert len((await first).token_ids) == 1
+            await worker.client.drain(0.01)
+            with pytest.raises(WorkerDraining, match=r"decode-0 is draining"):
+                await anext(stream)
+        assert worker.engine.aborted == ["r"]
+
+
+@pytest.mark.usefixtures("settles_quickly")
+async def test_a_drain_that_has_begun_can_be_shortened_and_not_lengthened():
+    async with serving() as worker:
+        stream = asyncio.create_task(worker.tokens(make_task(max_tokens=9)))
+        await eventually(lambda: worker.engine.running)
+        await worker.client.drain(86_400)
+        await eventually(lambda: worker.host._patience is not None)
+        await worker.client.drain(0.05)
+        await worker.client.drain(86_400)
+        with pytest.raises(WorkerDraining):
+            await stream
+        await worker.client.drain(0.0)
+        await eventually(lambda: worker.host.failure() == "drained")
+
+
+@pytest.mark.usefixtures("settles_quickly")
+async def test_a_worker_is_drained_only_once_nobody_needs_its_kv_blocks_any_more():
+    async with serving() as worker:
+        worker.engine.stats.counters = {"open_leases": 1.0, "pinned_blocks": 3.0}
+        drained = worker.host.drain(0.0)
+        await asyncio.sleep(0.6)
+        assert worker.host.failure() == "draining"
+        worker.engine.stats.counters = {"open_leases": 0.0, "pinned_blocks": 0.0}
+        await drained
+        assert worker.host.failure() == "drained"
+
+
+@pytest.mark.usefixtures("settles_quickly")
+async def test_a_lease_that_nobody_ends_holds_a_draining_worker_for_its_time_only(monkeypatch):
+    monkeypatch.setattr("worker_runtime.draining.LEASE_MARGIN_S", 0.0)
+    stats = FakeStats(counters={"open_leases": 1.0})
+    async with asyncio.timeout(PATIENCE_S):
+        await kv_unneeded(stats, lease_s=0.1)
+
+
+async def test_an_engine_that_dies_while_it_drains_has_left():
+    async with serving() as worker:
+        worker.engine.stats.counters = {"open_leases": 1.0}
+        worker.host.drain(0.0)
+        worker.engine.failed = True
+        assert worker.host.failure() == "drained"
+
+
+async def test_an_engine_with_work_and_without_steps_counts_as_stalled_until_it_moves():
+    engine, clock = FakeEngine(stepping="manual"), FakeClock()
+    engine.stats.stall = StallWatch(clock)
+    async with serving(engine) as worker:
+        clock.now_s += 1000.0
+        assert worker.host.failure() == "", "idle is not stalled"
+        stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
+        await eventually(lambda: engine.running)
+        assert (await worker.client.status()).stalled_s == 0.0, "the time before its first work does not count"
+        clock.now_s += 59.0
+        assert (worker.host.failure(), (await worker.client.status()).stalled_s) == ("", 59.0)
+        clock.now_s += 1.0
+        assert worker.host.failure() == "stalled"
+        engine.stats.stall.moved()
+        assert worker.host.failure() == ""
+        engine.step()
+        await stream
+        assert (await worker.client.status()).stalled_s == 0.0
+
+
+async def test_an_engine_that_hangs_is_found_also_when_no_task_waits_as_long_as_the_stall_timeout():
+    engine, clock = FakeEngine(stepping="manual"), FakeClock()
+    engine.stats.stall = StallWatch(clock)
+    async with serving(engine) as worker:
+        for failure in ("", "", "stalled"):
+            stream = asyncio.create_task(worker.tokens(make_task()))
+            await eventually(lambda: engine.running)
+            clock.now_s += 25.0
+            assert (await worker.client.status()).stalled_s > 20.0, "routers keep it out while it has work"
+            stream.cancel()
+            await eventually(lambda: not engine.running)
+            await eventually(lambda: not worker.host._tasks)
+            assert (await worker.client.status()).stalled_s == 0.0, "routers try it again once it has none"
+            assert worker.host.failure() == failure
+            clock.now_s += 1000.0
+            assert worker.host.failure() == failure, "rest does not count"
+
+
+async def test_tasks_whose_router_is_gone_count_as_work_until_they_end():
+    engine, clock = FakeEngine(stepping="manual"), FakeClock()
+    engine.stats.stall = StallWatch(clock)
+    async with serving(engine) as worker, connected(worker.host.address, "another") as other:
+        stream = asyncio.create_task(anext(other.generate(make_task())))
+        await eventually(lambda: engine.running)
+        clock.now_s += 70.0
+        worker.host._sessions.pop("another").abort(["r"])
+        assert worker.host.failure() == "stalled"
+        await eventually(lambda: not worker.host._tasks)
+        assert worker.host.failure() == "stalled", "it has not moved"
+        stream.cancel()
+
+
+async def test_a_worker_that_has_no_stream_of_this_router_is_lost_to_it_and_not_draining():
+    async with serving() as worker:
+        worker.host._sessions.clear()
+        with pytest.raises(WorkerLost, match="has no stream of this router: attach a stream first"):
+            await worker.tokens(make_task())
+
+
+async def test_a_rejected_task_is_not_aborted_since_it_never_began():
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        ack = await call(channel, "Submit", SubmitRequest("never-attached", make_task()))
+        assert (ack.accepted, ack.reason) == (False, "attach a stream first")
+        assert worker.engine.calls == []
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode", "colocated"])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_worker_runs_every_leg_whatever_the_pool_it_was_started_for(pool, leg):
+    async with serving(FakeEngine(pool)) as worker:
+        assert await worker.tokens(make_task(leg=leg))
+        assert len(worker.engine.calls) == 1
+
+
+async def test_a_role_sets_the_limits_of_the_engines_steps_and_is_what_the_next_router_is_told():
+    role = Role(mode="colocated", pool="colocated", max_num_seqs=9, max_num_batched_tokens=300, number=4)
+    async with serving() as worker:
+        assert ((await worker.client.describe()).role, (await worker.client.status()).role_number) == (None, 0)
+        await worker.client.take_role(role)
+        await eventually(lambda: worker.engine.step_limits == (9, 300))
+        assert ((await worker.client.describe()).role, (await worker.client.status()).role_number) == (role, 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (InvalidTask("too long"), InvalidTask, "^too long$"),
+        (EngineFailed("it is gone"), EngineFailed, "^it is gone$"),
+        (RuntimeError("unforeseen"), EngineFailed, "^RuntimeError: unforeseen$"),
+        (KeyError("x"), EngineFailed, "KeyError"),
+    ],
+)
+async def test_an_error_of_the_engine_reaches_the_client_as_what_it_is(error, kind, message):
+    engine = FakeEngine()
+    engine.error = error
+    async with serving(engine) as worker:
+        with pytest.raises(kind, match=message):
+            await worker.tokens(make_task())
+        engine.error = None
+        assert len(await worker.tokens(make_task("next"))) == 3, "one bad task does not harm the next"
+        assert (await worker.client.status()).tasks == 0
+
+
+async def test_only_what_was_computed_shows_that_a_worker_makes_progress():
+    engine = FakeEngine()
+    engine.error = EngineFailed("the step failed")
+    async with serving(engine) as worker:
+        with pytest.raises(EngineFailed):
+            await worker.tokens(make_task())
+        assert worker.client.last_token_s is None
+        engine.error = None
+        before_s = time.monotonic()
+        await worker.tokens(make_task("next"))
+        assert before_s <= worker.client.last_token_s <= time.monotonic()
+
+
+async def test_sampling_bytes_that_are_none_fail_their_task_only():
+    async with serving(FakeEngine()) as worker:
+        broken = make_task()
+        broken = type(broken)(request_id="bad", leg="decode", prompt_token_ids=[1], sampling=b"\xc1")
+        with pytest.raises((InvalidTask, EngineFailed)):
+            await worker.tokens(broken)
+        assert len(await worker.tokens(make_task())) == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("body", [b"", b"\xc1garbage", b"\x93\x01\x02\x03", encode({"router_id": 7}), b"\xff" * 5000])
+async def test_garbage_to_any_method_is_answered_with_an_error_and_harms_nothing(method, body):
+    async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
+        path = f"/{SERVICE}/{method}"
+        accepted_anything = method in ("Describe", "Status", "ResetPrefixCache") and body == encode({"router_id": 7})
+        if method == "Attach":
+            answer = anext(aiter(channel.unary_stream(path)(body, timeout=PATIENCE_S)))
+        else:
+            answer = channel.unary_unary(path)(body, timeout=PATIENCE_S)
+        if accepted_anything:
+            await answer
+        else:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await answer
+        assert len(await worker.tokens(make_task())) == 3
+
+
+async def test_a_method_that_does_not_exist_is_an_error():
+    async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary(f"/{SERVICE}/Nonsense")(b"", timeout=PATIENCE_S)
+
+
+class Babbler:
+    """A worker of another version: attaches properly, then says what nobody understands."""
+
+    async def __aenter__(self) -> str:
+        self.server = grpc.aio.server()
+
+        async def stream(request, context):
+            yield encode(StepBatch([]))
+            yield b"\xc1"
+            yield encode(StepBatch([TokenDelta(request_id="r")]))
+
+        async def unary(request, context):
+            return b"\xc1"
+
+        handlers = {name: grpc.unary_unary_rpc_method_handler(unary) for name in METHODS}
+        handlers["Attach"] = grpc.unary_stream_rpc_method_handler(stream)
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        return f"127.0.0.1:{port}"
+
+    async def __aexit__(self, *args: object) -> None:
+        await self.server.stop(grace=None)
+
+
+async def test_answers_that_make_no_sense_lose_the_worker_and_do_not_end_the_router():
+    async with Babbler() as address:
+        client = WorkerClient(address, "router")
+        running = asyncio.create_task(client.run())
+        await client.wait_connected(PATIENCE_S)
+        with pytest.raises(WorkerLost, match="makes no sense"):
+            await client.status()
+        await eventually(lambda: not client.connected)
+        assert not running.done(), "it keeps trying: the worker may come back in order"
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await client.close()
+
+
+# --- what a worker says about itself
+
+
+async def test_a_worker_describes_itself_and_its_state():
+    engine = FakeEngine()
+    engine.stats.running, engine.stats.waiting, engine.stats.kv_usage = 3, 2, 0.25
+    engine.stats.counters = {"steps_total.decode": 5.0}
+    async with serving(engine) as worker:
+        description = await worker.client.describe()
+        assert (description.worker_id, description.incarnation, description.pool) == ("decode-0", "i1", "decode")
+        assert (description.layout, description.transfer_addresses) == (LAYOUT, ["127.0.0.1:7001"])
+        assert (description.num_kv_blocks, description.block_size_tokens) == (100, 32)
+        status = await worker.client.status()
+        assert (status.running, status.waiting, status.kv_blocks_free, status.kv_blocks_total) == (3, 2, 75, 100)
+        assert status.counters == {"steps_total.decode": 5.0}
+        assert await worker.client.reset_prefix_cache() is True
+
+
+async def test_a_failed_engine_shows_on_its_host():
+    async with serving(FakeEngine()) as worker:
+        assert worker.host.failure() == ""
+        worker.engine.failed = True
+        assert worker.host.failure() == "engine_died"
+
+
+async def test_a_handoff_that_nobody_claims_any_more_is_given_to_the_owner_for_release():
+    unclaimed = []
+    client = WorkerClient("127.0.0.1:9", "router", unclaimed.append)
+    offered = make_handoff("h", 3)
+    client._unclaimed(TokenDelta(request_id="gone", finished=True, handoff=offered))
+    client._unclaimed(TokenDelta(request_id="gone", finished=True))
+    await client.close()
+    assert unclaimed == [offered]
+
+
+# --- what is too long for a message, and a router that does not read
+
+
+class Handler:
+    """Sends what it is told to, then as many small deltas as there are steps."""
+
+    def __init__(self, first: TokenDelta, small: int = 0) -> None:
+        self.first, self.small = first, small
+        self.closed = 0
+
+    async def run(self, engine, task):
+        try:
+            yield msgspec.structs.replace(self.first, request_id=task.request_id)
+            for number in range(self.small):
+                yield TokenDelta(request_id=task.request_id, token_ids=[number], finished=number == self.small - 1)
+        finally:
+            self.closed += 1
+
+
+async def test_a_batch_is_cut_by_bytes_and_nothing_is_lost_or_out_of_order(monkeypatch):
+    monkeypatch.setattr("worker_runtime.host.MAX_BATCH_BYTES", 1000)
+    session = RouterSession(lambda handoff: None)
+    for number in range(100):
+        session.send(TokenDelta(request_id="r", token_ids=[number] * (2000 if number == 50 else 30)))
+    batches = []
+    while session.outbox_bytes:
+        batches.append(encode(await session.next_batch()))
+    read = [decoder(StepBatch)(batch).deltas for batch in batches]
+    assert [delta.token_ids[0] for deltas in read for delta in deltas] == list(range(100))
+    assert all(len(data) <= 1010 or len(deltas) == 1 for data, deltas in zip(batches, read, strict=True))
+    assert session.outbox_bytes == 0
+
+
+async def test_a_delta_longer_than_a_message_is_its_own_requests_error_and_ends_no_stream():
+    long = TokenDelta(request_id="", token_ids=[1 << 31] * 7_000_000, handoff=make_handoff(), finished=True)
+    handler = Handler(long)
+    async with serving(handler=handler) as worker:
+        unclaimed = []
+        worker.client._on_unclaimed = unclaimed.append
+        with pytest.raises(InvalidTask, match="ask for fewer logprobs"):
+            await worker.tokens(make_task("long"))
+        assert unclaimed == [make_handoff()], "its hand-off is given back at once"
+        handler.first = TokenDelta(request_id="", token_ids=[7], finished=True)
+        assert await worker.tokens(make_task("short")) == [7]
+        assert worker.client.connected
+        assert handler.closed == 2
+
+
+async def test_tasks_of_a_router_that_does_not_read_end_when_the_outbox_is_full(monkeypatch):
+    monkeypatch.setattr("worker_runtime.host.MAX_OUTBOX_BYTES", 1000)
+    session = RouterSession(lambda handoff: None)
+    small = TokenDelta(request_id="a", token_ids=[1])
+    while session.outbox_bytes + len(encode(small)) <= 1000:
+        session.send(small)
+    with pytest.raises(Undeliverable):
+        session.send(small)
+    assert 900 < session.outbox_bytes < 1300
+    session.fail("b", "x" * 10_000, "engine")
+    deltas = decoder(StepBatch)(encode(await session.next_batch())).deltas
+    assert [delta.request_id for delta in deltas if delta.finished] == ["a", "b"]
+    assert "has not read the last" in deltas[-2].error
+    session.send(TokenDelta(request_id="c", token_ids=[1]))
+    assert session.outbox_bytes < 100, "there is room again once it has read"
+
+
+async def test_what_a_router_had_not_read_when_it_came_back_is_released_at_once():
+    engine = FakeEngine("prefill", stepping="manual")
+    host = WorkerHost(engine, HANDLERS)
+    await host.start()
+    try:
+        former, again = host._attach(AttachRequest("r")), host._attach(AttachRequest("r"))
+        await anext(former)
+        await host._submit(SubmitRequest("r", make_task("t", leg="prefill")))
+        await eventually(lambda: engine.running)
+        engine.step()
+        await eventually(lambda: host._sessions["r"].outbox_bytes)
+        await anext(again)  # and nobody has noticed that the former connection is gone
+        assert (len(engine.released), engine.kept) == (1, set())
+        await former.aclose()
+        assert len(engine.released) == 1
+    finally:
+        await again.aclose()
+        await host.stop()
