@@ -17,6 +17,7 @@ from rich.markup import escape
 from cluster.commands.plan_options import with_plan
 from cluster.commands.server_url import server_url
 from cluster.config.api_keys import ApiKeyError
+from cluster.config.grid import read_grid
 from cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
 from cluster.doctor import checks as doctor_checks
 from cluster.model_store import ModelError, prepare_model
@@ -275,7 +276,7 @@ def compare(
     settings: SetOption = None,
 ) -> None:
     """Compare two modes, or a mode and another server, on the same requests in pairs of rounds."""
-    from cluster.commands.loadtest import compare_command, refusals, resume_command
+    from cluster.commands.loadtest import compare_command, refusals, refusals_of_grid, resume_command
 
     if resume is not None and out is None:
         again = load(config, settings, both_modes=True).config if config or settings else None
@@ -285,9 +286,14 @@ def compare(
         fail(["give --out DIR for a new comparison, or --resume DIR to go on with an interrupted one"], 2)
         return
     loaded = load(config, settings, both_modes=True)
-    if found := refusals(loaded.config, plan):
+    try:
+        grid = read_grid(Path(plan.grid), loaded.config) if plan.grid is not None else None
+    except ConfigError as error:
+        fail(error.problems, 2)
+        raise
+    if found := refusals(loaded.config, plan) if grid is None else refusals_of_grid(grid, plan):
         fail(found, 2)
-    run(compare_command(loaded.config, plan, out, console))
+    run(compare_command(loaded.config, plan, out, console, grid=grid))
 
 
 @app.command()

@@ -6,6 +6,8 @@ plan.py          the settings of a run, checked before anything starts
 arms.py          the arms of a comparison, and the ways to reach one
 opponent.py      an arm that somebody else runs
 preparation.py   settles rate, limits and requests before the first round
+choice.py        chooses the best of an arm's candidates
+tuning.py        runs the candidates of both arms before the pairs that are judged
 valid_rounds.py  runs rounds of arms until they are valid
 run_folder.py    the folder of a comparison while it runs
 compare.py       judges pairs of rounds until the arms can be told apart or cannot

@@ -91,10 +91,10 @@ class Deployments:
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
 
-    def arm(self, mode: Mode, devices: Devices | None = None) -> "RestartedArm":
-        """Return an arm that restarts the deployment in this mode, on these devices."""
+    def arm(self, mode: Mode, devices: Devices | None = None, serve: Serve | None = None) -> "RestartedArm":
+        """Return an arm that restarts the deployment in this mode, on these devices; with `serve`, one of its own."""
         self.arms += 1
-        return RestartedArm(mode, self, devices)
+        return RestartedArm(mode, self, devices, serve or self._serve)
 
     async def start(self, arm: "RestartedArm") -> str:
         """Run the arm's deployment and no other; return its base URL."""
@@ -102,7 +102,7 @@ class Deployments:
             await self._stack.aclose()
             self._running = None
             began_s = time.monotonic()
-            self._base_url = await self._stack.enter_async_context(self._serve(arm.mode))
+            self._base_url = await self._stack.enter_async_context(arm.serve(arm.mode))
             self.last_start_s = time.monotonic() - began_s
             self._running, self._is_unused = arm, True
         return self._base_url
@@ -120,7 +120,8 @@ class RestartedArm:
 
     mode: Mode
     deployments: Deployments
-    devices: Devices | None = None
+    devices: Devices | None
+    serve: Serve
 
     @property
     def start_s(self) -> float:

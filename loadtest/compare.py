@@ -25,11 +25,12 @@ from loadtest.report.page import write_report
 from loadtest.report.rounds import Interruption, interruptions_summary, summarise_comparison
 from loadtest.report.tables import print_comparison
 from loadtest.run.calibration import Workers
-from loadtest.run_folder import RECORDS, REPORT, SUMMARY, Past, RunFolder, Settled, Setup, new_folder
+from loadtest.run_folder import RECORDS, REPORT, SUMMARY, TUNING, Past, RunFolder, Settled, Setup, new_folder
 from loadtest.statistics.looks import looks_until
 from loadtest.statistics.outcome import Conclusion, conclude
 from loadtest.statistics.pairs import PairDifference, pair_difference
 from loadtest.trace.windows import PairTraces
+from loadtest.tuning import Candidates, tune
 from loadtest.valid_rounds import RoundRunner, new_runner
 
 
@@ -43,7 +44,7 @@ class Comparison:
 
 
 async def compare(
-    arms: tuple[Arm, Arm],
+    arms: tuple[Arm, Arm] | Candidates,
     plan: ComparePlan,
     out: Path | RunFolder,
     console: Console,
@@ -58,17 +59,23 @@ async def compare(
     If `out` holds a run, another folder beside it is used.
     `workers` share the load, in units of the worker of arm a that is measured; without them its server says which.
     `notes` are printed with the load. With `is_alone` work that this process did not start counts as a disturbance.
+    Of candidates one of each arm is chosen before the first pair; rate and limits are measured at arm a's first.
     The plan's budget counts from `began_s`, on time.monotonic's scale; without it from now.
     Raises LoadTestError, and NotDisaggregatedError after the first round in that mode that did not use both pools.
     """
     began_s = time.monotonic() if began_s is None else began_s
     folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
-    prepared = await prepare(arms[0], plan, console, workers, notes, began_s)
-    folder.start(_settled(plan, prepared, folder.setup))
+    first = arms[0] if isinstance(arms, tuple) else arms["a"][0].arm
+    prepared = await prepare(first, plan, console, workers, notes, began_s)
+    tuning = None
+    if not isinstance(arms, tuple):
+        tuned = await tune(arms, prepared, folder.path / TUNING, console, is_alone=is_alone, began_s=began_s)
+        arms, prepared, tuning = tuned.arms, tuned.prepared, tuned.summary
+    folder.start(_settled(plan, prepared, folder.setup, tuning))
     runner = new_runner(
         arms, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
     )
-    return await _to_the_end(prepared, runner, folder, ())
+    return await _to_the_end(prepared, runner, folder, (), tuning)
 
 
 async def resume(
@@ -92,11 +99,15 @@ async def resume(
         arms, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
     )
     runner.take_up(past)
-    return await _to_the_end(prepared, runner, folder, (*past.interruptions, interruption))
+    return await _to_the_end(prepared, runner, folder, (*past.interruptions, interruption), past.settled.tuning)
 
 
 async def _to_the_end(
-    prepared: Prepared, runner: RoundRunner, folder: RunFolder, interruptions: tuple[Interruption, ...]
+    prepared: Prepared,
+    runner: RoundRunner,
+    folder: RunFolder,
+    interruptions: tuple[Interruption, ...],
+    tuning: dict[str, Any] | None,
 ) -> Comparison:
     try:
         judged = await _judge_pairs(prepared, runner)
@@ -104,7 +115,7 @@ async def _to_the_end(
         how = f"ridgeline compare --resume {folder.path}"
         runner.console.print(f"stopped before the end; to go on: {how}", style="yellow", highlight=False, markup=False)
         raise
-    return _finish(judged, prepared, runner, folder, interruptions)
+    return _finish(judged, prepared, runner, folder, interruptions, tuning)
 
 
 @dataclass
@@ -147,7 +158,12 @@ async def _judge_pairs(prepared: Prepared, runner: RoundRunner) -> _Judged:
 
 
 def _finish(
-    judged: _Judged, prepared: Prepared, runner: RoundRunner, folder: RunFolder, interruptions: tuple[Interruption, ...]
+    judged: _Judged,
+    prepared: Prepared,
+    runner: RoundRunner,
+    folder: RunFolder,
+    interruptions: tuple[Interruption, ...],
+    tuning: dict[str, Any] | None,
 ) -> Comparison:
     """Write and print the result."""
     if judged.conclusion is None:
@@ -159,6 +175,8 @@ def _finish(
     for told in ("notes", "sentences"):
         summary["load"][told] = [*summary["load"][told], *judged.notes]
     summary |= {"setup": folder.setup, "interruptions": interruptions_summary(interruptions)}
+    if tuning is not None:
+        summary["tuning"] = tuning
     out = folder.path
     report = write_report(out / REPORT, summary, records)
     (out / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
@@ -166,7 +184,7 @@ def _finish(
     return Comparison(summary, judged.conclusion, report)
 
 
-def _settled(plan: ComparePlan, prepared: Prepared, setup: Setup) -> Settled:
+def _settled(plan: ComparePlan, prepared: Prepared, setup: Setup, tuning: dict[str, Any] | None) -> Settled:
     return Settled(
         given=plan.model_dump(mode="json", exclude_unset=True),
         plan=prepared.plan.model_dump(mode="json"),
@@ -175,6 +193,7 @@ def _settled(plan: ComparePlan, prepared: Prepared, setup: Setup) -> Settled:
         max_model_tokens=prepared.max_model_tokens,
         ordinals_per_round=prepared.ordinals_per_round,
         first_round_index=prepared.first_round_index,
+        tuning=tuning,
     )
 
 

@@ -226,6 +226,12 @@ class ComparePlan(ReplayPlan):
         description="find the highest rate at which enough requests meet the limits, in both arms; "
         "--rate is then the first rate",
     )
+    grid: str | None = Field(
+        None,
+        description="YAML file with candidates of each mode, named sets of settings; the best of each mode, found in "
+        "rounds of their own, is compared",
+    )
+    tuning_rounds: int = Field(3, description="with --grid: rounds of each candidate, before the pairs")
     attainment: float = Field(
         0.9, description="with --find-rate: the share of requests that must meet the limits at a rate"
     )
@@ -352,6 +358,26 @@ class ComparePlan(ReplayPlan):
             raise ValueError(f"find_rate chooses rates and pairs by itself: leave out {' and '.join(unused)}")
         return self
 
+    @model_validator(mode="after")
+    def _tuning_fits(self) -> "ComparePlan":
+        if self.grid is None:
+            if self.tuning_rounds != type(self).model_fields["tuning_rounds"].default:
+                raise ValueError("tuning_rounds are of the candidates in a grid: give grid too, or leave them out")
+            return self
+        reasons = {
+            "find_rate": (self.find_rate, "a search looks for a rate, and candidates are tried at one rate"),
+            "opponent": (self.opponent is not None, "an opponent is not ours to tune"),
+            "budget_s": (self.budget_s is not None, "a budget is divided among pairs, and not among candidates"),
+        }
+        for name, (is_given, reason) in reasons.items():
+            if is_given:
+                raise ValueError(f"grid does not go with {name}, since {reason}: leave one of them out")
+        if len(set(self.modes)) == 1:
+            raise ValueError(
+                f"grid needs two modes, and arms are {self.arms}: the same candidate would be chosen twice"
+            )
+        return self
+
     @field_validator("margin", "attainment")
     @classmethod
     def _a_share(cls, value: float) -> float:
@@ -359,7 +385,7 @@ class ComparePlan(ReplayPlan):
             raise ValueError(f"must be a share between 0 and 1, not {value:g}")
         return value
 
-    @field_validator("pairs")
+    @field_validator("pairs", "tuning_rounds")
     @classmethod
     def _at_least_one_pair(cls, value: int) -> int:
         if value < 1:

@@ -29,6 +29,8 @@ from loadtest.statistics.outcome import Side
 from loadtest.trace.windows import PairTraces
 
 RUN, ROUNDS, RECORDS, SUMMARY, REPORT = "run.json", "rounds.jsonl", "records.jsonl", "summary.json", "report.html"
+TUNING = "tuning.jsonl"
+"""Records of the rounds that tune the arms, which no figure of the comparison counts."""
 Setup = Mapping[str, Any]
 """The configuration without secrets, and the versions of the software; `setup` in summary.json."""
 _Samples = list[tuple[str, dict[str, str], float]]
@@ -46,6 +48,8 @@ class Settled(msgspec.Struct, frozen=True):
     max_model_tokens: int | None
     ordinals_per_round: int
     first_round_index: int
+    tuning: dict[str, Any] | None = None
+    """How the arms were tuned before the first pair; None if they run as configured."""
 
     def settled_plan(self) -> ComparePlan:
         """Return the plan with which rounds go on."""
@@ -174,6 +178,11 @@ class RunFolder:
 
         Raises LoadTestError if there is none, or it was finished.
         """
+        if not (self.path / RUN).exists() and (self.path / TUNING).exists():
+            raise LoadTestError(
+                f"the comparison in {self.path} was interrupted while candidates were tuned, which cannot go on: begin "
+                "anew with --out"
+            )
         if not (self.path / RUN).exists():
             raise LoadTestError(
                 f"{self.path} holds no comparison that could go on, which has a {RUN}: give the folder that compare "
@@ -226,7 +235,7 @@ class RunFolder:
 
 def holds_a_run(folder: Path) -> bool:
     """Return whether a folder has a file of an earlier run, which nothing may replace."""
-    return any((folder / name).exists() for name in (RUN, ROUNDS, RECORDS, SUMMARY, REPORT))
+    return any((folder / name).exists() for name in (RUN, ROUNDS, RECORDS, TUNING, SUMMARY, REPORT))
 
 
 def free_folder(wanted: Path) -> Path:

@@ -1,6 +1,6 @@
 """Runs rounds of arms until they are valid, and keeps all of them.
 
-Called by `loadtest.compare` and `loadtest.find_rate`.
+Called by `loadtest.compare`, `loadtest.tuning` and `loadtest.find_rate`.
 
 The order within a pair is drawn at random, so that a drift of the machine favours no arm. A round that says nothing of
 its arm is void and repeated.
@@ -88,11 +88,12 @@ class RoundRunner:
         A round of this pair that was valid before an interruption is not run again.
         Raises LoadTestError, and NotDisaggregatedError after a round in that mode that did not use both pools.
         """
+        return {side: await self.one(pair, side, trace, title) for side in order_of(self.plan.seed, pair)}
+
+    async def one(self, pair: int, side: Side, trace: Trace, title: str) -> ReplayResult:
+        """Run one valid round of one arm; otherwise as `pair`."""
         requests = RoundRequests(trace, self.ordinals_per_round)
-        return {
-            side: self._done(pair, side) or await self._valid_round(pair, side, requests, title)
-            for side in order_of(self.plan.seed, pair)
-        }
+        return self._done(pair, side) or await self._valid_round(pair, side, requests, title)
 
     def has_begun(self, pair: int) -> bool:
         """Return whether a valid round of this pair exists."""

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.commands.serve import refuse_unfit_machine, say_with_time, started
+from cluster.commands.serve import Unfit, refuse_unfit_machine, say_with_time, started
 from cluster.commands.setup import setup_of, versions
 from cluster.config.api_keys import first_admin_key
+from cluster.config.grid import CandidateConfig, CandidateConfigs, both_arms, candidate_of
 from cluster.config.models import MIB, PoolConfig, RidgelineConfig
 from cluster.runtime.deployment import ray_runtime
 from contracts.vocabulary import Mode
@@ -30,7 +31,10 @@ from loadtest.run.records import RecordFile
 from loadtest.run.replay import check_client, run_replay
 from loadtest.run.unloaded import measure_unloaded, sizes_of
 from loadtest.run_folder import Past, RunFolder, new_folder
+from loadtest.statistics.outcome import Side
 from loadtest.trace.shape import fit_context
+from loadtest.trace.windows import PairTraces
+from loadtest.tuning import Candidate, Candidates
 
 
 async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:
@@ -61,42 +65,41 @@ async def resume_command(folder: Path, given: ComparePlan, config: RidgelineConf
     setup = setup_of(config) if config else {"configuration": saved, "versions": versions()}
     past.refuse_another(given.model_dump(mode="json", exclude_unset=True), setup)
     same = RidgelineConfig.model_validate(saved)
-    await compare_command(same, past.settled.settled_plan(), folder, console, past)
+    await compare_command(same, past.settled.settled_plan(), folder, console, past, chosen_before(past, same))
 
 
 async def compare_command(
-    config: RidgelineConfig, plan: ComparePlan, out: Path, console: Console, past: Past | None = None
+    config: RidgelineConfig,
+    plan: ComparePlan,
+    out: Path,
+    console: Console,
+    past: Past | None = None,
+    grid: CandidateConfigs | None = None,
 ) -> None:
     """Run both arms on the same cores, in pairs, and write what was found; with `past`, go on with it.
 
+    With a `grid` the best candidate of each mode is found first; each deployment then serves one mode only.
     Raises LoadTestError and `serve`'s.
     """
     began_s = time.monotonic()
     await asyncio.to_thread(check_client, plan)  # what is wrong with the plan is told before anything starts
     fit_context(sizes_of(plan.of_search() if plan.find_rate else plan), config.model.max_model_len_tokens)
-    for mode in plan.modes:
-        refuse_unfit_machine(config.model_copy(update={"mode": mode}))
+    if grid is not None and not plan.measures_first:
+        PairTraces(plan, config.model.max_model_len_tokens)
+    _refuse_unfit(config, plan, grid)
     notes = await _notes_of_other_work(config, console)
     opponent, notes_of_opponent = await _checked_opponent(config, plan)
     notes = (*notes, *notes_of_opponent)
     async with ray_runtime(config) as ray_messages:
         console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
-
-        @asynccontextmanager
-        async def serving(mode: Mode) -> AsyncIterator[str]:
-            async with started(config.model_copy(update={"mode": mode}), console) as deployment:
-                watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
-                try:
-                    yield deployment.url
-                finally:
-                    watching.cancel()
-                    await asyncio.wait([watching])
-                    if not watching.cancelled():
-                        watching.result()  # raises why the deployment ended, of which requests only saw the effects
-
-        workers = split_workers(config) if plan.modes == (COLOCATED, DISAGGREGATED) else None
-        async with Deployments(serving) as deployments:
-            if opponent is None:
+        first = config if grid is None else both_arms(grid[COLOCATED][0], grid[DISAGGREGATED][0])
+        workers = split_workers(first) if plan.modes == (COLOCATED, DISAGGREGATED) else None
+        async with Deployments(partial(_serving, config, console)) as deployments:
+            candidates: Candidates | None = None
+            if grid is not None:
+                candidates = _candidates(deployments, grid, plan.modes, console)
+                arms = candidates["a"][0].arm, candidates["b"][0].arm
+            elif opponent is None:
                 arms = await _arms(deployments, config, plan.modes, console)
             else:
                 own = deployments.arm(plan.modes[0], devices_of(config, plan.modes[0]))
@@ -108,11 +111,64 @@ async def compare_command(
                 found = await resume(arms, past, console, is_alone=is_alone, began_s=began_s)
             else:
                 folder = RunFolder(out, await asyncio.to_thread(setup_of, config))
-                found = await (find_rate if plan.find_rate else compare)(
-                    arms, plan, folder, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
+                find = partial(find_rate, arms) if plan.find_rate else partial(compare, candidates or arms)
+                found = await find(
+                    plan, folder, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
                 )
     out = found.report.parent
     console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {found.report}")
+
+
+@asynccontextmanager
+async def _serving(config: RidgelineConfig, console: Console, mode: Mode) -> AsyncIterator[str]:
+    """Run the deployment in this mode, and yield its URL."""
+    async with started(config.model_copy(update={"mode": mode}), console) as deployment:
+        watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
+        try:
+            yield deployment.url
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+            if not watching.cancelled():
+                watching.result()  # raises why the deployment ended, of which requests only saw the effects
+
+
+def _refuse_unfit(config: RidgelineConfig, plan: ComparePlan, grid: CandidateConfigs | None) -> None:
+    """Raise Unfit, which names the candidate if there are any, before anything starts."""
+    if grid is None:
+        for mode in plan.modes:
+            refuse_unfit_machine(config.model_copy(update={"mode": mode}))
+        return
+    for each in (candidate for mode in plan.modes for candidate in grid[mode]):
+        try:
+            refuse_unfit_machine(each.config)
+        except Unfit as error:
+            raise Unfit([f"{each.title}: {sentence}" for sentence in error.sentences]) from error
+
+
+def _candidates(
+    deployments: Deployments, grid: CandidateConfigs, modes: tuple[Mode, ...], console: Console
+) -> Candidates:
+    """Return an arm for each candidate, which is started when it has its turn."""
+
+    def of(each: CandidateConfig) -> Candidate:
+        serve = partial(_serving, each.config, console)
+        return Candidate(
+            each.name, deployments.arm(each.mode, devices_of(each.config, each.mode), serve), each.overrides
+        )
+
+    sides: tuple[Side, Side] = ("a", "b")
+    return {side: [of(each) for each in grid[mode]] for side, mode in zip(sides, modes, strict=True)}
+
+
+def chosen_before(past: Past, config: RidgelineConfig) -> CandidateConfigs | None:
+    """Return the candidates that an interrupted comparison had chosen; None if it had no grid."""
+    if past.settled.tuning is None:
+        return None
+    chosen = [each for each in past.settled.tuning["candidates"] if each["chosen"]]
+    return {
+        each["label"]: (candidate_of(config, each["label"], each["candidate"], each["overrides"]),) for each in chosen
+    }
 
 
 async def _checked_opponent(config: RidgelineConfig, plan: ComparePlan) -> tuple[OpponentArm | None, tuple[str, ...]]:
@@ -195,6 +251,21 @@ def refusals(config: RidgelineConfig, plan: ComparePlan) -> list[str]:
         )
     if len(set(plan.modes)) > 1 and (unequal := equal_hardware(config)) is not None:
         found.append(unequal)
+    return found
+
+
+def refusals_of_grid(grid: CandidateConfigs, plan: ComparePlan) -> list[str]:
+    """Return `refusals` of any two candidates that may be chosen; each names the candidate and what it stands beside.
+
+    Equal hardware is transitive, so each is held against the other mode's first.
+    """
+    colocated, disaggregated = grid[COLOCATED], grid[DISAGGREGATED]
+    beside = [(each, disaggregated[0]) for each in colocated] + [(colocated[0], each) for each in disaggregated[1:]]
+    found = []
+    for one, other in beside:
+        named, base = (one, other) if other is disaggregated[0] else (other, one)
+        sentences = refusals(both_arms(one, other), plan)
+        found += [f"{named.title}, beside {base.title}: {sentence}" for sentence in sentences]
     return found
 
 

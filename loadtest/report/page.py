@@ -18,6 +18,8 @@ from loadtest.report.tables import (
     POOL_ROWS,
     ROUND_HEADER,
     ROWS,
+    TUNING_HEADER,
+    TUNING_TITLE,
     device_columns,
     figure_text,
     format_figure,
@@ -25,6 +27,7 @@ from loadtest.report.tables import (
     pools_of,
     round_rows,
     row_formulas,
+    tuning_rows,
 )
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "data" / "report.html.template"
@@ -50,6 +53,7 @@ def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
         pools_table=_pools_table(summary),
         devices=_devices(summary),
         winner_map=_winner_map(summary),
+        tuning=_tuning(summary),
         plots="\n".join(plot_card(figure) for figure in _figures(summary, records) if figure is not None),
         method=_method(summary),
         formulas=_formulas(summary),
@@ -188,6 +192,20 @@ def _devices(summary: Summary) -> str:
         for label, key, form in DEVICE_ROWS
     ]
     return f'<section class="card figures"><h2>Per device</h2>{html_table(["", *columns, "formula"], rows)}</section>'
+
+
+def _tuning(summary: Summary) -> str:
+    rows = tuning_rows(summary)
+    if not rows:
+        return ""
+    note = (
+        f"Each candidate had {summary['tuning']['rounds_per_candidate']} rounds before the pairs, with requests that "
+        "no pair has. These rounds chose, and are in no other figure. "
+    ) + ". ".join(f"{each[0].upper()}{each[1:]}" for each in summary["tuning"]["sentences"])
+    return (
+        f'<section class="card"><h2>{TUNING_TITLE}</h2>{html_table(TUNING_HEADER, rows)}'
+        f'<p class="muted">{html.escape(note)}.</p></section>'
+    )
 
 
 def _winner_map(summary: Summary) -> str:

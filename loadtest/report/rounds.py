@@ -95,7 +95,7 @@ def summarise_comparison(
             {"pair": number, "order": _order(rounds, number), **msgspec.to_builtins(each)}
             for number, each in enumerate(differences)
         ],
-        "rounds": [_round_summary(each, labels[each.side], plan) for each in rounds],
+        "rounds": [round_summary(each, labels[each.side], plan) for each in rounds],
         "trace": {
             "name": traces[0].name,
             "requests": len(traces[0].rows),
@@ -167,7 +167,8 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _round_summary(each: Round, label: ArmLabel, plan: ComparePlan) -> dict[str, Any]:
+def round_summary(each: Round, label: ArmLabel, plan: ComparePlan) -> dict[str, Any]:
+    """Return what summary.json says of a round."""
     summary: dict[str, Any] = {
         "round": each.number,
         "arm": each.side,

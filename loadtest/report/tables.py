@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 Summary = Mapping[str, Any]
@@ -44,6 +45,8 @@ ROUND_FIGURES = {
     "latest sending, ms": ("max_send_lag_ms", ".0f"),
 }
 ROUND_HEADER = ("pair", "arm", *ROUND_FIGURES, "void or disturbed")
+TUNING_TITLE = "Chosen by tuning"
+TUNING_HEADER = ("arm", "candidate", "attainment", "goodput, requests/s", "disturbed rounds", "chosen")
 DASH = "A dash: too few values for such a percentile"
 POOL_ROWS = (
     ("arithmetic intensity, FLOP/byte", "arithmetic_intensity", ".1f"),
@@ -86,6 +89,11 @@ def print_comparison(summary: Summary, console: Console) -> None:
     if columns := device_columns(summary):
         cells = {label: [format_figure(arm[key], form) for arm in columns.values()] for label, key, form in DEVICE_ROWS}
         _print_table("Per device", list(columns), cells, row_formulas(DEVICE_ROWS, formulas), console)
+    if rows := tuning_rows(summary):
+        tuning = Table(*TUNING_HEADER, title=TUNING_TITLE, title_justify="left")
+        for row in rows:
+            tuning.add_row(*map(escape, row))
+        console.print(tuning)
     rounds = Table(*ROUND_HEADER, title="Rounds", title_justify="left")
     for row in round_rows(summary):
         rounds.add_row(*row)
@@ -149,6 +157,21 @@ def round_rows(summary: Summary) -> list[list[str]]:
             ("" if each["valid"] else "void: ") + "; ".join(each["reasons"]),
         ]
         for each in summary["rounds"]
+    ]
+
+
+def tuning_rows(summary: Summary) -> list[list[str]]:
+    """Return a row for each candidate that was tried before the pairs; none if nothing was tuned."""
+    return [
+        [
+            each["label"],
+            each["candidate"],
+            format_figure(each["attainment"], ".0%"),
+            format_figure(each["goodput"], ".2f"),
+            str(each["disturbed_rounds"]),
+            "yes" if each["chosen"] else "",
+        ]
+        for each in summary.get("tuning", {}).get("candidates", ())
     ]
 
 

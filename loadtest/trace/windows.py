@@ -22,16 +22,29 @@ class PairTraces:
         self._max_model_tokens = max_model_tokens
         whole = self._shaped(0)
         self.requests = len(whole.rows) if self._is_generated else _requests_of_a_round(whole, plan)
-        self.windows = len(whole.rows) // self.requests
+        self.windows = len(whole.rows) // self.requests - self._set_apart
+        if self.windows < 1:
+            raise TraceError(
+                f"the trace '{plan.trace}' has {len(whole.rows)} requests, which are too few for {self._set_apart} "
+                f"windows for tuning and one to be judged, of {self.requests} requests each: give a longer trace, "
+                "fewer seconds or requests in a round, or fewer --tuning-rounds"
+            )
         self.prefix_ids = max((max(row.prefix_ids, default=0) for row in whole.rows), default=0)
         self.most_requests = len(load_trace(plan.trace, plan.tokenizer).rows)
 
     def of_pair(self, pair: int) -> Trace:
         """Return the requests of a pair, the first at 0 s."""
+        return self._window(pair, pair % self.windows)
+
+    def of_tuning(self, number: int) -> Trace:
+        """Return the requests of a round that tunes an arm, which no pair has; the first at 0 s."""
+        return self._window(self._plan.pairs + number, self.windows + number)
+
+    def _window(self, pair: int, window: int) -> Trace:
         shaped = self._shaped(pair)
         if self._is_generated:
             return shaped
-        first = pair % self.windows * self.requests
+        first = window * self.requests
         rows = shaped.rows[first : first + self.requests]
         start_s = rows[0].arrival_s
         moved = tuple(replace(row, arrival_s=row.arrival_s - start_s) for row in rows)
@@ -46,6 +59,11 @@ class PairTraces:
         again = "; after the last the first comes again" if self._plan.pairs > self.windows else ""
         which = "each pair has the same" if self.windows == 1 else "each pair has the next"
         return f"{which} {windows}, {self.requests} requests{again if self.windows > 1 else ''}"
+
+    @property
+    def _set_apart(self) -> int:
+        """The windows of a file that only tuning has; seeds of a generated trace never run out."""
+        return 0 if self._plan.grid is None or self._is_generated else self._plan.tuning_rounds
 
     @property
     def _is_generated(self) -> bool:

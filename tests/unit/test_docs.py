@@ -23,7 +23,7 @@ DOCUMENTS = sorted(
         *(document for package in PACKAGES for document in package.glob("**/*.md")),
     ]
 )
-WRITTEN_BY_COMMANDS = {"summary.json", "records.jsonl", "report.html"}
+WRITTEN_BY_COMMANDS = {"summary.json", "records.jsonl", "tuning.jsonl", "report.html"}
 
 SUFFIXES = "py|yaml|yml|sh|md|toml|json|jsonl|csv|txt|html|template"
 PATH = re.compile(rf"(?:[\w.-]+/)*[\w.-]+\.(?:{SUFFIXES})|(?:[\w.-]+/)+|Makefile|LICENSE")

@@ -316,6 +316,50 @@ def test_compare_of_what_would_say_nothing_is_refused_with_the_fix(ridgeline, tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("grid", "settings", "sentence"),
+    [
+        (
+            "colocated: {plain: {}, wide: {pools: {colocated: {workers: 3}}}}",
+            [],
+            "candidate wide of colocated, beside candidate as-configured of disaggregated: the two modes must run on "
+            "equal hardware: prefill and decode have 2 cores, colocated has 3",
+        ),
+        (
+            "disaggregated: {plain: {}, big: {pools: {decode: {kv_cache_bytes: 3 GiB}}}}",
+            [],
+            "candidate big of disaggregated, beside candidate as-configured of colocated: the two modes must have "
+            "equal KV caches",
+        ),
+        ("disaggregated: {plain: {}, lossy: {transfer: {faults: drop=0.1}}}", [], "candidate lossy of disaggregated"),
+        ("colocated: {plain: {}}", ["ray.share_cores=true"], "candidate plain of colocated"),
+        ("opponent: {plain: {}}", [], "its keys are colocated and disaggregated"),
+    ],
+)
+def test_a_grid_with_an_impossible_candidate_is_refused_before_anything_starts(
+    ridgeline, tmp_path, grid, settings, sentence
+):
+    (tmp_path / "grid.yaml").write_text(grid)
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    status, _, error = ridgeline("compare", "--out", tmp_path / "out", "--grid", tmp_path / "grid.yaml", *flags)
+    assert status == 2
+    assert sentence in error
+    assert error.count("error:") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_candidate_that_does_not_fit_the_machine_is_refused_by_name(ridgeline, tmp_path, monkeypatch):
+    def unfit(config):
+        if config.router.max_prompt_wait_s == 7:
+            raise Unfit(["too large"])
+
+    monkeypatch.setattr(cluster.commands.loadtest, "refuse_unfit_machine", unfit)
+    (tmp_path / "grid.yaml").write_text("colocated: {plain: {}, late: {router: {max_prompt_wait_s: 7}}}")
+    status, _, error = ridgeline("compare", "--out", tmp_path / "out", "--grid", tmp_path / "grid.yaml")
+    assert status == 1
+    assert "candidate late of colocated: too large" in error
+
+
 def _with_pools(pools) -> RidgelineConfig:
     plain = RidgelineConfig().pools
     changed = {name: getattr(plain, name).model_copy(update=fields) for name, fields in pools.items()}
@@ -375,13 +419,13 @@ def test_compare_goes_on_in_one_folder_or_begins_in_one_but_not_both(ridgeline, 
     assert "holds no comparison that could go on" in error
 
 
-def _interrupted(folder: Path, settings: dict) -> None:
+def _interrupted(folder: Path, settings: dict, tuning: dict | None = None) -> None:
     config = RidgelineConfig()
     setup = {"configuration": config.model_dump(mode="json") | settings, "versions": versions()}
     load = Load(rate=2.0, rate_source="as given", slo_source="the defaults")
     plan = ComparePlan(pairs=2, rate=2)
     given, settled = plan.model_dump(mode="json", exclude_unset=True), plan.model_dump(mode="json")
-    RunFolder(folder).start(Settled(given, settled, load, setup, None, 1000, 1))
+    RunFolder(folder).start(Settled(given, settled, load, setup, None, 1000, 1, tuning))
 
 
 def test_an_interrupted_comparison_does_not_go_on_with_another_plan_or_configuration(ridgeline, tmp_path):
@@ -398,7 +442,8 @@ def test_an_interrupted_comparison_does_not_go_on_with_another_plan_or_configura
 def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(ridgeline, tmp_path, monkeypatch):
     gone_on = []
 
-    async def compare_command(config, plan, out, console, past):
+    async def compare_command(config, plan, out, console, past, grid):
+        assert grid is None
         gone_on.append((config.mode, plan.pairs, plan.rate, out, past.next_number))
 
     monkeypatch.setattr(cluster.commands.loadtest, "compare_command", compare_command)
@@ -406,6 +451,26 @@ def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(r
     status, _, error = ridgeline("compare", "--resume", tmp_path / "run", "--pairs", "2")
     assert (status, error) == (0, "")
     assert gone_on == [("disaggregated", 2, 2.0, tmp_path / "run", 0)]
+
+
+def test_an_interrupted_comparison_goes_on_with_the_candidates_that_were_chosen(ridgeline, tmp_path, monkeypatch):
+    gone_on = []
+
+    async def compare_command(config, plan, out, console, past, grid):
+        gone_on.append(
+            {mode: [(each.name, each.config.router.max_prompt_wait_s) for each in grid[mode]] for mode in grid}
+        )
+
+    monkeypatch.setattr(cluster.commands.loadtest, "compare_command", compare_command)
+    tried = [("colocated", "plain", 5, False), ("colocated", "late", 7, True), ("disaggregated", "split", 9, True)]
+    candidates = [
+        {"label": mode, "candidate": name, "overrides": {"router": {"max_prompt_wait_s": wait_s}}, "chosen": chosen}
+        for mode, name, wait_s, chosen in tried
+    ]
+    _interrupted(tmp_path / "run", {}, {"candidates": candidates})
+    status, _, error = ridgeline("compare", "--resume", tmp_path / "run")
+    assert (status, error) == (0, "")
+    assert gone_on == [{"colocated": [("late", 7)], "disaggregated": [("split", 9)]}]
 
 
 def test_report_names_a_folder_without_a_run_and_takes_two_at_most(ridgeline, tmp_path):

@@ -28,6 +28,12 @@ from loadtest.run.unloaded import sizes_of
         ({"opponent": "http://h:1,", "arms": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
         ({"opponent": "http://h:1", "arms": "colocated", "opponent_name": "colocated"}, "a name that no mode has"),
         ({"opponent": "http://h:1", "arms": "colocated", "opponent_processes": "vllm"}, "process ids such as 4711"),
+        ({"tuning_rounds": 2}, "give grid too"),
+        ({"grid": "g", "tuning_rounds": 0}, "must be 1 or more"),
+        ({"grid": "g", "find_rate": True}, "grid does not go with find_rate"),
+        ({"grid": "g", "budget_s": 300}, "grid does not go with budget_s"),
+        ({"grid": "g", "opponent": "http://h:1", "arms": "colocated"}, "an opponent is not ours to tune"),
+        ({"grid": "g", "arms": "colocated,colocated"}, "grid needs two modes"),
         ({"opponent_devices": 2}, "opponent_devices say nothing without an opponent"),
     ],
 )

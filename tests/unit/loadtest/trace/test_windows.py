@@ -2,6 +2,7 @@
 
 import pytest
 
+from loadtest.errors import TraceError
 from loadtest.plan import ComparePlan
 from loadtest.trace.windows import PairTraces
 
@@ -48,3 +49,24 @@ def test_what_the_model_cannot_hold_is_left_out_before_windows_are_cut():
     traces = PairTraces(ComparePlan(trace="demo", limit=20), max_model_tokens=600)
     assert len(traces.of_pair(0).rows) == 20
     assert all(row.input_tokens + row.output_tokens <= 600 for row in traces.of_pair(0).rows)
+
+
+def test_windows_for_tuning_are_the_last_ones_and_pairs_begin_again_before_them():
+    traces = PairTraces(ComparePlan(trace="demo", limit=40, grid="g", tuning_rounds=2))
+    assert traces.windows == 3
+    whole = PairTraces(ComparePlan(trace="demo", limit=40))
+    assert [traces.of_tuning(number).rows for number in range(2)] == [whole.of_pair(pair).rows for pair in (3, 4)]
+    assert traces.of_pair(3).rows == traces.of_pair(0).rows
+
+
+def test_seeds_for_tuning_come_after_those_of_all_pairs():
+    plan = ComparePlan(trace="poisson:rate=2,input=30,output=4,n=9", grid="g", pairs=6)
+    traces = PairTraces(plan)
+    arrivals = [tuple(row.arrival_s for row in traces.of_tuning(number).rows) for number in range(3)]
+    arrivals += [tuple(row.arrival_s for row in traces.of_pair(pair).rows) for pair in range(6)]
+    assert len(set(arrivals)) == 9
+
+
+def test_a_trace_that_has_no_windows_to_spare_for_tuning_is_refused():
+    with pytest.raises(TraceError, match="200 requests, which are too few for 3 windows for tuning and one to be"):
+        PairTraces(ComparePlan(trace="demo", limit=60, grid="g"))
