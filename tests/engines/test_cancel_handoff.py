@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -19,6 +20,7 @@ from tests.engines.cancelling import (
     Watch,
     assert_ended_by_deadline,
     cancelled,
+    in_time,
     offers_abort,
 )
 from tests.engines.conftest import book, deployed
@@ -45,7 +47,8 @@ async def test_a_request_cancelled_in_its_hand_off_frees_the_blocks_of_both_work
             freed: list[Freed] = []
             following = NextRequests(engines, fresh)
             while not following.enough:
-                target = await in_handoff(engines, fresh(PROMPT_TOKENS), DEADLINE_S if cause == "deadline" else None)
+                deadline_s = DEADLINE_S if cause == "deadline" else None
+                target = await in_time(engines, lambda _, given_s=deadline_s: in_handoff(engines, fresh, given_s))
                 freed.append(await cancelled(engines, target, cause, lambda held: not held))
                 await following.measure()
             figure(
@@ -63,11 +66,12 @@ async def test_a_request_cancelled_in_its_hand_off_frees_the_blocks_of_both_work
         assert await engines.becomes_idle() == {}
 
 
-async def in_handoff(engines: Engines, prompt: list[int], deadline_s: float | None) -> Target:
-    """A request with its first token out and its fetch begun, which hangs."""
+async def in_handoff(engines: Engines, fresh: Callable[[int], list[int]], deadline_s: float | None) -> Target:
+    """A request with its first token out and its fetch begun, which hangs. Raises TooLate."""
+    prompt = fresh(PROMPT_TOKENS)
     target, watch = Target(f"cancel-{prompt[0]}-{prompt[-1]}"), Watch(engines)
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     target.start(engines, body, deadline_s)
-    await watch.until(lambda: target.tokens == 1 and "worker-1.tasks" in watch.held)
+    await watch.until(lambda: target.tokens == 1 and "worker-1.tasks" in watch.held, target)
     await asyncio.sleep(0.1)
     return target

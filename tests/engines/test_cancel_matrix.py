@@ -27,9 +27,11 @@ from tests.engines.cancelling import (
     NextRequests,
     State,
     Target,
+    TooLate,
     Watch,
     assert_ended_by_deadline,
     cancelled,
+    in_time,
     offers_abort,
     ttft_s,
 )
@@ -91,18 +93,30 @@ async def test_a_cancelled_request_frees_its_blocks_and_stops_its_engine(
 
 async def in_state(engines: Engines, fresh: Callable[[int], list[int]], state: State, cause: Cause) -> Freed:
     """One request, cancelled there."""
+
+    async def attempt(number: int) -> Freed:
+        # A longer deadline finds an answer still decoding, but a prompt computed.
+        deadline_s = DEADLINE_S * (2**number if state == "decoding" else 1)
+        return await _in_state(engines, fresh, state, cause, deadline_s if cause == "deadline" else None)
+
+    return await in_time(engines, attempt)
+
+
+async def _in_state(
+    engines: Engines, fresh: Callable[[int], list[int]], state: State, cause: Cause, deadline_s: float | None
+) -> Freed:
+    """One request, cancelled there. Raises TooLate."""
     target = Target(f"cancel-{next(starts)}")
-    deadline_s = DEADLINE_S if cause == "deadline" else None
     watch = Watch(engines)
     if state == "queued":
         return await _queued(engines, fresh, target, cause, deadline_s)
     if state == "prefilling":
         target.start(engines, body(fresh(LONG_PROMPT_TOKENS)), deadline_s)
-        await watch.until(lambda: any(name.endswith(".tasks") for name in watch.held))
+        await watch.until(lambda: any(name.endswith(".tasks") for name in watch.held), target)
         await asyncio.sleep(IN_PREFILL_S)
         return await cancelled(engines, target, cause, lambda held: not held, in_step=True)
     target.start(engines, body(fresh(SHORT_PROMPT_TOKENS)), deadline_s)
-    await watch.until(lambda: target.tokens >= 5)
+    await watch.until(lambda: target.tokens >= 5, target)
     return await cancelled(engines, target, cause, lambda held: not held)
 
 
@@ -114,7 +128,11 @@ async def _queued(
     other.start(engines, {**body(fresh(2 * LONG_PROMPT_TOKENS)), "max_tokens": 1})
     await watch.until(lambda: any(name.endswith(".tasks") for name in watch.held))
     target.start(engines, body(fresh(SHORT_PROMPT_TOKENS)), deadline_s)
-    await _waiting(engines, 1)
+    try:
+        await _waiting(engines, 1, target)
+    except TooLate:
+        await other.leave()
+        raise
     forgotten = asyncio.create_task(_waiting(engines, 0))
     freed = await cancelled(engines, target, cause, lambda held: _tasks(held) == 1)
     free_after_s = await forgotten - (target.sent_s + freed.lived_s)
@@ -127,10 +145,12 @@ async def _queued(
     return replace(freed, free_after_s=max(0.0, free_after_s), tokens_after_cancel=0.0, tokens_when_free=0.0)
 
 
-async def _waiting(engines: Engines, count: int) -> float:
-    """When so many prompts wait in the router, on the monotonic clock."""
+async def _waiting(engines: Engines, count: int, target: Target | None = None) -> float:
+    """When so many prompts wait in the router, on the monotonic clock. Raises TooLate."""
     async with asyncio.timeout(GIVE_UP_S):
-        while (await engines.metrics()).sum("ridgeline_waiting_prompts") != count:  # noqa: ASYNC110
+        while (await engines.metrics()).sum("ridgeline_waiting_prompts") != count:
+            if target is not None and target.is_too_late():
+                raise TooLate
             await asyncio.sleep(POLL_S)
     return time.monotonic()
 
