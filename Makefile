@@ -57,7 +57,7 @@ test: starts lint model unit components conformance ## the quick check that all 
 	@$(BIN)/pytest -v --durations=10 -m core tests/engines
 
 starts:
-	@echo "make test takes about 12 minutes on two cores, make test-all about 42; this machine has $$(nproc)"
+	@echo "make test takes about 12 minutes on two cores, make test-all about 36; this machine has $$(nproc)"
 
 test-all: test   ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, both number formats
 	@$(BIN)/pytest -q tests/network
