@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from cluster.config.loader import ConfigError
+from cluster.config.loader import ConfigError, invalid_yaml, read_yaml, value_of
 from cluster.config.models import RidgelineConfig, conflicts
 from contracts.vocabulary import Mode
 
@@ -110,18 +110,13 @@ def both_arms(colocated: CandidateConfig, disaggregated: CandidateConfig) -> Rid
 
 
 def _read(path: Path) -> Grid:
+    root = read_yaml(path)
+    if root is not None and (twice := list(_twice(root))):
+        raise ConfigError([f"{path}:{line}: {name} is there already: remove one of them" for name, line in twice])
     try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is not None and (twice := list(_twice(root))):
-            raise ConfigError([f"{path}:{line}: {name} is there already: remove one of them" for name, line in twice])
-        return Grid.model_validate(yaml.safe_load(text) or {})
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror}); name an existing YAML file."]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: is not UTF-8 text; name a YAML file."]) from error
+        return Grid.model_validate({} if root is None else value_of(root) or {})
     except yaml.YAMLError as error:
-        raise ConfigError([f"{path}: is not valid YAML: {' '.join(str(error).split())}."]) from error
+        raise ConfigError([invalid_yaml(path, error)]) from error
     except ValidationError as error:
         raise ConfigError(
             [

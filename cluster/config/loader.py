@@ -113,24 +113,47 @@ def _leaf_of(path: str) -> str | None:
     return next((table for table in _TABLES if path.startswith(f"{table}.")), None)
 
 
+def read_yaml(path: Path) -> yaml.Node | None:
+    """Return the tree of a YAML file, with the line of each key; None if it is empty. Raises ConfigError."""
+    try:
+        root: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read ({error.strerror}); name an existing YAML file."]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: is not UTF-8 text; name a YAML file."]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([invalid_yaml(path, error)]) from error
+    return root
+
+
+def value_of(node: yaml.Node) -> Any:
+    """Return what a tree says, as yaml.safe_load would."""
+    return yaml.SafeLoader("").construct_object(node, deep=True)
+
+
 def _read_file(path: Path, problems: list[str]) -> list[_Assignment]:
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = read_yaml(path)
         return [] if root is None else list(_walk(root, "", path, problems))
-    except OSError as error:
-        problems.append(f"{path}: cannot be read ({error.strerror}); name an existing YAML file.")
-    except UnicodeDecodeError:
-        problems.append(f"{path}: is not UTF-8 text; name a YAML file.")
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        problems.append(f"{path}{line}: is not valid YAML: {error.problem}.")
+    except ConfigError as error:
+        problems += error.problems
+    except yaml.YAMLError as error:  # in a value, such as a tag that nobody knows
+        problems.append(invalid_yaml(path, error))
     return []
+
+
+def invalid_yaml(path: Path, error: yaml.YAMLError) -> str:
+    """Say why a file is not YAML, and in which line if that is known."""
+    if not isinstance(error, yaml.MarkedYAMLError):  # a character that YAML forbids has no line
+        return f"{path}: is not valid YAML: {' '.join(str(error).split())}."
+    line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+    return f"{path}{line}: is not valid YAML: {error.problem}."
 
 
 def _walk(node: yaml.Node, prefix: str, file: Path, problems: list[str]) -> Iterator[_Assignment]:
     """Turn a YAML tree into assignments, each with the line of its key."""
     if not isinstance(node, yaml.MappingNode):
-        if _construct(node) is not None:  # an empty section keeps its defaults
+        if value_of(node) is not None:  # an empty section keeps its defaults
             where = f"{file}:{node.start_mark.line + 1}"
             problems.append(
                 f"{where}: {prefix.rstrip('.') or 'the file'} is a section: write `key: value` lines in it."
@@ -146,11 +169,7 @@ def _walk(node: yaml.Node, prefix: str, file: Path, problems: list[str]) -> Iter
         if path in _SECTIONS:
             yield from _walk(value_node, f"{path}.", file, problems)
         else:
-            yield _Assignment(path, _construct(value_node), f"{file}:{line}")
-
-
-def _construct(node: yaml.Node) -> Any:
-    return yaml.SafeLoader("").construct_object(node, deep=True)
+            yield _Assignment(path, value_of(value_node), f"{file}:{line}")
 
 
 def _read_overrides(overrides: Mapping[str, str], problems: list[str]) -> Iterator[_Assignment]:

@@ -11,6 +11,7 @@ from functools import cache
 from statistics import NormalDist
 
 NEAR = 1e-14
+"""The step, relative to the value, below which a quantile is found."""
 
 
 def two_sided_p(t: float, degrees: int) -> float:

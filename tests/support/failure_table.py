@@ -1,7 +1,7 @@
 """What happens to a request in each state on each fault, one row each. Source of `docs/failures.md` and of tests.
 
-`tests/components/router/dispatch/test_failure_table.py` runs every row on real gRPC hosts and checks it; a row that it cannot
-bring about fails the suite. Real engines meet some of these faults in tests of their own, in `tests/engines`.
+`tests/components/router/dispatch/test_failure_table.py` runs every row on real gRPC hosts and checks it; a row
+that it cannot bring about fails the suite. Real engines meet some of these faults in tests of their own, in `tests/engines`.
 """
 
 from __future__ import annotations

@@ -60,6 +60,8 @@ colocated:
         ("colocated: {x: {pools: {colocated: {resources: {r: 1}}}}}", "candidate x of colocated: resources are those"),
         ("colocated: {x: {}, x: {}}", "grid.yaml:1: x is there already"),
         ("colocated: {x: ", "is not valid YAML"),
+        ("colocated: !other {}", "is not valid YAML"),
+        ("colocated: \x01", "is not valid YAML"),
         ("- colocated", "grid.yaml: the file: Input should be a valid dictionary"),
     ],
 )

@@ -291,3 +291,10 @@ def test_trusted_proxies_are_addresses_and_networks_and_nothing_that_trusts_ever
         "10.0.0.1": "valid tuple",
     }.items():
         assert why in only_problem_of(server__trusted_proxies=written)
+
+
+def test_a_file_with_a_character_that_yaml_forbids_is_named_and_is_no_traceback(tmp_path):
+    file = tmp_path / "control.yaml"
+    file.write_text("mode: \x01")
+    with pytest.raises(ConfigError, match=r"control.yaml: is not valid YAML: unacceptable character"):
+        load_config(file)
