@@ -1,4 +1,4 @@
-"""Finds the highest rate at which a share of requests meets the limits, in both arms, by pairs of rounds.
+"""Finds the highest rate at which a share of requests meets the limits, in every arm, by pairs of rounds.
 
 Called by `cluster.commands.loadtest`.
 
@@ -9,7 +9,7 @@ ends soon; its requests are gone from the server before the next round begins.
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from loadtest.run.calibration import Workers
 from loadtest.run.replay import ReplayResult
 from loadtest.run_folder import RECORDS, REPORT, SUMMARY, RunFolder, new_folder
 from loadtest.trace.windows import PairTraces
-from loadtest.valid_rounds import SIDES, RoundRunner, new_runner
+from loadtest.valid_rounds import RoundRunner, new_runner
 
 GIVEN_UP_AFTER = 2.0
 """A request is given up after this many times the time that the longest one has within its limits."""
@@ -42,7 +42,7 @@ class FoundRates:
 
 
 async def find_rate(
-    arms: tuple[Arm, Arm],
+    arms: Sequence[Arm],
     plan: ComparePlan,
     out: Path | RunFolder,
     console: Console,
@@ -52,7 +52,7 @@ async def find_rate(
     is_alone: bool = True,
     began_s: float | None = None,
 ) -> FoundRates:
-    """Measure rates, write summary.json, records.jsonl and report.html into `out`, and print what was found.
+    """Measure two or three arms, write summary.json, records.jsonl and report.html into `out`, and print the rates.
 
     A search cannot be resumed. The parameters are those of `loadtest.compare.compare`. Without a rate the search starts
     at 80 % of what the unloaded server is calculated to hold. Raises LoadTestError.
@@ -112,16 +112,19 @@ class _Pairs:
         self.rates.append(rate)
         results = await self.runner.pair(pair, trace, f"pair {pair + 1}, {rate:.3g} requests/s")
         found = {side: self._counted(rate, result) for side, result in results.items()}
-        shares = (f"{self.runner.labels[side]} {found[side].met / found[side].total:.0%}" for side in SIDES)
+        shares = (f"{self.runner.labels[side]} {found[side].met / found[side].total:.0%}" for side in self.runner.arms)
         self.runner.console.print(
             f"pair {pair + 1} at {rate:.3g} requests/s: {', '.join(shares)} within the limits", highlight=False
         )
         return {str(side): one for side, one in found.items()}
 
     def is_over(self) -> bool:
-        """Return whether another pair of rounds, as long as the longest, would end after the budget."""
+        """Return whether another round of every arm, as long as the longest, would end after the budget."""
         budget_s = self.prepared.plan.budget_s
-        return budget_s is not None and time.monotonic() - self.runner.began_s + 2 * self.runner.longest_s > budget_s
+        if budget_s is None:
+            return False
+        next_s = len(self.runner.arms) * self.runner.longest_s
+        return time.monotonic() - self.runner.began_s + next_s > budget_s
 
     def _counted(self, rate: float, result: ReplayResult) -> Round:
         limits = self.prepared.plan.limits.in_seconds()

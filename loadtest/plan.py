@@ -178,7 +178,7 @@ class ComparePlan(ReplayPlan):
     arms: str = Field(
         f"{COLOCATED},{DISAGGREGATED}",
         description="the two modes to compare, separated by a comma; the same one twice is an A/A run; "
-        "with --opponent, a single mode",
+        "with --opponent, a single mode, or with --find-rate one or two",
     )
     pairs: int = Field(
         MOST_PAIRS, description="most pairs of rounds; the result is looked at after 6, 9, 12, 16 and the last"
@@ -189,8 +189,8 @@ class ComparePlan(ReplayPlan):
     )
     opponent: str | None = Field(
         None,
-        description="URL of a running OpenAI-compatible server of the same model, which becomes arm b beside the one "
-        "mode of --arms; several, separated by commas, get the requests in turn",
+        description="URL of a running OpenAI-compatible server of the same model, which becomes the arm after "
+        "those of --arms; several, separated by commas, get the requests in turn",
     )
     opponent_name: str = Field("opponent", description="what tables and sentences call the opponent")
     opponent_devices: int | None = Field(
@@ -223,7 +223,7 @@ class ComparePlan(ReplayPlan):
 
     find_rate: bool = Field(
         False,
-        description="find the highest rate at which enough requests meet the limits, in both arms; "
+        description="find the highest rate at which enough requests meet the limits, in every arm; "
         "--rate is then the first rate",
     )
     grid: str | None = Field(
@@ -238,14 +238,13 @@ class ComparePlan(ReplayPlan):
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """The modes of arm a and arm b; only of a if b is an opponent."""
+        """The modes of Ridgeline's own arms, one or two; an opponent comes after them."""
         return tuple(cast(Mode, mode) for mode in self.arms.split(","))
 
     @property
-    def kinds(self) -> tuple[str, str]:
-        """What arm a and arm b are: a mode each, or a mode and an opponent."""
-        a, b = (*self.modes, OPPONENT)[:2]
-        return a, b
+    def kinds(self) -> tuple[str, ...]:
+        """What the arms are: a mode each, and the opponent last."""
+        return self.modes if self.opponent is None else (*self.modes, OPPONENT)
 
     @property
     def opponent_urls(self) -> tuple[str, ...]:
@@ -323,10 +322,11 @@ class ComparePlan(ReplayPlan):
         return value
 
     @model_validator(mode="after")
-    def _two_arms(self) -> "ComparePlan":
-        if self.opponent is not None and len(self.modes) != 1:
+    def _enough_arms(self) -> "ComparePlan":
+        if self.opponent is not None and len(self.modes) != 1 and not self.find_rate:
             raise ValueError(
-                f"an opponent is arm b: name the one mode to compare with it, such as arms {DISAGGREGATED}"
+                f"an opponent is arm b: name the one mode to compare with it, such as arms {DISAGGREGATED}; only a "
+                "search (find_rate) takes both modes and an opponent"
             )
         if self.opponent is None and len(self.modes) != 2:
             raise ValueError(

@@ -72,7 +72,7 @@ async def prepare(
         measured_prompts = len(trace.rows) + 1024
         plan, load = settle(plan, trace, unloaded, workers or workers_of(unloaded.workers))
         beside_s = beside_arrivals_s(plan.of_warm_round(), trace, unloaded)
-        course = Course(STARTS_IN_A_PAIR, arm.start_s, beside_s)
+        course = Course(STARTS_IN_A_PAIR, arm.start_s, beside_s, rounds=len(plan.kinds))
         requests = PairTraces(plan, card.max_model_len).requests
         plan, load = fit_budget(plan, load, requests, course, time.monotonic() - began_s)
     traces = PairTraces(plan, card.max_model_len)

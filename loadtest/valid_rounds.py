@@ -9,10 +9,11 @@ its arm is void and repeated.
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
@@ -41,11 +42,12 @@ DISTURBED_REPEATS, CLEAN_ROUNDS_A_REPEAT = 2, 4
 After that, disturbance is taken to be the machine's normal state: rounds are kept and marked.
 """
 SIDES: tuple[Side, Side] = ("a", "b")
+"""The arms of a comparison."""
 
 
 @dataclass
 class RoundRunner:
-    """Runs rounds of two arms, all with the same settled plan, and no prompt's beginning twice."""
+    """Runs rounds of the arms, all with the same settled plan, and no prompt's beginning twice."""
 
     arms: Mapping[Side, Arm]
     plan: ComparePlan
@@ -69,13 +71,13 @@ class RoundRunner:
     @property
     def labels(self) -> dict[Side, ArmLabel]:
         """The names of the arms."""
-        return labels_of(self.arms["a"].mode, self.arms["b"].mode)
+        return labels_of(*(arm.mode for arm in self.arms.values()))
 
     def take_up(self, past: Past) -> None:
         """Keep the rounds of an interrupted run, and use none of its numbers and prompts again."""
         self.rounds = list(past.rounds)
         self.next_number, self.next_round_index = past.next_number, past.next_round_index
-        self.cold = set(SIDES)
+        self.cold = set(self.arms)
 
     @property
     def longest_s(self) -> float:
@@ -88,7 +90,9 @@ class RoundRunner:
         A round of this pair that was valid before an interruption is not run again.
         Raises LoadTestError, and NotDisaggregatedError after a round in that mode that did not use both pools.
         """
-        return {side: await self.one(pair, side, trace, title) for side in order_of(self.plan.seed, pair)}
+        return {
+            side: await self.one(pair, side, trace, title) for side in order_of(tuple(self.arms), self.plan.seed, pair)
+        }
 
     async def one(self, pair: int, side: Side, trace: Trace, title: str) -> ReplayResult:
         """Run one valid round of one arm; otherwise as `pair`."""
@@ -134,7 +138,7 @@ class RoundRunner:
                 lost += 1
                 if lost > MOST_REPEATS:
                     raise ServerError(f"a round of {self.labels[side]} was void {lost} times: {'; '.join(reasons)}")
-                self.cold |= set(SIDES)
+                self.cold |= set(self.arms)
 
     async def _round(
         self, side: Side, requests: RoundRequests, title: str, record_file: RecordFile
@@ -187,7 +191,7 @@ class RoundRunner:
 
 
 def new_runner(
-    arms: tuple[Arm, Arm],
+    arms: Sequence[Arm],
     prepared: Prepared,
     records_file: Path,
     console: Console,
@@ -196,9 +200,9 @@ def new_runner(
     began_s: float,
     folder: RunFolder | None = None,
 ) -> RoundRunner:
-    """Return a runner of the prepared rounds, none of which has run."""
+    """Return a runner of the prepared rounds of two or three arms, none of which has run."""
     return RoundRunner(
-        arms=dict(zip(SIDES, arms, strict=True)),
+        arms=dict(zip(get_args(Side), arms, strict=False)),
         plan=prepared.plan,
         ordinals_per_round=prepared.ordinals_per_round,
         next_round_index=prepared.first_round_index,
@@ -211,9 +215,9 @@ def new_runner(
     )
 
 
-def order_of(seed: int, pair: int) -> tuple[Side, ...]:
+def order_of(arms: Sequence[Side], seed: int, pair: int) -> tuple[Side, ...]:
     """Draw the order of a pair's rounds; the same one for the same seed and pair."""
-    sides = list(SIDES)
+    sides = list(arms)
     random.Random(f"order {seed} {pair}").shuffle(sides)
     return tuple(sides)
 

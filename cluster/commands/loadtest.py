@@ -76,7 +76,7 @@ async def compare_command(
     past: Past | None = None,
     grid: CandidateConfigs | None = None,
 ) -> None:
-    """Run both arms on the same cores, in pairs, and write what was found; with `past`, go on with it.
+    """Run all arms on the same cores, in pairs, and write what was found; with `past`, go on with it.
 
     With a `grid` the best candidate of each mode is found first; each deployment then serves one mode only.
     Raises LoadTestError and `serve`'s.
@@ -96,22 +96,22 @@ async def compare_command(
         workers = split_workers(first) if plan.modes == (COLOCATED, DISAGGREGATED) else None
         async with Deployments(partial(_serving, config, console)) as deployments:
             candidates: Candidates | None = None
+            arms: tuple[Arm, ...]
             if grid is not None:
                 candidates = _candidates(deployments, grid, plan.modes, console)
                 arms = candidates["a"][0].arm, candidates["b"][0].arm
-            elif opponent is None:
-                arms = await _arms(deployments, config, plan.modes, console)
             else:
-                own = deployments.arm(plan.modes[0], devices_of(config, plan.modes[0]))
-                notes = (*notes, *await opponent.same_model(await deployments.start(own), plan))
-                arms = own, opponent
+                url, arms = await _arms(deployments, config, plan.modes, console)
+                if opponent is not None:
+                    notes = (*notes, *await opponent.same_model(url, plan))
+                    arms = (*arms, opponent)
             is_alone = config.ray.address is None
             found: FoundRates | Comparison
             if past is not None:
-                found = await resume(arms, past, console, is_alone=is_alone, began_s=began_s)
+                found = await resume(_two(arms), past, console, is_alone=is_alone, began_s=began_s)
             else:
                 folder = RunFolder(out, await asyncio.to_thread(setup_of, config))
-                find = partial(find_rate, arms) if plan.find_rate else partial(compare, candidates or arms)
+                find = partial(find_rate, arms) if plan.find_rate else partial(compare, candidates or _two(arms))
                 found = await find(
                     plan, folder, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
                 )
@@ -181,17 +181,28 @@ async def _checked_opponent(config: RidgelineConfig, plan: ComparePlan) -> tuple
 
 async def _arms(
     deployments: Deployments, config: RidgelineConfig, modes: tuple[Mode, ...], console: Console
-) -> tuple[Arm, Arm]:
-    """Start arm a, and switch the modes of its deployment if it can serve both; else each arm needs starts."""
-    a, b = (deployments.arm(mode, devices_of(config, mode)) for mode in modes)
-    url, keys_file = await deployments.start(a), config.security.admin_keys_file
+) -> tuple[str, tuple[Arm, ...]]:
+    """Start arm a, and switch the modes of its deployment if it can serve both; else each arm needs starts.
+
+    Return its URL and our arms.
+    """
+    restarted = tuple(deployments.arm(mode, devices_of(config, mode)) for mode in modes)
+    url, keys_file = await deployments.start(restarted[0]), config.security.admin_keys_file
+    if len(modes) == 1:
+        return url, restarted
     headers = {"authorization": f"Bearer {first_admin_key(keys_file)}"} if keys_file else {}
     switched = tuple(SwitchedArm(url, mode, headers, devices=devices_of(config, mode)) for mode in modes)
     for arm in switched:
         if (why_not := await arm.obstacle()) is not None:
             console.print(f"arms need a start each, {arm.mode} cannot be switched to: {why_not}", highlight=False)
-            return a, b
-    return switched[0], switched[1]
+            return url, restarted
+    return url, switched
+
+
+def _two(arms: tuple[Arm, ...]) -> tuple[Arm, Arm]:
+    """Return the arms of a comparison, of which the plan allows two."""
+    a, b = arms
+    return a, b
 
 
 async def _notes_of_other_work(config: RidgelineConfig, console: Console) -> tuple[str, ...]:

@@ -214,7 +214,7 @@ def _winner_map(summary: Summary) -> str:
     if found is None:
         return ""
     labels = {side: arm["label"] for side, arm in summary["arms"].items()}
-    colors = dict(zip(labels, plots.ARM_COLORS, strict=True)) | WINNER_COLORS
+    colors = dict(zip(labels, plots.ARM_COLORS, strict=False)) | WINNER_COLORS
     tpots_ms, cells = found["grid"]["tpot_ms"], iter(found["cells"])
     head = "".join(f"<th>TPOT &le; {tpot_ms:g} ms</th>" for tpot_ms in tpots_ms)
     body = "".join(

@@ -14,7 +14,7 @@ from loadtest.report.summary import attainment, latency_series
 from loadtest.report.wording import NAMES
 from loadtest.run.records import RequestRecord
 
-ARM_COLORS = ("#d9730d", "#1f6feb")
+ARM_COLORS = ("#d9730d", "#1f6feb", "#2da44e")
 STAGE_COLORS = {
     "preprocess": "#dfe4ea",
     "queue": "#b8c0cc",
@@ -110,7 +110,7 @@ def _interval(figure: go.Figure, estimate: Mapping[str, float], name: str, y: fl
 
 def _round_dots(figure: go.Figure, summary: Mapping[str, Any], x: str | float, y: Callable[[Any], float]) -> None:
     """Add a dot for each valid round, at the round's figure `x` (or at a fixed x) and at the height `y` gives."""
-    for arm, color in zip(summary["arms"].values(), ARM_COLORS, strict=True):
+    for arm, color in zip(summary["arms"].values(), ARM_COLORS, strict=False):
         rounds = [each for each in summary["rounds"] if each["valid"] and each["label"] == arm["label"]]
         shown = [each for each in rounds if not isinstance(x, str) or each.get(x) is not None]
         figure.add_scatter(
@@ -127,7 +127,7 @@ def _round_dots(figure: go.Figure, summary: Mapping[str, Any], x: str | float, y
 def latency_cdf(summary: Mapping[str, Any], records: Records, name: str, title: str, limit_ms: float) -> go.Figure:
     """Plot the share of all requests at or below each latency, with the SLO's limit; a failed one never arrives."""
     figure = go.Figure()
-    for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=True):
+    for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=False):
         values_s = latency_series([record for record in arm_records if record.ok])[name]
         values_ms = np.sort(np.asarray(values_s, dtype=np.float64)) * 1e3
         shares = np.arange(1, len(values_ms) + 1) / max(1, len(arm_records))
@@ -165,7 +165,7 @@ def gap_tail(summary: Mapping[str, Any], records: Records, limit_ms: float | Non
     if not len(gaps_ms):
         return None
     figure = go.Figure()
-    for (label, sorted_ms), color in zip(series.items(), ARM_COLORS, strict=True):
+    for (label, sorted_ms), color in zip(series.items(), ARM_COLORS, strict=False):
         longer = np.arange(len(sorted_ms) - 1, 0, -1) / max(1, len(sorted_ms))
         figure.add_scatter(
             x=sorted_ms[:-1].tolist(),  # a log axis has no 0, so the largest gap has no point of its own
@@ -197,7 +197,7 @@ def gap_tail(summary: Mapping[str, Any], records: Records, limit_ms: float | Non
 def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> go.Figure:
     """Plot the share of requests within the SLO as all limits are scaled; a failed request is a miss."""
     figure = go.Figure()
-    for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=True):
+    for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=False):
         figure.add_scatter(
             x=list(SLO_SCALES),
             y=[attainment(arm_records, slo, scale) for scale in SLO_SCALES],
@@ -222,7 +222,7 @@ def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> 
 def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
     """Plot each arm's attainment at each rate with its band, a dot for each round, and the knees."""
     figure = go.Figure()
-    for place, (arm, color) in enumerate(zip(rates["arms"].values(), ARM_COLORS, strict=True)):
+    for place, (arm, color) in enumerate(zip(rates["arms"].values(), ARM_COLORS, strict=False)):
         bands, label, found = arm["bands"], arm["label"], arm["knee"]
         at = [band["rate"] for band in bands]
         figure.add_scatter(
@@ -245,7 +245,7 @@ def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
         )
         rounds = [each for each in rates["rounds"] if each["valid"] and each["label"] == label]
         figure.add_scatter(
-            x=[each["rate"] * (0.985, 1.015)[place] for each in rounds],
+            x=[each["rate"] * (0.985, 1.015, 1.0)[place] for each in rounds],
             y=[each["attainment"] for each in rounds],
             mode="markers",
             marker={"size": 8, "color": color, "opacity": 0.75, "line": {"color": "white", "width": 1}},
@@ -323,7 +323,7 @@ def roofline(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
     """
     pools = [
         (arm["label"], color, name, pool)
-        for arm, color in zip(arms.values(), ARM_COLORS, strict=True)
+        for arm, color in zip(arms.values(), ARM_COLORS, strict=False)
         for name, pool in arm["pools"].items()
         if pool["ridge"] and pool["step_kinds"]
     ]

@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -28,7 +29,7 @@ RATE_FORMULAS = {
     "shares at the two measured rates around it (logarithm of the rate); shares that rise with the rate are pooled",
     "interval of a knee": "from the highest measured rate that exceeds the share to the lowest that misses it, each by "
     "the score test at 5 %, with the scatter between rounds of one rate; open where no measured rate does",
-    "ratio": "knee b / knee a; its interval joins both knees' (Zou and Donner 2008)",
+    "ratio": "the knee of one arm / that of another; its interval joins both knees' (Zou and Donner 2008)",
     "rate_per_device": "knee / devices",
     "cost_per_million_output_tokens": "price of a device's hour x devices / 3600 / (knee x mean output tokens of a "
     "request) x 1,000,000; of all requests, met limits or not",
@@ -47,7 +48,7 @@ def summarise_rates(
 ) -> dict[str, Any]:
     """Return the content of summary.json; `rates` has that of each pair, `found` the valid rounds of each arm."""
     knees = {side: knee(found[side], plan.attainment) for side in labels}
-    ratio = ratio_of(knees["a"], knees["b"])
+    ratios = {(one, other): ratio_of(knees[one], knees[other]) for one, other in combinations(labels, 2)}
     traces = [each.result.trace for each in rounds if each.result is not None]
     output_tokens = [row.output_tokens for trace in traces for row in trace.rows]
     mean_output_tokens = sum(output_tokens) / len(output_tokens)
@@ -56,7 +57,7 @@ def summarise_rates(
             "attainment": plan.attainment,
             "sentences": [
                 *(_knee_sentence(labels[side], knees[side], plan) for side in labels),
-                _ratio_sentence(labels, ratio),
+                *(_ratio_sentence(f"{labels[b]} / {labels[a]}", found) for (a, b), found in ratios.items()),
             ],
             "arms": {
                 side: {
@@ -67,7 +68,7 @@ def summarise_rates(
                 }
                 for side, label in labels.items()
             },
-            "ratio": msgspec.to_builtins(ratio),
+            "ratios": {f"{b} / {a}": msgspec.to_builtins(found) for (a, b), found in ratios.items()},
             "rounds": [_round(each, rates[each.pair], labels[each.side], plan.limits) for each in rounds],
         },
         "slo": plan.limits.model_dump(),
@@ -133,8 +134,7 @@ def _ends(low: float | None, high: float | None) -> str:
     return f"95 % interval {low:.3g} to {high:.3g}"
 
 
-def _ratio_sentence(labels: Mapping[Side, ArmLabel], found: Ratio) -> str:
-    names = f"{labels['b']} / {labels['a']}"
+def _ratio_sentence(names: str, found: Ratio) -> str:
     if found.low is None and found.high is None:
         return f"{names}: the rounds give no interval of the ratio, so no difference was shown."
     about = "" if found.ratio is None else f"x {found.ratio:.2f}; "
@@ -215,23 +215,24 @@ def write_rate_report(path: Path, summary: Summary) -> Path:
     """Write the page of a search; return the path."""
     rates, machine = summary["rates"], summary["machine"]
     labels = [arm["label"] for arm in rates["arms"].values()]
+    knees, ratios = rates["sentences"][: len(labels)], rates["sentences"][len(labels) :]
     void = sum(not each["valid"] for each in rates["rounds"])
     disturbed = sum(each["valid"] and bool(each["reasons"]) for each in rates["rounds"])
     warning = f"{disturbed} rounds were kept although they were disturbed, since their repeats were disturbed too"
     method = [
-        f"Both rounds of a pair have the same {summary['trace']['requests']} requests at the same rate, in an order "
+        f"The rounds of a pair have the same {summary['trace']['requests']} requests at the same rate, in an order "
         f"drawn at random; each pair has requests of its own. {void} {'round was' if void == 1 else 'rounds were'} "
         "void and repeated.",
-        "Rates are doubled or halved until both arms hold the share at one and miss it at another, then bisected, with "
-        "three pairs at a rate; then pairs go where an interval is open.",
+        "Rates are doubled or halved until each arm holds the share at one and misses it at another, then bisected, "
+        "with three pairs at a rate; then pairs go where an interval is open.",
         "A knee is that of rounds of this length: a queue that grows slowly is only seen by longer ones. "
         f"A request was given up after {summary['plan']['deadline_s']:.3g} s.",
         *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary["load"]["sentences"]),
         *(f"Trace: {change}." for change in summary["trace"]["changes"]),
     ]
     body = Template(TEMPLATE_FILE.with_name("rates.html.template").read_text(encoding="utf-8")).substitute(
-        headline=html.escape(" ".join(rates["sentences"][:-1])),
-        ratio=html.escape(rates["sentences"][-1]),
+        headline=html.escape(" ".join(knees)),
+        ratio=html.escape(" ".join(ratios)),
         setting=html.escape(
             f"Limits: {Slo(**summary['slo'])} · trace '{summary['trace']['name']}' · {machine['processor']}, "
             f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -57,11 +57,12 @@ class Interruption(msgspec.Struct, frozen=True):
     resumed: datetime
 
 
-def labels_of(mode_a: str, mode_b: str) -> dict[Side, ArmLabel]:
-    """Name the arms by their modes, with their places where the modes are the same."""
-    if mode_a == mode_b:
-        return {"a": f"{mode_a} (a)", "b": f"{mode_b} (b)"}
-    return {"a": mode_a, "b": mode_b}
+def labels_of(*modes: str) -> dict[Side, ArmLabel]:
+    """Name the arms by their modes, with their places where a mode comes twice."""
+    sides: tuple[Side, ...] = get_args(Side)
+    return {
+        side: mode if modes.count(mode) == 1 else f"{mode} ({side})" for side, mode in zip(sides, modes, strict=False)
+    }
 
 
 def summarise_comparison(

@@ -151,14 +151,16 @@ class Course:
     start_s: float
     beside_arrivals_s: float
     """Seconds of a round before the first arrival and after the last."""
+    rounds: int = 2
+    """Rounds of a pair, one for each arm."""
 
     def pair_s(self, requests: int, rate: float) -> float:
         """Return the seconds of a pair with this many requests in a round."""
-        return self.starts * self.start_s + 2 * (self.beside_arrivals_s + (requests - 1) / rate)
+        return self.starts * self.start_s + self.rounds * (self.beside_arrivals_s + (requests - 1) / rate)
 
     def requests_within(self, pair_s: float, rate: float) -> int:
         """Return the number of requests in a round of a pair that takes so long."""
-        round_s = (pair_s - self.starts * self.start_s) / 2 - self.beside_arrivals_s
+        round_s = (pair_s - self.starts * self.start_s) / self.rounds - self.beside_arrivals_s
         return int(round_s * rate) + 1
 
 

@@ -24,7 +24,8 @@ from loadtest.statistics.proportions import PairedCounts, paired_score_interval,
 from loadtest.statistics.student import critical_t
 
 Outcome = Literal["better", "equivalent", "inconclusive", "slo_unreachable"]
-Side = Literal["a", "b"]
+Side = Literal["a", "b", "c"]
+"""An arm; only a search for rates has a third."""
 POWER = 0.8
 MOST_PAIRS = 1_000
 REACHED_SHARE = 0.05

@@ -29,7 +29,7 @@ PLAN = ComparePlan(
     slo_tpot_ms=60,
     price_per_hour=0.04,
 )
-KNEES = {"a": 1.5, "b": 3.0}
+KNEES = {"a": 1.5, "b": 3.0, "c": 2.0}
 
 
 class _Arm:
@@ -41,14 +41,14 @@ class _Runner:
     """Answers in time the more seldom, the further the rate is above the arm's knee."""
 
     def __init__(self, arms, prepared, _records_file, console, *, began_s, **_) -> None:
-        self.arms = dict(zip("ab", arms, strict=True))
+        self.arms = dict(zip("abc", arms, strict=False))
         self.labels = {side: arm.mode for side, arm in self.arms.items()}
         self.plan, self.console = prepared.plan, console
         self.rounds, self.longest_s, self.began_s = [], 1.0, began_s
 
     async def pair(self, pair, trace, title):
         found = {}
-        for side in ("b", "a"):
+        for side in reversed(self.arms):
             share = 1 / (1 + math.exp(-(math.log(9) - 12 * math.log(trace.mean_rate / KNEES[side]))))
             late = len(trace.rows) - round(share * len(trace.rows))
             records = tuple(_record(i, 9.0 if i < late else 0.1) for i in range(len(trace.rows)))
@@ -76,31 +76,55 @@ def _prepared(plan: ComparePlan) -> Prepared:
 
 
 @pytest.fixture
-async def found(monkeypatch, tmp_path):
+def searched(monkeypatch, tmp_path):
+    """Return what searches the rates of some arms."""
+
     async def prepare(_arm, plan, *_):
         return _prepared(plan)
 
     monkeypatch.setattr(module, "prepare", prepare)
     monkeypatch.setattr(module, "new_runner", _Runner)
-    text = StringIO()
-    arms = (_Arm("colocated", 2), _Arm("disaggregated", 2))
-    result = await find_rate(arms, PLAN, tmp_path, Console(file=text, width=200))
-    return result, text.getvalue()
+
+    async def search(*arms: _Arm):
+        text = StringIO()
+        result = await find_rate(arms, PLAN, tmp_path, Console(file=text, width=200))
+        return result, text.getvalue()
+
+    return search
+
+
+@pytest.fixture
+async def found(searched):
+    return await searched(_Arm("colocated", 2), _Arm("disaggregated", 2))
 
 
 async def test_both_knees_their_ratio_and_figures_per_device_are_found_and_written(found, tmp_path):
     rates = json.loads((tmp_path / "summary.json").read_text())["rates"]
-    for side, knee_rate in KNEES.items():
+    for side in ("a", "b"):
+        knee_rate = KNEES[side]
         knee = rates["arms"][side]["knee"]
         assert knee["rate"] == pytest.approx(knee_rate, rel=0.1)
         assert knee["low"] < knee_rate < knee["high"]
         owned = rates["arms"][side]["per_device"]
         assert owned["rate_per_device"] == pytest.approx(knee["rate"] / 2)
         assert owned["cost_per_million_output_tokens"] == pytest.approx(0.08 / 3600 / (knee["rate"] * 8) * 1e6)
-    assert rates["ratio"]["low"] < 2 < rates["ratio"]["high"]
+    assert rates["ratios"]["b / a"]["low"] < 2 < rates["ratios"]["b / a"]["high"]
     one = rates["rounds"][0]
     assert (one["rate"], one["total"], one["arm"]) == (1.0, 40, "b")
     assert one["attainment"] == one["met"] / one["total"]
+
+
+async def test_three_arms_have_a_knee_each_and_a_ratio_of_each_two(searched):
+    result, terminal = await searched(_Arm("colocated", 2), _Arm("disaggregated", 2), _Arm("vLLM", 4))
+    rates, page = result.summary["rates"], result.report.read_text()
+    for side, knee_rate in KNEES.items():
+        assert rates["arms"][side]["knee"]["rate"] == pytest.approx(knee_rate, rel=0.1)
+    assert set(rates["ratios"]) == {"b / a", "c / a", "c / b"}
+    for names in ("disaggregated / colocated", "vLLM / colocated", "vLLM / disaggregated"):
+        (sentence,) = (each for each in rates["sentences"] if each.startswith(f"{names}: x"))
+        assert sentence in terminal
+        assert sentence in page
+    assert "The rounds of a pair have the same 40 requests" in page
 
 
 async def test_terminal_and_page_say_the_same_and_claim_no_winner(found):

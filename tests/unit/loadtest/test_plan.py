@@ -47,10 +47,12 @@ def test_arms_are_two_modes_of_which_one_may_come_twice():
     assert ComparePlan(arms="disaggregated, disaggregated").modes == ("disaggregated", "disaggregated")
 
 
-def test_an_opponent_is_arm_b_beside_one_mode():
+def test_an_opponent_is_the_last_arm_beside_one_mode_and_in_a_search_beside_one_or_two():
     urls = "http://h:1/v1, http://h:2/"
     plan = ComparePlan(arms="disaggregated", opponent=urls, opponent_processes="12, 13")
     assert (plan.modes, plan.kinds) == (("disaggregated",), ("disaggregated", "opponent"))
+    three = ComparePlan(opponent=urls, find_rate=True)
+    assert three.kinds == ("colocated", "disaggregated", "opponent")
     assert plan.opponent_urls == ("http://h:1", "http://h:2")
     assert plan.opponent_process_ids == (12, 13)
     assert ComparePlan(**plan.model_dump()) == plan
