@@ -27,8 +27,8 @@ $(MODEL_READY): $(READY)
 	@$(BIN)/ridgeline model
 	@touch $@
 
-DEMO_S ?= 320
-demo: model      ## colocated against disaggregated at 80 % of what this machine can prefill; writes runs/demo/, then demo-2 (DEMO_S=320)
+DEMO_S ?= 352
+demo: model      ## colocated against disaggregated at 80 % of what this machine can prefill; writes runs/demo/, then demo-2 (DEMO_S=352)
 	@$(BIN)/ridgeline doctor
 	@$(BIN)/ridgeline compare --config deploy/local.yaml --trace demo --length-scale 0.5 --settle-s 0.5 --rate auto --slo auto --slo-gap-ms 1000 --budget-s $(DEMO_S) --out runs/demo
 

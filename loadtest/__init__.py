@@ -11,11 +11,12 @@ tuning.py        runs the candidates of both arms before the pairs that are judg
 valid_rounds.py  runs rounds of arms until they are valid
 run_folder.py    the folder of a comparison while it runs
 compare.py       judges pairs of rounds until the arms can be told apart or cannot
-find_rate.py     measures rates by pairs of rounds until the knees of both arms are known
+find_rate.py     measures rates by pairs of rounds until the knees of all arms are known
 rate_search.py   chooses the rates to measure, and says between which a knee lies
 trace/           what is replayed: arrivals, lengths, prompts
 run/             one replay, from the plan to the records
 statistics/      from pairs of rounds to an outcome
+maps/            what other limits would have said of the same requests
 report/          figures, sentences and page
 errors.py        errors whose messages the command line prints
 """

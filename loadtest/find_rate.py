@@ -91,8 +91,7 @@ def bounded_deadline_s(prepared: Prepared) -> float:
     """Return the plan's deadline, or less if no request within its limits could take so long."""
     plan = prepared.plan
     ttft_s, tpot_s, _ = plan.limits.in_seconds()
-    longest = max(row.output_tokens for row in prepared.traces.of_pair(0).rows)
-    return min(plan.deadline_s, GIVEN_UP_AFTER * (ttft_s + tpot_s * longest))
+    return min(plan.deadline_s, GIVEN_UP_AFTER * (ttft_s + tpot_s * prepared.traces.longest_output_tokens))
 
 
 @dataclass
@@ -108,7 +107,7 @@ class _Pairs:
         """Run a pair at this rate, with requests of its own, and count those that met the limits."""
         pair, plan = len(self.rates), self.prepared.plan
         same_length = {"rate": rate, "limit": self.prepared.traces.requests, "duration_s": None}
-        trace = PairTraces(plan.model_copy(update=same_length)).of_pair(pair)
+        trace = PairTraces(plan.model_copy(update=same_length), self.prepared.max_model_tokens).of_pair(pair)
         self.rates.append(rate)
         results = await self.runner.pair(pair, trace, f"pair {pair + 1}, {rate:.3g} requests/s")
         found = {side: self._counted(rate, result) for side, result in results.items()}

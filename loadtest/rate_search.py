@@ -84,6 +84,16 @@ class Ratio(msgspec.Struct, frozen=True):
     low: float | None
     high: float | None
 
+    @property
+    def is_above_one(self) -> bool:
+        """Whether all of the interval is above 1; an end of exactly 1 is a rate that one held and the other missed."""
+        return self.low is not None and self.low >= 1
+
+    @property
+    def is_below_one(self) -> bool:
+        """Whether all of the interval is below 1; as for an end of exactly 1, see above."""
+        return self.high is not None and self.high <= 1
+
 
 async def search(
     measure: Measure, start_rate: float, bounds: Bounds, is_over: Callable[[], bool] = lambda: False

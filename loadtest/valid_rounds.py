@@ -81,8 +81,12 @@ class RoundRunner:
 
     @property
     def longest_s(self) -> float:
-        """Seconds of the longest valid round, with its start if it needed one."""
-        return max((each.took_s for each in self.rounds if each.is_kept), default=0.0)
+        """Seconds of the longest valid round, with its start if it needed one; of the first pair's only while alone.
+
+        The servers are warmed up in the first pair, and later rounds start none unless they all do.
+        """
+        kept = [each.took_s for each in self.rounds if each.is_kept]
+        return max(kept[len(self.arms) :] or kept, default=0.0)
 
     async def pair(self, pair: int, trace: Trace, title: str) -> dict[Side, ReplayResult]:
         """Run one valid round of each arm with these requests, in the order drawn for this pair.

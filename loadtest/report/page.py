@@ -1,7 +1,7 @@
 """Writes report.html, a single file with plotly.js inside, which opens offline. Called at the end of `compare`."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -31,7 +31,7 @@ from loadtest.report.tables import (
 )
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "data" / "report.html.template"
-WINNER_COLORS = {"equivalent": "#0b8a6b", "unclear": "#b8c0cc", "unreachable": "#1b2330"}
+WINNER_COLORS = {"equivalent": "#0b8a6b", "unclear": "#b8c0cc", "unreachable": "#1b2330", "not measured": "#ffffff"}
 Summary = Mapping[str, Any]
 
 
@@ -214,29 +214,45 @@ def _winner_map(summary: Summary) -> str:
     if found is None:
         return ""
     labels = {side: arm["label"] for side, arm in summary["arms"].items()}
+    return limits_table(
+        "Which arm meets which limits",
+        "In each cell: the share of requests within the limits",
+        found,
+        labels,
+        lambda cell: [f"{cell['attainment'][side]:.0%}" for side in labels],
+    )
+
+
+def limits_table(
+    title: str, what: str, found: Summary, labels: Mapping[str, str], figures: Callable[[Summary], Sequence[str]]
+) -> str:
+    """Return a map over limits as a table, coloured by winner; `figures` gives a cell's figure of each arm."""
     colors = dict(zip(labels, plots.ARM_COLORS, strict=False)) | WINNER_COLORS
     tpots_ms, cells = found["grid"]["tpot_ms"], iter(found["cells"])
     head = "".join(f"<th>TPOT &le; {tpot_ms:g} ms</th>" for tpot_ms in tpots_ms)
     body = "".join(
         f"<tr><td>TTFT &le; {ttft_ms:g} ms</td>"
-        + "".join(_winner_cell(next(cells), labels, colors) for _ in tpots_ms)
+        + "".join(_winner_cell(next(cells), labels, colors, figures) for _ in tpots_ms)
         + "</tr>"
         for ttft_ms in found["grid"]["ttft_ms"]
     )
-    order = " / ".join(labels.values())
-    note = f"{found['sentence']} In each cell: the share of requests within the limits, {order}. Limits: "
+    note = f"{found['sentence']} {what}, {' / '.join(labels.values())}. Limits: {found['grid']['source']}."
     return (
-        f'<section class="card figures"><h2>Which arm meets which limits</h2><table><thead><tr><th></th>{head}</tr>'
-        f'</thead><tbody>{body}</tbody></table><p class="muted">{html.escape(note + found["grid"]["source"])}.</p>'
-        "</section>"
+        f'<section class="card figures"><h2>{title}</h2><table><thead><tr><th></th>{head}</tr>'
+        f'</thead><tbody>{body}</tbody></table><p class="muted">{html.escape(note)}</p></section>'
     )
 
 
-def _winner_cell(cell: Summary, labels: Mapping[str, str], colors: Mapping[str, str]) -> str:
+def _winner_cell(
+    cell: Summary,
+    labels: Mapping[str, str],
+    colors: Mapping[str, str],
+    figures: Callable[[Summary], Sequence[str]],
+) -> str:
     winner = cell["winner"]
-    shares = " / ".join(f"{cell['attainment'][side]:.0%}" for side in labels)
+    shown = html.escape(" / ".join(figures(cell)))
     text = html.escape(labels.get(winner, winner))
-    return f'<td style="border-left:6px solid {colors[winner]}">{text}<br><span class="muted">{shares}</span></td>'
+    return f'<td style="border-left:6px solid {colors[winner]}">{text}<br><span class="muted">{shown}</span></td>'
 
 
 def _method(summary: Summary) -> str:

@@ -13,15 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.arms import Devices
+from loadtest.maps.grid import grid_of
+from loadtest.maps.rate_map import rate_map
 from loadtest.plan import ComparePlan, Slo
 from loadtest.rate_search import Knee, Ratio, bands, knee, ratio_of
 from loadtest.rate_search import Round as Counted
 from loadtest.report import plots
-from loadtest.report.page import TEMPLATE_FILE, html_table, plot_card
+from loadtest.report.page import TEMPLATE_FILE, html_table, limits_table, plot_card
 from loadtest.report.rounds import ArmLabel, Round
 from loadtest.report.tables import format_figure
 from loadtest.run.calibration import Load
 from loadtest.run.machine import describe_machine
+from loadtest.run.records import RequestRecord
 from loadtest.statistics.outcome import Side
 
 RATE_FORMULAS = {
@@ -69,6 +72,7 @@ def summarise_rates(
                 for side, label in labels.items()
             },
             "ratios": {f"{b} / {a}": msgspec.to_builtins(found) for (a, b), found in ratios.items()},
+            "map": _map(rates, rounds, labels, plan, load, devices),
             "rounds": [_round(each, rates[each.pair], labels[each.side], plan.limits) for each in rounds],
         },
         "slo": plan.limits.model_dump(),
@@ -78,6 +82,33 @@ def summarise_rates(
         "machine": describe_machine(),
         "formulas": RATE_FORMULAS,
     }
+
+
+def _map(
+    rates: Sequence[float],
+    rounds: Sequence[Round],
+    labels: Mapping[Side, ArmLabel],
+    plan: ComparePlan,
+    load: Load,
+    devices: Mapping[Side, Devices | None],
+) -> dict[str, Any] | None:
+    """Return the rate map, of rates per device where the devices of all arms are known; None without limits to show."""
+    kept = [(each, each.result) for each in rounds if each.is_kept and each.result is not None]
+    by_pair = [{str(each.side): result.records} for each, result in kept]
+    grid = grid_of(by_pair, load.unloaded, plan.limits)
+    if grid is None:
+        return None
+    owned = {side: one for side in labels if (one := devices.get(side)) is not None}
+    units = {one.unit for one in owned.values()}
+    is_per_device = len(owned) == len(labels) and len(units) == 1
+    unit = f"requests/s per {units.pop()}" if is_per_device else "requests/s"
+    at_rates: dict[str, list[tuple[float, Sequence[RequestRecord]]]] = {side: [] for side in labels}
+    for each, result in kept:
+        share = owned[each.side].count if is_per_device else 1
+        at_rates[each.side].append((rates[each.pair] / share, result.records))
+    names: dict[str, str] = {str(side): label for side, label in labels.items()}
+    found: dict[str, Any] = msgspec.to_builtins(rate_map(at_rates, names, grid, plan.attainment, plan.deadline_s, unit))
+    return found
 
 
 def _round(each: Round, rate: float, label: ArmLabel, limits: Slo) -> dict[str, Any]:
@@ -139,8 +170,11 @@ def _ratio_sentence(names: str, found: Ratio) -> str:
         return f"{names}: the rounds give no interval of the ratio, so no difference was shown."
     about = "" if found.ratio is None else f"x {found.ratio:.2f}; "
     ends = _ends(found.low, found.high).replace("95 % interval", "95 % interval x").replace(" to ", " to x ")
-    differs = (found.low is not None and found.low > 1) or (found.high is not None and found.high < 1)
-    said = "which excludes x 1" if differs else "which includes x 1, so no difference was shown"
+    said = (
+        "which excludes x 1"
+        if found.is_above_one or found.is_below_one
+        else "which includes x 1, so no difference was shown"
+    )
     return f"{names}: {about}{ends}, {said}."
 
 
@@ -188,6 +222,32 @@ def _short_ends(low: float | None, high: float | None) -> str:
     return f"below {high:.3g}" if low is None else f"{low:.3g} to {high:.3g}"
 
 
+def _rate_map(summary: Summary) -> str:
+    """Return the map of rates as a table; empty for a run that has none."""
+    found = summary["rates"].get("map")
+    if found is None:
+        return ""
+    labels = {side: arm["label"] for side, arm in summary["rates"]["arms"].items()}
+
+    def figures(cell: Summary) -> list[str]:
+        return [_knee_text(cell["knees"][side], found["measured"][side]) for side in cell["knees"]]
+
+    return limits_table(
+        "Which arm holds the highest rate within which limits",
+        f"In each cell: the highest rate at which {summary['rates']['attainment']:.0%} of requests meet the limits, "
+        f"{found['unit']}",
+        found,
+        labels,
+        figures,
+    )
+
+
+def _knee_text(found: Summary, measured: Sequence[float]) -> str:
+    if found["outcome"] == "below":
+        return f"< {measured[0]:.3g}"
+    return f"{found['rate']:.3g}" if found["outcome"] == "found" else f"> {measured[1]:.3g}"
+
+
 def print_rates(summary: Summary, console: Console) -> None:
     """Print what was found on the terminal."""
     arms = summary["rates"]["arms"].values()
@@ -200,6 +260,8 @@ def print_rates(summary: Summary, console: Console) -> None:
     for row in knee_rows(summary):
         table.add_row(*row)
     console.print(table)
+    if (found := summary["rates"].get("map")) is not None:
+        console.print(found["sentence"], highlight=False, markup=False)
     for sentence in summary["rates"]["sentences"]:
         console.print(sentence, style="bold", highlight=False, markup=False)
 
@@ -239,6 +301,7 @@ def write_rate_report(path: Path, summary: Summary) -> Path:
         ),
         warnings=f'<p class="warning">{html.escape(warning)}</p>' if disturbed else "",
         knees=html_table(["", *labels], knee_rows(summary)),
+        rate_map=_rate_map(summary),
         plot=plot_card(plots.attainment_against_rate(rates)),
         rounds=html_table(
             ["pair", "requests/s", "arm", "within the limits", "share", "void or disturbed"], round_rows(summary)

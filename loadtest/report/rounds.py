@@ -8,6 +8,8 @@ from typing import Any, get_args
 import msgspec
 
 from loadtest.arms import Devices
+from loadtest.maps.grid import grid_of
+from loadtest.maps.winner_map import winner_map
 from loadtest.plan import DISAGGREGATED, ComparePlan
 from loadtest.report.devices import DEVICE_FORMULAS, per_device
 from loadtest.report.pools import (
@@ -19,7 +21,6 @@ from loadtest.report.pools import (
     stage_seconds,
 )
 from loadtest.report.summary import FORMULAS, summarise
-from loadtest.report.winner_map import grid_of, winner_map
 from loadtest.report.wording import gap_tails, say
 from loadtest.run.calibration import Load
 from loadtest.run.machine import Disturbance, describe_machine

@@ -194,8 +194,8 @@ def fit_budget(
             min(LEAST_REQUESTS, most_requests), min(course.requests_within(left_s / planned, load.rate), most_requests)
         )
         fitting = int(left_s / course.pair_s(requests, load.rate))
-        # The least that shows anything is planned in any case: rounds may be shorter than they were estimated.
-        pairs = min(plan.pairs, max(plan.wanted_pairs, fitting))
+        # These are planned in any case: rounds may be shorter than they were estimated, and the time ends them if not.
+        pairs = min(plan.pairs, max(plan.planned_pairs, fitting))
     pair_s = course.pair_s(requests, load.rate)
     notes.append(
         f"at most {pairs} {'pair' if pairs == 1 else 'pairs'} of rounds of {requests} requests, "

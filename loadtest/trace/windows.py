@@ -30,6 +30,7 @@ class PairTraces:
                 "fewer seconds or requests in a round, or fewer --tuning-rounds"
             )
         self.prefix_ids = max((max(row.prefix_ids, default=0) for row in whole.rows), default=0)
+        self.longest_output_tokens = max(row.output_tokens for row in whole.rows)
         self.most_requests = len(load_trace(plan.trace, plan.tokenizer).rows)
 
     def of_pair(self, pair: int) -> Trace:

@@ -4,6 +4,7 @@ import json
 import math
 from datetime import UTC, datetime
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -64,6 +65,7 @@ def _record(index: int, ttft_s: float) -> RequestRecord:
         sent_s=0.0,
         input_tokens=32,
         output_tokens=8,
+        requested_output_tokens=8,
         ttft_s=ttft_s,
         second_token_s=ttft_s + 0.01,
         latency_s=ttft_s + 0.07,
@@ -71,8 +73,9 @@ def _record(index: int, ttft_s: float) -> RequestRecord:
     )
 
 
-def _prepared(plan: ComparePlan) -> Prepared:
-    return Prepared(plan, Load(1.0, "as given", "as given"), PairTraces(plan), None, 100, 1, True)
+def _prepared(plan: ComparePlan, context_tokens: int | None = 4096) -> Prepared:
+    traces = PairTraces(plan, context_tokens)
+    return Prepared(plan, Load(1.0, "as given", "as given"), traces, context_tokens, 100, 1, True)
 
 
 @pytest.fixture
@@ -85,9 +88,9 @@ def searched(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "prepare", prepare)
     monkeypatch.setattr(module, "new_runner", _Runner)
 
-    async def search(*arms: _Arm):
+    async def search(*arms: _Arm, plan: ComparePlan = PLAN):
         text = StringIO()
-        result = await find_rate(arms, PLAN, tmp_path, Console(file=text, width=200))
+        result = await find_rate(arms, plan, tmp_path, Console(file=text, width=200))
         return result, text.getvalue()
 
     return search
@@ -152,6 +155,46 @@ async def test_a_search_is_shown_again_alone_and_not_beside_another_run(found, t
 async def test_rounds_at_any_rate_have_the_same_number_of_requests(found):
     result, _ = found
     assert {each["total"] for each in result.summary["rates"]["rounds"]} == {40}
+
+
+async def test_requests_that_the_model_cannot_hold_are_in_no_round_of_a_search(searched, monkeypatch):
+    async def prepare(_arm, plan, *_):
+        return _prepared(plan, context_tokens=600)
+
+    monkeypatch.setattr(module, "prepare", prepare)
+    plan = PLAN.model_copy(update={"trace": "demo", "limit": 40})
+    result, _ = await searched(_Arm("colocated", 2), _Arm("disaggregated", 2), plan=plan)
+    assert "longer than the model's 600 tokens" in " ".join(result.summary["trace"]["changes"])
+    assert {each["total"] for each in result.summary["rates"]["rounds"]} == {40}
+
+
+async def test_the_page_has_a_map_of_the_highest_rates_per_device_over_limits(searched):
+    result, terminal = await searched(_Arm("colocated", 2), _Arm("disaggregated", 2), _Arm("vLLM", 4))
+    found, page = result.summary["rates"]["map"], result.report.read_text()
+    assert found["unit"] == "requests/s per core"
+    own = next(cell for cell in found["cells"] if (cell["ttft_ms"], cell["tpot_ms"]) == (400, 60))
+    assert own["winner"] == "b"
+    for side, cores in (("a", 2), ("b", 2), ("c", 4)):
+        knee_rate = result.summary["rates"]["arms"][side]["knee"]["rate"]
+        assert own["knees"][side]["rate"] == pytest.approx(knee_rate / cores)
+    assert "Which arm holds the highest rate within which limits" in page
+    assert found["sentence"] in terminal
+
+
+def _growing(folder: Path) -> Path:
+    """Write an Azure trace of two windows of five requests, of which the second has the longer answers."""
+    lines = [f"2023-11-16 18:00:{second:02},100,{10 if second < 5 else 200}" for second in range(10)]
+    file = folder / "growing.csv"
+    file.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    return file
+
+
+def test_no_request_of_a_later_window_is_given_up_within_its_limits(tmp_path):
+    plan = PLAN.model_copy(update={"trace": str(_growing(tmp_path)), "limit": 5})
+    traces = PairTraces(plan)
+    longest = [max(row.output_tokens for row in traces.of_pair(pair).rows) for pair in range(traces.windows)]
+    assert longest[0] < max(longest)
+    assert bounded_deadline_s(_prepared(plan)) == pytest.approx(GIVEN_UP_AFTER * (0.4 + max(longest) * 0.06))
 
 
 def test_a_request_is_given_up_when_it_has_taken_twice_what_its_limits_allow():

@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 
+from loadtest.maps.grid import Grid, grid_of
+from loadtest.maps.winner_map import winner_map
 from loadtest.plan import Slo
-from loadtest.report.winner_map import Grid, grid_of, winner_map
 from loadtest.run.records import RequestRecord
 from loadtest.run.unloaded import Unloaded
 from loadtest.statistics.outcome import conclude
