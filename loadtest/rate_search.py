@@ -116,14 +116,20 @@ async def search(
 
 
 def next_rate(found: Mapping[str, Sequence[Round]], start_rate: float, bounds: Bounds) -> float | None:
-    """Return the rate to measure next: outwards without a bracket, then into the widest, then at open ends."""
-    widest, chosen = 1 + bounds.precision, None
-    for rounds in found.values():
-        low, high = bracket(rounds, bounds.attainment)
-        if low is None and high is not None and high / 2 >= start_rate / 2**bounds.most_doublings:
-            return high / 2
-        if high is None and low is not None and low * 2 <= start_rate * 2**bounds.most_doublings:
+    """Return the rate to measure next: outwards without a bracket, then into the widest, then at open ends.
+
+    Upwards comes before downwards, since rounds of as many requests are the shorter, the higher the rate.
+    """
+    brackets = [bracket(rounds, bounds.attainment) for rounds in found.values()]
+    most, least = start_rate * 2**bounds.most_doublings, start_rate / 2**bounds.most_doublings
+    for low, high in brackets:
+        if high is None and low is not None and low * 2 <= most:
             return low * 2
+    for low, high in brackets:
+        if low is None and high is not None and high / 2 >= least:
+            return high / 2
+    widest, chosen = 1 + bounds.precision, None
+    for low, high in brackets:
         if low is not None and high is not None and high / low > widest * (1 + 1e-9):
             widest, chosen = high / low, math.sqrt(low * high)
     return chosen or _open_end(found, bounds.attainment)

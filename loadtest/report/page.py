@@ -238,7 +238,7 @@ def limits_table(
     )
     note = f"{found['sentence']} {what}, {' / '.join(labels.values())}. Limits: {found['grid']['source']}."
     return (
-        f'<section class="card figures"><h2>{title}</h2><table><thead><tr><th></th>{head}</tr>'
+        f'<section class="card map"><h2>{title}</h2><table><thead><tr><th></th>{head}</tr>'
         f'</thead><tbody>{body}</tbody></table><p class="muted">{html.escape(note)}</p></section>'
     )
 
@@ -252,7 +252,9 @@ def _winner_cell(
     winner = cell["winner"]
     shown = html.escape(" / ".join(figures(cell)))
     text = html.escape(labels.get(winner, winner))
-    return f'<td style="border-left:6px solid {colors[winner]}">{text}<br><span class="muted">{shown}</span></td>'
+    return (
+        f'<td style="border-left:6px solid {colors[winner]}"><b>{text}</b><br><span class="muted">{shown}</span></td>'
+    )
 
 
 def _method(summary: Summary) -> str:

@@ -79,6 +79,12 @@ async def test_the_search_ends_when_its_time_is_over():
     assert len(asked) == 4
 
 
+def test_upwards_comes_before_downwards_since_rounds_at_a_high_rate_are_short():
+    missed, held = [Round(1.0, 5, 10)] * 3, [Round(1.0, 10, 10)] * 3
+    assert next_rate({"a": missed, "b": held}, 1.0, BOUNDS) == 2.0
+    assert next_rate({"a": missed, "b": missed}, 1.0, BOUNDS) == 0.5
+
+
 def test_a_mean_that_rises_with_the_rate_is_pooled_with_its_neighbour():
     rounds = [Round(1.0, 20, 20), Round(2.0, 17, 20), Round(3.0, 20, 20), Round(4.0, 5, 20)]
     assert bracket(rounds, 0.9) == (3.0, 4.0)
