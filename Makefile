@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-unloaded bench-idle power planted chaos differential scored mode-changes kill-decode stress soak clean
+.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-unloaded bench-idle bench-front power planted chaos differential scored mode-changes kill-decode stress soak clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -77,6 +77,9 @@ power: setup     ## table of how often simulated comparisons find a true differe
 
 planted: model   ## a mode against itself with a planted difference, as compare would judge it (PLANT=tpot, attainment or nothing)
 	@$(BIN)/python -m tools.bench.planted --plant $(or $(PLANT),tpot) $(if $(PLAN),--plan $(PLAN))
+
+bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two, 2,000 streams; writes runs/bench-front (about 6 minutes)
+	@$(BIN)/python -m tools.front.bench --model "$$($(BIN)/ridgeline model | tail -1)" $(BENCH)
 
 bench-client: setup  ## the load generator against a server without a model: lag, floors, CPU a token; writes runs/bench-client (about 90 s)
 	@$(BIN)/python -m tools.bench.client

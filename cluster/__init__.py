@@ -3,8 +3,10 @@
 cli.py            the commands and their options
 commands/         one module per command
 config/           the one configuration: settings, files, keys
+deployments/      which deployments run on this machine, and those without a terminal
 doctor/           whether this machine can run this configuration
 runtime/          what runs on Ray: actors, their start, their supervision
 model_store.py    puts the model on disk
+node_address.py   the address by which this node is reached in a network
 node_hardware.py  the peaks of a node: measured on a CPU, looked up for a GPU
 """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,9 @@ from cluster.commands.server_url import server_url
 from cluster.config.api_keys import ApiKeyError
 from cluster.config.grid import read_grid
 from cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
+from cluster.deployments import background
+from cluster.deployments.background import DETACHED
+from cluster.deployments.names import AlreadyRunning
 from cluster.doctor import checks as doctor_checks
 from cluster.model_store import ModelError, prepare_model
 from contracts.vocabulary import Mode
@@ -51,6 +55,8 @@ AdminKeyOption = Annotated[
 ]
 UrlOption = Annotated[str, typer.Option(parser=server_url, metavar="URL", help="a running server")]
 PortOption = Annotated[int | None, typer.Option(help="HTTP port")]
+NameOption = Annotated[str, typer.Option(help="the deployment's name, as in `ridgeline status`")]
+DEFAULT_NAME = "ridgeline"
 
 
 def main() -> None:
@@ -89,10 +95,20 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it prints a line per request
     try:
-        asyncio.run(work)
+        with known_failures():
+            asyncio.run(work)
     except Unfit as error:
         fail(error.sentences)
     except (DeploymentFailed, PlacementError, ModelError, LoadTestError, ApiKeyError) as error:
+        fail([str(error)])
+
+
+@contextmanager
+def known_failures() -> Iterator[None]:
+    """Turn what can be wrong with deployments of this machine into a sentence."""
+    try:
+        yield
+    except (AlreadyRunning, background.NotRunning) as error:
         fail([str(error)])
 
 
@@ -108,11 +124,17 @@ def serve(
     decode: Annotated[int | None, typer.Option(help="number of decode workers")] = None,
     settings: SetOption = None,
     explain_only: Annotated[bool, typer.Option("--explain", help="print every effective value and its origin")] = False,
+    name: Annotated[str | None, typer.Option(help="what status, stop and logs call it: by default ridgeline")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="go on without this terminal once it is ready; see status, stop, logs")
+    ] = False,
+    detached_child: Annotated[bool, typer.Option(DETACHED, hidden=True)] = False,
 ) -> None:
-    """Start the workers and the router, and serve HTTP until Ctrl-C."""
+    """Start the workers and the router, and serve HTTP until Ctrl-C, or without the terminal with --detach."""
     loaded = load(
         config,
         settings,
+        name=name,
         mode=mode,
         model__path=model,
         server__port=port,
@@ -124,9 +146,40 @@ def serve(
     if explain_only:
         console.print(explain(loaded))
         return
+    if detach:
+        arguments = [word for word in sys.argv[2:] if word != "--detach"]  # after `ridgeline serve`
+        with known_failures():
+            background.detach(loaded.config.name, arguments, console)
+        return
     from cluster.commands.serve import serve as serve_until_stopped
 
-    run(serve_until_stopped(loaded.config, console))
+    run(serve_until_stopped(loaded.config, console, detached=detached_child))
+
+
+@app.command()
+def status() -> None:
+    """Show the deployments that run on this machine."""
+    background.status(console)
+
+
+@app.command()
+def stop(
+    name: NameOption = DEFAULT_NAME,
+    now: Annotated[bool, typer.Option("--now", help="do not wait for running requests")] = False,
+) -> None:
+    """Have a deployment of this machine finish its requests and end."""
+    with known_failures():
+        background.stop(name, now=now, console=console)
+
+
+@app.command()
+def logs(
+    name: NameOption = DEFAULT_NAME,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the deployment ends")] = False,
+) -> None:
+    """Print what a detached deployment has printed."""
+    with known_failures():
+        background.logs(name, follow=follow, console=console)
 
 
 @app.command()

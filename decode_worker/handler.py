@@ -23,18 +23,15 @@ from engine.vllm_engine import VllmEngine
 class DecodeHandler:
     """Runs the decode leg of a task; yields one delta per engine step."""
 
-    async def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the rest of the answer after `task.emitted_token_ids`.
+    def run(self, engine: VllmEngine, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
+        """Return the rest of the answer after `task.emitted_token_ids`.
 
-        Raises InvalidTask, EngineFailed, and HandoffLost if the prefill that a transfer overlapped came to nothing.
+        Raises InvalidTask at once; the deltas raise EngineFailed, and HandoffLost if the prefill that a transfer
+        overlapped came to nothing.
         """
         if task.handoff is not None and not task.handoff.complete:
-            deltas = self._overlap(engine, task, task.handoff)
-        else:
-            deltas = self._rest(engine, task, task.emitted_token_ids, _transfer(task))
-        async with aclosing(deltas):
-            async for delta in deltas:
-                yield delta
+            return self._overlap(engine, task, task.handoff)
+        return self._rest(engine, task, task.emitted_token_ids, _transfer(task))
 
     async def _overlap(
         self, engine: VllmEngine, task: GenerateTask, handoff: KvHandoff
@@ -56,10 +53,10 @@ class DecodeHandler:
                         raise HandoffLost(delta.failed)
                     yield delta
 
-    async def _rest(
+    def _rest(
         self, engine: VllmEngine, task: GenerateTask, emitted: list[int], transfer: dict[str, object] | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield what comes after `emitted`, which the engine gets as part of the prompt, or is made to repeat."""
+        """Return what comes after `emitted`, which the engine gets as part of the prompt, or is made to repeat."""
         repeats = task.first_token == "resample"
         leg = sampling.decode_leg(
             sampling.decode(task.sampling),
@@ -82,23 +79,22 @@ class DecodeHandler:
             reasoning_parser_kwargs=task.reasoning_parser_kwargs,
             cache_salt=task.cache_salt,
         )
-        async with aclosing(stream), aclosing(_without_first(stream, len(repeated))) as deltas:
-            async for delta in deltas:
-                yield delta
+        return _without_first(stream, len(repeated)) if repeated else stream
 
 
-async def _without_first(deltas: AsyncGenerator[TokenDelta, None], count: int) -> AsyncGenerator[TokenDelta, None]:
+async def _without_first(stream: AsyncGenerator[TokenDelta, None], count: int) -> AsyncGenerator[TokenDelta, None]:
     """Drop the first `count` tokens, which the client already has."""
-    async for delta in deltas:
-        dropped = min(count, len(delta.token_ids))
-        count -= dropped
-        if dropped:
-            logprobs = delta.logprobs[dropped:] if delta.logprobs else None
-            delta = msgspec.structs.replace(
-                delta, token_ids=delta.token_ids[dropped:], logprobs=logprobs, prompt_logprobs=None
-            )
-        if delta.token_ids or delta.finished or not dropped:
-            yield delta
+    async with aclosing(stream) as deltas:
+        async for delta in deltas:
+            dropped = min(count, len(delta.token_ids))
+            count -= dropped
+            if dropped:
+                logprobs = delta.logprobs[dropped:] if delta.logprobs else None
+                delta = msgspec.structs.replace(
+                    delta, token_ids=delta.token_ids[dropped:], logprobs=logprobs, prompt_logprobs=None
+                )
+            if delta.token_ids or delta.finished or not dropped:
+                yield delta
 
 
 def _transfer(task: GenerateTask) -> dict[str, object] | None:

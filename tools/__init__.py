@@ -3,5 +3,6 @@
 bench/         measurements in addition to those of `ridgeline bench`
 chaos/         faults under load: what is lost, what stays behind
 differential/  random requests to Ridgeline and to plain vLLM, compared
+front/         what the router can carry, with workers that need no engine
 fuzz/          malformed requests, messages and frames
 """

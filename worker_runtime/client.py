@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -58,6 +58,8 @@ OPTIONS = [
 T = TypeVar("T")
 OnUnclaimed = Callable[[KvHandoff], None]
 """Called with a hand-off whose request has been given up: nobody else will release it before its lease ends."""
+OnDelta = Callable[[TokenDelta], bool]
+"""Receives a task's deltas in order, as they are read from the stream; returns True if no more is wanted."""
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -70,11 +72,40 @@ def decoder(kind: type[T]) -> Callable[[bytes], T]:
     return msgspec.msgpack.Decoder(kind).decode
 
 
+class _RunningTask:
+    """A task that the worker runs for this router."""
+
+    def __init__(self, on_delta: OnDelta) -> None:
+        self._on_delta = on_delta
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the caller gets no more deltas."""
+        self.finished = False
+        """Whether the worker has nothing more to do for it."""
+        self.last: TokenDelta | None = None
+
+    def take(self, delta: TokenDelta) -> None:
+        """Pass a delta on. What fails on the way is this task's own failure: others share the stream."""
+        self.last, self.finished = delta, delta.finished
+        try:
+            _raise_error(delta)
+            wanted = not self._on_delta(delta)
+        except Exception as error:  # noqa: BLE001 - `run_task` raises it
+            self.fail(error)
+        else:
+            if (delta.finished or not wanted) and not self.over.done():
+                self.over.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Have the caller raise this error, unless it is over already."""
+        if not self.over.done():
+            self.over.set_exception(error)
+
+
 class WorkerClient:
-    """The router's end: submit tasks, read their deltas, abort.
+    """The router's end: submit tasks, pass their deltas on, abort.
 
     `run` must be running in a task group of the owner; it keeps the stream attached and ends only when cancelled. When
-    the stream breaks, every open `generate` raises WorkerLost, and the worker aborts what this router had asked for.
+    the stream breaks, every open `run_task` raises WorkerLost, and the worker aborts what this router had asked for.
     """
 
     def __init__(
@@ -88,7 +119,7 @@ class WorkerClient:
         self._router_id = router_id
         self._on_unclaimed = on_unclaimed
         self._channel = open_aio_channel(address, OPTIONS, tls)
-        self._streams: dict[str, asyncio.Queue[TokenDelta | WorkerLost]] = {}
+        self._tasks: dict[str, _RunningTask] = {}
         self._attached = asyncio.Event()
         self._closed = False
         self._partner = ("", "")
@@ -162,43 +193,39 @@ class WorkerClient:
         """Forget cached prefixes; False when some are in use. Raises WorkerLost."""
         return (await self._unary("ResetPrefixCache", Ack(), Ack)).accepted
 
-    async def generate(self, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the task's deltas, the last one with `finished`. Closing it earlier aborts the task on the worker.
+    async def run_task(self, task: GenerateTask, on_delta: OnDelta) -> None:
+        """Have the worker run a task, and return after its last delta, or once `on_delta` wants no more.
 
-        Raises WorkerLost, WorkerDraining, TaskRejected, InvalidTask, HandoffLost or EngineFailed.
+        `on_delta` is called from the loop that reads the stream, so that a token wakes nobody on its way: it must
+        neither block nor wait. Cancelling this aborts the task on the worker.
+
+        Raises WorkerLost, WorkerDraining, TaskRejected, InvalidTask, HandoffLost or EngineFailed, and what `on_delta`
+        raises.
         """
         if not self.connected:
             # Otherwise the worker could accept the task into a session that is being torn down, and the stream of its
             # deltas would never end.
             raise WorkerLost(self._why_lost or f"the worker at {self.address} is not connected")
-        deltas: asyncio.Queue[TokenDelta | WorkerLost] = asyncio.Queue()
-        self._streams[task.request_id] = deltas
-        finished = False
+        running = self._tasks[task.request_id] = _RunningTask(on_delta)
         try:
             ack = await self._submit(task)
             if not ack.accepted:
-                finished = True
+                running.finished = True
                 if not ack.attached:  # broken on its side already; it is no sign of a drain
                     raise WorkerLost(f"the worker at {self.address} has no stream of this router: {ack.reason}")
                 raise TaskRejected(ack.reason)
-            while not finished:
-                delta = await deltas.get()
-                if isinstance(delta, WorkerLost):
-                    # Aborted below all the same: the task may have come in on a stream that was up again already.
-                    raise delta
-                finished = delta.finished
-                if delta.error_kind in ("engine", "draining"):
-                    self._has_failed()
-                if delta.error is not None:
-                    self._unclaimed(delta)
-                _raise_error(delta)
-                yield delta
+            await running.over
+        except BaseException:
+            if running.finished:
+                self._unclaimed(running.last)  # its caller will not see it as finished
+            raise
         finally:
-            self._streams.pop(task.request_id, None)
-            if not finished:
+            del self._tasks[task.request_id]
+            if running.over.done() and not running.over.cancelled():
+                running.over.exception()  # else asyncio would log one that came while the task was submitted
+            if not running.finished:
+                # Also after WorkerLost: the task may have come in on a stream that was up again already.
                 self._aborts.put_nowait(task.request_id)
-            while not deltas.empty():
-                self._unclaimed(deltas.get_nowait())
 
     async def close(self) -> None:
         """Close the channel and fail what is still open; call after `run` has been cancelled."""
@@ -230,18 +257,23 @@ class WorkerClient:
                     self._attached.set()
                     self.news.set()
                 for delta in batch.deltas:
-                    if delta.error is None:
-                        self.last_token_s = time.monotonic()
-                    stream = self._streams.get(delta.request_id)
-                    if stream is not None:
-                        stream.put_nowait(delta)
-                    else:
-                        self._unclaimed(delta)
+                    self._deliver(delta)
         finally:
             call.cancel()
 
-    def _unclaimed(self, delta: TokenDelta | WorkerLost) -> None:
-        if isinstance(delta, TokenDelta) and delta.handoff is not None:
+    def _deliver(self, delta: TokenDelta) -> None:
+        if delta.error is None:
+            self.last_token_s = time.monotonic()
+        elif delta.error_kind in ("engine", "draining"):
+            self._has_failed()
+        running = self._tasks.get(delta.request_id)
+        if running is None or running.over.done():
+            self._unclaimed(delta)
+        else:
+            running.take(delta)
+
+    def _unclaimed(self, delta: TokenDelta | None) -> None:
+        if delta is not None and delta.handoff is not None:
             self._on_unclaimed(delta.handoff)
 
     def _lose(self, reason: str) -> None:
@@ -249,8 +281,8 @@ class WorkerClient:
             self._has_failed()
         self._attached.clear()
         self._why_lost = reason
-        for stream in self._streams.values():
-            stream.put_nowait(WorkerLost(reason))
+        for running in self._tasks.values():
+            running.fail(WorkerLost(reason))
 
     async def _submit(self, task: GenerateTask) -> Ack:
         try:

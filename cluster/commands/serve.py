@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +20,7 @@ from rich.table import Table
 
 from cluster.config.api_keys import open_to_all
 from cluster.config.models import RidgelineConfig
+from cluster.deployments.names import Held, Place
 from cluster.doctor import checks
 from cluster.runtime.deployment import Deployment, deploy, ray_runtime
 from cluster.runtime.environment import server_variables
@@ -35,7 +39,7 @@ class Unfit(RuntimeError):
 
 @dataclass(frozen=True)
 class StopSignals:
-    """What the operator has asked for with Ctrl-C or SIGTERM, so far."""
+    """What the operator has asked for with Ctrl-C or SIGTERM, so far. A terminal that is closed asks for the same."""
 
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first signal: drain and end."""
@@ -46,6 +50,14 @@ class StopSignals:
         """Handle either signal."""
         (self.hurry if self.stop.is_set() else self.stop).set()
 
+    def hung_up(self) -> None:
+        """Handle the loss of the terminal: nothing can be printed there any more, and to try would be an error."""
+        with Path(os.devnull).open("w") as nowhere:
+            for stream in (sys.stdout, sys.stderr):
+                if stream.isatty():
+                    os.dup2(nowhere.fileno(), stream.fileno())
+        self.stop.set()
+
 
 def refuse_unfit_machine(config: RidgelineConfig) -> None:
     """Raise Unfit before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
@@ -55,19 +67,26 @@ def refuse_unfit_machine(config: RidgelineConfig) -> None:
             raise Unfit(sentences)
 
 
-async def serve(config: RidgelineConfig, console: Console) -> None:
-    """Serve until Ctrl-C or SIGTERM, then drain; a second one cuts the drain short.
+async def serve(config: RidgelineConfig, console: Console, *, detached: bool = False) -> None:
+    """Serve until Ctrl-C, SIGTERM or the end of the terminal, then drain; a second one cuts the drain short.
 
-    Raises Unfit, PlacementError, DeploymentFailed.
+    Raises AlreadyRunning, Unfit, PlacementError, DeploymentFailed.
     """
-    refuse_unfit_machine(config)
+    with Place(config.name).held(detached=detached) as held:
+        refuse_unfit_machine(config)
+        await _serve(config, console, held)
+
+
+async def _serve(config: RidgelineConfig, console: Console, held: Held) -> None:
     signals, ready = StopSignals(), asyncio.Event()
     async with ray_runtime(config) as ray_messages:
         console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets handlers of its own
             loop.add_signal_handler(number, signals.received)
-        running = asyncio.create_task(_run(config, console, ready, signals))
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(signal.SIGHUP, signals.hung_up)
+        running = asyncio.create_task(_run(config, console, ready, signals, held))
         stopped = asyncio.create_task(signals.stop.wait())
         await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -80,7 +99,9 @@ async def serve(config: RidgelineConfig, console: Console) -> None:
     console.print("stopped")
 
 
-async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, signals: StopSignals) -> None:
+async def _run(
+    config: RidgelineConfig, console: Console, ready: asyncio.Event, signals: StopSignals, held: Held
+) -> None:
     async with started(config, console) as deployment:
         ready.set()
         console.print(what_runs_where(deployment))
@@ -90,6 +111,7 @@ async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, 
                 + (f" ({pair.why})" if pair.why else "")
             )
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
+        held.tell(phase="ready", url=deployment.url)
         watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
         stopped = asyncio.create_task(signals.stop.wait())
         await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -97,6 +119,7 @@ async def _run(config: RidgelineConfig, console: Console, ready: asyncio.Event, 
         if watching.done():
             watching.result()  # raises what failed
         watching.cancel()
+        held.tell(phase="draining")
         await _drain(deployment, config.server.drain_timeout_s, console, signals.hurry)
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, IPvAnyNetwork, TypeAdapter
 
+from cluster.node_address import network_of
 from contracts.rpc.tls import TlsFiles
 from contracts.vocabulary import Mode, Pool
 from engine import passed_args
@@ -43,6 +44,14 @@ def _host(text: str) -> str:
     if text.startswith("["):
         raise ValueError("is a host without a port: write an IPv6 address without brackets")
     return text
+
+
+def _host_or_network(text: str) -> str:
+    try:
+        network_of(text)
+    except ValueError as error:
+        raise ValueError(f"is not a network: {error}") from error
+    return _host(text)
 
 
 def _proxy_network(network: IPvAnyNetwork) -> IPvAnyNetwork:
@@ -216,8 +225,10 @@ class TransferConfig(_Section):
     overlap: bool = Field(
         default=True, description="fetch the KV of a long prompt's first chunks while the later ones are prefilled"
     )
-    host: Annotated[str, AfterValidator(_host)] | None = Field(
-        default=None, description="address workers offer to each other; null: the Ray node's address"
+    host: Annotated[str, AfterValidator(_host_or_network)] | None = Field(
+        default=None,
+        description="where workers reach each other: a network (10.0.0.0/16) or an interface (eth1), in which each "
+        "node has an address of its own, or for one node an address; null: the Ray node's address",
     )
 
 
@@ -326,6 +337,12 @@ class SecurityConfig(_Section):
 class RidgelineConfig(_Section):
     """The whole configuration. `load_config` builds it and also checks it across sections."""
 
+    name: str = Field(
+        default="ridgeline",
+        pattern=r"^[a-z0-9][a-z0-9-]{0,39}$",
+        description="what `ridgeline status`, `stop` and `logs` call this deployment: small letters, digits and "
+        "hyphens; two that run on one machine need two names",
+    )
     mode: Mode = Field(default="disaggregated", description="two pools, or whole replicas behind the same router")
     fixed_mode: bool = Field(
         default=False,

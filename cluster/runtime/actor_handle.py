@@ -17,12 +17,15 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config.models import RidgelineConfig
+from cluster.model_store import DEFAULT_MODEL_NAME
 from cluster.runtime.actors import NodePlace, ServiceActor, engine_environment
+from cluster.runtime.environment import forwarded_variables
 from cluster.runtime.plan import CoreTable, PlacementError, Plan, PlannedWorker
 from cluster.runtime.processes import ProcessId, end_processes
 from cluster.runtime.service_process.calls import ServiceError, ServiceGone
 from cluster.runtime.services import NotServing, WorkerReady
 from contracts.errors import WorkerLost
+from contracts.rpc.address import http_url, ip_address
 from contracts.vocabulary import Health, Pool
 from router.settings import PoolHardware
 
@@ -110,6 +113,14 @@ class ActorHandle:
         """
         return await self._ask("call", method, *args, timeout_s=timeout_s)
 
+    async def model_path(self, plan: Plan) -> str:
+        """Return what to load as the model on the actor's node. Raises DeploymentFailed."""
+        if plan.config.ray.address is None:
+            return str(plan.model_path)
+        default = plan.config.model.path == DEFAULT_MODEL_NAME
+        wanted = plan.model_path.absolute() if plan.model_path.is_dir() else plan.model_path
+        return str(await self.call("prepare_model", DEFAULT_MODEL_NAME if default else str(wanted)))
+
     async def call_apart(self, method: str, *args: Any) -> Any:
         """The same in a process of its own, which then ends."""
         return await self._ask("call_apart", method, *args)
@@ -183,7 +194,7 @@ class ActorHandle:
 def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
     """Create a worker's actor, which Ray places, and starts again on another node if need be."""
     settings = planned.settings
-    env = engine_environment(
+    env = forwarded_variables() | engine_environment(
         settings.cores_per_worker,
         config.supervision.start_timeout_s,
         on_cpu=settings.gpus_per_worker == 0,
@@ -223,6 +234,7 @@ class WorkerHandle(ActorHandle):
         await self.begin()
         host = LOOPBACK if self._plan.config.ray.address is None else self._place.host
         config = self._plan.engine_config(self.planned, host)
+        config = replace(config, model_path=await self.model_path(self._plan))
         ready: WorkerReady = await self.call("start", config, self.take_cores(), self._plan.host_settings())
         self._children = ready.engine_processes
         self._files = ready.semaphores
@@ -246,7 +258,23 @@ class WorkerHandle(ActorHandle):
 
 
 def _router_environment(config: RidgelineConfig) -> dict[str, str]:
-    return engine_environment(1, config.supervision.start_timeout_s, on_cpu=not config.uses_gpus())
+    ours = engine_environment(1, config.supervision.start_timeout_s, on_cpu=not config.uses_gpus())
+    return forwarded_variables() | ours
+
+
+def _beside_this_process(config: RidgelineConfig) -> dict[str, Any]:
+    """Have the router run on the node of `serve`, if nothing says where: elsewhere nobody would look for its port."""
+    if config.ray.address is None or config.router.resources:
+        return {}
+    here = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
+
+
+def reachable(url: str, node_host: str) -> str:
+    """Return a URL that a client can use: a server that listens on all addresses is reached at its node's."""
+    parts = urlsplit(url)
+    address = ip_address(parts.hostname or "")
+    return http_url(node_host, parts.port or 80) if address is not None and address.is_unspecified else url
 
 
 class RouterHandle(ActorHandle):
@@ -260,10 +288,12 @@ class RouterHandle(ActorHandle):
                 resources=dict(plan.config.router.resources),
                 runtime_env={"env_vars": _router_environment(plan.config)},
                 max_restarts=-1,
+                **_beside_this_process(plan.config),
             )
             .remote(ROUTER_SERVICE, "ridgeline::router")
         )
         super().__init__("router", actor, plan.config)
+        self._plan = plan
         self._settings = plan.router_settings()
         self._hardware: dict[Pool, PoolHardware] = {}
 
@@ -271,6 +301,7 @@ class RouterHandle(ActorHandle):
         """Have it import what is slow to import, while the engines load. Raises DeploymentFailed."""
         await self.find_place()
         await self.begin()
+        self._settings = replace(self._settings, model_path=await self.model_path(self._plan))
         await self.call("prepare", self._settings)
 
     async def serve(self, addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
@@ -278,7 +309,7 @@ class RouterHandle(ActorHandle):
         self._hardware = hardware
         url = str(await self.call("serve", addresses, hardware))
         self._settings = replace(self._settings, port=urlsplit(url).port or self._settings.port)
-        return url
+        return reachable(url, LOOPBACK if self._place is None else self._place.host)
 
     async def start_again(self, addresses: list[str]) -> None:
         """After `end`: wait for the new process and serve there as before. Raises DeploymentFailed."""

@@ -47,6 +47,19 @@ SERVER_VARIABLES: Final = frozenset(
 )
 SERVER_PREFIXES: Final = ("CUSTOM_FASTAPI_", "SAGEMAKER_", "UVICORN_")
 
+FORWARDED_PREFIXES: Final = ("HF_", "NCCL_", "UCX_", "GLOO_")
+FORWARDED: Final = frozenset({"HUGGING_FACE_HUB_TOKEN"})
+
+
+def forwarded_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that every node of a joined cluster must have as the shell of `serve` has them.
+
+    They say how a model is downloaded and which network libraries use; a Ray that is started here inherits them.
+    """
+    return {
+        name: value for name, value in environment.items() if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+    }
+
 
 def server_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     """List the variables that are set and would change the server."""

@@ -10,11 +10,13 @@ import gc
 import logging
 import os
 import signal
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
+from cluster.node_address import address_here
 from cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
 from contracts.vocabulary import Health, Pool
 from engine.config import EngineConfig, HostSettings
@@ -61,7 +63,23 @@ class WorkerReady:
     """Files that its processes have made, which must not outlive them."""
 
 
-class WorkerService:
+class _Service:
+    """What both kinds of service can be asked on their node."""
+
+    async def prepare_model(self, path_or_name: str) -> str:
+        """Return what to load as the model on this node, where the default model is made if need be.
+
+        Raises ModelError, which names the node.
+        """
+        from cluster.model_store import ModelError, prepare_model
+
+        try:
+            return str(await asyncio.to_thread(prepare_model, path_or_name))
+        except ModelError as error:
+            raise ModelError(f"on {socket.gethostname()}: {error}") from error
+
+
+class WorkerService(_Service):
     """One engine, the handlers of its pool, one data-plane server."""
 
     OFF_LOOP: frozenset[str] = frozenset()
@@ -82,6 +100,7 @@ class WorkerService:
         from engine.vllm_workarounds.cores import BIND_VARIABLE, bind_list
         from worker_runtime.host import WorkerHost
 
+        config = replace(config, transfer=replace(config.transfer, host=address_here(config.transfer.host)))
         if config.transfer.tls is not None:
             config.transfer.tls.check()  # on this node, before the engine takes its half minute
         engine = VllmEngine(config)
@@ -118,7 +137,7 @@ class WorkerService:
             self._host = None
 
 
-class RouterService:
+class RouterService(_Service):
     """The router: the HTTP front end."""
 
     OFF_LOOP = frozenset({"failure"})

@@ -53,22 +53,26 @@ class NoticeBoard:
 async def with_notice(
     deltas: AsyncGenerator[TokenDelta, None], notice: asyncio.Future[Notice]
 ) -> AsyncGenerator[TokenDelta | Notice, None]:
-    """Yield the deltas, with the notice in between if it comes; end with the deltas."""
-    while True:
-        following = asyncio.ensure_future(anext(deltas))
-        try:
-            if not notice.done():
-                await asyncio.wait((following, notice), return_when=asyncio.FIRST_COMPLETED)
-                if notice.done() and not notice.cancelled():
-                    yield notice.result()
-            delta = await following
-        except StopAsyncIteration:
-            return
-        finally:
-            if not following.done():
-                following.cancel()
-                with suppress(asyncio.CancelledError):
-                    await following
-            elif not following.cancelled():
-                following.exception()  # the caller has left; asyncio would log an exception that nobody retrieves
+    """Yield the deltas, and the notice before the first one if it comes until then; end with the deltas.
+
+    Later there is nothing to be told: prefill makes one token, and decode's first one shows that it has the KV. So only
+    the first delta costs a task.
+    """
+    first = asyncio.ensure_future(anext(deltas))
+    try:
+        await asyncio.wait((first, notice), return_when=asyncio.FIRST_COMPLETED)
+        if notice.done() and not notice.cancelled():
+            yield notice.result()
+        delta = await first
+    except StopAsyncIteration:
+        return
+    finally:
+        if not first.done():
+            first.cancel()
+            with suppress(asyncio.CancelledError):
+                await first
+        elif not first.cancelled():
+            first.exception()  # the caller has left; asyncio would log an exception that nobody retrieves
+    yield delta
+    async for delta in deltas:
         yield delta

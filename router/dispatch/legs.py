@@ -8,20 +8,22 @@ reaches it with the last blocks. If that fails, the leg begins again after prefi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 
 import msgspec
 
 from contracts.errors import HandoffLost, WorkerDraining, WorkerLost
 from contracts.handoff import KvHandoff
-from contracts.tasks import TokenDelta
+from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import Pool
 from router.dispatch.request import Attempt
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.policy import DECODE_SCORER, Rerouted, blocks_needed, pick, prompt_blocks, room_to_overlap
 from router.fleet.worker import PromptReservation
 from router.flow.prompt_queue import PromptQueue, PromptTurn
+from worker_runtime.client import OnDelta, WorkerClient
 
 ReleaseHandoff = Callable[[KvHandoff, float], None]
 """Tells the prefill worker, in the background and after this many seconds, that a hand-off will not be fetched."""
@@ -54,7 +56,7 @@ class Legs:
     async def whole(self, attempt: Attempt, pool: Pool, recompute_reason: str) -> None:
         """Run the whole request on one worker of a pool, with the reason why prefill did not compute the prompt."""
         async with self._turn(pool, attempt, decodes_here=True) as turn:
-            leg = turn.worker.client.generate(attempt.whole_task(recompute_reason))
+            leg = partial(turn.worker.client.run_task, attempt.whole_task(recompute_reason))
             await self._stream(leg, pool, attempt, turn)
 
     async def split(self, attempt: Attempt) -> None:
@@ -81,7 +83,7 @@ class Legs:
             if not self._overlap or not room_to_overlap(decode.worker.load(), growing.num_blocks):
                 progress.metrics.overlapped.labels("no_room" if self._overlap else "off").inc()
                 return
-            early = OverlappedLeg(decode.worker.client.generate(attempt.decode_task(growing)))
+            early = OverlappedLeg(decode.worker.client, attempt.decode_task(growing))
 
         try:
             first = await self._prefill(decode, attempt, begin_early)
@@ -108,21 +110,25 @@ class Legs:
     async def _prefill(self, decode: _Decode, attempt: Attempt, begin_early: Callable[[KvHandoff], None]) -> TokenDelta:
         """Return the leg's last delta; call `begin_early` before that, once the growing hand-off can be fetched."""
         progress = attempt.progress
+        made: list[TokenDelta] = []
         async with self._turn("prefill", attempt, decodes_here=False) as turn:
+
+            def take(delta: TokenDelta) -> bool:
+                if delta.handoff is not None and not delta.handoff.complete:
+                    begin_early(delta.handoff)
+                    return False
+                made.append(delta)
+                progress.timeline.prefill_timing = delta.timing
+                turn.prompt_done()
+                return True
+
             try:
                 decode.choose(turn)
             except (WorkerLost, WorkerDraining, Rerouted):
                 progress.advance("queued")
                 raise
-            async with aclosing(turn.worker.client.generate(attempt.prefill_task())) as deltas:
-                async for delta in deltas:
-                    if delta.handoff is not None and not delta.handoff.complete:
-                        begin_early(delta.handoff)
-                        continue
-                    progress.timeline.prefill_timing = delta.timing
-                    turn.prompt_done()
-                    return delta
-        raise AssertionError("a prefill leg ends with one delta or an error")
+            await turn.worker.client.run_task(attempt.prefill_task(), take)
+        return made[0]
 
     async def _hand_over(
         self, decode: _Decode, attempt: Attempt, handoff: KvHandoff, early: OverlappedLeg | None
@@ -132,31 +138,36 @@ class Legs:
         if early is not None:
             try:
                 progress.timeline.overlapped = True
-                fetched = await self._stream(early.deltas(), "decode", attempt, decode.counted)
+                fetched = await self._stream(early.pass_on, "decode", attempt, decode.counted)
                 progress.metrics.overlapped.labels("ok").inc()
                 return fetched
             except HandoffLost as lost:
                 progress.timeline.overlapped = False
                 progress.metrics.overlapped.labels(lost.reason).inc()
-        return await self._stream(decode.worker.client.generate(task), "decode", attempt, decode.counted)
+        leg = partial(decode.worker.client.run_task, task)
+        return await self._stream(leg, "decode", attempt, decode.counted)
 
     async def _stream(
         self,
-        leg: AsyncGenerator[TokenDelta, None],
+        leg: Callable[[OnDelta], Awaitable[None]],
         pool: Pool,
         attempt: Attempt,
         counted: PromptTurn | PromptReservation,
     ) -> bool:
         """Stream one decode leg on a worker of `pool`. Returns whether it made a token, and so has the KV."""
         progress, produced = attempt.progress, False
-        async with aclosing(leg) as deltas:
-            async for delta in deltas:
+
+        def send(delta: TokenDelta) -> bool:
+            nonlocal produced
+            if not produced:
                 produced = True
                 progress.advance("decoding")
                 counted.prompt_done()
+            if delta.timing is not None:
                 progress.timeline.decode_reported(delta.timing)
-                if progress.send(delta, pool):
-                    break
+            return progress.send(delta, pool)
+
+        await leg(send)
         return produced
 
 
@@ -201,23 +212,31 @@ class _Decode:
 
 
 class OverlappedLeg:
-    """A decode leg that begins while its prompt is still computed; its first delta is awaited in the background."""
+    """A decode leg that begins while its prompt is still computed; what it makes until then is kept."""
 
-    def __init__(self, leg: AsyncGenerator[TokenDelta, None]) -> None:
-        self._leg = leg
-        self._first = asyncio.ensure_future(anext(leg))
+    def __init__(self, client: WorkerClient, task: GenerateTask) -> None:
+        self._kept: list[TokenDelta] = []
+        self._on_delta: OnDelta | None = None
+        self._leg = asyncio.create_task(client.run_task(task, self._take), name=task.request_id)
 
-    async def deltas(self) -> AsyncGenerator[TokenDelta, None]:
-        """Yield all of the leg's deltas. Raises HandoffLost before the first one if the overlap failed."""
-        yield await asyncio.shield(self._first)
-        async for delta in self._leg:
-            yield delta
+    def _take(self, delta: TokenDelta) -> bool:
+        if self._on_delta is not None:
+            return self._on_delta(delta)
+        self._kept.append(delta)
+        return False
+
+    async def pass_on(self, on_delta: OnDelta) -> None:
+        """Pass on what was kept and all that follows. Raises HandoffLost before any delta if the overlap failed."""
+        for delta in self._kept:
+            if on_delta(delta):
+                return
+        self._on_delta = on_delta
+        await asyncio.shield(self._leg)
 
     async def close(self) -> None:
         """End the leg, which aborts it on the worker unless it has finished."""
-        if not self._first.done():  # else do not yield: the answer is out, and its consumer may cancel us now
-            self._first.cancel()
-            await asyncio.wait((self._first,))
-        if not self._first.cancelled():
-            self._first.exception()  # already reported, or no longer of interest
-        await self._leg.aclose()
+        if not self._leg.done():
+            self._leg.cancel()
+            await asyncio.wait((self._leg,))
+        if not self._leg.cancelled():
+            self._leg.exception()  # already reported, or no longer of interest

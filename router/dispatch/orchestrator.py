@@ -82,13 +82,15 @@ class Orchestrator:
         )
         outcome: Outcome = "failed"
         limit_s = min(request.timeout_s or self._settings.request_deadline_s, self._settings.request_deadline_s)
+        progress = RequestProgress(emit, timeline, metrics)
         self.in_flight += not request.canary
         try:
             async with asyncio.timeout(limit_s):
-                await self._until_answered(request, RequestProgress(emit, timeline, metrics))
+                await self._until_answered(request, progress)
             outcome = "finished"
         except asyncio.CancelledError:
-            outcome = "cancelled"
+            # The client may have read the last token, and gone, before this task was woken after it.
+            outcome = "finished" if progress.ended else "cancelled"
             raise
         except TimeoutError as error:
             raise DeadlineExceeded(

@@ -75,18 +75,24 @@ class FairQueue(Generic[T]):
         self._clients: dict[str, _Client[T]] = {}
         """The clients with prompts waiting."""
         self._turns: deque[str] = deque()
+        self._prompts = 0
+        self._tokens = 0
+        self._beyond_tokens: dict[str, int] = {}
+        """Of clients with more waiting than one quantum or prompt: how many tokens more. With hundreds of clients these
+        are few, and only they need to be looked at one by one."""
 
     def __len__(self) -> int:
-        return len(self._urgent) + sum(len(client.entries) for client in self._clients.values())
+        return self._prompts
 
     @property
     def tokens(self) -> int:
         """Number of waiting prompt tokens."""
-        return sum(entry.tokens for entry in self._urgent) + sum(client.tokens for client in self._clients.values())
+        return self._tokens
 
     def push(self, client: str, tokens: int, item: T, *, urgent: bool = False) -> Entry[T]:
         """Add a prompt. Urgent ones go before all others, in order; they must be small and few."""
         entry = Entry(client, tokens, item, urgent)
+        self._count(1, tokens)
         if urgent:
             self._urgent.append(entry)
             return entry
@@ -95,6 +101,7 @@ class FairQueue(Generic[T]):
             self._turns.append(client)
         self._clients[client].entries.append(entry)
         self._clients[client].tokens += tokens
+        self._note_beyond(client)
         return entry
 
     def peek(self, eligible: Callable[[str], bool] = _everybody) -> Entry[T] | None:
@@ -110,7 +117,9 @@ class FairQueue(Generic[T]):
         A client that is skipped does not save up tokens for that.
         """
         if self._urgent:
-            return self._urgent.popleft()
+            entry = self._urgent[0]
+            self.remove(entry)
+            return entry
         found = self._next(eligible)
         if found is None:
             raise IndexError("none waits that may go")
@@ -152,15 +161,31 @@ class FairQueue(Generic[T]):
         if entry.urgent:
             if entry in self._urgent:
                 self._urgent.remove(entry)
+                self._count(-1, -entry.tokens)
             return
         client = self._clients.get(entry.client)
         if client is None or entry not in client.entries:
             return
         client.entries.remove(entry)
         client.tokens -= entry.tokens
+        self._count(-1, -entry.tokens)
         if not client.entries:  # its savings are lost: only waiting clients have credit
             del self._clients[entry.client]
             self._turns.remove(entry.client)
+        self._note_beyond(entry.client)
+
+    def _count(self, prompts: int, tokens: int) -> None:
+        self._prompts += prompts
+        self._tokens += tokens
+
+    def _note_beyond(self, name: str) -> None:
+        """Note by how much a client, whose prompts have changed, has more waiting than one quantum or prompt."""
+        client = self._clients.get(name)
+        beyond = 0 if client is None else client.tokens - max(self._quantum_tokens, client.entries[0].tokens)
+        if beyond > 0:
+            self._beyond_tokens[name] = beyond
+        else:
+            self._beyond_tokens.pop(name, None)
 
     def tokens_ahead(self, client: str, tokens: int) -> int:
         """Estimate how many waiting tokens would be popped before a prompt of `tokens` that `client` sends now.
@@ -169,9 +194,6 @@ class FairQueue(Generic[T]):
         prompt.
         """
         own = self._clients[client].tokens if client in self._clients else 0
-        others = (
-            min(other.tokens, own + tokens + max(self._quantum_tokens, other.entries[0].tokens))
-            for name, other in self._clients.items()
-            if name != client
-        )
-        return sum(entry.tokens for entry in self._urgent) + own + sum(others)
+        # Of the rest of the others, what is beyond one quantum or prompt counts only as far as our own tokens go.
+        not_ahead = sum(max(0, beyond - own - tokens) for name, beyond in self._beyond_tokens.items() if name != client)
+        return self._tokens - not_ahead

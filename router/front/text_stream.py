@@ -39,6 +39,7 @@ class TextSink:
         self._conversion: asyncio.Task[None] | None = None
         self._held: list[TokenDelta] = []
         self._cached_tokens: int | None = None
+        self._began = False
         self._stopped = False
 
     def emit(self, delta: TokenDelta) -> bool:
@@ -50,13 +51,16 @@ class TextSink:
             self._cached_tokens = delta.num_cached_tokens
         if not delta.token_ids and not delta.finished:
             return False
-        if self._conversion is None and sum(len(one.token_ids) for one in self._prompt_logprobs) > SLICE_ENTRIES:
+        if self._prompt_logprobs and self._conversion is None and self._takes_slices():
             self._conversion = asyncio.create_task(self._convert(), name=f"{self._sequence.request_id}-prompt-logprobs")
         if self._conversion is not None and not self._conversion.done():
             self._held.append(delta)
         else:
             self._process(delta)
         return self._stopped
+
+    def _takes_slices(self) -> bool:
+        return sum(len(one.token_ids) for one in self._prompt_logprobs) > SLICE_ENTRIES
 
     async def flushed(self) -> None:
         """Wait until no delta is held back."""
@@ -93,10 +97,12 @@ class TextSink:
             new_token_ids=delta.token_ids,
             finish_reason=_FINISH[delta.finish_reason] if delta.finish_reason else None,
             stop_reason=delta.stop_reason,
-            prefill_stats=PrefillStats(
-                num_prompt_tokens=len(self._sequence.prompt_token_ids), num_cached_tokens=self._cached_tokens or 0
-            ),
         )
+        if not self._began:  # vLLM reads them from the first output only
+            self._began = True
+            output.prefill_stats = PrefillStats(
+                num_prompt_tokens=len(self._sequence.prompt_token_ids), num_cached_tokens=self._cached_tokens or 0
+            )
         if delta.logprobs:
             output.new_logprobs = logprobs.unpack_sampled(delta.logprobs, self._params.num_logprobs or 0)
         if self._prompt_logprobs:

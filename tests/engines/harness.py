@@ -25,6 +25,7 @@ from contracts.tasks import GenerateTask, PositionLogprobs
 from contracts.workers import WorkerDescription, WorkerStatus
 from engine.request import sampling
 from tests.support import ties
+from tests.support.task_deltas import task_deltas
 from worker_runtime.client import WorkerClient
 
 Figure = Callable[[str], None]
@@ -159,7 +160,7 @@ class Engines:
     async def run(self, worker: WorkerClient, **task: Any) -> tuple[Answer, KvHandoff | None]:
         """One leg on one worker."""
         answer, handoff = Answer(), None
-        async for delta in worker.generate(GenerateTask(request_id=f"test-{next(self._ids)}", **task)):
+        async for delta in task_deltas(worker, GenerateTask(request_id=f"test-{next(self._ids)}", **task)):
             answer.token_ids += delta.token_ids
             answer.logprobs += delta.logprobs or []
             answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from cluster.deployments.names import Place
 from cluster.runtime.service_process.launch import PRELOADED
 
 REPOSITORY = Path(__file__).parents[2]
@@ -108,7 +111,8 @@ class Serve:
 def serving(*arguments: str) -> Iterator[Serve]:
     """`ridgeline serve` on the shipped configuration; whatever the test did, nothing of it runs afterwards."""
     without_parent = {name: value for name, value in os.environ.items() if name != PRELOADED}  # it makes one of its own
-    command = [str(RIDGELINE), "serve", "-c", "deploy/local.yaml", "--port", "0", *arguments]
+    name = f"test-{secrets.token_hex(4)}"  # several may run at a time, and beside one that is no test
+    command = [str(RIDGELINE), "serve", "-c", "deploy/local.yaml", "--port", "0", "--name", name, *arguments]
     process = subprocess.Popen(
         command,
         cwd=REPOSITORY,
@@ -129,6 +133,7 @@ def serving(*arguments: str) -> Iterator[Serve]:
             family = descendants(process.pid)
             process.kill()
         process.wait(10)
+        shutil.rmtree(Place(name).folder, ignore_errors=True)
         for member in family:
             if member.is_running():
                 member.kill()

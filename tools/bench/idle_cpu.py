@@ -10,6 +10,7 @@ usage: python -m tools.bench.idle_cpu [--config deploy/local.yaml] [--threads 25
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -130,7 +131,7 @@ def show(before: Sample, after: Sample, num_threads: int, console: Console) -> f
 def serving(config: str, settings: list[str], log: TextIO) -> Iterator[tuple[psutil.Process, str]]:
     """Run `ridgeline serve` until the block ends; yield its process and its URL."""
     ridgeline = str(Path(sys.executable).with_name("ridgeline"))
-    command = [ridgeline, "serve", "--config", config, "--set", "server.port=0"]
+    command = [ridgeline, "serve", "--config", config, "--set", "server.port=0", "--name", f"idle-{os.getpid()}"]
     for setting in settings:
         command += ["--set", setting]
     with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:

@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from setproctitle import setproctitle
 
 from cluster.runtime.service_process.calls import CallServer, receive
@@ -89,7 +90,7 @@ def run(sock: socket.socket) -> None:
         _take_over(start, socket.recv_fds(sock, 1, 2)[1])
         ends = EndsWithParent(sock)
         os.register_at_fork(before=ends.before, after_in_child=ends.after)
-        asyncio.run(_serve(sock, _made(start.service)))
+        uvloop.run(_serve(sock, _made(start.service)))
     except EOFError:
         pass  # the actor has ended before it asked for anything
     except BaseException:  # noqa: BLE001 - in a fork there is nobody above to report to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Final
 
@@ -70,11 +71,12 @@ class _CountedBody:
         await self.refuse_length(more_to_come=more)
         return {"type": "http.disconnect"}
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Pass the app's answer on."""
-        if not self.refused:
-            self._answering = True
-            await self._send(message)
+        if self.refused:
+            return _nothing()
+        self._answering = True
+        return self._send(message)
 
     async def refuse_length(self, *, more_to_come: bool = True) -> None:
         """Refuse a body that is too long, with 413."""
@@ -113,3 +115,7 @@ def announced_bytes(scope: Scope) -> int:
     """Return the announced length; 0 if there is none (the body is then counted) or if it is not a number."""
     announced = [value for name, value in scope["headers"] if name == b"content-length"]
     return max((int(value) for value in announced if value.isdigit()), default=0)
+
+
+async def _nothing() -> None:
+    """Drop a message."""

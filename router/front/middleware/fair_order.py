@@ -6,7 +6,7 @@ the cost of taking them in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from router.flow.admission_rules import Refused
 from router.flow.held_bodies import HeldBodies
@@ -87,9 +87,9 @@ class FairOrder:
         async with self._intake.turn(context.client) as turn:
             context.taken_in = turn.close
 
-            async def sending(message: Message) -> None:
+            def sending(message: Message) -> Awaitable[None]:
                 turn.close()
-                await send(message)
+                return send(message)
 
             await self._app(scope, receive, sending)
 

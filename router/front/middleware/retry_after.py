@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Final
 
@@ -21,10 +22,10 @@ class RetryAfter:
         """Serve one request by the ASGI protocol."""
         context = current()
 
-        async def sending(message: Message) -> None:
+        def sending(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start" and message["status"] in _RETRYABLE:
                 header = (b"retry-after", str(context.retry_after_s).encode())
                 message = {**message, "headers": [*message["headers"], header]}
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, sending)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 from types import FrameType
@@ -117,11 +117,11 @@ class EndedStreams:
         """Serve one request by the ASGI protocol."""
         streams = False
 
-        async def sending(message: Message) -> None:
+        def sending(message: Message) -> Awaitable[None]:
             nonlocal streams
             if message["type"] == "http.response.start":
                 streams = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, sending)

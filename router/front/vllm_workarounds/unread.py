@@ -91,9 +91,12 @@ class BoundedCollector(RequestOutputCollector):  # type: ignore[misc]
 
 
 def _bytes(output: RequestOutput) -> int:
-    entries = sum(len(position) for one in output.outputs for position in one.logprobs or () if position)
-    tokens = sum(len(one.token_ids) for one in output.outputs)
-    return TOKEN_BYTES * (tokens + 1) + LOGPROB_BYTES * entries
+    tokens, entries = 1, 0
+    for one in output.outputs:
+        tokens += len(one.token_ids)
+        if one.logprobs:
+            entries += sum(len(position) for position in one.logprobs if position)
+    return TOKEN_BYTES * tokens + LOGPROB_BYTES * entries
 
 
 async def watch(

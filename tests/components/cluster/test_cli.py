@@ -23,7 +23,7 @@ from loadtest.run.calibration import Load, Workers
 from loadtest.run_folder import RunFolder, Settled
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
-COMMANDS = ("serve", "doctor", "model", "roofline", "replay", "compare", "report", "bench")
+COMMANDS = ("serve", "status", "stop", "logs", "doctor", "model", "roofline", "replay", "compare", "report", "bench")
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(ridg
 
 
 def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(ridgeline, monkeypatch):
-    async def unfit(config, console):
+    async def unfit(config, console, *, detached):
         raise Unfit(["Free some memory.", "Use another port [8001]."])
 
     monkeypatch.setattr(cluster.commands.serve, "serve", unfit)

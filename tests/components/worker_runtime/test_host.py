@@ -23,6 +23,7 @@ from tests.support.clock import FakeClock
 from tests.support.fake_engine import FakeEngine, FakeStats, make_task
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, make_handoff, next_token
+from tests.support.task_deltas import task_deltas
 from worker_runtime.client import OPTIONS, SERVICE, WorkerClient, decoder, encode
 from worker_runtime.draining import kv_unneeded
 from worker_runtime.host import RouterSession, Undeliverable, WorkerHost
@@ -37,7 +38,7 @@ class Worker:
         self.engine, self.host, self.client = engine, host, client
 
     async def tokens(self, task) -> list[int]:
-        async with aclosing(self.client.generate(task)) as deltas:
+        async with aclosing(task_deltas(self.client, task)) as deltas:
             return [token async for delta in deltas for token in delta.token_ids]
 
 
@@ -134,7 +135,7 @@ async def call(channel: grpc.aio.Channel, name: str, message):
 async def test_a_task_streams_its_deltas_and_ends_with_one_that_says_why():
     async with serving(FakeEngine()) as worker:
         task = make_task(max_tokens=4)
-        async with aclosing(worker.client.generate(task)) as stream:
+        async with aclosing(task_deltas(worker.client, task)) as stream:
             deltas = [delta async for delta in stream]
         assert [delta.finished for delta in deltas] == [False, False, False, True]
         assert deltas[-1].finish_reason == "length"
@@ -144,7 +145,7 @@ async def test_a_task_streams_its_deltas_and_ends_with_one_that_says_why():
 
 async def test_a_hand_off_crosses_the_wire_unchanged():
     async with serving(FakeEngine("prefill"), PrefillHandler()) as worker:
-        async with aclosing(worker.client.generate(make_task(leg="prefill"))) as stream:
+        async with aclosing(task_deltas(worker.client, make_task(leg="prefill"))) as stream:
             [delta] = [delta async for delta in stream]
         assert delta.handoff == make_handoff(delta.handoff.handoff_id, 3)
 
@@ -153,7 +154,7 @@ async def test_a_hand_off_whose_request_is_aborted_between_the_engines_last_step
     engine = FakeEngine("prefill")
     engine.output_delay = asyncio.Event()
     async with serving(engine, PrefillHandler()) as worker:
-        stream = worker.client.generate(make_task(leg="prefill"))
+        stream = task_deltas(worker.client, make_task(leg="prefill"))
         first = asyncio.ensure_future(anext(stream))
         await eventually(lambda: engine.kept)  # the engine has finished: no abort of the request frees these blocks
         [handoff_id] = engine.kept
@@ -168,7 +169,7 @@ async def test_a_hand_off_that_was_told_is_the_routers_to_release():
     engine = FakeEngine("prefill")
     async with (
         serving(engine, PrefillHandler()) as worker,
-        aclosing(worker.client.generate(make_task(leg="prefill"))) as stream,
+        aclosing(task_deltas(worker.client, make_task(leg="prefill"))) as stream,
     ):
         assert [delta.handoff is not None async for delta in stream] == [True]
     assert engine.released == []
@@ -287,7 +288,7 @@ async def test_a_task_without_a_prompt_is_invalid():
 
 async def test_closing_a_stream_early_cancels_the_engines_request():
     async with serving() as worker:
-        async with aclosing(worker.client.generate(make_task(max_tokens=50))) as stream:
+        async with aclosing(task_deltas(worker.client, make_task(max_tokens=50))) as stream:
             first = asyncio.create_task(anext(stream))
             await eventually(lambda: worker.engine.running)
             worker.engine.step()
@@ -414,7 +415,7 @@ async def test_a_task_for_a_worker_that_is_not_connected_is_refused_at_once_and_
         with pytest.raises(WorkerLost, match=r"127\.0\.0\.1"):
             await worker.tokens(make_task("early"))
         assert sent == []
-        assert worker.client._streams == {}
+        assert worker.client._tasks == {}
 
 
 async def test_a_worker_that_is_not_there_is_lost_after_the_timeout_and_named():
@@ -496,7 +497,7 @@ async def test_a_draining_worker_takes_no_new_task_and_finishes_the_running_ones
 
 async def test_what_has_not_ended_when_the_time_for_draining_is_up_is_cut_off_after_its_tokens_and_says_why():
     async with serving() as worker:
-        async with aclosing(worker.client.generate(make_task(max_tokens=9))) as stream:
+        async with aclosing(task_deltas(worker.client, make_task(max_tokens=9))) as stream:
             first = asyncio.ensure_future(anext(stream))
             await eventually(lambda: worker.engine.running)
             worker.engine.step()
@@ -592,7 +593,7 @@ async def test_tasks_whose_router_is_gone_count_as_work_until_they_end():
     engine, clock = FakeEngine(stepping="manual"), FakeClock()
     engine.stats.stall = StallWatch(clock)
     async with serving(engine) as worker, connected(worker.host.address, "another") as other:
-        stream = asyncio.create_task(anext(other.generate(make_task())))
+        stream = asyncio.create_task(anext(task_deltas(other, make_task())))
         await eventually(lambda: engine.running)
         clock.now_s += 70.0
         worker.host._sessions.pop("another").abort(["r"])

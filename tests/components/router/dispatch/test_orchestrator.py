@@ -53,7 +53,7 @@ class FakeClient:
         self.tasks, self.closed_early, self.script = [], 0, script
         self._log, self._name = log, name
 
-    async def generate(self, task):
+    async def run_task(self, task, on_delta):
         self.tasks.append(task)
         self._log.append(f"{self._name} asked")
         ended = False
@@ -66,7 +66,8 @@ class FakeClient:
                     ended = True
                     raise step
                 ended = step.finished
-                yield step
+                if on_delta(step):
+                    break
         finally:
             self.closed_early += not ended
 
@@ -450,13 +451,13 @@ async def test_a_prefill_worker_that_always_fails_emits_nothing_and_asks_no_deco
 
 def once(client, first, *later):
     """The client plays `first` for its first task and `later` for the others."""
-    generate, scripts = client.generate, iter((first, *later))
+    run_task, scripts = client.run_task, iter((first, *later))
 
-    def another(task):
+    def another(task, on_delta):
         client.script = next(scripts)
-        return generate(task)
+        return run_task(task, on_delta)
 
-    client.generate = another
+    client.run_task = another
 
 
 async def test_the_next_attempt_is_told_what_the_client_has_and_the_pause_is_counted():
@@ -642,8 +643,10 @@ async def test_a_followed_answer_is_finished_when_its_consumer_cancels_right_aft
         return emit(delta)
 
     bench.emit = cancelling
-    await running
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert bench.count(path="disaggregated", outcome="finished") == 1
+    assert bench.count(path="disaggregated", outcome="cancelled") is None
 
 
 async def test_a_decode_worker_lost_while_the_prompt_waited_costs_nothing():

@@ -18,6 +18,7 @@ from tests.support.fake_engine import make_task
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, worker_description
 from tests.support.small_fleet import Done, a_fleet, hosts
+from tests.support.task_deltas import task_deltas
 from worker_runtime.host import WorkerHost
 
 
@@ -260,7 +261,7 @@ async def test_a_worker_whose_engine_failed_a_request_gets_no_other_before_it_ha
         started[0]._engine.error = EngineFailed("it died")
         asked.hang = {"decode-0"}
         with pytest.raises(EngineFailed):
-            await anext(worker.client.generate(make_task()))
+            await anext(task_deltas(worker.client, make_task()))
         assert not worker.load().takes_work
         assert worker.load().usable, "nobody is refused because of one that is asked"
         await eventually(lambda: asked["decode-0"])
@@ -330,13 +331,13 @@ async def test_a_worker_that_has_got_the_port_of_a_dead_one_is_not_taken_for_it(
         await dead.refresh()
         assert not dead.load().usable
         assert dead.unreached_s > 0.0, "what another one answers at its address does not count"
-        assert [task async for task in newcomer.client.generate(make_task(max_tokens=1))][-1].finished
+        assert [task async for task in task_deltas(newcomer.client, make_task(max_tokens=1))][-1].finished
 
 
 async def test_a_worker_that_the_fleet_has_is_not_attached_again_which_would_end_its_requests():
     async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         started[0]._engine._stepping = "manual"
-        leg = asyncio.ensure_future(anext(fleet.get("decode-0").client.generate(make_task())))
+        leg = asyncio.ensure_future(anext(task_deltas(fleet.get("decode-0").client, make_task())))
         await eventually(lambda: started[0]._engine.running)
         await fleet.replace(started[0].address, "actor_died")
         started[0]._engine.step()
@@ -383,7 +384,7 @@ async def test_a_request_on_a_worker_that_is_replaced_or_removed_is_told_that_it
     async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started:
         started[0]._engine._stepping = "manual"
         async with a_fleet([started[0].address]) as fleet:
-            leg = asyncio.ensure_future(anext(fleet.get("decode-0").client.generate(make_task())))
+            leg = asyncio.ensure_future(anext(task_deltas(fleet.get("decode-0").client, make_task())))
             await eventually(lambda: started[0]._engine.running)
             await fleet.remove("decode-0")
             with pytest.raises(WorkerLost, match="has left"):
@@ -402,13 +403,13 @@ async def test_a_call_under_way_when_its_worker_is_removed_fails_and_is_not_canc
     monkeypatch.setattr(WorkerHost, "_submit", never)
     async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         client = fleet.get("decode-0").client
-        leg = asyncio.ensure_future(anext(client.generate(make_task())))
+        leg = asyncio.ensure_future(anext(task_deltas(client, make_task())))
         await asked.wait()
         await fleet.remove("decode-0")
         with pytest.raises(WorkerLost, match="has left"):
             await leg
         with pytest.raises(WorkerLost, match="has left"):
-            await anext(client.generate(make_task("another")))
+            await anext(task_deltas(client, make_task("another")))
 
 
 async def test_a_worker_that_came_back_different_or_not_at_all_changes_nothing(monkeypatch):

@@ -25,6 +25,7 @@ from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, router_settings
 from tests.support.small_fleet import a_fleet, hosts
+from tests.support.task_deltas import task_deltas
 
 KEY = "an-admin-key"
 LOCAL = AdminAccess()
@@ -236,7 +237,7 @@ async def test_the_command_tells_what_is_held_until_the_worker_is_gone():
     two = {"prefill": LAYOUT, "prefill_1": LAYOUT, "decode": LAYOUT}
     async with admin(**two) as (_, started, fleet, app), listening(app) as url:
         started[0]._engine._stepping = "manual"
-        leg = asyncio.ensure_future(anext(fleet.get("prefill-0").client.generate(a_task(leg="prefill"))))
+        leg = asyncio.ensure_future(anext(task_deltas(fleet.get("prefill-0").client, a_task(leg="prefill"))))
         await eventually(lambda: started[0]._engine.running)
         console = Console(file=io.StringIO(), width=100)
         draining = asyncio.create_task(drain(url, "prefill-0", 5, force=False, admin_key_file=None, console=console))

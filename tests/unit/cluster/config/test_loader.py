@@ -66,7 +66,7 @@ def test_a_key_in_the_wrong_section_is_told_its_right_place():
 
 
 def test_a_key_like_no_other_is_answered_with_what_exists():
-    assert "the nearest are mode, fixed_mode, model" in only_problem_of(zzz="1")
+    assert "the nearest are name, mode, fixed_mode, model" in only_problem_of(zzz="1")
 
 
 def test_all_problems_are_reported_at_once(tmp_path):

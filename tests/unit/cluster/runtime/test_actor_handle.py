@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.config.loader import load_config
-from cluster.runtime.actor_handle import ActorHandle, DeploymentFailed, NoPlace
+from cluster.runtime.actor_handle import ActorHandle, DeploymentFailed, NoPlace, reachable
 
 
 class Silent:
@@ -43,3 +43,17 @@ def test_a_joined_cluster_is_given_the_time_its_nodes_need_to_boot():
     alone, joined = load_config().config, load_config(None, {"ray.address": "auto"}).config
     assert (alone.ray.patience_s, joined.ray.patience_s) == (120, 1800)
     assert load_config(None, {"ray.address": "auto", "ray.placement_timeout_s": "7"}).config.ray.patience_s == 7
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://0.0.0.0:8000", "http://10.0.0.7:8000"),
+        ("http://[::]:8000", "http://10.0.0.7:8000"),
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+        ("http://a-node.example:80", "http://a-node.example:80"),
+    ],
+)
+def test_a_server_on_all_addresses_is_told_at_its_nodes(url, told):
+    assert reachable(url, "10.0.0.7") == told

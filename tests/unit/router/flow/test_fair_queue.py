@@ -241,3 +241,30 @@ def test_tokens_ahead_are_ones_own_and_a_fair_share_of_the_others():
     assert queue.tokens_ahead("flood", 100) == 40_300
     queue.push("canary", 40, None, urgent=True)
     assert queue.tokens_ahead("new", 100) == 40 + 300 + 2400
+
+
+@given(
+    waiting=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 3000), st.booleans()), max_size=25),
+    pops=st.integers(0, 12),
+    asked=st.tuples(st.sampled_from("abcz"), st.integers(1, 3000)),
+)
+def test_sums_that_are_kept_are_those_of_the_prompts_that_wait(waiting, pops, asked):
+    queue = FairQueue(QUANTUM)
+    here = [queue.push(client, tokens, None, urgent=urgent) for client, tokens, urgent in waiting]
+    for _ in range(min(pops, len(here))):
+        here.remove(queue.pop())
+    if here:
+        queue.remove(entry := here.pop())
+        queue.remove(entry)
+
+    client, tokens = asked
+    each = {}
+    for entry in here:
+        if not entry.urgent:
+            each.setdefault(entry.client, []).append(entry.tokens)
+    own = sum(each.pop(client, []))
+    urgent = sum(entry.tokens for entry in here if entry.urgent)
+    others = sum(min(sum(theirs), own + tokens + max(QUANTUM, theirs[0])) for theirs in each.values())
+
+    assert (len(queue), queue.tokens) == (len(here), sum(entry.tokens for entry in here))
+    assert queue.tokens_ahead(client, tokens) == urgent + own + others

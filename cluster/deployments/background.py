@@ -1,0 +1,139 @@
+"""`ridgeline serve --detach`, `status`, `stop` and `logs`: deployments that outlive the terminal they were started in.
+
+Called by `cluster.cli`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.deployments.names import AlreadyRunning, Place, State, running, taken
+
+LOOK_EVERY_S = 0.2
+SAY_EVERY_S = 10.0
+DETACHED = "--detached-child"
+"""Hidden option of `serve`: the process that `--detach` has started, whose output goes to the log."""
+
+
+class NotRunning(RuntimeError):
+    """There is no such deployment on this machine, or it ended before it was ready."""
+
+
+def detach(name: str, arguments: Sequence[str], console: Console) -> None:
+    """Start `ridgeline serve` with these arguments in a session of its own and return when it is ready.
+
+    What it prints until then is printed here too. Raises AlreadyRunning, and NotRunning if it ends before it is ready.
+    """
+    place = Place(name)
+    if (state := place.state()) is not None:
+        raise AlreadyRunning(taken(name, state))
+    place.folder.mkdir(parents=True, exist_ok=True)
+    with place.log.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", "serve", *arguments, DETACHED],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _until_ready(place, process, console)
+    except KeyboardInterrupt:
+        console.print(
+            f"it goes on starting without this terminal: `ridgeline status`, `ridgeline logs --name {name} --follow`, "
+            f"`ridgeline stop --name {name}`",
+            highlight=False,
+        )
+
+
+def _until_ready(place: Place, process: subprocess.Popen[bytes], console: Console) -> None:
+    with place.log.open() as lines:
+        while True:
+            ended = process.poll() is not None
+            for line in lines:  # those that have come since the last time
+                console.out(line, highlight=False, end="")
+            if ended:
+                raise NotRunning(f"it ended with status {process.returncode} before it was ready; see {place.log}")
+            state = place.state()
+            if state is not None and state.phase == "ready":
+                break
+            time.sleep(LOOK_EVERY_S)
+    console.print(
+        f"{place.name} runs without this terminal (process {process.pid}): ridgeline status, logs --follow, stop",
+        highlight=False,
+    )
+
+
+def status(console: Console) -> None:
+    """Print a table of all deployments that run on this machine."""
+    found = running()
+    if not found:
+        console.print("no deployment runs on this machine")
+        return
+    table = Table("name", "state", "URL", "process", "since", "output")
+    for name, state in found.items():
+        output = str(Place(name).log) if state.detached else "its terminal"
+        table.add_row(name, state.phase, state.url, str(state.pid), state.began, output)
+    console.print(table)
+
+
+def stop(name: str, *, now: bool, console: Console) -> None:
+    """Have a deployment drain and end, and return once it has. Raises NotRunning.
+
+    With `now` it does not wait for running requests.
+    """
+    place, state = Place(name), _state_of(name)
+    began_s = said_s = time.monotonic()
+    os.kill(state.pid, signal.SIGTERM)
+    console.print(f"{name} (process {state.pid}) drains and ends", highlight=False)
+    hurried = False
+    while (state_now := place.state()) is not None and state_now.pid == state.pid:
+        if now and not hurried and state_now.phase == "draining":
+            os.kill(state.pid, signal.SIGTERM)
+            hurried = True
+        time.sleep(LOOK_EVERY_S)
+        if time.monotonic() - said_s >= SAY_EVERY_S:
+            said_s = time.monotonic()
+            console.print(f"  {said_s - began_s:.0f} s: still {state_now.phase}", highlight=False)
+    console.print(f"{name} has ended", highlight=False)
+
+
+def logs(name: str, *, follow: bool, console: Console) -> None:
+    """Print what a detached deployment has printed, and with `follow` what it prints, until it ends.
+
+    Raises NotRunning if there is nothing to print.
+    """
+    place = Place(name)
+    state = place.state()
+    if state is not None and not state.detached:
+        raise NotRunning(f"{name} was not detached: its output is in its terminal (process {state.pid})")
+    if not place.log.exists():
+        raise NotRunning(f"no deployment named {name!r} has been detached on this machine{_others()}")
+    with place.log.open() as lines:
+        while True:
+            alive = follow and place.state() is not None
+            for line in lines:
+                console.out(line, highlight=False, end="")
+            if not alive:
+                return
+            time.sleep(LOOK_EVERY_S)
+
+
+def _state_of(name: str) -> State:
+    state = Place(name).state()
+    if state is None:
+        raise NotRunning(f"no deployment named {name!r} runs on this machine{_others()}")
+    return state
+
+
+def _others() -> str:
+    names = ", ".join(running())
+    return f"; these do: {names}" if names else ""

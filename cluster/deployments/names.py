@@ -1,0 +1,137 @@
+"""Which `ridgeline serve` processes run on this machine, by name, and what they are doing.
+
+Each has a folder, `~/.local/state/ridgeline/NAME` (XDG_STATE_HOME), whose lock its process holds: the lock is free
+again however the process ends. Written by `cluster.commands.serve`; read by `cluster.deployments.background`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+
+Phase = Literal["starting", "ready", "draining"]
+_LOCK, _STATE, _LOG = "lock", "state.json", "serve.log"
+READ_WITHIN_S = 1.0
+READ_AGAIN_S = 0.02
+
+
+class AlreadyRunning(RuntimeError):
+    """A deployment of this name runs on this machine; the message names the fix."""
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What a serving process says about itself."""
+
+    pid: int
+    began: str
+    """The date and time of its start, with the zone."""
+    phase: Phase = "starting"
+    url: str = ""
+    """Where it serves, once it is ready."""
+    detached: bool = False
+    """Whether its output goes to the log instead of to a terminal."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of one name."""
+
+    name: str
+
+    @property
+    def folder(self) -> Path:
+        """The folder, which need not exist."""
+        home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return Path(home) / "ridgeline" / self.name
+
+    @property
+    def log(self) -> Path:
+        """The file with the output of the last one that was detached."""
+        return self.folder / _LOG
+
+    @contextmanager
+    def held(self, *, detached: bool = False) -> Iterator[Held]:
+        """Hold the name while the block runs. Raises AlreadyRunning if another process holds it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / _LOCK).open("a") as lock:
+            self._take(lock)
+            began = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            held = Held(self.folder / _STATE, State(pid=os.getpid(), began=began, detached=detached))
+            held.tell(phase="starting")
+            try:
+                yield held
+            finally:
+                with suppress(FileNotFoundError):
+                    (self.folder / _STATE).unlink()
+
+    def _take(self, lock: IO[str]) -> None:
+        give_up_s = time.monotonic() + READ_WITHIN_S
+        while True:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:  # held, or another process has just looked whether it is
+                if time.monotonic() > give_up_s:
+                    raise AlreadyRunning(taken(self.name, self.state())) from None
+                time.sleep(READ_AGAIN_S)
+
+    def state(self) -> State | None:
+        """Return what the process that holds the name says, or None if there is none."""
+        give_up_s = time.monotonic() + READ_WITHIN_S
+        while self._is_held():
+            with suppress(FileNotFoundError, msgspec.DecodeError):
+                return msgspec.json.decode((self.folder / _STATE).read_bytes(), type=State)
+            if time.monotonic() > give_up_s:
+                break
+            time.sleep(READ_AGAIN_S)  # it has the lock and has not written yet
+        return None
+
+    def _is_held(self) -> bool:
+        try:
+            with (self.folder / _LOCK).open("a") as lock:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+
+def taken(name: str, state: State | None) -> str:
+    """Say that a name is taken, by whom, and what to do."""
+    who = f" (process {state.pid}, started {state.began})" if state else ""
+    return (
+        f"a deployment named {name!r} runs on this machine already{who}: end it with `ridgeline stop --name {name}`, "
+        "or give this one another --name"
+    )
+
+
+class Held:
+    """A name that this process holds."""
+
+    def __init__(self, file: Path, state: State) -> None:
+        self._file = file
+        self._state = state
+
+    def tell(self, *, phase: Phase, url: str = "") -> None:
+        """Write what this process is doing now."""
+        self._state = msgspec.structs.replace(self._state, phase=phase, url=url or self._state.url)
+        unfinished = self._file.with_suffix(".tmp")
+        unfinished.write_bytes(msgspec.json.encode(self._state))
+        unfinished.replace(self._file)
+
+
+def running() -> dict[str, State]:
+    """Return all deployments that run on this machine, by name."""
+    folder = Place("").folder
+    places = [Place(path.name) for path in sorted(folder.iterdir())] if folder.is_dir() else []
+    states = {place.name: place.state() for place in places}
+    return {name: state for name, state in states.items() if state is not None}

@@ -1,0 +1,132 @@
+"""Encodes the chunks of streamed answers with msgspec. Installed by `router.front.app`.
+
+vLLM makes two pydantic models for each token, three in a chat, which check what vLLM itself has just written: a sixth
+of what a token costs the router. Its streaming functions get structs with the same fields here, which are encoded to
+the same bytes. Whatever is a pydantic model in a chunk (log-probabilities, usage, a chat's delta) stays one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET
+from pydantic import BaseModel
+from vllm.entrypoints.openai.chat_completion import protocol as chat_protocol
+from vllm.entrypoints.openai.chat_completion import serving as chat_serving
+from vllm.entrypoints.openai.completion import protocol as completion_protocol
+from vllm.entrypoints.openai.completion import serving as completion_serving
+
+
+def _model_as_json(value: Any) -> msgspec.Raw:
+    """Encode a pydantic model inside of a chunk, as it would be encoded in a pydantic chunk."""
+    if isinstance(value, BaseModel):
+        return msgspec.Raw(value.model_dump_json(exclude_unset=True).encode())
+    raise TypeError(f"a chunk cannot hold {type(value).__name__}")
+
+
+_encode: Final = msgspec.json.Encoder(enc_hook=_model_as_json).encode
+
+
+class _Chunk(msgspec.Struct, kw_only=True):
+    """What both kinds of chunk have in common; a field that has not been set is not encoded."""
+
+    id: Any = UNSET
+    object: Any = UNSET
+    created: Any = UNSET
+    model: Any = UNSET
+    choices: Any = UNSET
+    usage: Any = UNSET
+    system_fingerprint: Any = UNSET
+
+    def model_dump_json(self, *, exclude_unset: bool = False, exclude_none: bool = False) -> str:
+        """Encode the chunk as vLLM's model of it would; the last chunks, with other options, are left to the model."""
+        if exclude_unset and not exclude_none:
+            return _encode(self).decode()
+        text: str = self._as_model().model_dump_json(exclude_unset=exclude_unset, exclude_none=exclude_none)
+        return text
+
+    def _as_model(self) -> BaseModel:
+        raise NotImplementedError
+
+
+def _set_fields(struct: msgspec.Struct) -> dict[str, Any]:
+    values = ((name, getattr(struct, name)) for name in struct.__struct_fields__)
+    return {name: value for name, value in values if value is not UNSET}
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """The fields of vLLM's `CompletionResponseStreamChoice`."""
+
+    index: Any = UNSET
+    text: Any = UNSET
+    logprobs: Any = UNSET
+    finish_reason: Any = UNSET
+    stop_reason: Any = UNSET
+    prompt_token_ids: Any = UNSET
+    token_ids: Any = UNSET
+
+
+class CompletionChunk(_Chunk, kw_only=True):
+    """The fields of vLLM's `CompletionStreamResponse`."""
+
+    metrics: Any = UNSET
+
+    def _as_model(self) -> BaseModel:
+        fields = _set_fields(self)
+        choices = [completion_protocol.CompletionResponseStreamChoice(**_set_fields(one)) for one in self.choices]
+        made: BaseModel = completion_protocol.CompletionStreamResponse(**fields | {"choices": choices})
+        return made
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """The fields of vLLM's `ChatCompletionResponseStreamChoice`."""
+
+    index: Any = UNSET
+    delta: Any = UNSET
+    logprobs: Any = UNSET
+    finish_reason: Any = UNSET
+    stop_reason: Any = UNSET
+    token_ids: Any = UNSET
+
+    @property
+    def tool_calls(self) -> Any:
+        """The delta's. vLLM's filter for `parallel_tool_calls: false` takes what is not its own model for a delta."""
+        return self.delta.tool_calls
+
+    @tool_calls.setter
+    def tool_calls(self, calls: Any) -> None:
+        self.delta.tool_calls = calls
+
+
+class ChatChunk(_Chunk, kw_only=True):
+    """The fields of vLLM's `ChatCompletionStreamResponse`."""
+
+    prompt_token_ids: Any = UNSET
+    prompt_text: Any = UNSET
+    metrics: Any = UNSET
+
+    def _as_model(self) -> BaseModel:
+        fields = _set_fields(self)
+        choices = [chat_protocol.ChatCompletionResponseStreamChoice(**_set_fields(one)) for one in self.choices]
+        made: BaseModel = chat_protocol.ChatCompletionStreamResponse(**fields | {"choices": choices})
+        return made
+
+
+REPLACED: Final = {
+    completion_serving: {
+        "CompletionStreamResponse": CompletionChunk,
+        "CompletionResponseStreamChoice": CompletionChoice,
+    },
+    chat_serving: {
+        "ChatCompletionStreamResponse": ChatChunk,
+        "ChatCompletionResponseStreamChoice": ChatChoice,
+    },
+}
+"""For each of vLLM's streaming modules, the names that it gets other classes for."""
+
+
+def install() -> None:
+    """Give vLLM's streaming functions the structs. Installing them again changes nothing."""
+    for module, classes in REPLACED.items():
+        vars(module).update(classes)

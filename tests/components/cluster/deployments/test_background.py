@@ -1,0 +1,133 @@
+"""Deployments without a terminal: what is said of one that ends early, of none, and of one that was not detached."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from cluster.deployments.names import Place
+
+SERVES = """
+import signal, sys, threading
+from cluster.deployments.names import Place
+name, detached = sys.argv[1], sys.argv[2] == "detached"
+stop, hurry = threading.Event(), threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: (hurry if stop.is_set() else stop).set())
+with Place(name).held(detached=detached) as held:
+    held.tell(phase="ready", url="http://127.0.0.1:1")
+    print("ready", flush=True)
+    while not stop.wait(0.02): pass
+    held.tell(phase="draining")
+    print("draining", flush=True)
+    if sys.argv[3] == "slow":
+        while not hurry.wait(0.02): pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def _a_home_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def ridgeline():
+    def run(*args):
+        result = CliRunner().invoke(app, list(args))
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+    return run
+
+
+@pytest.fixture
+def serves():
+    """Start a process that behaves like `ridgeline serve`, with its output in the log."""
+    started = []
+
+    def start(name, detached="detached", end="quick"):
+        place = Place(name)
+        place.folder.mkdir(parents=True)
+        with place.log.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", SERVES, name, detached, end], stdout=log, env=os.environ.copy()
+            )
+        started.append(process)
+        while "ready" not in place.log.read_text():
+            assert process.poll() is None
+        threading.Thread(target=process.wait, daemon=True).start()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def test_one_that_ends_before_it_is_ready_shows_its_own_words_and_is_an_error(ridgeline, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["ridgeline", "serve", "--detach", "--set", "pools.prefill.workers=500"])
+    status, output, error = ridgeline("serve", "--detach", "--set", "pools.prefill.workers=500")
+    assert status == 1
+    assert "error: " in output
+    assert "pools.prefill" in " ".join(output.split())
+    assert f"before it was ready; see {Place('ridgeline').log}".replace(" ", "") in error.replace(" ", "")
+
+
+def test_a_second_one_of_the_same_name_is_refused(ridgeline, serves):
+    process = serves("ridgeline")
+    for option in ((), ("--detach",)):
+        status, _, error = ridgeline("serve", *option)
+        assert status == 1
+        assert "a deployment named 'ridgeline' runs on this machine already" in error
+        assert f"process {process.pid}" in error
+
+
+def test_status_lists_what_runs_and_says_so_if_nothing_does(ridgeline, serves):
+    assert ridgeline("status")[1] == "no deployment runs on this machine\n"
+    serves("one")
+    serves("two", "terminal")
+    _, output, _ = ridgeline("status")
+    assert "ready" in output
+    assert "its terminal" in output
+    assert output.index("one") < output.index("two")
+
+
+@pytest.mark.parametrize(("end", "options"), [("quick", ()), ("slow", ("--now",))])
+def test_stop_returns_when_the_deployment_has_ended(ridgeline, serves, end, options):
+    process = serves("ridgeline", end=end)
+    status, output, _ = ridgeline("stop", *options)
+    assert (status, process.wait()) == (0, 0)
+    assert output.splitlines()[-1] == "ridgeline has ended"
+
+
+def test_stop_names_those_that_run_when_the_name_is_wrong(ridgeline, serves):
+    serves("mine")
+    status, _, error = ridgeline("stop", "--name", "yours")
+    assert status == 1
+    assert error == "error: no deployment named 'yours' runs on this machine; these do: mine"
+
+
+def test_logs_prints_what_was_printed_and_follows_to_the_end(ridgeline, serves):
+    process = serves("ridgeline")
+    assert ridgeline("logs")[1] == "ready\n"
+    stopping = threading.Timer(0.3, process.terminate)
+    stopping.start()
+    assert ridgeline("logs", "--follow")[1] == "ready\ndraining\n"
+    stopping.join()
+
+
+@pytest.mark.parametrize(
+    ("detached", "name", "sentence"),
+    [
+        ("terminal", "ridgeline", "ridgeline was not detached: its output is in its terminal"),
+        ("detached", "yours", "no deployment named 'yours' has been detached on this machine; these do: ridgeline"),
+    ],
+)
+def test_logs_that_are_not_there_are_an_error_that_says_where_they_are(ridgeline, serves, detached, name, sentence):
+    serves("ridgeline", detached)
+    status, _, error = ridgeline("logs", "--name", name)
+    assert status == 1
+    assert sentence in error

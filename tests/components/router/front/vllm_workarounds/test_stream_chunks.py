@@ -1,0 +1,137 @@
+"""Chunks made of structs have the same bytes as vLLM's own, and the same fields."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.entrypoints.openai.chat_completion import protocol as chat
+from vllm.entrypoints.openai.chat_completion import serving as chat_serving
+from vllm.entrypoints.openai.completion import protocol as completion
+from vllm.entrypoints.openai.completion import serving as completion_serving
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
+
+from router.front.vllm_workarounds import stream_chunks
+
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+token_ids = st.none() | st.lists(st.integers(0, 200_000), max_size=3)
+finish = st.sampled_from([None, "stop", "length"])
+usages = st.none() | st.integers(0, 99).map(
+    lambda n: UsageInfo(prompt_tokens=n, completion_tokens=1, total_tokens=n + 1)
+)
+HEAD = {"id": "cmpl-1", "created": 1_700_000_000, "model": "m"}
+
+
+def both(ours, theirs, choices, fields, usage, fingerprint):
+    """The same chunk, made as vLLM makes it, of our classes and of vLLM's."""
+    made = []
+    for kind, choice in (ours, theirs):
+        chunk = kind(**HEAD, **fields, choices=[choice(**one) for one in choices])
+        if usage is not None:
+            chunk.usage = usage
+        if fingerprint is not None:
+            chunk.system_fingerprint = fingerprint
+        made.append(chunk.model_dump_json(exclude_unset=True))
+    return made
+
+
+def completion_logprobs(text):
+    return completion.CompletionLogProbs(
+        text_offset=[0], token_logprobs=[-0.1], tokens=[text], top_logprobs=[{text: -0.1, "b": -1e-7}]
+    )
+
+
+@given(
+    text=texts,
+    ids=token_ids,
+    reason=finish,
+    stop=st.none() | texts | st.integers(0, 9),
+    usage=usages,
+    logs=st.booleans(),
+)
+def test_a_completion_chunk_has_the_bytes_of_vllms(text, ids, reason, stop, usage, logs):
+    choice = {
+        "index": 0,
+        "text": text,
+        "logprobs": completion_logprobs(text) if logs else None,
+        "finish_reason": reason,
+        "stop_reason": stop,
+        "prompt_token_ids": ids,
+        "token_ids": ids,
+    }
+    ours, theirs = both(
+        (stream_chunks.CompletionChunk, stream_chunks.CompletionChoice),
+        (completion.CompletionStreamResponse, completion.CompletionResponseStreamChoice),
+        [choice],
+        {"object": "text_completion"},
+        usage,
+        reason,
+    )
+    assert ours == theirs
+
+
+@given(
+    delta=st.fixed_dictionaries({}, optional={"role": st.just("assistant"), "content": texts, "reasoning": texts}),
+    ids=token_ids,
+    reason=finish,
+    usage=usages,
+    prompt=st.none() | texts,
+)
+def test_a_chat_chunk_has_the_bytes_of_vllms(delta, ids, reason, usage, prompt):
+    choice = {
+        "index": 1,
+        "delta": chat.DeltaMessage(**delta),
+        "logprobs": None,
+        "finish_reason": reason,
+        "token_ids": ids,
+    }
+    ours, theirs = both(
+        (stream_chunks.ChatChunk, stream_chunks.ChatChoice),
+        (chat.ChatCompletionStreamResponse, chat.ChatCompletionResponseStreamChoice),
+        [choice],
+        {"object": "chat.completion.chunk", "prompt_token_ids": ids, "prompt_text": prompt},
+        usage,
+        None,
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (stream_chunks.CompletionChunk, completion.CompletionStreamResponse),
+        (stream_chunks.ChatChunk, chat.ChatCompletionStreamResponse),
+    ],
+)
+def test_the_chunk_with_the_usage_at_the_end_is_left_to_vllms_model(ours, theirs):
+    usage = UsageInfo(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+    fields = HEAD | {"choices": [], "usage": usage}
+    ours, theirs = (kind(**fields).model_dump_json(exclude_unset=False, exclude_none=True) for kind in (ours, theirs))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (stream_chunks.CompletionChunk, completion.CompletionStreamResponse),
+        (stream_chunks.CompletionChoice, completion.CompletionResponseStreamChoice),
+        (stream_chunks.ChatChunk, chat.ChatCompletionStreamResponse),
+        (stream_chunks.ChatChoice, chat.ChatCompletionResponseStreamChoice),
+    ],
+)
+def test_the_structs_have_the_fields_of_vllms_models_in_their_order(ours, theirs):
+    assert ours.__struct_fields__ == tuple(theirs.model_fields)
+
+
+def test_only_the_first_tool_call_is_left_when_a_client_wants_no_parallel_ones():
+    calls = [chat.DeltaMessage.model_fields["tool_calls"].annotation.__args__[0](index=n) for n in (0, 1)]
+    choice = stream_chunks.ChatChoice(index=0, delta=chat.DeltaMessage(tool_calls=calls), finish_reason=None)
+    request = chat.ChatCompletionRequest(messages=[], model="m", parallel_tool_calls=False)
+    assert [call.index for call in maybe_filter_parallel_tool_calls(choice, request).delta.tool_calls] == [0]
+
+
+def test_vllms_streaming_functions_get_the_structs():
+    stream_chunks.install()
+    assert completion_serving.CompletionStreamResponse is stream_chunks.CompletionChunk
+    assert completion_serving.CompletionResponseStreamChoice is stream_chunks.CompletionChoice
+    assert chat_serving.ChatCompletionStreamResponse is stream_chunks.ChatChunk
+    assert chat_serving.ChatCompletionResponseStreamChoice is stream_chunks.ChatChoice

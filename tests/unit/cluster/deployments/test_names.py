@@ -1,0 +1,77 @@
+"""Names of deployments on one machine: held by one process, free again however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from cluster.deployments.names import AlreadyRunning, Place, running
+
+HOLD = """
+import sys
+from cluster.deployments.names import Place
+with Place("mine").held(detached=True) as held:
+    held.tell(phase="ready", url="http://127.0.0.1:1")
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _a_home_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def holder():
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ.copy()
+    ) as process:
+        assert process.stdout.readline() == "holds\n"
+        yield process
+        process.kill()
+
+
+def test_a_name_that_a_process_holds_is_refused_with_the_process_and_the_fix(holder):
+    sentence = rf"'mine'.*process {holder.pid}.*ridgeline stop --name mine.*--name"
+    with pytest.raises(AlreadyRunning, match=sentence), Place("mine").held():
+        pass
+    with Place("another").held():
+        pass
+
+
+def test_what_a_process_says_is_read_while_it_lives_and_not_after_it_was_killed(holder):
+    state = Place("mine").state()
+    assert (state.pid, state.phase, state.url, state.detached) == (holder.pid, "ready", "http://127.0.0.1:1", True)
+    assert running() == {"mine": state}
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert Place("mine").folder.joinpath("state.json").exists(), "it had no time to remove it"
+    assert Place("mine").state() is None
+    assert running() == {}
+    with Place("mine").held():
+        pass
+
+
+def test_a_name_is_free_again_at_the_end_of_the_block():
+    for _ in range(2):
+        with Place("mine").held():
+            pass
+    assert Place("mine").state() is None
+
+
+def test_each_phase_keeps_the_url_that_was_told_before():
+    place = Place("mine")
+    with place.held() as held:
+        held.tell(phase="ready", url="http://h:1")
+        held.tell(phase="draining")
+        state = msgspec.json.decode((place.folder / "state.json").read_bytes())
+    assert (state["phase"], state["url"]) == ("draining", "http://h:1")
+
+
+def test_without_any_deployment_nothing_runs():
+    assert running() == {}
+    assert Place("mine").state() is None

@@ -1,0 +1,271 @@
+"""Measures what a router can carry and what a token costs it: CPU time, tokens/s, gaps. No model and no engine runs.
+
+Three parts, on as many cores as the machine has (two are enough for the first):
+
+`one`      one router, pinned to a core of its own, with 16, 64 and 256 streams at a pace that saturates it
+`two`      the same streams over one router and over two, in alternation; workers and clients share the two cores
+`many`     2,000 streams on 32 workers, of which one is killed: largest gap of every stream, memory of the router
+
+usage: python -m tools.front.bench [--parts one,two,many] [--model PATH] [--out runs/bench-front]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import psutil
+from tokenizers import Tokenizer
+
+from loadtest.run.machine import describe_machine
+from tools.bench.served import REPOSITORY
+from tools.front.streams import StreamRecord, lanes
+from tools.front.workers import FIRST_TOKEN_ID, TOKEN_IDS
+
+PROMPT_TOKENS: Final = 64
+OUTPUT_TOKENS: Final = 128
+MIB: Final = 1 << 20
+LONG_TEXT: Final = 8
+"""Characters of a word that no field of an answer has in it."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run of streams over some routers."""
+
+    routers: int
+    streams: int
+    tokens_per_s: float
+    us_per_token: float
+    """CPU time of all routers over tokens."""
+    tokens_per_event: float
+    """Above 1 when the router was so late that it sent several tokens at once."""
+    router_cpu: float
+    """Cores that the routers used."""
+    ttft_p50_ms: float
+    gap_p50_ms: float
+    gap_max_ms: float
+    rss_mib: float
+    """Memory of the largest router at the end."""
+    failed: int
+
+
+@contextmanager
+def process(module: str, *arguments: str, cores: Sequence[int] = ()) -> Iterator[subprocess.Popen[str]]:
+    """Run a module that prints one line when it serves and ends with its input, on some cores."""
+    pinned = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
+    command = [*pinned, sys.executable, "-W", "ignore", "-m", module, *arguments]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=REPOSITORY
+    ) as running:
+        try:
+            yield running
+        finally:
+            assert running.stdin is not None
+            running.stdin.close()
+
+
+def told(running: subprocess.Popen[str]) -> list[str]:
+    """Return the words of the line with which a process says that it serves."""
+    assert running.stdout is not None
+    words = running.stdout.readline().split()
+    if not words:
+        raise SystemExit(f"{running.args} ended before it served")
+    return words
+
+
+@contextmanager
+def fleet(
+    stack: ExitStack,
+    model: str,
+    *,
+    workers: tuple[int, int],
+    step_s: float,
+    output_tokens: int,
+    cores: list[list[int]],
+    mark: int | None = None,
+) -> Iterator[tuple[list[str], list[psutil.Process], subprocess.Popen[str]]]:
+    """Run workers, and one router for each entry of `cores`; yield the routers' URLs and processes, and the workers."""
+    sizes = (*map(str, workers), str(step_s), str(output_tokens), *([] if mark is None else [str(mark)]))
+    hosts = stack.enter_context(process("tools.front.workers", *sizes))
+    addresses = told(hosts)
+    running = [
+        stack.enter_context(process("tools.front.router", model, "0", *addresses, cores=pinned)) for pinned in cores
+    ]
+    urls = [told(one)[0] for one in running]
+    yield urls, [psutil.Process(one.pid) for one in running], hosts
+
+
+def cpu_s(processes: Sequence[psutil.Process]) -> float:
+    """Return the CPU seconds that they have used, kernel included."""
+    return sum(sum(one.cpu_times()[:2]) for one in processes)
+
+
+def quantile(values: list[float], q: float) -> float:
+    """Return the q-quantile; 0 without values."""
+    return sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0
+
+
+def figures(
+    records: list[StreamRecord], output_tokens: int, took_s: float, cpu: float, processes: Sequence[psutil.Process]
+) -> Figures:
+    """Summarise one run."""
+    good = [record for record in records if record.complete]
+    tokens = output_tokens * len(good)
+    gaps_ms = [record.largest_gap_s * 1e3 for record in good]
+    return Figures(
+        routers=len(processes),
+        streams=len(records),
+        tokens_per_s=tokens / took_s,
+        us_per_token=1e6 * cpu / max(1, tokens),
+        tokens_per_event=tokens / max(1, sum(record.events for record in good)),
+        router_cpu=cpu / took_s,
+        ttft_p50_ms=quantile([record.ttft_s * 1e3 for record in good], 0.5),
+        gap_p50_ms=quantile(gaps_ms, 0.5),
+        gap_max_ms=max(gaps_ms, default=0.0),
+        rss_mib=max(one.memory_info().rss for one in processes) / MIB,
+        failed=len(records) - len(good),
+    )
+
+
+def say(name: str, found: Figures) -> None:
+    """Print one line."""
+    sys.stdout.write(
+        f"{name}: {found.tokens_per_s:,.0f} tokens/s, {found.us_per_token:.0f} us a token, {found.router_cpu:.2f} "
+        f"cores, {found.tokens_per_event:.2f} tokens an event, TTFT p50 {found.ttft_p50_ms:.0f} ms, largest gap p50 "
+        f"{found.gap_p50_ms:.0f} max {found.gap_max_ms:.0f} ms, {found.rss_mib:.0f} MiB, {found.failed} failed\n"
+    )
+    sys.stdout.flush()
+
+
+def measure(urls: list[str], processes: Sequence[psutil.Process], streams: int, rounds: int) -> Figures:
+    """Send the streams and return what they cost."""
+    asyncio.run(lanes(urls, 2 * len(urls), 1, PROMPT_TOKENS, OUTPUT_TOKENS))  # what a first request loads
+    before_s, began_s = cpu_s(processes), time.monotonic()
+    records = asyncio.run(lanes(urls, streams, rounds, PROMPT_TOKENS, OUTPUT_TOKENS))
+    return figures(records, OUTPUT_TOKENS, time.monotonic() - began_s, cpu_s(processes) - before_s, processes)
+
+
+def one_router(model: str, step_s: float) -> list[Figures]:
+    """Measure one router on a core of its own."""
+    found = []
+    with ExitStack() as stack:
+        ran = fleet(stack, model, workers=(1, 1), step_s=step_s, output_tokens=OUTPUT_TOKENS, cores=[[0]])
+        urls, processes, _ = stack.enter_context(ran)
+        for streams, rounds in ((16, 4), (64, 3), (256, 2)):
+            found.append(measure(urls, processes, streams, rounds))
+            say(f"one router, {streams} streams", found[-1])
+    return found
+
+
+def two_routers(model: str, step_s: float, rounds: int) -> list[Figures]:
+    """Measure one and two routers in alternation."""
+    found = []
+    for count in (1, 2) * rounds:
+        with ExitStack() as stack:
+            pinned = [[core] for core in range(count)]
+            ran = fleet(stack, model, workers=(1, 1), step_s=step_s, output_tokens=OUTPUT_TOKENS, cores=pinned)
+            urls, processes, _ = stack.enter_context(ran)
+            found.append(measure(urls, processes, 512, 2))
+            say(f"{count} routers, 512 streams", found[-1])
+    return found
+
+
+def many_streams(model: str, streams: int, workers: int, step_s: float, output_tokens: int) -> dict[str, Any]:
+    """Hold many streams, then the same again while the last worker dies; `added` is what a gap has beyond a step."""
+    mark_id, mark = _mark(model)
+    found: dict[str, Any] = {"step_ms": step_s * 1e3, "workers": workers}
+    for name, kills in (("undisturbed", False), ("one worker lost", True)):
+        with ExitStack() as stack:
+            sizes = (workers // 2, workers - workers // 2)
+            ran = fleet(
+                stack, model, workers=sizes, step_s=step_s, output_tokens=output_tokens, cores=[[0]], mark=mark_id
+            )
+            urls, processes, hosts = stack.enter_context(ran)
+            before_s, began_s = cpu_s(processes), time.monotonic()
+            records = asyncio.run(_hold(urls, hosts, streams, output_tokens, step_s, mark, kills=kills))
+            each = figures(records, output_tokens, time.monotonic() - began_s, cpu_s(processes) - before_s, processes)
+        say(f"{streams} streams on {workers} workers, {name}", each)
+        others = [record.largest_gap_s for record in records if record.complete and not (kills and record.marked)]
+        added_ms = max(0.0, max(others) - step_s) * 1e3
+        touched = [record.largest_gap_s * 1e3 for record in records if record.complete and record.marked]
+        found[name] = msgspec.to_builtins(each) | {"added_ms": added_ms, "on_the_last_worker": len(touched)}
+        sys.stdout.write(f"  at most {added_ms:.0f} ms beyond a step of {step_s * 1e3:.0f} ms")
+        if kills:
+            sys.stdout.write(
+                f", without the {len(touched)} streams of the lost worker, whose largest is {max(touched):.0f} ms"
+            )
+        sys.stdout.write("\n")
+    return found
+
+
+def _mark(model: str) -> tuple[int, bytes]:
+    """Return the id of a token whose text is in no other token that workers make, and that text."""
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    beyond = FIRST_TOKEN_ID + TOKEN_IDS
+    others = " ".join(tokenizer.decode([token_id]) for token_id in range(FIRST_TOKEN_ID, beyond))
+    for token_id in range(beyond, tokenizer.get_vocab_size()):
+        text = tokenizer.decode([token_id]).strip()
+        if len(text) >= LONG_TEXT and text.isascii() and text.isalpha() and text not in others:
+            return token_id, text.encode()
+    raise SystemExit("the vocabulary has no word to mark a worker's streams with")
+
+
+async def _hold(
+    urls: list[str],
+    hosts: subprocess.Popen[str],
+    streams: int,
+    output_tokens: int,
+    step_s: float,
+    mark: bytes,
+    *,
+    kills: bool,
+) -> list[StreamRecord]:
+    over_s = output_tokens * step_s / 3
+    sending = asyncio.create_task(lanes(urls, streams, 1, PROMPT_TOKENS, output_tokens, begin_over_s=over_s, mark=mark))
+    if kills:
+        await asyncio.sleep(over_s * 1.5)
+        assert hosts.stdin is not None
+        hosts.stdin.write("\n")
+        hosts.stdin.flush()
+    return await sending
+
+
+def main() -> None:
+    """Run the parts and write summary.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="one,two,many")
+    parser.add_argument("--model", required=True, help="directory of a model with its tokenizer; no weights are read")
+    parser.add_argument("--step-s", type=float, default=0.02, help="seconds between two tokens of a stream")
+    parser.add_argument("--rounds", type=int, default=2, help="alternations of one router and two")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-front"))
+    asked = parser.parse_args()
+    parts = asked.parts.split(",")
+    if unknown := {*parts} - {"one", "two", "many"}:
+        parser.error(f"there is no part {', '.join(unknown)}: choose from one, two, many")
+    summary: dict[str, Any] = {"machine": describe_machine()}
+    if "one" in parts:
+        ran = one_router(asked.model, asked.step_s)
+        best = max(ran, key=lambda one: one.tokens_per_s)
+        summary |= {"tokens_per_s": best.tokens_per_s, "us_per_token": best.us_per_token, "routers": 1, "one": ran}
+    if "two" in parts:
+        summary["two"] = two_routers(asked.model, asked.step_s, asked.rounds)
+    if "many" in parts:
+        summary["many"] = many_streams(asked.model, 2000, 32, 0.5, 60)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    path = asked.out / "summary.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    sys.stdout.write(f"{path}\n")
+
+
+if __name__ == "__main__":
+    main()
