@@ -210,7 +210,7 @@ class RouterEngineClient(EngineClient):
             self._groups.pop(request_id, None)
             self._collectors.discard(collector)
             self._unread.discard(collector)
-            for task in tasks:
+            for task in () if finished else tasks:  # those that have finished are about to end by themselves
                 task.cancel()
             # By the parent's id: aborting the n children one by one would leave the parent in vLLM's table forever.
             self._outputs.abort_requests([request.request_id], internal=True)

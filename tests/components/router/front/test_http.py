@@ -88,6 +88,19 @@ async def test_a_request_that_can_never_fit_is_a_bad_request_in_a_stream_too(ser
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_was_read_to_its_end_releases_no_hand_off_that_decode_has_fetched(own, stream):
+    http, router, prefill, _ = own
+    released = []
+    router._orchestrator._legs._release_handoff = lambda handoff, after_s: released.append(handoff)
+    stepper = asyncio.create_task(stepping(prefill))
+    for _ in range(5):
+        assert (await send(http, stream=stream))[0] == 200
+    stepper.cancel()
+    await eventually(lambda: router._orchestrator.in_flight == 0)
+    assert released == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_beyond_the_context_is_a_bad_request(served, stream):
     http, _, _ = served
     assert (await send(http, prompt_tokens=4097, stream=stream))[0] == 400
