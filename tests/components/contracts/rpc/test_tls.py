@@ -21,6 +21,7 @@ from tests.support.certificates import Authority
 from tests.support.fake_engine import FakeEngine, make_task
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT
+from tests.support.task_deltas import task_deltas
 from worker_runtime.client import WorkerClient
 from worker_runtime.host import WorkerHost
 
@@ -69,7 +70,7 @@ async def router_client(address, tls):
 async def test_router_and_worker_with_certificates_of_one_authority_serve(ours):
     async with worker(ours.issue("worker")) as host, router_client(host.address, ours.issue("router")) as client:
         await client.wait_connected(PATIENCE_S)
-        async with aclosing(client.generate(make_task(max_tokens=3))) as deltas:
+        async with aclosing(task_deltas(client, make_task(max_tokens=3))) as deltas:
             assert [len(delta.token_ids) async for delta in deltas] == [1, 1, 1]
 
 
