@@ -223,6 +223,10 @@ class WorkerHandle(ActorHandle):
         self._plan = plan
         self._cores = cores
 
+    def follow(self, plan: Plan) -> None:
+        """Start by this plan instead, which was changed after the workers had been placed."""
+        self._plan = plan
+
     def take_cores(self) -> tuple[int, ...]:
         """Take the cores the worker will run on; `find_place` must have been called. Raises PlacementError."""
         assert self._place is not None
@@ -296,6 +300,10 @@ class RouterHandle(ActorHandle):
         self._plan = plan
         self._settings = plan.router_settings()
         self._hardware: dict[Pool, PoolHardware] = {}
+
+    def follow(self, plan: Plan) -> None:
+        """Start by this plan instead, which was changed after the workers had been placed."""
+        self._plan, self._settings = plan, plan.router_settings()
 
     async def prepare(self) -> None:
         """Have it import what is slow to import, while the engines load. Raises DeploymentFailed."""

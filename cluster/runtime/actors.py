@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from cluster.doctor.facts import read_cpu_flags
 from cluster.runtime.environment import forget_server_variables
 from cluster.runtime.processes import ProcessId, this_process
 from cluster.runtime.ray_workarounds.sigterm import on_sigterm
@@ -34,13 +35,15 @@ LOOK_EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class NodePlace:
-    """The node an actor landed on: enough to give it cores and an interface."""
+    """The node an actor landed on: enough to give it cores, an interface and a number format."""
 
     node_id: str
     host: str
     cores: tuple[int, ...]
     pid: int
     started_s: float = 0.0
+    cpu_flags: frozenset[str] = frozenset()
+    """What the processor can do, as the kernel calls it."""
 
     @property
     def process(self) -> ProcessId:
@@ -144,4 +147,5 @@ def _place() -> NodePlace:
     context = ray.get_runtime_context()
     cores = tuple(sorted(os.sched_getaffinity(0)))
     me = this_process()
-    return NodePlace(context.get_node_id(), ray.util.get_node_ip_address(), cores, me.pid, me.started_s)
+    host = ray.util.get_node_ip_address()
+    return NodePlace(context.get_node_id(), host, cores, me.pid, me.started_s, read_cpu_flags())

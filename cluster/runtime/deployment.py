@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from cluster.config.models import RidgelineConfig
 from cluster.runtime.actor_handle import LOOPBACK, DeploymentFailed, NoPlace, RouterHandle, WorkerHandle
 from cluster.runtime.actors import NodePlace, engine_environment
 from cluster.runtime.environment import server_variables_hidden
-from cluster.runtime.plan import CoreTable, PlacementError, Plan
+from cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
 from cluster.runtime.ray_start import start_ray
 from cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
 from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
@@ -155,6 +155,14 @@ async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
 async def _start(plan: Plan, workers: list[WorkerHandle], router: RouterHandle, say: Say) -> Deployment:
     say(f"placing {len(workers)} workers and the router on Ray")
     places = await _placed(workers)
+    titles = (worker.planned.title for worker in workers)
+    dtype = dtype_of_nodes(plan.config, dict(zip(titles, places, strict=True)))
+    if dtype != plan.dtype:
+        say(f"the workers' machines compute {dtype} best, this one {plan.dtype}: {dtype} it is")
+        plan = replace(plan, dtype=dtype)
+        for worker in workers:
+            worker.follow(plan)
+        router.follow(plan)
     for worker in workers:
         worker.take_cores()  # for all before the first one starts, so that too few cores are reported at once
     hardware = await _hardware(plan, workers, say)

@@ -186,6 +186,18 @@ def _with_whole_paths(args: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def dtype_of_nodes(config: RidgelineConfig, places: Mapping[str, NodePlace]) -> str:
+    """Return the number format that the machines of all workers suit; `places` is by the workers' titles.
+
+    Raises PlacementError if `auto` would mean different formats, in which KV cannot be exchanged.
+    """
+    chosen = {title: resolve_dtype(config, place.cpu_flags) for title, place in places.items()}
+    if len({*chosen.values()}) > 1:
+        each = ", ".join(f"{dtype} for {title} on {places[title].host}" for title, dtype in chosen.items())
+        raise PlacementError(f"model.dtype auto means {each}: set model.dtype, or use machines of one kind")
+    return next(iter(chosen.values()))
+
+
 class CoreTable:
     """Which cores of which node each worker runs on."""
 

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -107,6 +108,11 @@ class Serve:
         self.process.stdout.close()
 
 
+def _as_in_a_terminal() -> None:
+    """Not as under nohup, which `serve` respects."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @contextmanager
 def serving(*arguments: str) -> Iterator[Serve]:
     """`ridgeline serve` on the shipped configuration; whatever the test did, nothing of it runs afterwards."""
@@ -121,6 +127,7 @@ def serving(*arguments: str) -> Iterator[Serve]:
         text=True,
         env={**without_parent, "COLUMNS": "250", "NO_COLOR": "1"},
         start_new_session=True,
+        preexec_fn=_as_in_a_terminal,
     )
     serve = Serve(process)
     family: list[psutil.Process] = []

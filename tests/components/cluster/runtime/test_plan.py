@@ -1,5 +1,7 @@
 """What will run where: cores, and the settings made from the one configuration."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from cluster.config.models import PoolConfig
 from cluster.model_store import ModelError
 from cluster.runtime import plan as plan_module
 from cluster.runtime.actors import NodePlace
-from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, make_plan
+from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, dtype_of_nodes, make_plan
 from cluster.runtime.roles import KEPT
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
@@ -28,6 +30,31 @@ def assign_cores(workers, places, **options):
 
 def a_place(node="n1", cores=(0, 1, 2, 3)):
     return NodePlace(node_id=node, host=f"host-{node}", cores=tuple(cores), pid=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "dtype"),
+    [
+        (({"avx512_bf16"}, {"avx512_bf16", "amx_bf16"}), {}, "bfloat16"),
+        (({"avx2"}, {"avx512f"}), {}, "float32"),
+        (({"avx2"}, {"avx512_bf16"}), {"model.dtype": "float32"}, "float32"),
+    ],
+)
+def test_the_number_format_is_that_of_the_workers_machines_and_not_that_of_serve(flags, settings, dtype):
+    places = {f"worker-{n}": replace(a_place(), cpu_flags=frozenset(each)) for n, each in enumerate(flags)}
+    assert dtype_of_nodes(load_config(None, settings).config, places) == dtype
+
+
+def test_machines_that_compute_different_formats_are_refused_by_name():
+    places = {
+        "worker-0 (prefill)": replace(a_place("n1"), cpu_flags=frozenset({"avx512_bf16"})),
+        "worker-1 (decode)": replace(a_place("n2"), cpu_flags=frozenset({"avx2"})),
+    }
+    sentence = (
+        r"bfloat16 for worker-0 \(prefill\) on host-n1, float32 for worker-1 \(decode\) on host-n2: set model.dtype"
+    )
+    with pytest.raises(PlacementError, match=sentence):
+        dtype_of_nodes(load_config().config, places)
 
 
 @given(

@@ -171,7 +171,7 @@ def test_what_an_existing_cluster_places_elsewhere_is_not_judged_here():
 )
 def test_dtype_auto_is_bfloat16_only_where_the_cpu_computes_it(machine, flags, expected):
     host = but(machine=machine, cpu_flags=frozenset(flags))
-    assert resolve_dtype(RidgelineConfig(), host) == expected
+    assert resolve_dtype(RidgelineConfig(), host.cpu_flags) == expected
     assert failures_on(host) == []
 
 
