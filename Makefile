@@ -78,7 +78,7 @@ power: setup     ## table of how often simulated comparisons find a true differe
 planted: model   ## a mode against itself with a planted difference, as compare would judge it (PLANT=tpot, attainment or nothing)
 	@$(BIN)/python -m tools.bench.planted --plant $(or $(PLANT),tpot) $(if $(PLAN),--plan $(PLAN))
 
-bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two, 2,000 streams; writes runs/bench-front (about 6 minutes)
+bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two, 2,000 streams; writes runs/bench-front (about 10 minutes)
 	@$(BIN)/python -m tools.front.bench --model "$$($(BIN)/ridgeline model | tail -1)" $(BENCH)
 
 bench-client: setup  ## the load generator against a server without a model: lag, floors, CPU a token; writes runs/bench-client (about 90 s)

@@ -260,7 +260,7 @@ def main() -> None:
     if "two" in parts:
         summary["two"] = two_routers(asked.model, asked.step_s, asked.rounds)
     if "many" in parts:
-        summary["many"] = many_streams(asked.model, 2000, 32, 0.5, 60)
+        summary["many"] = many_streams(asked.model, 2000, 32, 0.5, 240)
     asked.out.mkdir(parents=True, exist_ok=True)
     path = asked.out / "summary.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
