@@ -22,7 +22,7 @@ from cluster.config.grid import read_grid
 from cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
 from cluster.deployments import background
 from cluster.deployments.background import DETACHED
-from cluster.deployments.names import AlreadyRunning
+from cluster.deployments.names import AlreadyRunning, NoFolder
 from cluster.doctor import checks as doctor_checks
 from cluster.model_store import ModelError, prepare_model
 from contracts.vocabulary import Mode
@@ -108,7 +108,7 @@ def known_failures() -> Iterator[None]:
     """Turn what can be wrong with deployments of this machine into a sentence."""
     try:
         yield
-    except (AlreadyRunning, background.NotRunning) as error:
+    except (AlreadyRunning, NoFolder, background.NotRunning) as error:
         fail([str(error)])
 
 

@@ -35,7 +35,7 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
     place = Place(name)
     if (state := place.state()) is not None:
         raise AlreadyRunning(taken(name, state))
-    place.folder.mkdir(parents=True, exist_ok=True)
+    place.make_folder()
     with place.log.open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "cluster.cli", "serve", *arguments, DETACHED],
@@ -63,7 +63,7 @@ def _until_ready(place: Place, process: subprocess.Popen[bytes], console: Consol
             if ended:
                 raise NotRunning(f"it ended with status {process.returncode} before it was ready; see {place.log}")
             state = place.state()
-            if state is not None and state.phase == "ready":
+            if state is not None and state.pid == process.pid and state.phase == "ready":
                 break
             time.sleep(LOOK_EVERY_S)
     console.print(

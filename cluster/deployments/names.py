@@ -27,6 +27,10 @@ class AlreadyRunning(RuntimeError):
     """A deployment of this name runs on this machine; the message names the fix."""
 
 
+class NoFolder(RuntimeError):
+    """What is known of a deployment cannot be written; the message names the fix."""
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """What a serving process says about itself."""
 
@@ -57,10 +61,20 @@ class Place:
         """The file with the output of the last one that was detached."""
         return self.folder / _LOG
 
+    def make_folder(self) -> None:
+        """Make the folder if it is not there. Raises NoFolder."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NoFolder(
+                f"the folder {self.folder} cannot be made ({error.strerror}): set XDG_STATE_HOME to a directory that "
+                "can be written"
+            ) from error
+
     @contextmanager
     def held(self, *, detached: bool = False) -> Iterator[Held]:
-        """Hold the name while the block runs. Raises AlreadyRunning if another process holds it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Hold the name while the block runs. Raises AlreadyRunning if another process holds it, or NoFolder."""
+        self.make_folder()
         with (self.folder / _LOCK).open("a") as lock:
             self._take(lock)
             began = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -96,12 +110,14 @@ class Place:
 
     def _is_held(self) -> bool:
         try:
-            with (self.folder / _LOCK).open("a") as lock:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:
+            lock = (self.folder / _LOCK).open("a")
+        except OSError:  # nobody has held it, or nobody could
             return False
-        except OSError:
-            return True
+        with lock:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
         return False
 
 

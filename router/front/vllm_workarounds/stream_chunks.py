@@ -7,7 +7,7 @@ the same bytes. Whatever is a pydantic model in a chunk (log-probabilities, usag
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 from msgspec import UNSET
@@ -31,6 +31,9 @@ _encode: Final = msgspec.json.Encoder(enc_hook=_model_as_json).encode
 class _Chunk(msgspec.Struct, kw_only=True):
     """What both kinds of chunk have in common; a field that has not been set is not encoded."""
 
+    MODEL: ClassVar[type[BaseModel]]
+    """vLLM's model of the chunk, and below of a choice in it."""
+    CHOICE: ClassVar[type[BaseModel]]
     id: Any = UNSET
     object: Any = UNSET
     created: Any = UNSET
@@ -47,7 +50,8 @@ class _Chunk(msgspec.Struct, kw_only=True):
         return text
 
     def _as_model(self) -> BaseModel:
-        raise NotImplementedError
+        choices = [self.CHOICE(**_set_fields(one)) for one in self.choices]
+        return self.MODEL(**_set_fields(self) | {"choices": choices})
 
 
 def _set_fields(struct: msgspec.Struct) -> dict[str, Any]:
@@ -70,13 +74,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 class CompletionChunk(_Chunk, kw_only=True):
     """The fields of vLLM's `CompletionStreamResponse`."""
 
+    MODEL = completion_protocol.CompletionStreamResponse
+    CHOICE = completion_protocol.CompletionResponseStreamChoice
     metrics: Any = UNSET
-
-    def _as_model(self) -> BaseModel:
-        fields = _set_fields(self)
-        choices = [completion_protocol.CompletionResponseStreamChoice(**_set_fields(one)) for one in self.choices]
-        made: BaseModel = completion_protocol.CompletionStreamResponse(**fields | {"choices": choices})
-        return made
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -102,15 +102,11 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 class ChatChunk(_Chunk, kw_only=True):
     """The fields of vLLM's `ChatCompletionStreamResponse`."""
 
+    MODEL = chat_protocol.ChatCompletionStreamResponse
+    CHOICE = chat_protocol.ChatCompletionResponseStreamChoice
     prompt_token_ids: Any = UNSET
     prompt_text: Any = UNSET
     metrics: Any = UNSET
-
-    def _as_model(self) -> BaseModel:
-        fields = _set_fields(self)
-        choices = [chat_protocol.ChatCompletionResponseStreamChoice(**_set_fields(one)) for one in self.choices]
-        made: BaseModel = chat_protocol.ChatCompletionStreamResponse(**fields | {"choices": choices})
-        return made
 
 
 REPLACED: Final = {

@@ -85,6 +85,15 @@ def test_a_second_one_of_the_same_name_is_refused(ridgeline, serves):
         assert f"process {process.pid}" in error
 
 
+@pytest.mark.parametrize("option", [(), ("--detach",)])
+def test_a_home_that_cannot_be_written_is_one_sentence_that_names_the_fix(ridgeline, monkeypatch, tmp_path, option):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    status, _, error = ridgeline("serve", *option)
+    assert status == 1
+    assert "set XDG_STATE_HOME to a directory that can be written" in error
+
+
 def test_status_lists_what_runs_and_says_so_if_nothing_does(ridgeline, serves):
     assert ridgeline("status")[1] == "no deployment runs on this machine\n"
     serves("one")
