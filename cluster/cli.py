@@ -283,7 +283,7 @@ def drain(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Let one worker finish what it does and leave for good."""
-    from cluster.commands.drain import drain as drain_worker
+    from cluster.commands.operators.drain import drain as drain_worker
 
     run(drain_worker(url, worker, timeout_s, force=force, admin_key_file=admin_key_file, console=console))
 
@@ -297,9 +297,44 @@ def mode(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Print the mode of a running server, or change it while it serves; no request is lost."""
-    from cluster.commands.mode import mode as tell_or_change
+    from cluster.commands.operators.mode import mode as tell_or_change
 
     run(tell_or_change(url, wanted, admin_key_file=admin_key_file, console=console))
+
+
+@app.command()
+def scale(
+    workers: Annotated[list[str], typer.Argument(help="how many workers a pool shall have: prefill=2 decode=1")],
+    url: UrlOption = LOCAL_URL,
+    timeout_s: Annotated[
+        float,
+        typer.Option(help="seconds that requests running on a leaving worker get; then they go on elsewhere", min=0),
+    ] = 30.0,
+    admin_key_file: AdminKeyOption = None,
+) -> None:
+    """Give pools of a running server more workers or fewer; no request is lost."""
+    from cluster.commands.operators.orders import scale as order_workers
+    from cluster.commands.operators.orders import wanted_workers
+
+    try:
+        wanted = wanted_workers(workers)
+    except ValueError as error:
+        fail([str(error)], status=2)
+    run(order_workers(url, wanted, timeout_s, admin_key_file=admin_key_file, console=console))
+
+
+@app.command()
+def restart(
+    url: UrlOption = LOCAL_URL,
+    timeout_s: Annotated[
+        float, typer.Option(help="seconds that requests running on a worker get; then they go on elsewhere", min=0)
+    ] = 30.0,
+    admin_key_file: AdminKeyOption = None,
+) -> None:
+    """Start every worker of a running server again, one after the other; no request is lost."""
+    from cluster.commands.operators.orders import restart as order_restart
+
+    run(order_restart(url, timeout_s, admin_key_file=admin_key_file, console=console))
 
 
 @app.command()

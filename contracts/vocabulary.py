@@ -12,3 +12,5 @@ ErrorKind = Literal["", "invalid", "engine", "handoff", "draining"]
 Health = Literal["", "draining", "drained", "actor_died", "engine_died", "stalled", "unreachable", "cut_off"]
 """A worker's health. Replace it unless this is "" (well), "draining" or "drained". An `unreachable` worker does not
 answer the supervisor; a `cut_off` one does, but the router cannot reach it."""
+RestartReason = Health | Literal["ordered"]
+"""Why a worker was started again: what it suffered from, or that an operator wanted it."""

@@ -5,11 +5,13 @@ Run by `cluster.runtime.services`.
 A request passes through these packages in this order.
 
 server.py           builds the parts and runs them
+decisions.py        what decides: this router, or the dispatcher that it shares with others
 front/              HTTP, vLLM's API server app, the routes
 dispatch/           one request: its legs, its retries, its outcome
 flow/               admission, queues and rates: which request may start, and when
 fleet/              the workers: load, pairing, choice of a worker
 observe/            timelines and metrics
+shared/             several routers: the dispatcher, and the way to it
 settings.py         the router's configuration
 client_identity.py  names clients by key or address
 """

@@ -13,31 +13,34 @@ from contextlib import suppress
 from typing import Any
 
 import uvicorn
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from contracts.errors import EngineError
 from contracts.rpc.address import http_url, join_host_port
 from contracts.vocabulary import Pool
 from contracts.workers import WorkerDescription
-from router.dispatch.modes import Modes
+from router.decisions import OwnDecisions, SharedDecisions
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.releaser import HandoffReleaser
 from router.fleet.fleet import Fleet
 from router.fleet.pairing import KvPair, PairingRefused
 from router.fleet.policy import pools_of
-from router.fleet.roles import RoleTable
+from router.fleet.roles import role_table
 from router.flow.admission import Admission
 from router.flow.held_bodies import HeldBodies
-from router.flow.prompt_queue import prompt_queues
+from router.front.admin import admin_routes
 from router.front.app import Gates, build_app, frontend_config, server_args
 from router.front.engine_client import RouterEngineClient
 from router.front.health import Canary, Readiness, canary_prompt_tokens
 from router.front.http.types import Asgi
+from router.front.metrics_page import metrics_endpoint
 from router.front.middleware.http_protocol import BoundedHeads
+from router.front.orders import OrderBook
 from router.front.vllm_workarounds import unread
 from router.observe.loop_lag import LoopLag
-from router.observe.metrics import QueueCollector, RequestMetrics, WorkerCollector
-from router.settings import PoolHardware, RouterSettings
+from router.observe.metrics import InFlight, QueueCollector, RequestMetrics, WorkerCollector
+from router.settings import PoolHardware, RouterSettings, SharedWith
+from router.shared.link import NoDispatcher
 
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 2
@@ -60,18 +63,24 @@ class Router:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._args = server_args(settings)
-        self._metrics = RequestMetrics(REGISTRY)
+        router_id, shares = secrets.token_hex(8), settings.routers > 1
+        requests = CollectorRegistry() if shares else REGISTRY
+        self._metrics = RequestMetrics(requests)
         self._releaser = HandoffReleaser(settings.tls)
         self._fleet = Fleet(
-            secrets.token_hex(8),
+            router_id,
             self._releaser.release,
             settings.tls,
             on_gone=self._releaser.forget,
             stall_timeout_s=settings.stall_timeout_s,
-            roles=RoleTable(settings.mode, settings.roles, settings.why_not),
+            roles=role_table(settings),
+            leads=not shares,
         )
-        self._queues = prompt_queues(self._fleet, settings)
-        self._admission = Admission(settings, self._queues, self._fleet, self._metrics)
+        self._shared = SharedDecisions(self._fleet, settings, router_id) if shares else None
+        self._decisions = self._shared or OwnDecisions(self._fleet, settings)
+        self._admission = Admission(settings, self._decisions.waits, self._fleet, self._metrics)
+        if self._shared is not None:
+            REGISTRY.register(self._shared.attach(self._admission, requests))
         self._gates = Gates(
             check_share=self._admission.check_share,
             most_sequences=self._admission.most_of_one_client,
@@ -84,19 +93,23 @@ class Router:
             settings.max_unread_stream_bytes,
             self._count_unread,
         )
-        self._orchestrator = Orchestrator(self._fleet, self._queues, settings, self._metrics, self._releaser.release)
+        self._orchestrator = Orchestrator(
+            self._fleet, self._decisions.placement, settings, self._metrics, self._releaser.release
+        )
+        requests.register(InFlight(lambda: self._orchestrator.in_flight))
+        self.orders = OrderBook()
+        """Orders of operators, for whoever starts and ends workers."""
         self._hardware: dict[Pool, PoolHardware] = {}
         REGISTRY.register(
             WorkerCollector(
                 workers=lambda: self._fleet.workers,
                 hardware=lambda: {pool: self._hardware[pool] for pool in self._pools if pool in self._hardware},
                 mode=lambda: self._fleet.mode,
-                in_flight=lambda: self._orchestrator.in_flight,
                 kv_pairs=lambda: self._fleet.kv_pairs,
                 restarts=lambda: self._fleet.restarts,
             )
         )
-        REGISTRY.register(QueueCollector(self._queues.values()))
+        REGISTRY.register(QueueCollector(self._decisions.queues))
         self._lag = LoopLag()
         REGISTRY.register(self._lag)
         self._stop = asyncio.Event()
@@ -117,13 +130,19 @@ class Router:
         """The pairs of workers that can exchange KV, and the transport between them."""
         return self._fleet.kv_pairs
 
-    async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
-        """Connect to the workers, open the port and return the URL. Raises PairingRefused, WorkerLost or OSError.
+    async def serve(
+        self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware], shared: SharedWith | None = None
+    ) -> str:
+        """Connect to the workers, open the port and return the URL.
 
-        `hardware` holds the peaks of one worker of each pool, for the metrics.
+        `hardware` holds the peaks of one worker of each pool, for the metrics. One of several routers needs `shared`.
+        Raises PairingRefused, WorkerLost, NoDispatcher, OSError.
         """
         self._hardware = hardware
-        self._running = asyncio.create_task(self._run(worker_addresses), name="router")
+        if self._shared is not None:
+            assert shared is not None
+            await self._shared.link.follow(shared.dispatcher)
+        self._running = asyncio.create_task(self._run(worker_addresses, shared), name="router")
         waiting: list[asyncio.Future[Any]] = [self._running, self._url]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
@@ -136,21 +155,26 @@ class Router:
         Raises WorkerLost or PairingRefused.
         """
         await self._fleet.replace(address, reason)
-        self._dispatch()
+        self._decisions.fleet_changed()
 
     async def remove_worker(self, worker_id: str) -> None:
         """Forget a worker that has left for good."""
         await self._fleet.remove(worker_id)
-        self._dispatch()
+        self._decisions.fleet_changed()
 
     def unreached(self, for_s: float) -> list[str]:
         """Return the addresses of workers that it has not reached for this many seconds."""
         return self._fleet.unreached(for_s)
 
-    def _dispatch(self) -> None:
-        """Let waiting prompts look for a worker again, after the fleet has changed."""
-        for queue in self._queues.values():
-            queue.dispatch()
+    @property
+    def fleet(self) -> Fleet:
+        """The workers, and the roles that they have."""
+        return self._fleet
+
+    async def follow_dispatcher(self, address: str) -> None:
+        """Join the dispatcher at this address, where another one has been started."""
+        if self._shared is not None:
+            await self._shared.link.follow(address)
 
     @property
     def loop_silent_s(self) -> float:
@@ -184,19 +208,25 @@ class Router:
         if self._running is not None:
             await self._running
 
-    async def _run(self, worker_addresses: list[str]) -> None:
+    async def _run(self, worker_addresses: list[str], shared: SharedWith | None) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                await self._serve_until_stopped(worker_addresses, group)
+                await self._serve_until_stopped(worker_addresses, shared, group)
                 raise _Stopped
         except* _Stopped:
             pass
-        except* (EngineError, PairingRefused, OSError) as errors:
+        except* (EngineError, NoDispatcher, PairingRefused, OSError) as errors:
             raise errors.exceptions[0] from None  # there is one cause, whose message the caller shows
 
-    async def _serve_until_stopped(self, worker_addresses: list[str], group: asyncio.TaskGroup) -> None:
-        with _bound_socket(self._settings.host, self._settings.port) as sock:
+    async def _serve_until_stopped(
+        self, worker_addresses: list[str], shared: SharedWith | None, group: asyncio.TaskGroup
+    ) -> None:
+        with _bound_socket(self._settings, shared) as sock:
+            if self._shared is not None:
+                group.create_task(self._shared.run(), name="dispatcher")
             await self._fleet.connect(worker_addresses, group)
+            if self._shared is not None:
+                await self._shared.joined()
             group.create_task(self._releaser.run(), name="handoff-releaser")
             group.create_task(self._lag.watch(), name="loop-lag")
             self._client.bind(self._orchestrator)
@@ -205,11 +235,10 @@ class Router:
                 self._args,
                 self._settings,
                 self._client,
-                self._fleet,
-                Modes(self._fleet, self._queues),
+                admin_routes(self._fleet, self._decisions.modes, self.orders),
                 self._readiness,
                 self._gates,
-                REGISTRY,
+                metrics_endpoint(self._refresh_metrics, REGISTRY),
             )
             server = uvicorn.Server(self._uvicorn_config(app))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
@@ -222,6 +251,12 @@ class Router:
             self._readiness.close()
             server.should_exit = True
             await serving
+
+    async def _refresh_metrics(self) -> None:
+        refreshing = [self._fleet.refresh()]
+        if self._shared is not None:
+            refreshing.append(self._shared.metrics.refresh())
+        await asyncio.gather(*refreshing)
 
     def _count_unread(self, why: unread.Why) -> None:
         self._metrics.unread.labels(why).inc()
@@ -264,21 +299,34 @@ class Router:
         )
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
+def _bound_socket(settings: RouterSettings, shared: SharedWith | None) -> socket.socket:
+    """Return a socket for HTTP. Raises OSError, with what to change.
+
+    Routers of one deployment share their port on a node. The first one makes sure that nobody else has it.
+    """
+    host, port = settings.host, settings.port if shared is None else shared.port
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with suppress(OSError):  # connections inherit it; Linux and macOS have this option
-            sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
-        try:
-            sock.bind(address)
-        except OSError:
-            sock.close()
-            raise
+        if shared is not None and port and not shared.joins_port:
+            _new_socket(host, port, shares=False).close()
+        return _new_socket(host, port, shares=shared is not None)
     except OSError as error:
         where = join_host_port(host, port)
         raise OSError(
             error.errno, f"cannot listen on {where}: {error.strerror}; set server.host or server.port"
         ) from error
+
+
+def _new_socket(host: str, port: int, *, shares: bool) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shares:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    with suppress(OSError):  # connections inherit it; Linux and macOS have this option
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
+    try:
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
     return sock

@@ -24,6 +24,18 @@ class PoolHardware:
 
 
 @dataclass(frozen=True)
+class SharedWith:
+    """What one of several routers must know of the others when it begins to serve."""
+
+    dispatcher: str
+    """host:port of the dispatcher."""
+    port: int
+    """The HTTP port of all routers."""
+    joins_port: bool
+    """Whether another router has the port already, which those of one node share."""
+
+
+@dataclass(frozen=True)
 class RouterSettings:
     """Limits, addresses, and how the model is presented to clients."""
 
@@ -49,6 +61,8 @@ class RouterSettings:
     """Time that the canary of /ready may take."""
     roles: Mapping[Mode, Mapping[str, Role]] = field(default_factory=dict)
     """Each worker's role by mode and worker id, for every mode that the deployment may change to; see `RoleTable`."""
+    roles_of_new: Mapping[Mode, Mapping[Pool, Role]] = field(default_factory=dict)
+    """By mode, the role of a worker that comes later, by the pool for which it is started."""
     why_not: Mapping[Mode, str] = field(default_factory=dict)
     """For every other mode, why not."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -77,5 +91,7 @@ class RouterSettings:
     """Origins of web pages that may use the server from a browser."""
     stall_timeout_s: float = 60.0
     """An engine with work and without a step for this long is replaced; it gets no new work after a third of it."""
+    routers: int = 1
+    """Routers of the deployment; several share a dispatcher."""
     tls: TlsFiles | None = None
     """The certificates for connections between router and workers; None: plain text."""

@@ -265,7 +265,7 @@ class WorkerClient:
         if delta.error is None:
             self.last_token_s = time.monotonic()
         elif delta.error_kind in ("engine", "draining"):
-            self._has_failed()
+            self.has_failed()
         running = self._tasks.get(delta.request_id)
         if running is None or running.over.done():
             self._unclaimed(delta)
@@ -278,7 +278,7 @@ class WorkerClient:
 
     def _lose(self, reason: str) -> None:
         if self.connected:
-            self._has_failed()
+            self.has_failed()
         self._attached.clear()
         self._why_lost = reason
         for running in self._tasks.values():
@@ -288,13 +288,14 @@ class WorkerClient:
         try:
             ack = await self._unary("Submit", SubmitRequest(self._router_id, task, *self._partner), Ack)
         except WorkerLost:
-            self._has_failed()
+            self.has_failed()
             raise
         if not ack.accepted:
-            self._has_failed()
+            self.has_failed()
         return ack
 
-    def _has_failed(self) -> None:
+    def has_failed(self) -> None:
+        """Note that a request there has failed or been refused, so that its status is asked for at once."""
         self.failed_s = time.monotonic()
         self.news.set()
 

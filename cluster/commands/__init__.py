@@ -8,8 +8,6 @@ report.py        `ridgeline report`
 bench.py         `ridgeline bench transfer`
 roofline.py      `ridgeline roofline`
 top.py           `ridgeline top`
-drain.py         `ridgeline drain`
-mode.py          `ridgeline mode`
-operator.py      calls to the paths of operators, for those two
+operators/       `ridgeline drain`, `mode`, `scale`, `restart`
 server_url.py    the option that names a running server
 """

@@ -235,6 +235,13 @@ class TransferConfig(_Section):
 class RouterConfig(_Section):
     """What the router accepts and how it splits requests."""
 
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="routers, each in a process of its own: one carries some 5,000 tokens/s; several share the port on "
+        "a node, and one dispatcher, which keeps limits and fairness right for all of them together",
+    )
     request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="custom Ray resources the router takes, to bind it to a node type"

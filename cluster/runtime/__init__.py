@@ -2,14 +2,15 @@
 
 plan.py            engine and router settings, made from the configuration
 roles.py           each worker's role in each mode, or why the mode cannot change
-deployment.py      starts workers and router, and takes them down
+deployment.py      starts workers and routers, and takes them down
 ray_start.py       starts Ray itself
 actors.py          the Ray actors
-services.py        what runs in the processes behind them: workers and the router
+services.py        what runs in the processes behind them: workers, routers, the dispatcher
 service_process/   those processes: how they start, and calls to them
 handlers.py        which handler runs which leg
-actor_handle.py    one actor by name, whichever process fills it
+handles/           actors by name, whichever process fills them
 supervisor.py      brings back what dies
+orders.py          carries out operators' orders: more workers, fewer, all started again
 restart_budget.py  how often, and how soon
 processes.py       processes of a node and their end
 environment.py     variables of a shell that must not reach a server

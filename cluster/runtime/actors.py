@@ -1,6 +1,6 @@
 """The Ray actors: each asks a process of its own to run a service, and ends with it.
 
-Made by `cluster.runtime.actor_handle`. Ray places, starts and ends them; no token and no KV byte passes through them,
+Made by `cluster.runtime.handles.actor`. Ray places, starts and ends them; no token and no KV byte passes through them,
 nor through the processes' sockets: only calls of the supervisor.
 """
 

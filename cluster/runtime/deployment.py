@@ -1,4 +1,4 @@
-"""Starts the workers and the router on Ray, watches them, and takes them down again.
+"""Starts the workers and the routers on Ray, watches them, and takes them down again.
 
 Called by `cluster.commands.serve` and, once per mode, by `cluster.commands.loadtest`. Everything is tied to this
 process: when it ends, however it ends, Ray ends its actors, every service ends with its actor, and an engine with its
@@ -19,9 +19,12 @@ from typing import Any
 import ray
 
 from cluster.config.models import RidgelineConfig
-from cluster.runtime.actor_handle import LOOPBACK, DeploymentFailed, NoPlace, RouterHandle, WorkerHandle
 from cluster.runtime.actors import NodePlace, engine_environment
 from cluster.runtime.environment import server_variables_hidden
+from cluster.runtime.handles.actor import LOOPBACK, DeploymentFailed, NoPlace
+from cluster.runtime.handles.heads import DispatcherHandle, RouterHandle
+from cluster.runtime.handles.worker import WorkerHandle
+from cluster.runtime.orders import Orders
 from cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
 from cluster.runtime.ray_start import start_ray
 from cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
@@ -59,27 +62,48 @@ class Deployment:
     """Running actors; made by `deploy`."""
 
     def __init__(
-        self, url: str, rows: list[Row], kv_pairs: list[KvPair], router: RouterHandle, supervisor: Supervisor
+        self,
+        url: str,
+        rows: list[Row],
+        kv_pairs: list[KvPair],
+        routers: list[RouterHandle],
+        supervisor: Supervisor,
+        orders: Orders,
     ) -> None:
         self.url = url
         self.rows = rows
         self.kv_pairs = kv_pairs
-        self._router = router
+        self._routers = routers
         self._supervisor = supervisor
+        self._orders = orders
 
     async def watch(self, say: Say) -> None:
-        """Bring back what dies, and report it. Never returns; raises DeploymentFailed when nothing can be served."""
-        await self._supervisor.run(say)
+        """Bring back what dies, carry out operators' orders, and report both.
+
+        Never returns; raises DeploymentFailed when nothing can be served.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._supervisor.run(say), name="supervisor")
+                group.create_task(self._orders.run(say), name="orders")
+        except* DeploymentFailed as failures:
+            raise failures.exceptions[0] from None
 
     async def drain(self, timeout_s: float) -> int | None:
         """Refuse new requests and wait for the running ones; returns how many did not end in time.
 
-        None if no router answers, within `DRAIN_ANSWER_S` more: it hangs or is being started again.
+        None if no router answers, within `DRAIN_ANSWER_S` more: they hang or are being started again.
         """
-        try:
-            return int(await self._router.call("drain", timeout_s, timeout_s=timeout_s + DRAIN_ANSWER_S))
-        except DeploymentFailed:
-            return None
+        left = await asyncio.gather(*(_left_after_drain(router, timeout_s) for router in self._routers))
+        known = [number for number in left if number is not None]
+        return sum(known) if known else None
+
+
+async def _left_after_drain(router: RouterHandle, timeout_s: float) -> int | None:
+    try:
+        return int(await router.call("drain", timeout_s, timeout_s=timeout_s + DRAIN_ANSWER_S))
+    except DeploymentFailed:
+        return None
 
 
 @asynccontextmanager
@@ -144,16 +168,57 @@ async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
     """Place and start everything; on exit stop it. Raises PlacementError or DeploymentFailed."""
     cores = CoreTable(share=plan.config.ray.share_cores)
     workers = [WorkerHandle(plan, planned, cores) for planned in plan.workers]
-    router = RouterHandle(plan)
+    heads = _Heads(plan)
     try:
-        yield await _start(plan, workers, router, say)
+        yield await _start(plan, workers, heads, cores, say)
     finally:
-        for sentence in await _stop(workers, router):
+        for sentence in await _stop(workers, heads):
             say(sentence)
 
 
-async def _start(plan: Plan, workers: list[WorkerHandle], router: RouterHandle, say: Say) -> Deployment:
-    say(f"placing {len(workers)} workers and the router on Ray")
+class _Heads:
+    """The routers, and the dispatcher if there are several."""
+
+    def __init__(self, plan: Plan) -> None:
+        number = plan.config.router.processes
+        self.dispatcher = DispatcherHandle(plan) if number > 1 else None
+        self.routers = [RouterHandle(plan, index, self.dispatcher) for index in range(number)]
+        if self.dispatcher is not None:
+            self.dispatcher.routers = self.routers
+
+    @property
+    def all(self) -> list[RouterHandle | DispatcherHandle]:
+        """All of them, routers first: they know a worker before the dispatcher may choose it."""
+        return [*self.routers, *([self.dispatcher] if self.dispatcher else [])]
+
+    @property
+    def title(self) -> str:
+        """What they are, for sentences."""
+        return "the router" if self.dispatcher is None else f"{len(self.routers)} routers with a dispatcher"
+
+    async def serve(self, addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
+        """Have all of them serve; returns the URL of the first router, whose port the others share."""
+        first, *others = self.routers
+        if self.dispatcher is not None:
+            await self.dispatcher.serve(addresses)
+        url = await first.serve(addresses, hardware)
+        for router in others:
+            router.join(first.port)
+        await _all_or_fail([router.serve(addresses, hardware) for router in others])
+        return url
+
+    @property
+    def lead(self) -> RouterHandle | DispatcherHandle:
+        """The one that pairs workers and gives them roles."""
+        return self.dispatcher or self.routers[0]
+
+    async def kv_pairs(self) -> list[KvPair]:
+        """Return what carries KV between which workers."""
+        return list(await self.lead.call("kv_pairs"))
+
+
+async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: CoreTable, say: Say) -> Deployment:
+    say(f"placing {len(workers)} workers and {heads.title} on Ray")
     places = await _placed(workers)
     titles = (worker.planned.title for worker in workers)
     dtype = dtype_of_nodes(plan.config, dict(zip(titles, places, strict=True)))
@@ -162,15 +227,17 @@ async def _start(plan: Plan, workers: list[WorkerHandle], router: RouterHandle, 
         plan = replace(plan, dtype=dtype)
         for worker in workers:
             worker.follow(plan)
-        router.follow(plan)
+        for head in heads.all:
+            head.follow(plan)
     for worker in workers:
         worker.take_cores()  # for all before the first one starts, so that too few cores are reported at once
     hardware = await _hardware(plan, workers, say)
-    started = await _all_or_fail([*(_timed_load(worker, say) for worker in workers), router.prepare()])
-    ready: list[tuple[WorkerReady, float]] = started[:-1]
-    say("connecting the router to the workers")
+    loading = [_timed_load(worker, say) for worker in workers]
+    started = await _all_or_fail([*loading, *(head.prepare() for head in heads.all)])
+    ready: list[tuple[WorkerReady, float]] = started[: len(workers)]
+    say(f"connecting {heads.title} to the workers")
     addresses = {handle.name: worker.address for handle, (worker, _) in zip(workers, ready, strict=True)}
-    url = await router.serve(list(addresses.values()), hardware)
+    url = await heads.serve(list(addresses.values()), hardware)
     rows = [
         Row(
             name=handle.name,
@@ -185,8 +252,14 @@ async def _start(plan: Plan, workers: list[WorkerHandle], router: RouterHandle, 
         )
         for handle, place, (worker, start_s) in zip(workers, places, ready, strict=True)
     ]
-    supervisor = Supervisor(workers, router, addresses, plan.config.supervision)
-    return Deployment(url, rows, await router.call("kv_pairs"), router, supervisor)
+    supervisor = Supervisor(workers, heads.all, addresses, plan.config.supervision)
+
+    def another(name: str, pool: Pool) -> WorkerHandle:
+        workers.append(WorkerHandle(plan, plan.another_worker(name, pool), cores))
+        return workers[-1]  # ended with the others
+
+    orders = Orders(heads.routers, heads.lead, supervisor, another)
+    return Deployment(url, rows, await heads.kv_pairs(), heads.routers, supervisor, orders)
 
 
 async def _placed(workers: list[WorkerHandle]) -> list[NodePlace]:
@@ -239,16 +312,16 @@ async def _all_or_fail(awaitables: list[Any]) -> list[Any]:
             task.cancel()
 
 
-async def _stop(workers: list[WorkerHandle], router: RouterHandle) -> list[str]:
-    """Stop gracefully, the router first so that its clients hear why; then end what is left, also if it hangs.
+async def _stop(workers: list[WorkerHandle], heads: _Heads) -> list[str]:
+    """Stop gracefully, the routers first so that its clients hear why; then end what is left, also if it hangs.
 
     If one cannot be ended, the others are ended all the same; returns a sentence for each that could not.
     """
-    for handles, within_s in (([router], STOP_ROUTER_WITHIN_S), (workers, STOP_WORKERS_WITHIN_S)):
+    for handles, within_s in ((heads.all, STOP_ROUTER_WITHIN_S), (workers, STOP_WORKERS_WITHIN_S)):
         stopping = [asyncio.ensure_future(handle.stop()) for handle in handles]
         if stopping:
             await asyncio.wait(stopping, timeout=within_s)
-    everyone = (router, *workers)
+    everyone = (*heads.all, *workers)
     ends = await asyncio.gather(*(handle.kill() for handle in everyone), return_exceptions=True)
     return [
         f"{handle.name} could not be ended, and may run on: {type(error).__name__}: {error}"

@@ -57,6 +57,10 @@ class Plan:
     roles: ModeRoles
     keys: KeyHashes = field(default_factory=KeyHashes)
 
+    def another_worker(self, worker_id: str, pool: Pool) -> PlannedWorker:
+        """Return a worker that is started while the others serve."""
+        return PlannedWorker(worker_id, pool, _start_settings(self.config, self.roles, self.config.all_pools()[pool]))
+
     def router_settings(self) -> RouterSettings:
         """Return the settings of the router process."""
         config = self.config
@@ -68,11 +72,13 @@ class Plan:
             host=config.server.host,
             port=config.server.port,
             mode=config.mode,
+            routers=config.router.processes,
             request_deadline_s=config.router.request_deadline_s,
             max_outstanding_requests=config.router.max_outstanding_requests,
             overlap=config.transfer.overlap,
             min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
             roles=self.roles.by_mode,
+            roles_of_new=self.roles.of_new,
             why_not=self.roles.why_not,
             prefill_window_tokens={name: config.window_tokens(name) for name in config.all_pools()},
             max_prompt_wait_s=config.router.max_prompt_wait_s,
@@ -150,9 +156,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
     places = [(name, pool) for name, pool in config.active_pools().items() for _ in range(pool.workers)]
     roles = mode_roles(config, facts)
     workers = tuple(
-        PlannedWorker(
-            worker_id, name, limits_for_all(tuple(config.all_pools().values()), pool) if roles.by_mode else pool
-        )
+        PlannedWorker(worker_id, name, _start_settings(config, roles, pool))
         for worker_id, (name, pool) in zip(worker_ids(len(places)), places, strict=True)
     )
     return Plan(
@@ -166,6 +170,10 @@ def make_plan(config: RidgelineConfig) -> Plan:
         roles=roles,
         keys=key_hashes(config.security.api_keys_file, config.security.admin_keys_file),
     )
+
+
+def _start_settings(config: RidgelineConfig, roles: ModeRoles, pool: PoolConfig) -> PoolConfig:
+    return limits_for_all(tuple(config.all_pools().values()), pool) if roles.by_mode else pool
 
 
 def _server_args(config: RidgelineConfig) -> dict[str, Any]:

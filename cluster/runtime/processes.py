@@ -1,6 +1,6 @@
 """Processes of one node: names for them that last, and their end.
 
-Used by `cluster.runtime.actors`, `cluster.runtime.actor_handle`, `cluster.runtime.services` and
+Used by `cluster.runtime.actors`, `cluster.runtime.handles.actor`, `cluster.runtime.services` and
 `cluster.runtime.service_process.calls`.
 """
 

@@ -10,7 +10,7 @@ import psutil
 import ray
 from ray._private import ray_constants
 
-from cluster.runtime.actor_handle import DeploymentFailed
+from cluster.runtime.handles.actor import DeploymentFailed
 from cluster.runtime.ray_workarounds.fewer_processes import fewer_processes
 
 STARTS = 2

@@ -26,6 +26,8 @@ class ModeRoles:
     """Roles by mode and worker id; both are empty in a deployment that stays in its mode, and `why_not` says why."""
 
     by_mode: Mapping[Mode, Mapping[str, Role]] = field(default_factory=dict)
+    of_new: Mapping[Mode, Mapping[Pool, Role]] = field(default_factory=dict)
+    """Roles of workers that are started later, by the pool for which they are started."""
     why_not: Mapping[Mode, str] = field(default_factory=dict)
 
 
@@ -40,8 +42,11 @@ def mode_roles(config: RidgelineConfig, model: ModelFacts) -> ModeRoles:
     obstacle = _obstacle(config, config.model_copy(update={"mode": other}), model)
     if obstacle is not None:
         return ModeRoles(why_not={other: obstacle})
-    by_mode = {mode: _roles(config.model_copy(update={"mode": mode})) for mode in (config.mode, other)}
-    return ModeRoles(by_mode=by_mode)
+    in_mode = {mode: config.model_copy(update={"mode": mode}) for mode in (config.mode, other)}
+    return ModeRoles(
+        by_mode={mode: _roles(one) for mode, one in in_mode.items()},
+        of_new={mode: _roles_of_new(one) for mode, one in in_mode.items()},
+    )
 
 
 def limits_for_all(pools: Sequence[PoolConfig], start: PoolConfig) -> PoolConfig:
@@ -92,11 +97,19 @@ def _places(config: RidgelineConfig) -> list[tuple[Pool, PoolConfig]]:
 def _roles(config: RidgelineConfig) -> dict[str, Role]:
     places = _places(config)
     return {
-        worker_id: Role(
-            mode=config.mode,
-            pool=name,
-            max_num_seqs=pool.max_num_seqs,
-            max_num_batched_tokens=pool.max_num_batched_tokens,
-        )
+        worker_id: _role(config.mode, name, pool)
         for worker_id, (name, pool) in zip(worker_ids(len(places)), places, strict=True)
     }
+
+
+def _roles_of_new(config: RidgelineConfig) -> dict[Pool, Role]:
+    """Return roles by pool; a worker that was started for a pool of the other mode joins the one that decodes."""
+    own = {name: _role(config.mode, name, pool) for name, pool in config.active_pools().items()}
+    decodes = next(reversed(own.values()))
+    return dict.fromkeys(config.all_pools(), decodes) | own
+
+
+def _role(mode: Mode, name: Pool, pool: PoolConfig) -> Role:
+    return Role(
+        mode=mode, pool=name, max_num_seqs=pool.max_num_seqs, max_num_batched_tokens=pool.max_num_batched_tokens
+    )

@@ -1,6 +1,6 @@
-"""What runs in the process behind an actor: a worker's host with its engine, or the router.
+"""What runs in the process behind an actor: a worker's host with its engine, a router, or the dispatcher.
 
-`cluster.runtime.actor_handle` names the classes, and the actors of `cluster.runtime.actors` pass on its calls.
+`cluster.runtime.handles` names the classes, and the actors of `cluster.runtime.actors` pass on its calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from contracts.vocabulary import Health, Pool
 from engine.config import EngineConfig, HostSettings
 from engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
 from router.fleet.pairing import KvPair
-from router.settings import PoolHardware, RouterSettings
+from router.front.orders import Order, OrderState
+from router.settings import PoolHardware, RouterSettings, SharedWith
 
 IMPORTED = (
     "cluster.runtime.handlers",
@@ -32,21 +33,22 @@ IMPORTED = (
     "engine.vllm_engine",
     "engine.worker_extension",
     "router.server",
+    "router.shared.dispatcher",
     "worker_runtime.host",
     *CPU_ENGINE_MODULES,
 )
 """What services with engines on CPUs import, sooner or later. What is missing here costs time, no more."""
-ROUTER_LEFT = 143
-"""Exit status of a router that ended on SIGTERM: 128 + 15."""
+HEAD_LEFT = 143
+"""Exit status of a router or dispatcher that ended on SIGTERM: 128 + 15."""
 SLOW_LOOP_S = 5.0
 DEAD_LOOP_S = 120.0
-"""How long the router's loop may be stuck on one thing before it counts as dead; slowness alone must not cost every
+"""How long its loop may be stuck on one thing before it counts as dead; slowness alone must not cost every
 client its stream."""
 logger = logging.getLogger(__name__)
 
 
 class NotServing(RuntimeError):
-    """The router process has been started again and does not serve yet."""
+    """The process of a router or the dispatcher has been started again and does not serve yet."""
 
 
 @dataclass(frozen=True)
@@ -137,34 +139,29 @@ class WorkerService(_Service):
             self._host = None
 
 
-class RouterService(_Service):
-    """The router: the HTTP front end."""
+class _Head(_Service):
+    """What a router and the dispatcher have in common: both are connected to all workers."""
 
     OFF_LOOP = frozenset({"failure"})
+    TITLE = ""
 
     def __init__(self) -> None:
-        self._router: Any = None
+        self._head: Any = None
         self._leaving: asyncio.Task[None] | None = None
 
-    async def prepare(self, settings: RouterSettings) -> None:
-        """Import vLLM's server and load the tokenizer; the engines load meanwhile."""
-        from router.server import Router
+    def _make(self, settings: RouterSettings) -> Any:
+        raise NotImplementedError
 
+    async def prepare(self, settings: RouterSettings) -> None:
+        """Import and load what takes long; the engines load meanwhile."""
         if settings.tls is not None:
             settings.tls.check()
-        self._router = Router(settings)
+        self._head = self._make(settings)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._begin_to_leave)
-
-    async def serve(self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
-        """Connect to the workers, open the port, and return the URL."""
-        url = str(await self._router.serve(worker_addresses, hardware))
-        gc.collect()
-        gc.freeze()  # vLLM's modules are 600,000 objects: to look at them all again stops every stream for 0.3 s
-        return url
 
     async def kv_pairs(self) -> list[KvPair]:
         """Return what carries KV between which workers."""
-        return list(self._router.kv_pairs)
+        return list(self._head.kv_pairs)
 
     async def replace_worker(self, address: str, reason: str) -> None:
         """Take in a worker that has been started again because of `reason`.
@@ -178,31 +175,38 @@ class RouterService(_Service):
         await self._serving().remove_worker(worker_id)
 
     async def unreached(self, for_s: float) -> list[str]:
-        """Return the addresses of workers that the router has not reached for too long. Raises NotServing."""
+        """Return the addresses of workers that it has not reached for too long. Raises NotServing."""
         return list(self._serving().unreached(for_s))
 
+    async def pools(self) -> dict[str, Pool]:
+        """Return the present pool of each worker. Raises NotServing."""
+        return {worker.worker_id: worker.pool for worker in self._serving().fleet.workers}
+
+    async def drain_worker(self, worker_id: str, timeout_s: float) -> None:
+        """Have a worker leave. Raises NotServing, WorkerLost."""
+        fleet = self._serving().fleet
+        await fleet.get(worker_id).client.drain(timeout_s)
+        await fleet.refresh()  # from now on, nothing new is sent to it
+
     def failure(self) -> Health:
-        """Report whether the router must be replaced: it ended by itself, or this process has taken the place of one
-        that died. Runs in another thread than the router: a busy loop is reported, one that is stuck for minutes is a
-        failure."""
-        if self._router is None or self._router.ended:
+        """Report whether it must be replaced: it ended by itself, or this process has taken the place of one that died.
+
+        Runs in another thread than its loop: a busy loop is reported, one that is stuck for minutes is a failure.
+        """
+        if self._head is None or self._head.ended:
             return "actor_died"
-        silent_s = self._router.loop_silent_s
+        silent_s = self._head.loop_silent_s
         if silent_s >= DEAD_LOOP_S:
             return "unreachable"
         if silent_s >= SLOW_LOOP_S:
-            logger.warning("the router's event loop is busy for %.0f s: until then every stream stands still", silent_s)
+            logger.warning("the %s's event loop is busy for %.0f s: until then all it does waits", self.TITLE, silent_s)
         return ""
 
-    async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests; returns how many were still running after `timeout_s`."""
-        return 0 if self._router is None else int(await self._router.drain(timeout_s))
-
     async def stop(self) -> None:
-        """Close the port."""
-        if self._router is not None:
-            await self._router.stop()
-            self._router = None
+        """Close its port."""
+        if self._head is not None:
+            await self._head.stop()
+            self._head = None
 
     def _begin_to_leave(self) -> None:
         if self._leaving is None:
@@ -213,12 +217,71 @@ class RouterService(_Service):
         try:
             await self.stop()
         finally:
-            os._exit(ROUTER_LEFT)
+            os._exit(HEAD_LEFT)
 
     def _serving(self) -> Any:
-        if self._router is None:
-            raise NotServing("the router does not serve yet")
-        return self._router
+        if self._head is None:
+            raise NotServing(f"the {self.TITLE} does not serve yet")
+        return self._head
+
+
+def _freeze_objects() -> None:
+    gc.collect()
+    gc.freeze()  # vLLM's modules are 600,000 objects: to look at them all again stops every stream for 0.3 s
+
+
+class RouterService(_Head):
+    """A router: the HTTP front end."""
+
+    TITLE = "router"
+
+    def _make(self, settings: RouterSettings) -> Any:
+        """Import vLLM's server and load the tokenizer."""
+        from router.server import Router
+
+        return Router(settings)
+
+    async def serve(
+        self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware], shared: SharedWith | None
+    ) -> str:
+        """Connect to the workers, open the port, and return the URL."""
+        url = str(await self._head.serve(worker_addresses, hardware, shared))
+        _freeze_objects()
+        return url
+
+    async def follow_dispatcher(self, address: str) -> None:
+        """Join the dispatcher at this address, where another one has been started. Raises NotServing."""
+        await self._serving().follow_dispatcher(address)
+
+    async def take_orders(self, within_s: float) -> list[Order]:
+        """Wait for orders of operators, up to this many seconds. Raises NotServing."""
+        taken: list[Order] = await self._serving().orders.take(within_s)
+        return taken
+
+    async def report(self, order_id: str, state: OrderState, sentence: str) -> None:
+        """Note how an order goes on, for whoever asks. Raises NotServing."""
+        self._serving().orders.report(order_id, state, sentence)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests; returns how many were still running after `timeout_s`."""
+        return 0 if self._head is None else int(await self._head.drain(timeout_s))
+
+
+class DispatcherService(_Head):
+    """What several routers share."""
+
+    TITLE = "dispatcher"
+
+    def _make(self, settings: RouterSettings) -> Any:
+        from router.shared.dispatcher import Dispatcher
+
+        return Dispatcher(settings)
+
+    async def serve(self, worker_addresses: list[str], host: str) -> str:
+        """Connect to the workers, listen for routers on an interface of this node, and return host:port."""
+        address = str(await self._head.serve(worker_addresses, address_here(host), 0))
+        _freeze_objects()
+        return address
 
 
 def _engine_processes() -> tuple[ProcessId, ...]:

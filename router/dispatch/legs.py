@@ -1,4 +1,4 @@
-"""The legs of an attempt. Decode is chosen when prefill begins, and the first token goes out before the KV moves.
+"""The legs of an attempt, on the workers of its place. The first token goes out before the KV moves.
 
 If prefill computes a prompt in several steps, its transfer overlaps with its computation. The decode leg then begins
 after the first step, reserves its blocks, and fetches those that are final while the rest is computed; the first token
@@ -8,21 +8,20 @@ reaches it with the last blocks. If that fails, the leg begins again after prefi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
 
-from contracts.errors import HandoffLost, WorkerDraining, WorkerLost
+from contracts.errors import HandoffLost
 from contracts.handoff import KvHandoff
 from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import Pool
 from router.dispatch.request import Attempt
-from router.fleet.fleet import Fleet, Worker
-from router.fleet.policy import DECODE_SCORER, Rerouted, blocks_needed, pick, prompt_blocks, room_to_overlap
-from router.fleet.worker import PromptReservation
-from router.flow.prompt_queue import PromptQueue, PromptTurn
+from router.fleet.fleet import Worker
+from router.fleet.policy import room_to_overlap
+from router.flow.placement import Place, Placement
 from worker_runtime.client import OnDelta, WorkerClient
 
 ReleaseHandoff = Callable[[KvHandoff, float], None]
@@ -33,60 +32,54 @@ but a running leg whose hand-off vanishes would start to compute the prompt."""
 
 
 class Legs:
-    """Runs attempts on workers; the caller decides which way an attempt goes.
+    """Runs attempts on workers."""
 
-    Cancelling either method aborts what runs on workers. Both raise WorkerLost, WorkerDraining, EngineFailed,
-    InvalidTask or TaskRejected, NoWorker if the pool that computes the prompt stays without a worker, and Rerouted if
-    the mode has been changed while the prompt waited.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        queues: Mapping[Pool, PromptQueue],
-        release_handoff: ReleaseHandoff,
-        *,
-        overlap: bool,
-    ) -> None:
-        self._fleet = fleet
-        self._queues = queues
+    def __init__(self, placement: Placement, release_handoff: ReleaseHandoff, *, overlap: bool) -> None:
+        self._placement = placement
         self._release_handoff = release_handoff
         self._overlap = overlap
 
-    async def whole(self, attempt: Attempt, pool: Pool, recompute_reason: str) -> None:
-        """Run the whole request on one worker of a pool, with the reason why prefill did not compute the prompt."""
-        async with self._turn(pool, attempt, decodes_here=True) as turn:
-            leg = partial(turn.worker.client.run_task, attempt.whole_task(recompute_reason))
-            await self._stream(leg, pool, attempt, turn)
+    async def run(self, attempt: Attempt) -> None:
+        """Wait for a place and run the attempt there. Cancelling this aborts what runs on workers.
 
-    async def split(self, attempt: Attempt) -> None:
-        """Compute the prompt on a prefill worker, send its first token on, and get the rest from a decode worker."""
-        with ExitStack() as counted:
-            await self._prefill_then_decode(_Decode(self._fleet, attempt, counted), attempt)
+        Raises WorkerLost, WorkerDraining, EngineFailed, InvalidTask or TaskRejected, and NoWorker if a pool that it
+        needs stays without a worker.
+        """
+        async with self._place(attempt) as place:
+            if place.decode_worker is None:
+                await self._whole(attempt, place)
+            else:
+                await self._split(attempt, place, place.decode_worker)
 
     @asynccontextmanager
-    async def _turn(self, pool: Pool, attempt: Attempt, *, decodes_here: bool) -> AsyncIterator[PromptTurn]:
-        """Wait until it is this prompt's turn on a worker that computes it."""
+    async def _place(self, attempt: Attempt) -> AsyncIterator[Place]:
         timeline = attempt.progress.timeline
         began_s = timeline.clock()
-        wait = self._queues[pool].turn(attempt.demand, urgent=attempt.urgent, decodes_here=decodes_here)
-        async with wait as turn:
+        async with self._placement.place(attempt.wish) as place:
             timeline.router_queue_s += timeline.clock() - began_s
+            timeline.path = place.route.path
             attempt.progress.advance("prefilling")
-            yield turn
+            yield place
 
-    async def _prefill_then_decode(self, decode: _Decode, attempt: Attempt) -> None:
+    async def _whole(self, attempt: Attempt, place: Place) -> None:
+        """Run the whole request on one worker, with the reason why prefill did not compute the prompt."""
+        task = attempt.whole_task(place.route.recompute_reason)
+        leg = partial(place.prompt_worker.client.run_task, task)
+        await self._stream(leg, place.route.prompt_pool, attempt, place.prompt_done)
+
+    async def _split(self, attempt: Attempt, place: Place, decode: Worker) -> None:
+        """Compute the prompt on a prefill worker, send its first token on, and get the rest from a decode worker."""
         progress, early = attempt.progress, None
 
         def begin_early(growing: KvHandoff) -> None:
             nonlocal early
-            if not self._overlap or not room_to_overlap(decode.worker.load(), growing.num_blocks):
+            if not self._overlap or not room_to_overlap(decode.load(), growing.num_blocks):
                 progress.metrics.overlapped.labels("no_room" if self._overlap else "off").inc()
                 return
-            early = OverlappedLeg(decode.worker.client, attempt.decode_task(growing))
+            early = OverlappedLeg(decode.client, attempt.decode_task(growing))
 
         try:
-            first = await self._prefill(decode, attempt, begin_early)
+            first = await self._prefill(place, attempt, begin_early)
             handoff = first.handoff
             if handoff is None:
                 progress.send(first, "prefill")  # the whole answer was one token
@@ -99,7 +92,7 @@ class Legs:
                 if progress.send(msgspec.structs.replace(first, finished=False, handoff=None), "prefill"):
                     return
                 release_after_s = ABORT_FIRST_S
-                fetched = await self._hand_over(decode, attempt, handoff, early)
+                fetched = await self._hand_over(place, decode, attempt, handoff, early)
             finally:
                 if not fetched:
                     self._release_handoff(handoff, release_after_s)
@@ -107,52 +100,49 @@ class Legs:
             if early is not None:
                 await early.close()
 
-    async def _prefill(self, decode: _Decode, attempt: Attempt, begin_early: Callable[[KvHandoff], None]) -> TokenDelta:
+    async def _prefill(self, place: Place, attempt: Attempt, begin_early: Callable[[KvHandoff], None]) -> TokenDelta:
         """Return the leg's last delta; call `begin_early` before that, once the growing hand-off can be fetched."""
         progress = attempt.progress
         made: list[TokenDelta] = []
-        async with self._turn("prefill", attempt, decodes_here=False) as turn:
 
-            def take(delta: TokenDelta) -> bool:
-                if delta.handoff is not None and not delta.handoff.complete:
-                    begin_early(delta.handoff)
-                    return False
-                made.append(delta)
-                progress.timeline.prefill_timing = delta.timing
-                turn.prompt_done()
-                return True
+        def take(delta: TokenDelta) -> bool:
+            if delta.handoff is not None and not delta.handoff.complete:
+                begin_early(delta.handoff)
+                return False
+            made.append(delta)
+            progress.timeline.prefill_timing = delta.timing
+            place.prompt_done()
+            return True
 
-            try:
-                decode.choose(turn)
-            except (WorkerLost, WorkerDraining, Rerouted):
-                progress.advance("queued")
-                raise
-            await turn.worker.client.run_task(attempt.prefill_task(), take)
+        try:
+            await place.prompt_worker.client.run_task(attempt.prefill_task(), take)
+        finally:
+            place.prompt_left()
         return made[0]
 
     async def _hand_over(
-        self, decode: _Decode, attempt: Attempt, handoff: KvHandoff, early: OverlappedLeg | None
+        self, place: Place, decode: Worker, attempt: Attempt, handoff: KvHandoff, early: OverlappedLeg | None
     ) -> bool:
         """Stream the leg that overlapped with prefill; if there is none, or it failed, begin one now."""
         progress, task = attempt.progress, attempt.decode_task(handoff)
         if early is not None:
             try:
                 progress.timeline.overlapped = True
-                fetched = await self._stream(early.pass_on, "decode", attempt, decode.counted)
+                fetched = await self._stream(early.pass_on, "decode", attempt, place.decode_began)
                 progress.metrics.overlapped.labels("ok").inc()
                 return fetched
             except HandoffLost as lost:
                 progress.timeline.overlapped = False
                 progress.metrics.overlapped.labels(lost.reason).inc()
-        leg = partial(decode.worker.client.run_task, task)
-        return await self._stream(leg, "decode", attempt, decode.counted)
+        leg = partial(decode.client.run_task, task)
+        return await self._stream(leg, "decode", attempt, place.decode_began)
 
     async def _stream(
         self,
         leg: Callable[[OnDelta], Awaitable[None]],
         pool: Pool,
         attempt: Attempt,
-        counted: PromptTurn | PromptReservation,
+        on_first: Callable[[], None],
     ) -> bool:
         """Stream one decode leg on a worker of `pool`. Returns whether it made a token, and so has the KV."""
         progress, produced = attempt.progress, False
@@ -162,53 +152,13 @@ class Legs:
             if not produced:
                 produced = True
                 progress.advance("decoding")
-                counted.prompt_done()
+                on_first()
             if delta.timing is not None:
                 progress.timeline.decode_reported(delta.timing)
             return progress.send(delta, pool)
 
         await leg(send)
         return produced
-
-
-class _Decode:
-    """The decode worker of one attempt, chosen when it is the prompt's turn.
-
-    From then on the attempt is counted there.
-    """
-
-    worker: Worker
-    counted: PromptReservation
-
-    def __init__(self, fleet: Fleet, attempt: Attempt, counted: ExitStack) -> None:
-        self._fleet = fleet
-        self._attempt = attempt
-        self._stack = counted
-
-    def choose(self, turn: PromptTurn) -> None:
-        """Pick a worker by the KV blocks that the sequence will need, half of its answer included, and count it there.
-
-        The place in its batch came with the turn. Raises WorkerLost or WorkerDraining if no worker is left, and
-        Rerouted if there is no such pool any more.
-        """
-        pool = self._fleet.usable("decode")
-        if not pool and self._fleet.mode != "disaggregated":
-            raise Rerouted("the mode was changed while the prompt waited for its turn")
-        if not pool:
-            leaves = any(worker.load().draining for worker in self._fleet.pool("decode"))
-            gone = WorkerDraining if leaves else WorkerLost
-            raise gone("the decode workers were lost while the prompt waited for its turn")
-        demand = self._attempt.demand
-        self.worker = self._fleet.get(pick(demand, [worker.load() for worker in pool], DECODE_SCORER))
-        slot = turn.take_slot()
-        self._stack.callback(slot.release)
-        slot.on(self.worker)
-        block_size_tokens = self.worker.description.block_size_tokens
-        reserved = self.worker.reserve(
-            promised_blocks=blocks_needed(demand, block_size_tokens),
-            held_blocks=prompt_blocks(demand, block_size_tokens),
-        )
-        self.counted = self._stack.enter_context(reserved)
 
 
 class OverlappedLeg:

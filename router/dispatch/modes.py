@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from contracts.vocabulary import Mode, Pool
 from router.fleet.fleet import Fleet
@@ -28,6 +29,18 @@ class ModeChange:
     rerouted_prompts: int
     """Prompts that waited for a worker and go another way now."""
     took_s: float
+
+
+class AnyModes(Protocol):
+    """The mode, and the way to change it: `Modes`, or that of the dispatcher (`router.shared.shared_modes`)."""
+
+    @property
+    def mode(self) -> Mode: ...
+    @property
+    def possible(self) -> tuple[Mode, ...]: ...
+    @property
+    def why_not(self) -> Mapping[Mode, str]: ...
+    async def change(self, mode: Mode) -> ModeChange: ...
 
 
 class Modes:

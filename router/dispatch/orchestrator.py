@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 
 from contracts.errors import EngineError, EngineFailed, TaskRejected, WorkerDraining, WorkerLost
-from contracts.vocabulary import Pool
 from router.dispatch.legs import Legs, ReleaseHandoff
 from router.dispatch.request import Attempt, Emit, RequestProgress, SequenceRequest
 from router.fleet.fleet import Fleet
-from router.fleet.policy import SPLIT, NoWorker, Rerouted, Route
-from router.flow.prompt_queue import PromptQueue
+from router.flow.placement import Placement
 from router.observe.metrics import RequestMetrics
 from router.observe.timeline import Outcome, RequestTimeline
 from router.settings import RouterSettings
@@ -48,12 +45,12 @@ class CannotContinue(EngineError):
 
 
 class Orchestrator:
-    """Runs requests. It keeps no state between them: the fleet and the queues hold what is outstanding."""
+    """Runs requests. It keeps no state between them: the placement holds what is outstanding."""
 
     def __init__(
         self,
         fleet: Fleet,
-        queues: Mapping[Pool, PromptQueue],
+        placement: Placement,
         settings: RouterSettings,
         metrics: RequestMetrics,
         release_handoff: ReleaseHandoff,
@@ -62,7 +59,8 @@ class Orchestrator:
         self._settings = settings
         self._metrics = metrics
         self._uncounted = RequestMetrics(None)
-        self._legs = Legs(fleet, queues, release_handoff, overlap=settings.overlap)
+        self._placement = placement
+        self._legs = Legs(placement, release_handoff, overlap=settings.overlap)
         self.in_flight = 0
         """Sequences that are being served, without canaries."""
 
@@ -76,7 +74,7 @@ class Orchestrator:
             time.monotonic,
             request.request_id,
             len(request.prompt_token_ids),
-            self._route_of(request).path,
+            self._placement.route_of(request.wish).path,
             head_read_s=request.head_read_s,
             observe=metrics.observe,
         )
@@ -106,7 +104,7 @@ class Orchestrator:
         number, fruitless, losses = 0, 0, 0
         while True:
             try:
-                await self._try(Attempt(request, progress, number))
+                await self._legs.run(Attempt(request, progress, number))
                 return
             except tuple(CAUSES) as error:
                 if progress.ended:  # the client has everything; only the clean-up failed
@@ -122,33 +120,6 @@ class Orchestrator:
             number += 1
             # A worker that failed is not tried again before it has reported to be well, see `Worker.load`.
             await asyncio.sleep(RETRY_PAUSE_S * fruitless)
-
-    async def _try(self, attempt: Attempt) -> None:
-        """Run one attempt, on the route that is right at the moment; another one if that changes before it starts."""
-        while True:
-            route = self._route_of(attempt.request)
-            attempt.progress.timeline.path = route.path
-            try:
-                await self._go(attempt, route)
-                return
-            except Rerouted:
-                attempt.progress.advance("queued")
-            except NoWorker:  # the pool was lost while the prompt waited
-                if self._route_of(attempt.request) == route:
-                    raise
-                attempt.progress.advance("queued")
-
-    async def _go(self, attempt: Attempt, route: Route) -> None:
-        if route != SPLIT:
-            await self._legs.whole(attempt, route.prompt_pool, route.recompute_reason)
-            return
-        # Do not prefill while it is not known whether there is a worker to decode.
-        await self._fleet.wait_until_usable("decode", self._settings.recovery_timeout_s)
-        await self._legs.split(attempt)
-
-    def _route_of(self, request: SequenceRequest) -> Route:
-        least_tokens = 0 if request.canary else self._settings.min_remote_prefill_tokens
-        return self._fleet.route(request.demand, least_tokens)
 
     def _check_continuable(self, request: SequenceRequest, progress: RequestProgress, error: Exception) -> None:
         reason = request.sampling.resample_reason

@@ -11,6 +11,7 @@ from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import FirstToken, Leg, Pool
 from router.client_identity import ANONYMOUS
 from router.fleet.policy import Demand
+from router.flow.placement import Wish
 from router.observe.metrics import RequestMetrics
 from router.observe.timeline import RequestState, RequestTimeline
 
@@ -57,9 +58,10 @@ class SequenceRequest:
     """When the router had read the head of its HTTP request, on the monotonic clock; None for a canary."""
 
     @property
-    def demand(self) -> Demand:
-        """What policies see of the request before it has begun."""
-        return Demand(len(self.prompt_token_ids), self.sampling.max_tokens, self.client)
+    def wish(self) -> Wish:
+        """What it wants before it has begun."""
+        demand = Demand(len(self.prompt_token_ids), self.sampling.max_tokens, self.client)
+        return Wish(demand, urgent=self.canary, canary=self.canary)
 
 
 TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
@@ -123,10 +125,14 @@ class Attempt:
     def __init__(self, request: SequenceRequest, progress: RequestProgress, number: int) -> None:
         self.request = request
         self.progress = progress
-        self.urgent = request.canary or number > 0
-        """Whether it goes ahead of others: its client has waited once, and may have half of its answer."""
-        self.demand = replace(request.demand, prompt_tokens=len(request.prompt_token_ids) + len(progress.token_ids))
-        """The demand now: tokens that the client already has count as prompt."""
+        first = request.wish
+        prompt_tokens = len(request.prompt_token_ids) + len(progress.token_ids)
+        self.wish = Wish(
+            demand=replace(first.demand, prompt_tokens=prompt_tokens),  # what the client already has counts as prompt
+            urgent=first.urgent or number > 0,  # its client has waited once, and may have half of its answer
+            canary=request.canary,
+        )
+        """What it wants now."""
         self._suffix = f"-again{number}" if number else ""
 
     def whole_task(self, recompute_reason: str) -> GenerateTask:

@@ -45,13 +45,16 @@ class Fleet:
         on_gone: OnGone = lambda _: None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         roles: RoleTable = SPLIT_FOR_EVER,
+        leads: bool = True,
     ) -> None:
+        """`leads`: whether it pairs workers and gives them their roles; one of several routers follows instead."""
         self._router_id = router_id
         self._tls = tls
         self._on_unclaimed = on_unclaimed
         self._on_gone = on_gone
         self._stall_timeout_s = stall_timeout_s
         self.roles = roles
+        self._leads = leads
         self.mode: Mode = roles.first
         self._role_number = 0
         self._workers: dict[str, Worker] = {}
@@ -85,7 +88,8 @@ class Fleet:
         finally:
             for task in opening:
                 task.cancel()
-        self.kv_pairs = await pair_all(self.pool("prefill"), self.pool("decode"))
+        if self._leads:
+            self.kv_pairs = await pair_all(self.pool("prefill"), self.pool("decode"))
         await self.refresh()
 
     async def _first_time(self, address: str) -> Worker:
@@ -154,6 +158,19 @@ class Fleet:
             async with asyncio.timeout(ROLES_WITHIN_S):
                 await self._roles_taken()
 
+    @property
+    def role_number(self) -> int:
+        """The number of the change that gave the workers their present roles."""
+        return self._role_number
+
+    def follow(self, mode: Mode, role_number: int, kv_pairs: Sequence[KvPair]) -> None:
+        """Take over the mode, and the pairs, from the dispatcher, which has told the workers."""
+        self.kv_pairs = list(kv_pairs)
+        if role_number != self._role_number:
+            self._assign(mode, role_number, self.workers)
+            for pool in tuple(self._news):
+                self._tell_news(pool)
+
     async def _roles_taken(self) -> None:
         """Wait until every worker that answers has its role; one that is in a long step takes it after that."""
         await self.refresh()
@@ -163,13 +180,16 @@ class Fleet:
 
     def _becoming(self, mode: Mode, pool: Pool) -> list[Worker]:
         """Return the connected workers that are in this pool in another mode."""
-        role_of = {worker: self.roles.role_of(worker.worker_id, mode, 0) for worker in self._connected()}
+        role_of = {
+            worker: self.roles.role_of(worker.worker_id, worker.description.pool, mode, 0)
+            for worker in self._connected()
+        }
         return [worker for worker, role in role_of.items() if (role.pool if role else worker.description.pool) == pool]
 
     def _assign(self, mode: Mode, number: int, workers: Sequence[Worker]) -> None:
         self.mode, self._role_number = mode, number
         for worker in workers:
-            worker.role = self.roles.role_of(worker.worker_id, mode, number)
+            worker.role = self.roles.role_of(worker.worker_id, worker.description.pool, mode, number)
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -249,7 +269,7 @@ class Fleet:
         assert self._group is not None
         self._clients[client] = self._group.create_task(client.run(), name=f"client-{client.address}")
         await client.wait_connected(CONNECT_TIMEOUT_S)
-        return Worker(client, description, self._tell_news, self._stall_timeout_s)
+        return Worker(client, description, self._tell_news, self._stall_timeout_s, gives_role=self._leads)
 
     async def _close(self, worker: Worker) -> None:
         poller = self._pollers.pop(worker, None)
@@ -275,6 +295,8 @@ class Fleet:
 
         One that does not answer is no obstacle: it pairs when it answers or comes back.
         """
+        if not self._leads:
+            return
         assert self._group is not None
         asked = [
             self._group.create_task(self._pair_one(decode, prefills), name=f"pair-{decode.worker_id}")

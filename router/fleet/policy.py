@@ -76,6 +76,8 @@ class Demand:
     output_tokens: int = 0
     """Largest number of tokens in the answer; 0 if not given."""
     client: str = ANONYMOUS
+    avoided: frozenset[str] = frozenset()
+    """Workers that the router of the request does not reach."""
 
 
 Scorer = Callable[[Demand, WorkerLoad], tuple[float, ...]]
@@ -171,6 +173,8 @@ def pick(demand: Demand, loads: Iterable[WorkerLoad], scorer: Scorer) -> str:
     It is called only for a request that goes to the worker it returns, so a scorer may keep track of its choices.
     """
     candidates = [load for load in loads if load.takes_work]
+    if demand.avoided:  # they are reached from elsewhere; if there is no other, the router finds out itself
+        candidates = [load for load in candidates if load.worker_id not in demand.avoided] or candidates
     if not candidates:
         raise NoWorker("no worker is connected and accepting work")
     return min(candidates, key=lambda load: scorer(demand, load)).worker_id

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from contracts.vocabulary import Mode
+from contracts.vocabulary import Mode, Pool
 from contracts.workers import Role, WorkerDescription
+from router.settings import RouterSettings
 
 
 class ModeImpossible(Exception):
@@ -29,6 +30,8 @@ class RoleTable:
     """By mode and worker id. Without an entry a worker stays in the pool for which it was started."""
     why_not: Mapping[Mode, str] = field(default_factory=dict)
     """For each mode that it cannot change to, a sentence that names the setting in the way."""
+    of_new: Mapping[Mode, Mapping[Pool, Role]] = field(default_factory=dict)
+    """By mode, the roles of workers that came later, by the pool for which they were started."""
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -45,7 +48,12 @@ class RoleTable:
         given = [worker.role for worker in workers if worker.role is not None and worker.role.mode in self.modes]
         return max(given, key=lambda role: role.number, default=None)
 
-    def role_of(self, worker_id: str, mode: Mode, number: int) -> Role | None:
+    def role_of(self, worker_id: str, started_for: Pool, mode: Mode, number: int) -> Role | None:
         """Return a worker's role in a mode, as the change with this number gives it; None if there is none."""
-        role = self.by_mode.get(mode, {}).get(worker_id)
+        role = self.by_mode.get(mode, {}).get(worker_id) or self.of_new.get(mode, {}).get(started_for)
         return None if role is None else msgspec.structs.replace(role, number=number)
+
+
+def role_table(settings: RouterSettings) -> RoleTable:
+    """Return the table that the settings hold."""
+    return RoleTable(settings.mode, settings.roles, settings.why_not, settings.roles_of_new)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+import msgspec
+
 from contracts.errors import WorkerLost
 from contracts.vocabulary import Pool
 from contracts.workers import Role, WorkerDescription, WorkerStatus
@@ -30,6 +32,19 @@ STALLED_PART = 1 / 3
 OnNews = Callable[[Pool], None]
 
 
+class Outstanding(msgspec.Struct):
+    """What is outstanding on a worker."""
+
+    prompt_tokens: int = 0
+    """Prompt tokens sent there for prefill whose first token has not come back."""
+    promised_blocks: int = 0
+    """KV blocks for sequences that have produced nothing yet."""
+    held_blocks: int = 0
+    """KV blocks for the prompts of all sequences that have not finished."""
+    running: int = 0
+    """Sequences sent there that have not finished."""
+
+
 class Worker:
     """One worker, and what this router has outstanding there. `on_news` is called with its pool after each answer."""
 
@@ -39,7 +54,11 @@ class Worker:
         description: WorkerDescription,
         on_news: OnNews = lambda _: None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        *,
+        gives_role: bool = True,
     ) -> None:
+        """`gives_role`: whether to tell the worker its role."""
+        self._gives_role = gives_role
         self.client = client
         self.description = description
         self.role: Role | None = None
@@ -64,10 +83,8 @@ class Worker:
         self._silent_since_s = time.monotonic()
         """Time of its last answer, or of this router's last discovery that it had been stuck itself."""
         self._unreached_since_s: float | None = None
-        self._outstanding_prompt_tokens = 0
-        self._promised_blocks = 0
-        self._held_blocks = 0
-        self._running = 0
+        self.outstanding = Outstanding()
+        """What `reserve` has counted here; in one of several routers, what their dispatcher has."""
 
     @property
     def worker_id(self) -> str:
@@ -114,14 +131,14 @@ class Worker:
             draining=status.draining if status else False,
             healthy=self._is_healthy(),
             in_doubt=self.client.failed_s > self._known_s,
-            outstanding_prompt_tokens=self._outstanding_prompt_tokens,
-            running=self._running,
+            outstanding_prompt_tokens=self.outstanding.prompt_tokens,
+            running=self.outstanding.running,
             max_running=self.max_num_seqs,
             block_size_tokens=self.description.block_size_tokens,
             kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
             kv_blocks_total=self.description.num_kv_blocks,
-            kv_blocks_promised=self._promised_blocks,
-            kv_blocks_held=self._held_blocks,
+            kv_blocks_promised=self.outstanding.promised_blocks,
+            kv_blocks_held=self.outstanding.held_blocks,
         )
 
     def _is_healthy(self) -> bool:
@@ -152,7 +169,7 @@ class Worker:
                     await self.client.news.wait()
 
     def _is_idle(self) -> bool:
-        return not self._running and self.status is not None and not self.status.tasks
+        return not self.outstanding.running and self.status is not None and not self.status.tasks
 
     async def refresh(self) -> None:
         """Update the status. However many ask, there is one request at a time, and its answer serves all."""
@@ -168,7 +185,7 @@ class Worker:
         try:
             status = self.status = self._own(await self.client.status())
             self._count(status.counters)
-            if not self.has_its_role and self.role is not None:
+            if self._gives_role and not self.has_its_role and self.role is not None:
                 await self.client.take_role(self.role)
         except WorkerLost:
             now_s = time.monotonic()
@@ -204,19 +221,19 @@ class Worker:
         Prompt tokens and promised blocks count until `prompt_done`, the held blocks of its prompt until the end.
         """
         reservation = PromptReservation(self, prompt_tokens, promised_blocks)
-        self._running += 1
-        self._held_blocks += held_blocks
+        self.outstanding.running += 1
+        self.outstanding.held_blocks += held_blocks
         try:
             yield reservation
         finally:
-            self._running -= 1
-            self._held_blocks -= held_blocks
+            self.outstanding.running -= 1
+            self.outstanding.held_blocks -= held_blocks
             reservation.prompt_done()
 
     def add_outstanding(self, prompt_tokens: int, promised_blocks: int) -> None:
         """Change the outstanding amounts, for `PromptReservation`."""
-        self._outstanding_prompt_tokens += prompt_tokens
-        self._promised_blocks += promised_blocks
+        self.outstanding.prompt_tokens += prompt_tokens
+        self.outstanding.promised_blocks += promised_blocks
 
 
 class PromptReservation:

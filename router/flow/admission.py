@@ -14,7 +14,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
 
 from contracts.vocabulary import Pool
 from router.fleet.fleet import Fleet
@@ -31,12 +33,47 @@ from router.flow.admission_rules import (
     refuse_beyond_the_clients_share,
     share_of,
 )
-from router.flow.prompt_queue import PromptQueue
 from router.flow.rates import FadingAmount
 from router.observe.metrics import RequestMetrics
 from router.settings import RouterSettings
 
 DRAIN_WINDOW_S = 10.0
+
+
+class Held(msgspec.Struct):
+    """What a client has admitted and not ended."""
+
+    sequences: int = 0
+    blocks: int = 0
+    left: float = 0.0
+    """Sequences that it left recently before they had ended."""
+
+
+class Holdings(msgspec.Struct):
+    """What is admitted and not ended, for all clients and for each, and how fast it ends."""
+
+    all: Held = msgspec.field(default_factory=Held)
+    of_client: dict[str, Held] = {}
+    sequences_per_s: float = 0.0
+    blocks_per_s: float = 0.0
+
+    def add(self, other: Holdings) -> None:
+        """Add what another router holds."""
+        self.sequences_per_s += other.sequences_per_s
+        self.blocks_per_s += other.blocks_per_s
+        for client, held in other.of_client.items():
+            for sum_ in (self.all, self.of_client.setdefault(client, Held())):
+                sum_.sequences += held.sequences
+                sum_.blocks += held.blocks
+                sum_.left += held.left
+
+
+class Wait(Protocol):
+    """What admission asks of a pool's queue: `router.flow.prompt_queue.PromptQueue`, or `QueueNow`."""
+
+    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
+        """Estimate the seconds that a prompt would wait; None until measured."""
+        ...
 
 
 class Admission:
@@ -45,7 +82,7 @@ class Admission:
     def __init__(
         self,
         settings: RouterSettings,
-        queues: Mapping[Pool, PromptQueue],
+        queues: Mapping[Pool, Wait],
         fleet: Fleet,
         metrics: RequestMetrics,
         clock: Callable[[], float] = time.monotonic,
@@ -61,9 +98,11 @@ class Admission:
         self._queues = queues
         self._fleet = fleet
         self._metrics = metrics
-        self._held: dict[str, _Held] = {}
-        """What each client holds; clients that hold nothing are left out."""
-        self._all = _Held()
+        self._held: dict[str, Held] = {}
+        """What each client holds here; clients that hold nothing are left out."""
+        self._all = Held()
+        self.others = Holdings()
+        """What other routers of the deployment hold, as of a moment ago."""
         self._left: dict[str, FadingAmount] = {}
         """For each client, the sequences that it left recently before they had ended."""
         self._clock = clock
@@ -81,7 +120,7 @@ class Admission:
         """Raise Refused if one more request of this client would exceed its share, counting those still coming."""
         if self._limits.max_client_share >= 1 or self.state != "open":
             return
-        if not (client in self._held or client in self._left or coming):
+        if not (client in self._held or client in self._left or client in self.others.of_client or coming):
             return
         now = self._snapshot(client, self._prompt_pool(0), None)
         if now.usable_answer_workers:
@@ -96,6 +135,16 @@ class Admission:
     def sequences(self) -> int:
         """Sequences accepted and not ended."""
         return self._all.sequences
+
+    def holdings(self) -> Holdings:
+        """Return what this router holds, for the other routers."""
+        holdings = Holdings(sequences_per_s=self._ended_sequences.per_s, blocks_per_s=self._ended_blocks.per_s)
+        self._forget_who_left_long_ago()
+        own = {client: Held(held.sequences, held.blocks) for client, held in self._held.items()}
+        for client, left in self._left.items():
+            own.setdefault(client, Held()).left = left.amount
+        holdings.add(Holdings(of_client=own))
+        return holdings
 
     def admit(self, client: str, ask: Ask) -> Permit:
         """Accept a request until its permit is released. Raises Refused."""
@@ -123,7 +172,7 @@ class Admission:
             raise
 
     def _count(self, client: str, sequences: int, blocks_each: int) -> None:
-        held = self._held.setdefault(client, _Held())
+        held = self._held.setdefault(client, Held())
         for one in (held, self._all):
             one.sequences += sequences
             one.blocks += sequences * blocks_each
@@ -137,11 +186,12 @@ class Admission:
         return self._fleet.route(Demand(prompt_tokens), self._min_remote_prefill_tokens).prompt_pool
 
     def _snapshot(self, client: str, prompt_pool: Pool, prompt_wait_s: float | None) -> Snapshot:
-        held = self._held.get(client, _Held())
+        own, elsewhere = self._held.get(client, Held()), self.others.of_client.get(client, Held())
+        accepted_blocks = self._all.blocks + self.others.all.blocks
         answer_pool = self._fleet.answer_pool
         answer, prompt = self._fleet.pool(answer_pool), self._fleet.pool(prompt_pool)
         usable = [worker for worker in answer if worker.load().usable]
-        blocks = min(self._all.blocks, _blocks_taken([worker.load() for worker in usable], self._all.blocks))
+        blocks = min(accepted_blocks, _blocks_taken([worker.load() for worker in usable], accepted_blocks))
         return Snapshot(
             state=self.state,
             block_size_tokens=answer[0].description.block_size_tokens if answer else 1,
@@ -151,20 +201,23 @@ class Admission:
             whole_answer_blocks=sum(worker.description.num_kv_blocks for worker in answer),
             prompt_worker_blocks=max((worker.description.num_kv_blocks for worker in prompt), default=0),
             answer_worker_blocks=max((worker.description.num_kv_blocks for worker in answer), default=0),
-            sequences=self._all.sequences,
-            client_sequences=held.sequences,
+            sequences=self._all.sequences + self.others.all.sequences,
+            client_sequences=own.sequences + elsewhere.sequences,
             prompt_blocks=blocks,
-            client_blocks=held.blocks * blocks // max(1, self._all.blocks),
-            client_left=self._left_by(client),
-            sequences_per_s=self._ended_sequences.per_s,
-            blocks_per_s=self._ended_blocks.per_s,
+            client_blocks=(own.blocks + elsewhere.blocks) * blocks // max(1, accepted_blocks),
+            client_left=int(self._left_by(client) + elsewhere.left),
+            sequences_per_s=self._ended_sequences.per_s + self.others.sequences_per_s,
+            blocks_per_s=self._ended_blocks.per_s + self.others.blocks_per_s,
             prompt_wait_s=prompt_wait_s,
         )
 
-    def _left_by(self, client: str) -> int:
+    def _left_by(self, client: str) -> float:
+        self._forget_who_left_long_ago()
+        return self._left[client].amount if client in self._left else 0.0
+
+    def _forget_who_left_long_ago(self) -> None:
         for name in [name for name, left in self._left.items() if left.amount < 1]:
             del self._left[name]
-        return int(self._left[client].amount) if client in self._left else 0
 
 
 def _blocks_taken(loads: list[WorkerLoad], accepted_blocks: int) -> int:
@@ -177,12 +230,6 @@ def _blocks_taken(loads: list[WorkerLoad], accepted_blocks: int) -> int:
     promised = sum(load.kv_blocks_promised for load in loads)
     waiting = max(0, accepted_blocks - sum(load.kv_blocks_held for load in loads))
     return reported + promised + waiting
-
-
-@dataclass
-class _Held:
-    sequences: int = 0
-    blocks: int = 0
 
 
 class Permit:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 QUANTUM_TOKENS = 512
 LEAST_TOKENS = 64
 """The work of router and engine for a prompt of any length takes as long as this many tokens."""
@@ -48,10 +50,32 @@ class Entry(Generic[T]):
     urgent: bool
 
 
+class Waiting(msgspec.Struct):
+    """How much waits, and whose it is."""
+
+    prompts: int = 0
+    tokens: int = 0
+    of_client: dict[str, int] = {}
+    """Tokens by client, urgent prompts left out."""
+    beyond: dict[str, int] = {}
+    """Of clients with more waiting than one quantum or prompt: how many tokens more. With hundreds of clients these are
+    few, and only they need to be looked at one by one."""
+
+    def tokens_ahead(self, client: str, tokens: int) -> int:
+        """Estimate how many waiting tokens would be popped before a prompt of `tokens` that `client` sends now.
+
+        These are all of its own, and of each other client as many as it gets itself until then, plus one quantum or
+        prompt.
+        """
+        own = self.of_client.get(client, 0)
+        # Of the rest of the others, what is beyond one quantum or prompt counts only as far as our own tokens go.
+        not_ahead = sum(max(0, beyond - own - tokens) for name, beyond in self.beyond.items() if name != client)
+        return self.tokens - not_ahead
+
+
 @dataclass
 class _Client(Generic[T]):
     entries: deque[Entry[T]] = field(default_factory=deque)
-    tokens: int = 0
     deficit_tokens: int = 0
     has_turn: bool = False
 
@@ -75,19 +99,11 @@ class FairQueue(Generic[T]):
         self._clients: dict[str, _Client[T]] = {}
         """The clients with prompts waiting."""
         self._turns: deque[str] = deque()
-        self._prompts = 0
-        self._tokens = 0
-        self._beyond_tokens: dict[str, int] = {}
-        """Of clients with more waiting than one quantum or prompt: how many tokens more. With hundreds of clients these
-        are few, and only they need to be looked at one by one."""
+        self.waiting = Waiting()
+        """What waits; do not change it."""
 
     def __len__(self) -> int:
-        return self._prompts
-
-    @property
-    def tokens(self) -> int:
-        """Number of waiting prompt tokens."""
-        return self._tokens
+        return self.waiting.prompts
 
     def push(self, client: str, tokens: int, item: T, *, urgent: bool = False) -> Entry[T]:
         """Add a prompt. Urgent ones go before all others, in order; they must be small and few."""
@@ -100,7 +116,7 @@ class FairQueue(Generic[T]):
             self._clients[client] = _Client()
             self._turns.append(client)
         self._clients[client].entries.append(entry)
-        self._clients[client].tokens += tokens
+        self.waiting.of_client[client] = self.waiting.of_client.get(client, 0) + tokens
         self._note_beyond(client)
         return entry
 
@@ -167,33 +183,23 @@ class FairQueue(Generic[T]):
         if client is None or entry not in client.entries:
             return
         client.entries.remove(entry)
-        client.tokens -= entry.tokens
+        self.waiting.of_client[entry.client] -= entry.tokens
         self._count(-1, -entry.tokens)
         if not client.entries:  # its savings are lost: only waiting clients have credit
-            del self._clients[entry.client]
+            del self._clients[entry.client], self.waiting.of_client[entry.client]
             self._turns.remove(entry.client)
         self._note_beyond(entry.client)
 
     def _count(self, prompts: int, tokens: int) -> None:
-        self._prompts += prompts
-        self._tokens += tokens
+        self.waiting.prompts += prompts
+        self.waiting.tokens += tokens
 
     def _note_beyond(self, name: str) -> None:
         """Note by how much a client, whose prompts have changed, has more waiting than one quantum or prompt."""
         client = self._clients.get(name)
-        beyond = 0 if client is None else client.tokens - max(self._quantum_tokens, client.entries[0].tokens)
+        one = 0 if client is None else max(self._quantum_tokens, client.entries[0].tokens)
+        beyond = self.waiting.of_client.get(name, 0) - one
         if beyond > 0:
-            self._beyond_tokens[name] = beyond
+            self.waiting.beyond[name] = beyond
         else:
-            self._beyond_tokens.pop(name, None)
-
-    def tokens_ahead(self, client: str, tokens: int) -> int:
-        """Estimate how many waiting tokens would be popped before a prompt of `tokens` that `client` sends now.
-
-        These are all of its own, and of each other client as many as it gets itself until then, plus one quantum or
-        prompt.
-        """
-        own = self._clients[client].tokens if client in self._clients else 0
-        # Of the rest of the others, what is beyond one quantum or prompt counts only as far as our own tokens go.
-        not_ahead = sum(max(0, beyond - own - tokens) for name, beyond in self._beyond_tokens.items() if name != client)
-        return self._tokens - not_ahead
+            self.waiting.beyond.pop(name, None)

@@ -8,7 +8,7 @@ waits while its client may not have one more sequence decoded (`DecodeSlots`).
 client with nothing else waiting starts after at most W + L tokens that the worker already has, and Q + L tokens of each
 other client with prompts waiting. With more workers it starts sooner.
 
-Called by `router.dispatch.legs`; `router.flow.admission` reads how long a prompt would wait.
+Called by `router.flow.placement`; `router.flow.admission` reads how long a prompt would wait.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from contracts.vocabulary import Pool
 from router.fleet.fleet import Fleet, Worker
@@ -33,7 +35,7 @@ from router.fleet.policy import (
     prompt_blocks,
 )
 from router.flow.decode_slots import DecodeSlot, DecodeSlots
-from router.flow.fair_queue import FairQueue
+from router.flow.fair_queue import FairQueue, Waiting
 from router.flow.rates import ServiceRate
 from router.settings import RouterSettings
 
@@ -90,6 +92,32 @@ class PromptTurn:
             self._open = False
             self._reservation.prompt_done()
             self._queue.ended(self, computed)
+
+
+class QueueNow(msgspec.Struct, frozen=True):
+    """A pool's queue at one moment."""
+
+    waiting: Waiting
+    on_workers_tokens: int
+    """Prompt tokens that the workers still have to compute."""
+    starts_at_once: bool
+    """Whether nothing waits and a worker has room."""
+    tokens_per_s: float | None
+    """Prompt tokens that the whole pool computes per second; None until measured."""
+
+    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
+        """Estimate the seconds that the last of `prompts` prompts of this client would wait; None until measured.
+
+        `prompt_tokens` is the length of each. A prompt that a worker would take at once does not wait, however slow the
+        pool was when last measured: else a low rate would keep away the prompts that correct it.
+        """
+        if self.tokens_per_s is None:
+            return None
+        siblings_tokens = (prompts - 1) * prompt_tokens
+        if self.starts_at_once:
+            return siblings_tokens / self.tokens_per_s
+        ahead = self.waiting.tokens_ahead(client, prompts * prompt_tokens)
+        return (self.on_workers_tokens + ahead + siblings_tokens) / self.tokens_per_s
 
 
 @dataclass(frozen=True)
@@ -168,6 +196,10 @@ class PromptQueue:
             self._grant(entry.item, worker)
         self._watch_outage()
 
+    def seat(self, demand: Demand, worker: Worker, *, decodes_here: bool) -> PromptTurn:
+        """Give a prompt its turn on this worker without any wait, because it is there already; close it."""
+        return PromptTurn(self, worker, demand, self._slots.take(demand.client), decodes_here=decodes_here)
+
     def send_away(self) -> int:
         """End the wait of all prompts with Rerouted, in their order; return how many there were."""
         return self._fail_all(Rerouted(f"the {self.pool} pool no longer serves"))
@@ -199,7 +231,7 @@ class PromptQueue:
     @property
     def waiting_tokens(self) -> int:
         """Number of tokens of the waiting prompts."""
-        return self._queue.tokens
+        return self._queue.waiting.tokens
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -207,21 +239,18 @@ class PromptQueue:
         rate = self._rate.tokens_per_s
         return None if rate is None else rate * max(1, self.usable_workers)
 
-    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
-        """Estimate the seconds that the last of `prompts` prompts of this client would wait; None until measured.
+    def now(self) -> QueueNow:
+        """Return what one can know of the queue; `waiting` in it goes on to change."""
+        return QueueNow(
+            waiting=self._queue.waiting,
+            on_workers_tokens=sum(worker.load().outstanding_prompt_tokens for worker in self._workers()),
+            starts_at_once=not len(self._queue) and bool(self._with_room()),
+            tokens_per_s=self.tokens_per_s,
+        )
 
-        `prompt_tokens` is the length of each. A prompt that a worker would take at once does not wait, however slow the
-        pool was when last measured: else a low rate would keep away the prompts that correct it.
-        """
-        rate = self.tokens_per_s
-        if rate is None:
-            return None
-        siblings_tokens = (prompts - 1) * prompt_tokens
-        if not len(self._queue) and self._with_room():
-            return siblings_tokens / rate
-        on_workers = sum(worker.load().outstanding_prompt_tokens for worker in self._workers())
-        ahead = self._queue.tokens_ahead(client, prompts * prompt_tokens)
-        return (on_workers + ahead + siblings_tokens) / rate
+    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
+        """Estimate a prompt's wait, see `QueueNow.wait_s`."""
+        return None if self._rate.tokens_per_s is None else self.now().wait_s(client, prompt_tokens, prompts)
 
     # ---
 
@@ -243,8 +272,7 @@ class PromptQueue:
 
     def _grant(self, waiting: _Waiting, worker: Worker) -> None:
         idle = not worker.load().outstanding_prompt_tokens
-        slot = self._slots.take(waiting.demand.client)
-        waiting.granted.set_result(PromptTurn(self, worker, waiting.demand, slot, decodes_here=waiting.decodes_here))
+        waiting.granted.set_result(self.seat(waiting.demand, worker, decodes_here=waiting.decodes_here))
         if idle:
             self._rate.begin(worker.worker_id, self._full(worker))
 

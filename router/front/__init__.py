@@ -9,6 +9,7 @@ text_stream.py     turns deltas into text
 request_fields.py  says how each field of a body is treated
 health.py          GET /ready
 admin.py           /ridgeline/*, the operator's paths
+orders.py          orders of operators for whoever starts and ends workers
 metrics_page.py    GET /metrics
 shared_answer.py   shares one expensive answer among many callers
 vllm_workarounds/  workarounds for vLLM's app

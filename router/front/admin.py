@@ -1,7 +1,7 @@
-"""The operator's paths: list the workers, drain one of them, change the mode. Part of the HTTP app.
+"""The operator's paths: list the workers, drain one, change the mode, order more or fewer. Part of the HTTP app.
 
-`router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline drain`
-and `ridgeline mode` are clients.
+`router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline drain`,
+`mode`, `scale` and `restart` are clients.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.errors import WorkerLost
 from contracts.vocabulary import Mode, Pool
-from router.dispatch.modes import Modes
+from router.dispatch.modes import AnyModes
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.pairing import PairingRefused
+from router.fleet.policy import pools_of
 from router.fleet.roles import ModeImpossible
 from router.front.http.context import current
 from router.front.middleware.admin_access import ADMIN_PATH
+from router.front.orders import Order, OrderBook
 from router.front.shared_answer import Shared
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ _WITHOUT: dict[Pool, str] = {
 }
 """What follows when the last worker of a pool leaves."""
 DRAIN_TIMEOUT_S = 30.0
+MOST_WORKERS = 1000
 REFRESH_EVERY_S = 0.5
 """Interval at which workers are asked for their figures when many callers want the list."""
 
@@ -56,10 +59,31 @@ class ModeBody(BaseModel):
     mode: Mode
 
 
-def admin_routes(fleet: Fleet, modes: Modes) -> APIRouter:
+class ScaleBody(BaseModel):
+    """The body of POST /ridgeline/scale."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    workers: dict[Pool, Annotated[int, Field(ge=1, le=MOST_WORKERS)]] = Field(min_length=1)
+    """How many workers each of these pools shall have."""
+    timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0)
+    """Time that requests running on a leaving worker still get; then they go on elsewhere."""
+
+
+class RestartBody(BaseModel):
+    """The body of POST /ridgeline/restart."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0)
+    """Time that requests running on a worker still get before it is started again; then they go on elsewhere."""
+
+
+def admin_routes(fleet: Fleet, modes: AnyModes, orders: OrderBook) -> APIRouter:
     """Return the routes below /ridgeline."""
     routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
 
+    routes.include_router(_order_routes(modes, orders))
     refreshed = Shared(fleet.refresh, REFRESH_EVERY_S)
 
     @routes.get("/workers")
@@ -92,6 +116,39 @@ def admin_routes(fleet: Fleet, modes: Modes) -> APIRouter:
         return {"forgotten": {worker.worker_id: await _forget(worker) for worker in fleet.workers}}
 
     return routes
+
+
+def _order_routes(modes: AnyModes, orders: OrderBook) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/scale", status_code=HTTPStatus.ACCEPTED)
+    async def scale(body: ScaleBody) -> dict[str, Any]:
+        pools = pools_of(modes.mode)
+        if unknown := [pool for pool in body.workers if pool not in pools]:
+            raise HTTPException(
+                HTTPStatus.CONFLICT,
+                f"in mode {modes.mode} there is no pool {', '.join(unknown)}: scale {' or '.join(pools)}, or change "
+                "the mode first",
+            )
+        return _given(orders.give("scale", body.timeout_s, body.workers))
+
+    @routes.post("/restart", status_code=HTTPStatus.ACCEPTED)
+    async def restart(body: RestartBody) -> dict[str, Any]:
+        return _given(orders.give("restart", body.timeout_s))
+
+    @routes.get("/orders/{order_id}")
+    async def order(order_id: str) -> dict[str, Any]:
+        progress = orders.progress(order_id)
+        if progress is None:
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"this router knows no order {order_id}")
+        return {"order": order_id, "state": progress.state, "sentences": progress.sentences}
+
+    return routes
+
+
+def _given(order: Order) -> dict[str, Any]:
+    logger.warning("an operator orders %s %s", order.kind, dict(order.workers) or "")
+    return {"order": order.order_id}
 
 
 async def _forget(worker: Worker) -> bool:

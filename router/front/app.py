@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
-from prometheus_client import CollectorRegistry
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers import app as vllm_app
@@ -21,18 +23,14 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from engine.passed_args import words
 from engine.vllm_arguments import refusing
 from router.client_identity import AddressClients
-from router.dispatch.modes import Modes
-from router.fleet.fleet import Fleet
 from router.flow.held_bodies import HeldBodies
 from router.flow.intake import AT_A_TIME, Intake
 from router.front import request_fields
-from router.front.admin import admin_routes
 from router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.front.health import Readiness, ready_endpoint
 from router.front.http.context import WithContext
 from router.front.http.routes import keep_known_routes
 from router.front.http.types import Asgi
-from router.front.metrics_page import metrics_endpoint
 from router.front.middleware.admin_access import AdminAccess
 from router.front.middleware.auth import Access, KeyGuard
 from router.front.middleware.body_limit import BodyLimit
@@ -91,13 +89,15 @@ async def build_app(
     args: Namespace,
     settings: RouterSettings,
     client: RouterEngineClient,
-    fleet: Fleet,
-    modes: Modes,
+    operators: APIRouter,
     readiness: Readiness,
     gates: Gates,
-    registry: CollectorRegistry,
+    metrics: Callable[[Request], Awaitable[Response]],
 ) -> Asgi:
-    """Build the whole HTTP application: vLLM's app with our routes, behind the layers."""
+    """Build the whole HTTP application: vLLM's app with our routes, behind the layers.
+
+    `operators` are the routes of `router.front.admin`, `metrics` is the endpoint of GET /metrics.
+    """
     with app_gaps.root_logger_kept():
         app = vllm_app.build_app(args, SUPPORTED_TASKS, client.model_config)
     app_gaps.install(app)
@@ -105,11 +105,11 @@ async def build_app(
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
     request_fields.install(app.state, gates.most_sequences)
     app_gaps.name_settings(app.state)
-    app.include_router(admin_routes(fleet, modes))
+    app.include_router(operators)
     app.state.server = SimpleNamespace()  # vLLM's error handler accesses it, but we run uvicorn ourselves
     app.add_route("/ready", ready_endpoint(readiness, lambda: client.draining), methods=["GET"])
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/metrics"]
-    app.add_route("/metrics", metrics_endpoint(fleet.refresh, registry), methods=["GET"])
+    app.add_route("/metrics", metrics, methods=["GET"])
     keep_known_routes(app)
     return behind(app, layers(settings, gates))
 

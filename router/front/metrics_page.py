@@ -1,6 +1,6 @@
 """GET /metrics, which is open to all, so its cost must not grow with the number of calls.
 
-It replaces vLLM's, which renders for every request; installed by `router.front.app`.
+It replaces vLLM's, which renders for every request; made by `router.server`.
 """
 
 from __future__ import annotations

@@ -139,6 +139,19 @@ class RequestMetrics:
             self.stage.labels(stage).observe(seconds)
 
 
+class InFlight(Collector):
+    """The number of sequences that are being served; registered once, beside `RequestMetrics`."""
+
+    def __init__(self, in_flight: Callable[[], int]) -> None:
+        self._in_flight = in_flight
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauge; called by prometheus-client at each scrape."""
+        yield GaugeMetricFamily(
+            "ridgeline_requests_in_flight", "Sequences that the router is serving", self._in_flight()
+        )
+
+
 class WorkerView(Protocol):
     """What the collector reads of a connected worker."""
 
@@ -219,23 +232,18 @@ class WorkerCollector(Collector):
         workers: Callable[[], Iterable[WorkerView]],
         hardware: Callable[[], dict[Pool, PoolHardware]],
         mode: Callable[[], Mode],
-        in_flight: Callable[[], int],
         kv_pairs: Callable[[], Iterable[KvPairView]],
         restarts: Callable[[], Mapping[tuple[Pool, str, str], int]],
     ) -> None:
         self._workers = workers
         self._hardware = hardware
         self._mode = mode
-        self._in_flight = in_flight
         self._kv_pairs = kv_pairs
         self._restarts = restarts
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series; called by prometheus-client at each scrape."""
         workers = list(self._workers())
-        yield GaugeMetricFamily(
-            "ridgeline_requests_in_flight", "Sequences that the router is serving", self._in_flight()
-        )
         mode = GaugeMetricFamily("ridgeline_mode", "1 for the mode in which new requests are served", labels=["mode"])
         mode.add_metric([self._mode()], 1)
         yield mode
@@ -258,8 +266,9 @@ class WorkerCollector(Collector):
     def _restarted(self) -> Metric:
         family = CounterMetricFamily(
             "ridgeline_worker_restarts",
-            "Restarts of a worker, by reason: actor_died, engine_died, stalled (work but no step), unreachable (no "
-            "answer to the supervisor), cut_off (no answer to the router)",
+            "Restarts of a worker, by reason: ordered (by an operator; also one that was added), actor_died, "
+            "engine_died, stalled (work but no step), unreachable (no answer to the supervisor), cut_off (no answer to "
+            "the router)",
             labels=["pool", "worker", "reason"],
         )
         for labels, count in self._restarts().items():

@@ -29,6 +29,7 @@ OWN_DEPLOYMENT = (
     "test_tensor_parallel.py",
     "test_cancel_handoff.py",
     "test_supervision.py",
+    "test_several_routers.py",
     "test_chaos.py",
     "test_differential.py",
 )

@@ -30,8 +30,8 @@ from vllm.sampling_params import SamplingParams
 from cluster.config.loader import load_config
 from cluster.doctor.checks import resolve_dtype
 from cluster.model_store import prepare_model
-from cluster.runtime.actor_handle import worker_actor
 from cluster.runtime.deployment import ray_runtime
+from cluster.runtime.handles.worker import worker_actor
 from cluster.runtime.plan import make_plan
 from cluster.runtime.services import WorkerReady
 from contracts.handoff import KvHandoff
@@ -46,6 +46,7 @@ from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.releaser import HandoffReleaser
 from router.dispatch.request import SequenceRequest
 from router.fleet.fleet import Fleet
+from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
@@ -313,7 +314,8 @@ async def routed(split: Split, prefill_ranks: int, decode_ranks: int) -> AsyncIt
         background.create_task(releaser.run())
         await fleet.connect(addresses, background)  # type: ignore[arg-type]
         queues = prompt_queues(fleet, split.settings)
-        yield Orchestrator(fleet, queues, split.settings, metrics, releaser.release), metrics, fleet
+        placement = LocalPlacement(fleet, queues, split.settings)
+        yield Orchestrator(fleet, placement, split.settings, metrics, releaser.release), metrics, fleet
     finally:
         await background.end()
         for worker in fleet.workers:

@@ -15,7 +15,14 @@ from contracts.workers import WorkerStatus
 from router.fleet.pairing import KvPair
 from router.fleet.policy import WorkerLoad
 from router.observe.loop_lag import LoopLag
-from router.observe.metrics import _WORKER_COUNTERS, _WORKER_GAUGES, QueueCollector, RequestMetrics, WorkerCollector
+from router.observe.metrics import (
+    _WORKER_COUNTERS,
+    _WORKER_GAUGES,
+    InFlight,
+    QueueCollector,
+    RequestMetrics,
+    WorkerCollector,
+)
 from router.settings import PoolHardware
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -59,9 +66,15 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
     restarts = {("decode", "worker-1", "stalled"): 1}
     collector = WorkerCollector(
-        lambda: workers, lambda: hardware, lambda: "disaggregated", lambda: 0, lambda: PAIRS, lambda: restarts
+        lambda: workers, lambda: hardware, lambda: "disaggregated", lambda: PAIRS, lambda: restarts
     )
-    for family in (*collector.collect(), *QueueCollector([queue]).collect(), *LoopLag().collect()):
+    in_flight = InFlight(lambda: 0)
+    for family in (
+        *in_flight.collect(),
+        *collector.collect(),
+        *QueueCollector([queue]).collect(),
+        *LoopLag().collect(),
+    ):
         sample = family.samples[0]
         rows.append((sample.name, family.type, ", ".join(sample.labels), family.documentation))
     return rows

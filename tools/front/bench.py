@@ -3,7 +3,8 @@
 Three parts, on as many cores as the machine has (two are enough for the first):
 
 `one`      one router, pinned to a core of its own, with 16, 64 and 256 streams at a pace that saturates it
-`two`      the same streams over one router and over two, in alternation; workers and clients share the two cores
+`two`      the same streams over one router and over two with their dispatcher, in alternation; workers, clients and
+           dispatcher share the two cores with the routers
 `many`     2,000 streams on 32 workers, of which one is killed: largest gap of every stream, memory of the router
 
 usage: python -m tools.front.bench [--parts one,two,many] [--model PATH] [--out runs/bench-front]
@@ -83,9 +84,19 @@ def told(running: subprocess.Popen[str]) -> list[str]:
     return words
 
 
+@dataclass(frozen=True)
+class Fleet:
+    """What `fleet` runs."""
+
+    urls: list[str]
+    routers: list[psutil.Process]
+    """With the dispatcher, if there is one."""
+    hosts: subprocess.Popen[str]
+    """The workers."""
+
+
 @contextmanager
 def fleet(
-    stack: ExitStack,
     model: str,
     *,
     workers: tuple[int, int],
@@ -93,16 +104,28 @@ def fleet(
     output_tokens: int,
     cores: list[list[int]],
     mark: int | None = None,
-) -> Iterator[tuple[list[str], list[psutil.Process], subprocess.Popen[str]]]:
-    """Run workers, and one router for each entry of `cores`; yield the routers' URLs and processes, and the workers."""
+) -> Iterator[Fleet]:
+    """Run workers, and one router for each entry of `cores`; several share a dispatcher and a port."""
     sizes = (*map(str, workers), str(step_s), str(output_tokens), *([] if mark is None else [str(mark)]))
-    hosts = stack.enter_context(process("tools.front.workers", *sizes))
-    addresses = told(hosts)
-    running = [
-        stack.enter_context(process("tools.front.router", model, "0", *addresses, cores=pinned)) for pinned in cores
-    ]
-    urls = [told(one)[0] for one in running]
-    yield urls, [psutil.Process(one.pid) for one in running], hosts
+    with ExitStack() as stack:
+        hosts = stack.enter_context(process("tools.front.workers", *sizes))
+        addresses = told(hosts)
+
+        def router(*words: str, on: Sequence[int] = ()) -> tuple[subprocess.Popen[str], str]:
+            running = stack.enter_context(process("tools.front.router", model, *words, *addresses, cores=on))
+            return running, told(running)[0]
+
+        if len(cores) == 1:
+            running, url = router(on=cores[0])
+            yield Fleet([url], [psutil.Process(running.pid)], hosts)
+            return
+        dispatcher, at = router("--dispatcher")
+        started, url, port = [dispatcher], "", "0"
+        for pinned in cores:
+            running, url = router("--shares", at, port, on=pinned)
+            port = url.rpartition(":")[2]
+            started.append(running)
+        yield Fleet([url], [psutil.Process(one.pid) for one in started], hosts)
 
 
 def cpu_s(processes: Sequence[psutil.Process]) -> float:
@@ -123,7 +146,7 @@ def figures(
     tokens = output_tokens * len(good)
     gaps_ms = [record.largest_gap_s * 1e3 for record in good]
     return Figures(
-        routers=len(processes),
+        routers=max(1, len(processes) - 1),
         streams=len(records),
         tokens_per_s=tokens / took_s,
         us_per_token=1e6 * cpu / max(1, tokens),
@@ -158,11 +181,9 @@ def measure(urls: list[str], processes: Sequence[psutil.Process], streams: int, 
 def one_router(model: str, step_s: float) -> list[Figures]:
     """Measure one router on a core of its own."""
     found = []
-    with ExitStack() as stack:
-        ran = fleet(stack, model, workers=(1, 1), step_s=step_s, output_tokens=OUTPUT_TOKENS, cores=[[0]])
-        urls, processes, _ = stack.enter_context(ran)
+    with fleet(model, workers=(1, 1), step_s=step_s, output_tokens=OUTPUT_TOKENS, cores=[[0]]) as ran:
         for streams, rounds in ((16, 4), (64, 3), (256, 2)):
-            found.append(measure(urls, processes, streams, rounds))
+            found.append(measure(ran.urls, ran.routers, streams, rounds))
             say(f"one router, {streams} streams", found[-1])
     return found
 
@@ -171,11 +192,9 @@ def two_routers(model: str, step_s: float, rounds: int) -> list[Figures]:
     """Measure one and two routers in alternation."""
     found = []
     for count in (1, 2) * rounds:
-        with ExitStack() as stack:
-            pinned = [[core] for core in range(count)]
-            ran = fleet(stack, model, workers=(1, 1), step_s=step_s, output_tokens=OUTPUT_TOKENS, cores=pinned)
-            urls, processes, _ = stack.enter_context(ran)
-            found.append(measure(urls, processes, 512, 2))
+        pinned = [[core] for core in range(count)]
+        with fleet(model, workers=(1, 1), step_s=step_s, output_tokens=OUTPUT_TOKENS, cores=pinned) as ran:
+            found.append(measure(ran.urls, ran.routers, 512, 2))
             say(f"{count} routers, 512 streams", found[-1])
     return found
 
@@ -185,15 +204,13 @@ def many_streams(model: str, streams: int, workers: int, step_s: float, output_t
     mark_id, mark = _mark(model)
     found: dict[str, Any] = {"step_ms": step_s * 1e3, "workers": workers}
     for name, kills in (("undisturbed", False), ("one worker lost", True)):
-        with ExitStack() as stack:
-            sizes = (workers // 2, workers - workers // 2)
-            ran = fleet(
-                stack, model, workers=sizes, step_s=step_s, output_tokens=output_tokens, cores=[[0]], mark=mark_id
-            )
-            urls, processes, hosts = stack.enter_context(ran)
-            before_s, began_s = cpu_s(processes), time.monotonic()
-            records = asyncio.run(_hold(urls, hosts, streams, output_tokens, step_s, mark, kills=kills))
-            each = figures(records, output_tokens, time.monotonic() - began_s, cpu_s(processes) - before_s, processes)
+        sizes = (workers // 2, workers - workers // 2)
+        running = fleet(model, workers=sizes, step_s=step_s, output_tokens=output_tokens, cores=[[0]], mark=mark_id)
+        with running as ran:
+            before_s, began_s = cpu_s(ran.routers), time.monotonic()
+            records = asyncio.run(_hold(ran.urls, ran.hosts, streams, output_tokens, step_s, mark, kills=kills))
+            took_s, cpu = time.monotonic() - began_s, cpu_s(ran.routers) - before_s
+            each = figures(records, output_tokens, took_s, cpu, ran.routers)
         say(f"{streams} streams on {workers} workers, {name}", each)
         others = [record.largest_gap_s for record in records if record.complete and not (kills and record.marked)]
         added_ms = max(0.0, max(others) - step_s) * 1e3

@@ -1,7 +1,9 @@
-"""One router in a process of its own.
+"""One router in a process of its own, or the dispatcher of several.
 
-usage: python -m tools.front.router MODEL PORT WORKER_ADDRESS...
-Prints its URL once it serves, and ends with its standard input.
+usage: python -m tools.front.router MODEL WORKER_ADDRESS...                              serves alone
+       python -m tools.front.router MODEL --dispatcher WORKER_ADDRESS...                 the dispatcher
+       python -m tools.front.router MODEL --shares DISPATCHER PORT WORKER_ADDRESS...     one of several
+Prints its URL or address once it serves, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -13,40 +15,56 @@ import sys
 import uvloop
 
 from router.server import Router
-from router.settings import RouterSettings
+from router.settings import RouterSettings, SharedWith
+from router.shared.dispatcher import Dispatcher
 
 WINDOW_TOKENS = 100_000
+SEVERAL = 2
+"""Any number above one means that there is a dispatcher."""
 
 
-async def main(model: str, port: int, addresses: list[str]) -> None:
-    """Serve until the standard input is closed."""
-    router = Router(
-        RouterSettings(
-            model_path=model,
-            served_name="m",
-            dtype="bfloat16",
-            max_model_len_tokens=8192,
-            host="127.0.0.1",
-            port=port,
-            mode="disaggregated",
-            request_deadline_s=600.0,
-            max_outstanding_requests=8192,
-            overlap=True,
-            min_remote_prefill_tokens=0,
-            prefill_window_tokens={"prefill": WINDOW_TOKENS, "decode": WINDOW_TOKENS, "colocated": WINDOW_TOKENS},
-            max_prompt_wait_s=60.0,
-            recovery_timeout_s=60.0,
-            ready_deadline_s=10.0,
-        )
+def settings(model: str, routers: int) -> RouterSettings:
+    """Return settings under which no request of the bench waits or is refused."""
+    return RouterSettings(
+        model_path=model,
+        served_name="m",
+        dtype="bfloat16",
+        max_model_len_tokens=8192,
+        host="127.0.0.1",
+        port=0,
+        mode="disaggregated",
+        routers=routers,
+        request_deadline_s=600.0,
+        max_outstanding_requests=8192,
+        overlap=True,
+        min_remote_prefill_tokens=0,
+        prefill_window_tokens={"prefill": WINDOW_TOKENS, "decode": WINDOW_TOKENS, "colocated": WINDOW_TOKENS},
+        max_prompt_wait_s=60.0,
+        recovery_timeout_s=60.0,
+        ready_deadline_s=10.0,
     )
-    url = await router.serve(addresses, {})
+
+
+async def main(model: str, words: list[str]) -> None:
+    """Serve until the standard input is closed."""
+    running: Router | Dispatcher
+    match words:
+        case ["--dispatcher", *workers]:
+            running = dispatcher = Dispatcher(settings(model, SEVERAL))
+            address = await dispatcher.serve(workers, "127.0.0.1", 0)
+        case ["--shares", at, port, *workers]:
+            running = router = Router(settings(model, SEVERAL))
+            address = await router.serve(workers, {}, SharedWith(at, int(port), joins_port=port != "0"))
+        case workers:
+            running = router = Router(settings(model, 1))
+            address = await router.serve(workers, {})
     gc.collect()
     gc.freeze()  # as `cluster.runtime.services` does
-    sys.stdout.write(url + "\n")
+    sys.stdout.write(address + "\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)
-    await router.stop()
+    await running.stop()
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
+    uvloop.run(main(sys.argv[1], sys.argv[2:]))

@@ -25,6 +25,9 @@ ROUTES: Final[Mapping[str, Callers]] = {
     "/ridgeline/drain": "operators",
     "/ridgeline/mode": "operators",
     "/ridgeline/forget_prefixes": "operators",
+    "/ridgeline/scale": "operators",
+    "/ridgeline/restart": "operators",
+    "/ridgeline/orders/{order_id}": "operators",
     **dict.fromkeys(
         (
             "/docs",

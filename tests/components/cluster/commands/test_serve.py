@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from cluster.commands.serve import StopSignals, _drain
-from cluster.runtime.actor_handle import ActorGone, DeploymentFailed
 from cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment
+from cluster.runtime.handles.actor import ActorGone, DeploymentFailed
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 
@@ -28,7 +28,7 @@ class Router:
 
 def a_deployment(answer):
     router = Router(answer)
-    return Deployment("url", [], [], router, None), router
+    return Deployment("url", [], [], [router], None, None), router
 
 
 @pytest.mark.parametrize(

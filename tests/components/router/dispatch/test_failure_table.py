@@ -24,6 +24,7 @@ from engine.connector.events import Notice
 from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from router.dispatch.request import SequenceRequest
 from router.fleet.fleet import Fleet
+from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
@@ -148,7 +149,7 @@ async def workers() -> AsyncIterator[tuple[Workers, Fleet, Orchestrator]]:
     fleet = Fleet("router")
     metrics = RequestMetrics(running.registry)
     queues = prompt_queues(fleet, SETTINGS)
-    orchestrator = Orchestrator(fleet, queues, SETTINGS, metrics, running.release)
+    orchestrator = Orchestrator(fleet, LocalPlacement(fleet, queues, SETTINGS), SETTINGS, metrics, running.release)
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -21,6 +21,7 @@ from cluster.runtime.handlers import HANDLERS
 from contracts.tasks import TokenDelta
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.request import SequenceRequest
+from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
@@ -123,7 +124,8 @@ async def measure(questions: Counter[str], clock: Clock = time.process_time) -> 
     try:
         async with a_fleet(await scene.start()) as fleet:
             metrics = RequestMetrics(CollectorRegistry())
-            orchestrator = Orchestrator(fleet, prompt_queues(fleet, settings), settings, metrics, lambda *_: None)
+            placement = LocalPlacement(fleet, prompt_queues(fleet, settings), settings)
+            orchestrator = Orchestrator(fleet, placement, settings, metrics, lambda *_: None)
             scene.begin(orchestrator, DECODE_WORKERS * STREAMS_EACH)
             await eventually(lambda: {len(engine.running) for engine in scene.decode_engines()} == {STREAMS_EACH}, 30)
             lost = scene.on("decode-0")

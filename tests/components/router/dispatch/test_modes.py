@@ -13,6 +13,7 @@ from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.request import SequenceRequest
 from router.fleet.pairing import PairingRefused
 from router.fleet.roles import ModeImpossible, RoleTable
+from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
@@ -49,7 +50,8 @@ class Serving:
         self.queues = prompt_queues(fleet, settings)
         self.modes = Modes(fleet, self.queues)
         self.metrics = RequestMetrics(CollectorRegistry())
-        self.orchestrator = Orchestrator(fleet, self.queues, settings, self.metrics, lambda handoff, after_s: None)
+        placement = LocalPlacement(fleet, self.queues, settings)
+        self.orchestrator = Orchestrator(fleet, placement, settings, self.metrics, lambda handoff, after_s: None)
         self.number = 0
 
     def ask(self, tokens=5):

@@ -14,6 +14,7 @@ from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.releaser import HandoffReleaser
 from router.dispatch.request import SequenceRequest
 from router.fleet.fleet import Fleet
+from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
@@ -59,7 +60,8 @@ async def orchestrator(prefill: LeaseEngine, decode: LeaseEngine) -> AsyncIterat
             group.create_task(releaser.run())
             await fleet.connect(addresses, group)
             queues = prompt_queues(fleet, settings)
-            yield Orchestrator(fleet, queues, settings, RequestMetrics(CollectorRegistry()), releaser.release)
+            placement = LocalPlacement(fleet, queues, settings)
+            yield Orchestrator(fleet, placement, settings, RequestMetrics(CollectorRegistry()), releaser.release)
             raise Done
     except* Done:
         pass

@@ -25,6 +25,7 @@ from router.dispatch.request import SequenceRequest
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.policy import Demand, NoWorker
 from router.fleet.roles import RoleTable
+from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
@@ -99,7 +100,8 @@ class Bench:
         )
         metrics = RequestMetrics(self.registry)
         self.queues = queues = prompt_queues(self.fleet, self.settings)
-        self.orchestrator = Orchestrator(self.fleet, queues, self.settings, metrics, self.release)
+        placement = LocalPlacement(self.fleet, queues, self.settings)
+        self.orchestrator = Orchestrator(self.fleet, placement, self.settings, metrics, self.release)
 
     def release(self, handoff, after_s):
         self.released.append(handoff)

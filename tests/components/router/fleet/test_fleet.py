@@ -189,7 +189,7 @@ async def test_an_idle_worker_is_asked_once_a_second_and_one_that_does_not_answe
     now_s, asked = 0.0, []
     worker = a_worker()
     worker.client.news = asyncio.Event()
-    worker._running = running
+    worker.outstanding.running = running
 
     async def status():
         nonlocal now_s
@@ -221,7 +221,7 @@ async def test_who_waits_for_a_worker_in_doubt_goes_on_with_its_next_answer(aske
         worker = fleet.get("decode-0")
         await fleet.refresh()
         asked.hang = {"decode-0"}
-        worker.client._has_failed()
+        worker.client.has_failed()
         waiting = [asyncio.create_task(fleet.wait_until_usable("decode", 20)) for _ in range(50)]
         await asyncio.sleep(0)
         assert worker.load().usable
@@ -238,7 +238,7 @@ async def test_nobody_waits_for_workers_that_are_lost_nor_longer_for_one_in_doub
             await fleet.wait_until_usable("prefill", 20)
         await fleet.refresh()
         asked.hang = {"decode-0"}
-        fleet.get("decode-0").client._has_failed()
+        fleet.get("decode-0").client.has_failed()
         with pytest.raises(NoWorker, match=r"no decode worker has been usable for 0.01 s"):
             await fleet.wait_until_usable("decode", 0.01)
 
@@ -246,7 +246,7 @@ async def test_nobody_waits_for_workers_that_are_lost_nor_longer_for_one_in_doub
 async def test_a_worker_that_is_lost_while_it_is_in_doubt_ends_the_wait():
     async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         await fleet.refresh()
-        fleet.get("decode-0").client._has_failed()
+        fleet.get("decode-0").client.has_failed()
         waiting = asyncio.create_task(fleet.wait_until_usable("decode", 20))
         started[0]._engine.failed = True
         await fleet.refresh()

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from rich.console import Console
 
-from cluster.commands.drain import drain
+from cluster.commands.operators.drain import drain
 from cluster.config.api_keys import ApiKeyError, key_hashes
 from cluster.config.loader import explain, load_config
 from loadtest.errors import ServerError
@@ -20,6 +20,7 @@ from router.front.admin import admin_routes
 from router.front.http.context import WithContext
 from router.front.middleware.admin_access import AdminAccess
 from router.front.middleware.auth import Access, KeyGuard
+from router.front.orders import OrderBook
 from tests.support.fake_engine import make_task as a_task
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
@@ -44,7 +45,7 @@ async def admin(caller="127.0.0.1", access=LOCAL, **layouts):
         a_fleet([host.address for host in started]) as fleet,
     ):
         app = FastAPI()
-        app.include_router(admin_routes(fleet, Modes(fleet, {})))
+        app.include_router(admin_routes(fleet, Modes(fleet, {}), OrderBook()))
         app = WithContext(KeyGuard(app, Access(admin=access)))
         transport = httpx.ASGITransport(app, client=(caller, 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -224,7 +225,7 @@ async def test_no_way_of_writing_an_operators_path_leads_past_the_admin_key(writ
 async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
     async with a_fleet([]) as fleet:
         app = FastAPI()
-        app.include_router(admin_routes(fleet, Modes(fleet, {})))
+        app.include_router(admin_routes(fleet, Modes(fleet, {}), OrderBook()))
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert await statuses(http, **BEARER) == FORBIDDEN

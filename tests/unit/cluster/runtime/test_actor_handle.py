@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from cluster.config.loader import load_config
-from cluster.runtime.actor_handle import ActorHandle, DeploymentFailed, NoPlace, reachable
+from cluster.runtime.handles.actor import ActorHandle, DeploymentFailed, NoPlace
+from cluster.runtime.handles.heads import reachable
 
 
 class Silent:

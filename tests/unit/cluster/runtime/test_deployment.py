@@ -2,12 +2,13 @@
 
 import asyncio
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from cluster.config.models import RidgelineConfig
-from cluster.runtime.actor_handle import ActorHandle
 from cluster.runtime.deployment import _stop
+from cluster.runtime.handles.actor import ActorHandle
 
 
 class Slot:
@@ -28,10 +29,10 @@ class Slot:
 
 async def test_one_that_cannot_be_ended_does_not_spare_the_others_and_is_named():
     router, workers = Slot("router", RuntimeError("no such actor")), [Slot("worker-0"), Slot("worker-1")]
-    told = await _stop(workers, router)
+    told = await _stop(workers, SimpleNamespace(all=[router]))
     assert all(worker.ended for worker in workers)
     assert told == ["router could not be ended, and may run on: RuntimeError: no such actor"]
-    assert await _stop(workers, Slot("router")) == []
+    assert await _stop(workers, SimpleNamespace(all=[Slot("router")])) == []
 
 
 async def test_what_ray_says_of_an_actor_does_not_spare_its_processes(monkeypatch):
@@ -43,7 +44,7 @@ async def test_what_ray_says_of_an_actor_does_not_spare_its_processes(monkeypatc
     async def end(self):
         ended.append(self.name)
 
-    monkeypatch.setattr("cluster.runtime.actor_handle.ray.kill", refuse)
+    monkeypatch.setattr("cluster.runtime.handles.actor.ray.kill", refuse)
     monkeypatch.setattr(ActorHandle, "end", end)
     with pytest.raises(ValueError, match=re.escape("not an actor")):
         await ActorHandle("worker-1", None, RidgelineConfig()).kill()

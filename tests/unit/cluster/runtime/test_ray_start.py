@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster.runtime.actor_handle import DeploymentFailed
+from cluster.runtime.handles.actor import DeploymentFailed
 from cluster.runtime.ray_start import SYSTEM_CONFIG, start_ray
 
 NOT_UP = "The current node timed out during startup."

@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from cluster.config.models import SupervisionConfig
-from cluster.runtime.actor_handle import ActorGone, DeploymentFailed, NoPlace, NotReached
+from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached
 from cluster.runtime.restart_budget import RestartBudget
 from cluster.runtime.supervisor import MAX_INTRODUCTIONS, POLL_S, Supervisor
 
@@ -75,6 +75,7 @@ class Worker(Actor):
 
 
 class Router(Actor):
+    kind = "router"
     gone_for = 0
     not_reached = 0
     refuses: BaseException | None = None
@@ -120,7 +121,7 @@ class Scene:
         self.router = Router("router", self.log, self.clock, told.get("router", ()))
         self.supervisor = Supervisor(
             self.workers,
-            self.router,
+            [self.router],
             {name: f"{name}:0" for name in names},
             SupervisionConfig(max_restarts=5, window_s=300),
             clock=self.clock,
@@ -361,7 +362,7 @@ async def held(scene):
 
 async def test_a_router_lost_again_and_again_ends_the_deployment():
     scene = Scene(router=["actor_died"] * 9)
-    with pytest.raises(DeploymentFailed, match="the router was lost more than 5 times"):
+    with pytest.raises(DeploymentFailed, match="router was lost more than 5 times"):
         await scene.play()
 
 
@@ -377,3 +378,109 @@ def test_delays_grow_and_old_starts_are_forgotten():
     budget.serves()
     clock.now_s = 1300.0
     assert budget.next_delay_s() == 0.0
+
+
+# --- several routers
+
+
+class Dispatcher(Router):
+    kind = "dispatcher"
+
+
+def with_two_routers(scene, **health):
+    """The scene with two routers and their dispatcher."""
+    scene.heads = [
+        Router("router-0", scene.log, scene.clock, health.get("first", ())),
+        Router("router-1", scene.log, scene.clock, health.get("second", ())),
+        Dispatcher("dispatcher", scene.log, scene.clock, health.get("dispatcher", ())),
+    ]
+    scene.supervisor = Supervisor(
+        scene.workers,
+        scene.heads,
+        {worker.name: f"{worker.name}:0" for worker in scene.workers},
+        SupervisionConfig(max_restarts=5, window_s=300),
+        clock=scene.clock,
+        sleep=scene.clock.sleep,
+    )
+    return scene
+
+
+async def test_a_new_incarnation_is_introduced_to_all_routers_and_last_to_the_dispatcher():
+    scene = with_two_routers(Scene(worker_2=["engine_died"]))
+    seen = []
+    for head in scene.heads:
+
+        async def replace_worker(address, reason, name=head.name):
+            seen.append((name, address, reason))
+
+        head.replace_worker = replace_worker
+    await scene.play()
+    assert seen == [(name, "worker-2:1", "engine_died") for name in ("router-0", "router-1", "dispatcher")]
+
+
+async def test_one_of_several_routers_that_dies_again_and_again_stays_away_and_the_others_serve_on():
+    scene = with_two_routers(Scene(), first=["actor_died"] * 6)
+    await scene.play()
+    assert any("router-0 was lost more than 5 times" in said and "stays away" in said for said in scene.said)
+    assert "router-0" not in scene.supervisor._heads
+
+
+async def test_without_its_dispatcher_a_deployment_ends():
+    scene = with_two_routers(Scene(), dispatcher=["actor_died"] * 6)
+    with pytest.raises(DeploymentFailed, match="dispatcher was lost more than 5 times"):
+        await scene.play()
+
+
+async def test_a_worker_that_only_one_router_does_not_reach_is_replaced():
+    scene = with_two_routers(Scene())
+    scene.heads[1].cut_off = ("worker-3:0",)
+    await scene.play()
+    assert "start worker-3" in scene.log
+
+
+async def test_a_router_that_reaches_no_worker_is_the_one_that_is_cut_off():
+    scene = with_two_routers(Scene())
+    scene.heads[0].cut_off = tuple(f"worker-{number}:0" for number in range(4))
+    scene.heads[0].health.extend([""] * 3)
+    await scene.play()
+    assert any(said.startswith("router-0 is gone (it answers, but there is no connection") for said in scene.said)
+    assert not any("start worker" in line for line in scene.log)
+
+
+# --- orders
+
+
+async def test_a_worker_that_an_operator_wants_again_is_started_after_its_drain_and_counts_no_loss():
+    scene = Scene(worker_1=["", "draining", "drained"])
+    back = scene.supervisor.restart_drained("worker-1")
+    await scene.play()
+    assert back.done()
+    assert back.exception() is None
+    assert [line for line in scene.log if "worker-1" in line] == [
+        "end worker-1",
+        "start worker-1",
+        "replace worker-1:1 ordered",
+    ]
+    assert any("worker-1 is gone (drained, to be started again); restarting" in said for said in scene.said)
+
+
+async def test_a_worker_that_is_added_is_introduced_and_supervised():
+    scene = Scene()
+    running = asyncio.create_task(scene.play())
+    await asyncio.sleep(0)
+    new = Worker("worker-9", scene.log, scene.clock, ["engine_died"])
+    await scene.supervisor.add(new, "worker-9:0")
+    await running
+    assert "replace worker-9:0 ordered" in scene.log
+    assert "replace worker-9:1 engine_died" in scene.log
+
+
+async def test_a_worker_that_is_refused_is_not_supervised():
+    scene = Scene()
+    running = asyncio.create_task(scene.play())
+    await asyncio.sleep(0)
+    scene.router.refuses = DeploymentFailed("router could not replace_worker: PairingRefused: model")
+    with pytest.raises(DeploymentFailed, match="PairingRefused"):
+        await scene.supervisor.add(Worker("worker-9", scene.log, scene.clock), "worker-9:0")
+    assert "worker-9" not in scene.supervisor.workers
+    await running

@@ -87,9 +87,9 @@ def test_one_that_is_removed_is_never_popped_and_may_be_removed_again(urgent):
     queue.push("b", 10, "b")
     queue.remove(gone)
     queue.remove(gone)
-    assert (len(queue), queue.tokens) == (1, 10)
+    assert (len(queue), queue.waiting.tokens) == (1, 10)
     assert popped(queue) == ["b"]
-    assert (len(queue), queue.tokens) == (0, 0)
+    assert (len(queue), queue.waiting.tokens) == (0, 0)
 
 
 def test_a_client_that_leaves_the_queue_loses_what_it_had_saved():
@@ -145,7 +145,7 @@ def test_what_is_pushed_comes_out_once_or_is_removed(steps):
                 queue.remove(inside.pop(len(inside) // 2))
         else:
             inside.append(queue.push(*step, None))
-        assert (len(queue), queue.tokens) == (len(inside), sum(entry.tokens for entry in inside))
+        assert (len(queue), queue.waiting.tokens) == (len(inside), sum(entry.tokens for entry in inside))
 
 
 class WalkingQueue(FairQueue):
@@ -234,13 +234,13 @@ def test_tokens_ahead_are_ones_own_and_a_fair_share_of_the_others():
     queue = FairQueue()
     for _ in range(20):
         queue.push("flood", 2000, None)
-    assert queue.tokens_ahead("flood", 2000) == 40_000
-    assert queue.tokens_ahead("new", 100) == 2100, "as many as it sends itself, and one prompt"
+    assert queue.waiting.tokens_ahead("flood", 2000) == 40_000
+    assert queue.waiting.tokens_ahead("new", 100) == 2100, "as many as it sends itself, and one prompt"
     queue.push("new", 300, None)
-    assert queue.tokens_ahead("new", 100) == 300 + 2400
-    assert queue.tokens_ahead("flood", 100) == 40_300
+    assert queue.waiting.tokens_ahead("new", 100) == 300 + 2400
+    assert queue.waiting.tokens_ahead("flood", 100) == 40_300
     queue.push("canary", 40, None, urgent=True)
-    assert queue.tokens_ahead("new", 100) == 40 + 300 + 2400
+    assert queue.waiting.tokens_ahead("new", 100) == 40 + 300 + 2400
 
 
 @given(
@@ -266,5 +266,5 @@ def test_sums_that_are_kept_are_those_of_the_prompts_that_wait(waiting, pops, as
     urgent = sum(entry.tokens for entry in here if entry.urgent)
     others = sum(min(sum(theirs), own + tokens + max(QUANTUM, theirs[0])) for theirs in each.values())
 
-    assert (len(queue), queue.tokens) == (len(here), sum(entry.tokens for entry in here))
-    assert queue.tokens_ahead(client, tokens) == urgent + own + others
+    assert (len(queue), queue.waiting.tokens) == (len(here), sum(entry.tokens for entry in here))
+    assert queue.waiting.tokens_ahead(client, tokens) == urgent + own + others

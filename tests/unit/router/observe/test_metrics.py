@@ -12,7 +12,7 @@ from contracts.tasks import LegTiming
 from contracts.workers import WorkerStatus
 from router.fleet.pairing import KvPair
 from router.fleet.policy import WorkerLoad
-from router.observe.metrics import QueueCollector, RequestMetrics, WorkerCollector
+from router.observe.metrics import InFlight, QueueCollector, RequestMetrics, WorkerCollector
 from router.observe.timeline import RequestTimeline
 from router.settings import PoolHardware
 from tests.support.clock import FakeClock
@@ -91,11 +91,8 @@ PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
 
 
 def collect(registry, *workers, in_flight=0):
-    registry.register(
-        WorkerCollector(
-            lambda: workers, lambda: HARDWARE, lambda: "disaggregated", lambda: in_flight, lambda: PAIRS, dict
-        )
-    )
+    registry.register(WorkerCollector(lambda: workers, lambda: HARDWARE, lambda: "disaggregated", lambda: PAIRS, dict))
+    registry.register(InFlight(lambda: in_flight))
 
 
 def test_a_disaggregated_request_credits_each_token_to_the_pool_that_made_it(registry):

@@ -1,4 +1,7 @@
-"""Calls to the paths of operators of a running server. Used by `cluster.commands.drain` and `cluster.commands.mode`."""
+"""Calls to the paths of operators of a running server.
+
+Used by `cluster.commands.operators.drain`, `cluster.commands.operators.mode` and `cluster.commands.operators.orders`.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
-"""One Ray actor by name, whichever process fills it: Ray starts the process again when it ends.
-
-Used by `cluster.runtime.deployment` for the first start and by `cluster.runtime.supervisor` for the later ones.
-"""
+"""One Ray actor by name, whichever process fills it: Ray starts the process again when it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
@@ -18,25 +13,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config.models import RidgelineConfig
 from cluster.model_store import DEFAULT_MODEL_NAME
-from cluster.runtime.actors import NodePlace, ServiceActor, engine_environment
-from cluster.runtime.environment import forwarded_variables
-from cluster.runtime.plan import CoreTable, PlacementError, Plan, PlannedWorker
+from cluster.runtime.actors import NodePlace
+from cluster.runtime.plan import Plan
 from cluster.runtime.processes import ProcessId, end_processes
 from cluster.runtime.service_process.calls import ServiceError, ServiceGone
-from cluster.runtime.services import NotServing, WorkerReady
+from cluster.runtime.services import NotServing
 from contracts.errors import WorkerLost
-from contracts.rpc.address import http_url, ip_address
-from contracts.vocabulary import Health, Pool
-from router.settings import PoolHardware
+from contracts.vocabulary import Health
 
 LOOPBACK = "127.0.0.1"
 """The address everything listens on when Ray was started here, for this machine alone."""
-WORKER_SERVICE = "cluster.runtime.services:WorkerService"
-ROUTER_SERVICE = "cluster.runtime.services:RouterService"
 ANSWER_WITHIN_S = 20.0
 REMOTE_END_WITHIN_S = 30.0
 RETRY_S = 0.2
-STOP_WITHIN_S = 5.0
 
 
 class DeploymentFailed(RuntimeError):
@@ -64,7 +53,7 @@ _KINDS: dict[type[BaseException], type[DeploymentFailed]] = {
 
 
 class ActorHandle:
-    """What workers and the router have in common: one actor by name."""
+    """What the handles of workers, routers and the dispatcher have in common."""
 
     def __init__(self, name: str, actor: Any, config: RidgelineConfig) -> None:
         self.name = name
@@ -189,152 +178,3 @@ class ActorHandle:
             ray.kill(self._actor, no_restart=True)
         finally:
             await self.end()
-
-
-def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
-    """Create a worker's actor, which Ray places, and starts again on another node if need be."""
-    settings = planned.settings
-    env = forwarded_variables() | engine_environment(
-        settings.cores_per_worker,
-        config.supervision.start_timeout_s,
-        on_cpu=settings.gpus_per_worker == 0,
-        ranks=settings.ranks,
-    )
-    return (
-        ray.remote(ServiceActor)
-        .options(
-            num_cpus=settings.cores_per_worker,
-            num_gpus=settings.gpus_per_worker,
-            resources=settings.resources,
-            runtime_env={"env_vars": env},
-            max_concurrency=16,
-            max_restarts=-1,
-        )
-        .remote(WORKER_SERVICE, f"ridgeline::worker {planned.worker_id}")
-    )
-
-
-class WorkerHandle(ActorHandle):
-    """One worker; `start` makes a new incarnation of it."""
-
-    def __init__(self, plan: Plan, planned: PlannedWorker, cores: CoreTable) -> None:
-        super().__init__(planned.worker_id, worker_actor(planned, plan.config), plan.config)
-        self.planned = planned
-        self._plan = plan
-        self._cores = cores
-
-    def follow(self, plan: Plan) -> None:
-        """Start by this plan instead, which was changed after the workers had been placed."""
-        self._plan = plan
-
-    def take_cores(self) -> tuple[int, ...]:
-        """Take the cores the worker will run on; `find_place` must have been called. Raises PlacementError."""
-        assert self._place is not None
-        return self._cores.take(self.planned, self._place)
-
-    async def load(self) -> WorkerReady:
-        """Start a new incarnation of the engine in the existing process. Raises DeploymentFailed."""
-        assert self._place is not None
-        await self.begin()
-        host = LOOPBACK if self._plan.config.ray.address is None else self._place.host
-        config = self._plan.engine_config(self.planned, host)
-        config = replace(config, model_path=await self.model_path(self._plan))
-        ready: WorkerReady = await self.call("start", config, self.take_cores(), self._plan.host_settings())
-        self._children = ready.engine_processes
-        self._files = ready.semaphores
-        return ready
-
-    async def start_again(self) -> str:
-        """After `end`: wait for the new process, load the engine there, return its address. Raises DeploymentFailed."""
-        await self.find_place()
-        try:
-            return (await self.load()).address
-        except PlacementError as error:
-            raise DeploymentFailed(str(error)) from error
-
-    async def retire(self) -> None:
-        """End the worker for good, gently if possible, and free its cores."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_WITHIN_S):
-                await self.stop()
-        await self.kill()
-        self._cores.give_back(self.name)
-
-
-def _router_environment(config: RidgelineConfig) -> dict[str, str]:
-    ours = engine_environment(1, config.supervision.start_timeout_s, on_cpu=not config.uses_gpus())
-    return forwarded_variables() | ours
-
-
-def _beside_this_process(config: RidgelineConfig) -> dict[str, Any]:
-    """Have the router run on the node of `serve`, if nothing says where: elsewhere nobody would look for its port."""
-    if config.ray.address is None or config.router.resources:
-        return {}
-    here = ray.get_runtime_context().get_node_id()
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
-
-
-def reachable(url: str, node_host: str) -> str:
-    """Return a URL that a client can use: a server that listens on all addresses is reached at its node's."""
-    parts = urlsplit(url)
-    address = ip_address(parts.hostname or "")
-    return http_url(node_host, parts.port or 80) if address is not None and address.is_unspecified else url
-
-
-class RouterHandle(ActorHandle):
-    """The router's actor; once it has picked a port it keeps it."""
-
-    def __init__(self, plan: Plan) -> None:
-        actor = (
-            ray.remote(ServiceActor)
-            .options(
-                num_cpus=0,
-                resources=dict(plan.config.router.resources),
-                runtime_env={"env_vars": _router_environment(plan.config)},
-                max_restarts=-1,
-                **_beside_this_process(plan.config),
-            )
-            .remote(ROUTER_SERVICE, "ridgeline::router")
-        )
-        super().__init__("router", actor, plan.config)
-        self._plan = plan
-        self._settings = plan.router_settings()
-        self._hardware: dict[Pool, PoolHardware] = {}
-
-    def follow(self, plan: Plan) -> None:
-        """Start by this plan instead, which was changed after the workers had been placed."""
-        self._plan, self._settings = plan, plan.router_settings()
-
-    async def prepare(self) -> None:
-        """Have it import what is slow to import, while the engines load. Raises DeploymentFailed."""
-        await self.find_place()
-        await self.begin()
-        self._settings = replace(self._settings, model_path=await self.model_path(self._plan))
-        await self.call("prepare", self._settings)
-
-    async def serve(self, addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
-        """Have it connect to the workers and open the port; returns the URL. Raises DeploymentFailed."""
-        self._hardware = hardware
-        url = str(await self.call("serve", addresses, hardware))
-        self._settings = replace(self._settings, port=urlsplit(url).port or self._settings.port)
-        return reachable(url, LOOPBACK if self._place is None else self._place.host)
-
-    async def start_again(self, addresses: list[str]) -> None:
-        """After `end`: wait for the new process and serve there as before. Raises DeploymentFailed."""
-        await self.prepare()
-        await self.serve(addresses, self._hardware)
-
-    async def replace_worker(self, address: str, reason: Health) -> None:
-        """Have it take in a worker's new incarnation. Raises ActorGone, or DeploymentFailed if the router cannot."""
-        await self.call("replace_worker", address, reason)
-
-    async def unreached(self, for_s: float) -> list[str]:
-        """Ask which workers it has not reached for too long; returns addresses.
-
-        Raises ActorGone or DeploymentFailed.
-        """
-        return list(await self.call("unreached", for_s, timeout_s=ANSWER_WITHIN_S))
-
-    async def remove_worker(self, worker_id: str) -> None:
-        """Have it forget a worker that has left. Raises ActorGone or DeploymentFailed."""
-        await self.call("remove_worker", worker_id)

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from cluster.commands.operator import ask, operator_client
+from cluster.commands.operators.client import ask, operator_client
 from loadtest.errors import ServerError
 
 POLL_S = 0.5

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.commands.operator import ask, operator_client
+from cluster.commands.operators.client import ask, operator_client
 from contracts.vocabulary import Mode
 
 PATH = "/ridgeline/mode"

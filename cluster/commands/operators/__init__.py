@@ -1,0 +1,7 @@
+"""Commands for operators of a running server. The server's side is `router.front.admin`.
+
+client.py  calls to the paths of operators
+drain.py   `ridgeline drain`
+mode.py    `ridgeline mode`
+orders.py  `ridgeline scale` and `ridgeline restart`
+"""

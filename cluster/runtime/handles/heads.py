@@ -1,0 +1,178 @@
+"""The actors that are connected to every worker: the routers, and the dispatcher if there are several of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.config.models import RidgelineConfig
+from cluster.runtime.actors import ServiceActor, engine_environment
+from cluster.runtime.environment import forwarded_variables
+from cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
+from cluster.runtime.plan import Plan
+from contracts.rpc.address import http_url, ip_address
+from contracts.vocabulary import Pool, RestartReason
+from router.front.orders import Order, OrderState
+from router.settings import PoolHardware, SharedWith
+
+ROUTER_SERVICE = "cluster.runtime.services:RouterService"
+DISPATCHER_SERVICE = "cluster.runtime.services:DispatcherService"
+
+
+def _head_environment(config: RidgelineConfig) -> dict[str, str]:
+    ours = engine_environment(1, config.supervision.start_timeout_s, on_cpu=not config.uses_gpus())
+    return forwarded_variables() | ours
+
+
+def _beside_this_process(config: RidgelineConfig) -> dict[str, Any]:
+    """Have it run on the node of `serve`, if nothing says where: elsewhere nobody would look for its port."""
+    if config.ray.address is None or config.router.resources:
+        return {}
+    here = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
+
+
+def _head_actor(plan: Plan, service: str, name: str, resources: dict[str, float]) -> Any:
+    return (
+        ray.remote(ServiceActor)
+        .options(
+            num_cpus=0,
+            resources=resources,
+            runtime_env={"env_vars": _head_environment(plan.config)},
+            max_restarts=-1,
+            **_beside_this_process(plan.config),
+        )
+        .remote(service, f"ridgeline::{name}")
+    )
+
+
+def reachable(url: str, node_host: str) -> str:
+    """Return a URL that a client can use: a server that listens on all addresses is reached at its node's."""
+    parts = urlsplit(url)
+    address = ip_address(parts.hostname or "")
+    return http_url(node_host, parts.port or 80) if address is not None and address.is_unspecified else url
+
+
+class HeadHandle(ActorHandle):
+    """What routers and the dispatcher have in common: both are told of every worker."""
+
+    kind: Literal["router", "dispatcher"]
+
+    def __init__(self, name: str, actor: Any, plan: Plan) -> None:
+        super().__init__(name, actor, plan.config)
+        self._plan = plan
+        self._settings = plan.router_settings()
+
+    def follow(self, plan: Plan) -> None:
+        """Start by this plan instead, which was changed after the workers had been placed."""
+        self._plan, self._settings = plan, plan.router_settings()
+
+    async def prepare(self) -> None:
+        """Have it import what is slow to import, while the engines load. Raises DeploymentFailed."""
+        await self.find_place()
+        await self.begin()
+        self._settings = replace(self._settings, model_path=await self.model_path(self._plan))
+        await self.call("prepare", self._settings)
+
+    async def replace_worker(self, address: str, reason: RestartReason) -> None:
+        """Have it take in a worker's new incarnation. Raises ActorGone, or DeploymentFailed if it cannot."""
+        await self.call("replace_worker", address, reason)
+
+    async def unreached(self, for_s: float) -> list[str]:
+        """Ask which workers it has not reached for too long; returns addresses.
+
+        Raises ActorGone or DeploymentFailed.
+        """
+        return list(await self.call("unreached", for_s, timeout_s=ANSWER_WITHIN_S))
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Have it forget a worker that has left. Raises ActorGone or DeploymentFailed."""
+        await self.call("remove_worker", worker_id)
+
+    async def pools(self) -> dict[str, Pool]:
+        """Return the present pool of each worker that it knows. Raises ActorGone or DeploymentFailed."""
+        return dict(await self.call("pools", timeout_s=ANSWER_WITHIN_S))
+
+    async def drain_worker(self, worker_id: str, timeout_s: float) -> None:
+        """Have a worker leave: it takes no new tasks, and running ones get `timeout_s`. Raises DeploymentFailed."""
+        await self.call("drain_worker", worker_id, timeout_s, timeout_s=ANSWER_WITHIN_S)
+
+
+class DispatcherHandle(HeadHandle):
+    """The dispatcher's actor."""
+
+    kind = "dispatcher"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("dispatcher", _head_actor(plan, DISPATCHER_SERVICE, "dispatcher", {}), plan)
+        self.address = ""
+        """host:port, once it serves."""
+        self.routers: list[RouterHandle] = []
+        """Those that must be told when another one has been started."""
+
+    async def serve(self, addresses: list[str]) -> None:
+        """Have it connect to the workers and listen for routers. Raises DeploymentFailed."""
+        host = LOOPBACK if self._plan.config.ray.address is None or self._place is None else self._place.host
+        host = self._plan.config.transfer.host or host
+        self.address = str(await self.call("serve", addresses, host))
+
+    async def start_again(self, addresses: list[str]) -> None:
+        """After `end`: wait for the new process, serve there, and tell the routers where. Raises DeploymentFailed."""
+        await self.prepare()
+        await self.serve(addresses)
+        for router in self.routers:
+            with suppress(DeploymentFailed):  # one that is started again asks where the dispatcher is
+                await router.call("follow_dispatcher", self.address, timeout_s=ANSWER_WITHIN_S)
+
+
+class RouterHandle(HeadHandle):
+    """A router's actor; once it has picked a port it keeps it."""
+
+    kind = "router"
+
+    def __init__(self, plan: Plan, number: int = 0, dispatcher: DispatcherHandle | None = None) -> None:
+        """`number`: which of several; these have a dispatcher."""
+        name = "router" if dispatcher is None else f"router-{number}"
+        super().__init__(name, _head_actor(plan, ROUTER_SERVICE, name, dict(plan.config.router.resources)), plan)
+        self._dispatcher = dispatcher
+        self._hardware: dict[Pool, PoolHardware] = {}
+        self._joins_port = False
+
+    @property
+    def port(self) -> int:
+        """The port on which it serves."""
+        return self._settings.port
+
+    def join(self, port: int) -> None:
+        """Serve on the port that another router of the deployment has."""
+        self._settings = replace(self._settings, port=port)
+        self._joins_port = True
+
+    async def serve(self, addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
+        """Have it connect to the workers and open the port; returns the URL. Raises DeploymentFailed."""
+        self._hardware = hardware
+        shared = None
+        if self._dispatcher is not None:
+            shared = SharedWith(self._dispatcher.address, self._settings.port, joins_port=self._joins_port)
+        url = str(await self.call("serve", addresses, hardware, shared))
+        self._settings = replace(self._settings, port=urlsplit(url).port or self._settings.port)
+        self._joins_port = True
+        return reachable(url, LOOPBACK if self._place is None else self._place.host)
+
+    async def start_again(self, addresses: list[str]) -> None:
+        """After `end`: wait for the new process and serve there as before. Raises DeploymentFailed."""
+        await self.prepare()
+        await self.serve(addresses, self._hardware)
+
+    async def take_orders(self, within_s: float) -> list[Order]:
+        """Wait for orders of operators, up to this many seconds. Raises ActorGone or DeploymentFailed."""
+        return list(await self.call("take_orders", within_s, timeout_s=within_s + ANSWER_WITHIN_S))
+
+    async def report(self, order_id: str, state: OrderState, sentence: str) -> None:
+        """Tell how an order goes on. Raises ActorGone or DeploymentFailed."""
+        await self.call("report", order_id, state, sentence, timeout_s=ANSWER_WITHIN_S)

@@ -1,0 +1,177 @@
+"""What decides for a router: itself, if it serves alone, or the dispatcher that it shares with other routers.
+
+Made by `router.server`, which uses both alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from contracts.vocabulary import Pool
+from router.dispatch.modes import AnyModes, Modes
+from router.fleet.fleet import Fleet
+from router.flow.admission import Admission, Wait
+from router.flow.fair_queue import Waiting
+from router.flow.placement import LocalPlacement, Placement
+from router.flow.prompt_queue import QueueNow, prompt_queues
+from router.observe.metrics import QueueView
+from router.settings import RouterSettings
+from router.shared.link import Link, NoDispatcher
+from router.shared.messages import Count, Counted, Denied, Down, Granted, Holds, Sums, Up
+from router.shared.shared_metrics import SharedMetrics
+from router.shared.shared_modes import SharedModes
+from router.shared.shared_placement import SharedPlacement
+
+JOIN_WITHIN_S = 30.0
+HOLDINGS_EVERY_S = 0.1
+"""How often the dispatcher is told what this router has admitted, if that has changed."""
+
+
+class Decisions(Protocol):
+    """What a router asks, whoever answers."""
+
+    placement: Placement
+    modes: AnyModes
+    waits: Mapping[Pool, Wait]
+    """For admission: how long a prompt would wait."""
+    queues: Sequence[QueueView]
+    """For the metrics."""
+
+    def fleet_changed(self) -> None:
+        """Let waiting prompts look for a worker again."""
+        ...
+
+
+class OwnDecisions:
+    """Those of a router that serves alone."""
+
+    def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
+        queues = prompt_queues(fleet, settings)
+        self.placement: Placement = LocalPlacement(fleet, queues, settings)
+        self.modes: AnyModes = Modes(fleet, queues)
+        self.waits: Mapping[Pool, Wait] = queues
+        self._queues = list(queues.values())
+        self.queues: Sequence[QueueView] = self._queues
+
+    def fleet_changed(self) -> None:
+        """Let waiting prompts look for a worker again."""
+        for queue in self._queues:
+            queue.dispatch()
+
+
+class SharedQueue:
+    """A pool's queue in the dispatcher, as it last told."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool: Pool = pool
+        self.now = QueueNow(Waiting(), 0, starts_at_once=True, tokens_per_s=None)
+
+    @property
+    def waiting(self) -> int:
+        """Number of prompts that wait, those of all routers."""
+        return self.now.waiting.prompts
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Number of tokens of the waiting prompts."""
+        return self.now.waiting.tokens
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Prompt tokens that the whole pool computes per second; None until measured."""
+        return self.now.tokens_per_s
+
+    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
+        """Estimate a prompt's wait, see `QueueNow.wait_s`."""
+        return self.now.wait_s(client, prompt_tokens, prompts)
+
+
+class SharedDecisions:
+    """Those of the dispatcher. `run` must run while the router serves."""
+
+    def __init__(self, fleet: Fleet, settings: RouterSettings, router_id: str) -> None:
+        self._fleet = fleet
+        self.link = Link(router_id, settings.tls)
+        self._asking = SharedPlacement(fleet, self.link, settings)
+        self.placement: Placement = self._asking
+        self.modes: AnyModes = SharedModes(fleet, self.link)
+        self._told = {pool: SharedQueue(pool) for pool in fleet.pools}
+        self.waits: Mapping[Pool, Wait] = self._told
+        self.queues: Sequence[QueueView] = list(self._told.values())
+        self._admission: Admission | None = None
+        self._metrics: SharedMetrics | None = None
+        self._joined = asyncio.Event()
+        self.link.state = self._state
+        self.link.on_message = self._take
+
+    def fleet_changed(self) -> None:
+        """Do nothing: the dispatcher has been told too."""
+
+    @property
+    def metrics(self) -> SharedMetrics:
+        """The request series of all routers."""
+        assert self._metrics is not None
+        return self._metrics
+
+    async def joined(self) -> None:
+        """Wait until the dispatcher has told what the others hold. Raises NoDispatcher."""
+        try:
+            async with asyncio.timeout(JOIN_WITHIN_S):
+                await self._joined.wait()
+        except TimeoutError as error:
+            raise NoDispatcher(
+                f"no connection to the dispatcher at {self.link.address} within {JOIN_WITHIN_S:.0f} s"
+            ) from error
+
+    def attach(self, admission: Admission, own: CollectorRegistry) -> SharedMetrics:
+        """Share what this router admits and counts; returns the series of all routers."""
+        self._admission = admission
+        self._metrics = SharedMetrics(own, self.link)
+        return self._metrics
+
+    async def run(self) -> None:
+        """Keep the connection to the dispatcher, and tell it what this router has admitted, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.link.run(), name="dispatcher-link")
+            group.create_task(self._tell_holdings(), name="holdings")
+
+    async def _tell_holdings(self) -> None:
+        told: Holds | None = None
+        while True:
+            await asyncio.sleep(HOLDINGS_EVERY_S)
+            holds = self._holds()
+            if holds != told:
+                self.link.send(holds)
+                told = holds
+
+    def _holds(self) -> Holds:
+        assert self._admission is not None
+        return Holds(self._admission.holdings())
+
+    def _state(self) -> list[Up]:
+        return [self._holds(), *self._asking.state()]
+
+    def _take(self, message: Down) -> None:
+        match message:
+            case Granted() | Denied():
+                self._asking.take(message)
+            case Sums():
+                self._take_sums(message)
+            case Count():
+                assert self._metrics is not None
+                self.link.send(Counted(message.number, self._metrics.samples()))
+
+    def _take_sums(self, sums: Sums) -> None:
+        self._fleet.follow(sums.mode, sums.role_number, sums.kv_pairs)
+        for worker in self._fleet.workers:
+            if worker.worker_id in sums.outstanding:
+                worker.outstanding = sums.outstanding[worker.worker_id]
+        for pool, now in sums.queues.items():
+            self._told[pool].now = now
+        assert self._admission is not None
+        self._admission.others = sums.others
+        self._joined.set()

@@ -1,0 +1,13 @@
+"""Several routers of one deployment, and the dispatcher that they share.
+
+Each router serves HTTP and streams tokens by itself. What must hold for all of them together is decided in the
+dispatcher: which prompt starts next, and on which workers. A request costs it a few small messages, a token none.
+
+messages.py          what a router and the dispatcher tell each other
+dispatcher.py        serves the routers: gives places, sums up what they hold, passes on each other's metrics
+joined_router.py     one router as the dispatcher sees it
+link.py              a router's connection to the dispatcher
+shared_placement.py  places from the dispatcher, as `router.dispatch` asks for them
+shared_modes.py      changes the mode through the dispatcher
+shared_metrics.py    adds up the request series of all routers
+"""

@@ -1,0 +1,241 @@
+"""The dispatcher: serves the routers of one deployment over gRPC, which are its only clients.
+
+It carries no token. If it is lost, running streams go on; prompts wait in their routers until there is another, which
+learns from each router which places are in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from contracts.errors import EngineError
+from contracts.handoff import UNREADABLE
+from contracts.rpc.address import join_host_port
+from contracts.rpc.channel import add_port
+from contracts.workers import WorkerDescription
+from router.dispatch.modes import Modes
+from router.fleet.fleet import Fleet
+from router.fleet.pairing import KvPair, PairingRefused
+from router.fleet.roles import ModeImpossible, role_table
+from router.flow.admission import Holdings
+from router.flow.placement import LocalPlacement
+from router.flow.prompt_queue import prompt_queues
+from router.observe.loop_lag import LoopLag
+from router.settings import RouterSettings
+from router.shared.joined_router import JoinedRouter, NotReading
+from router.shared.messages import (
+    SERVICE,
+    ChangeMode,
+    CountOthers,
+    ModeChanged,
+    OthersCounted,
+    Sums,
+    Ups,
+)
+from router.shared.shared_metrics import Series, cumulative, sums_of
+from worker_runtime.client import OPTIONS, decoder, encode, unary_handler
+
+SUMS_EVERY_S = 0.1
+"""How often routers are told what the others hold, if it has changed; admission is late by as much."""
+COUNT_WITHIN_S = 1.0
+"""How long a scrape waits for a router; then it counts with what it had counted before."""
+STOP_WITHIN_S = 1.0
+logger = logging.getLogger(__name__)
+
+
+class _Stopped(Exception):
+    """Raised inside the dispatcher's task group to end all of it."""
+
+
+class Dispatcher:
+    """The dispatcher of a deployment. Create it inside a running event loop."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._fleet = Fleet(
+            f"dispatcher-{secrets.token_hex(4)}",
+            tls=settings.tls,
+            stall_timeout_s=settings.stall_timeout_s,
+            roles=role_table(settings),
+        )
+        self._queues = prompt_queues(self._fleet, settings)
+        self._placement = LocalPlacement(self._fleet, self._queues, settings)
+        self._modes = Modes(self._fleet, self._queues)
+        self._routers: set[JoinedRouter] = set()
+        self._former: Counter[Series] = Counter()
+        """What routers had counted that are gone, so that sums never fall."""
+        self._lag = LoopLag()
+        self._server = grpc.aio.server(options=OPTIONS)
+        self._stop = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    async def serve(self, worker_addresses: list[str], host: str, port: int) -> str:
+        """Connect to the workers, listen, and return host:port. Raises PairingRefused, WorkerLost or RuntimeError."""
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._running = asyncio.create_task(self._run(worker_addresses, host, port, address), name="dispatcher")
+        waiting: list[asyncio.Future[object]] = [self._running, address]  # type: ignore[list-item]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            await self._running  # raises the cause
+        return await address
+
+    @property
+    def workers(self) -> list[WorkerDescription]:
+        """The workers that it is connected to."""
+        return [worker.description for worker in self._fleet.workers]
+
+    @property
+    def kv_pairs(self) -> list[KvPair]:
+        """The pairs of workers that can exchange KV, and the transport between them."""
+        return self._fleet.kv_pairs
+
+    @property
+    def loop_silent_s(self) -> float:
+        """Seconds for which the event loop has been stuck in one callback; may be read from another thread."""
+        return self._lag.silent_s
+
+    @property
+    def ended(self) -> bool:
+        """Whether it served and has stopped, on request or not."""
+        return self._running is not None and self._running.done()
+
+    async def replace_worker(self, address: str, reason: str) -> None:
+        """Add a worker that was started again, in place of its older incarnation. Raises WorkerLost, PairingRefused."""
+        await self._fleet.replace(address, reason)
+        self._dispatch()
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker that has left for good."""
+        await self._fleet.remove(worker_id)
+        self._dispatch()
+
+    def unreached(self, for_s: float) -> list[str]:
+        """Return the addresses of workers that it has not reached for this many seconds."""
+        return self._fleet.unreached(for_s)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The workers, and the roles that they have."""
+        return self._fleet
+
+    async def stop(self) -> None:
+        """End all connections; streams go on without it."""
+        self._stop.set()
+        if self._running is not None:
+            await self._running
+
+    def _dispatch(self) -> None:
+        for queue in self._queues.values():
+            queue.dispatch()
+
+    async def _run(self, workers: list[str], host: str, port: int, address: asyncio.Future[str]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._fleet.connect(workers, group)
+                group.create_task(self._lag.watch(), name="loop-lag")
+                group.create_task(self._tell_sums(), name="sums")
+                address.set_result(await self._listen(host, port))
+                await self._stop.wait()
+                raise _Stopped
+        except* _Stopped:
+            pass
+        except* (EngineError, PairingRefused, RuntimeError) as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            await self._server.stop(STOP_WITHIN_S)
+
+    async def _listen(self, host: str, port: int) -> str:
+        methods = {
+            "Join": grpc.stream_stream_rpc_method_handler(self._join, response_serializer=encode),
+            "ChangeMode": unary_handler(self._change_mode, ChangeMode),
+            "CountOthers": unary_handler(self._count_others, CountOthers),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        port = add_port(self._server, join_host_port(host, port), self._settings.tls)
+        await self._server.start()
+        return join_host_port(host, port)
+
+    # --- routers
+
+    async def _join(self, batches: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        """Serve one router until its stream ends."""
+        router = JoinedRouter(self._placement, self._fleet)
+        self._routers.add(router)
+        router.send(self._sums_for(router))
+        try:
+            async with asyncio.TaskGroup() as group:
+                writing = group.create_task(_write(router, context), name="write-to-router")
+                await _read(router, batches)
+                writing.cancel()
+        except* NotReading as errors:
+            logger.warning("%s", errors.exceptions[0])
+        except* UNREADABLE as errors:
+            logger.warning("router %s sent what nobody can read: %s", router.router_id, errors.exceptions[0])
+        finally:
+            self._routers.discard(router)
+            self._former.update(cumulative(sums_of(router.samples)))
+            await asyncio.shield(router.close())
+
+    def _sums_for(self, router: JoinedRouter) -> Sums:
+        others = Holdings()
+        for other in self._routers:
+            if other is not router:
+                others.add(other.holdings)
+        return Sums(
+            mode=self._fleet.mode,
+            role_number=self._fleet.role_number,
+            queues={pool: queue.now() for pool, queue in self._queues.items()},
+            outstanding={worker.worker_id: worker.outstanding for worker in self._fleet.workers},
+            others=others,
+            kv_pairs=self._fleet.kv_pairs,
+        )
+
+    async def _tell_sums(self) -> None:
+        """Tell each router the sums whenever they have changed, until cancelled."""
+        told: dict[JoinedRouter, bytes] = {}
+        while True:
+            await asyncio.sleep(SUMS_EVERY_S)
+            told = {router: last for router, last in told.items() if router in self._routers}
+            for router in self._routers:
+                encoded = encode(self._sums_for(router))
+                if told.get(router) != encoded:
+                    told[router] = encoded
+                    router.send(self._sums_for(router))
+
+    # --- calls
+
+    async def _change_mode(self, asked: ChangeMode) -> ModeChanged:
+        try:
+            change = await self._modes.change(asked.mode)
+        except (ModeImpossible, PairingRefused) as error:
+            return ModeChanged(refused=str(error))
+        for router in self._routers:
+            router.send(self._sums_for(router))
+        return ModeChanged(change.rerouted_prompts, change.took_s)
+
+    async def _count_others(self, asked: CountOthers) -> OthersCounted:
+        others = [router for router in self._routers if router.router_id != asked.router_id]
+        await asyncio.gather(*(router.count(COUNT_WITHIN_S) for router in others))
+        sums = Counter(self._former)
+        for router in others:
+            sums.update(sums_of(router.samples))
+        return OthersCounted([(name, dict(labels), value) for (name, labels), value in sums.items()])
+
+
+async def _read(router: JoinedRouter, batches: AsyncIterator[bytes]) -> None:
+    readable = decoder(Ups)
+    async for batch in batches:
+        for message in readable(batch).messages:
+            router.take(message)
+
+
+async def _write(router: JoinedRouter, context: grpc.aio.ServicerContext) -> None:
+    while True:
+        await context.write(await router.next_batch())

@@ -1,0 +1,178 @@
+"""One router as the dispatcher sees it: the prompts that it wants to start, its places, and what it has admitted.
+
+Made by `router.shared.dispatcher` when a router joins. Everything that is counted for the router ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack, suppress
+from itertools import count
+
+from contracts.errors import WorkerDraining, WorkerLost
+from router.fleet.fleet import Fleet
+from router.fleet.policy import Demand, NoWorker, Route
+from router.flow.admission import Holdings
+from router.flow.placement import LocalPlacement, Place, Wish
+from router.shared.messages import (
+    Asked,
+    Count,
+    Counted,
+    Denied,
+    Doubts,
+    Down,
+    Downs,
+    Granted,
+    Happened,
+    Holds,
+    Joins,
+    Keeps,
+    Leaves,
+    Reason,
+    Samples,
+    Up,
+    Wants,
+    WayOf,
+)
+
+MOST_UNREAD = 100_000
+"""Messages that may wait for a router that does not read; far more than any router has requests."""
+_REASONS: dict[type[Exception], Reason] = {NoWorker: "no_worker", WorkerLost: "lost", WorkerDraining: "draining"}
+
+
+class NotReading(Exception):
+    """The router has not read what was sent to it, and counts as gone."""
+
+
+class JoinedRouter:
+    """A router's wishes and places. `take` its messages in order, send it every `next_batch`, and `close` it."""
+
+    def __init__(self, placement: LocalPlacement, fleet: Fleet) -> None:
+        self.router_id = ""
+        self.holdings = Holdings()
+        self.samples: Samples = []
+        """Its request series when they were last counted."""
+        self._placement = placement
+        self._fleet = fleet
+        self._serving: dict[int, asyncio.Task[None]] = {}
+        self._places: dict[int, Place] = {}
+        self._kept: dict[int, ExitStack] = {}
+        """What counts for each place that was given before."""
+        self._numbers = count(1)
+        self._counting: dict[int, asyncio.Future[None]] = {}
+        self._outbox: list[Down] = []
+        self._filled = asyncio.Event()
+
+    def take(self, message: Up) -> None:
+        """Act on a message."""
+        match message:
+            case Joins():
+                self.router_id = message.router_id
+            case Wants():
+                self._begin(message.number, _wish_of(message.asked))
+            case Keeps():
+                self._keep(message)
+            case Happened():
+                if message.number in self._places:
+                    getattr(self._places[message.number], message.step)()
+            case Leaves():
+                self._leave(message.number)
+            case Doubts():
+                with suppress(KeyError):  # it has been removed meanwhile
+                    self._fleet.get(message.worker_id).client.has_failed()
+            case Holds():
+                self.holdings = message.holdings
+            case Counted():
+                self._counted(message)
+
+    def send(self, message: Down) -> None:
+        """Put a message into the next batch."""
+        self._outbox.append(message)
+        self._filled.set()
+
+    async def next_batch(self) -> Downs:
+        """Wait for messages and return them. Raises NotReading if there are too many."""
+        await self._filled.wait()
+        if len(self._outbox) > MOST_UNREAD:
+            raise NotReading(f"router {self.router_id} has not read {len(self._outbox)} messages")
+        batch, self._outbox = Downs(self._outbox), []
+        self._filled.clear()
+        return batch
+
+    async def count(self, within_s: float) -> None:
+        """Bring `samples` up to date, if the router answers in time."""
+        number = next(self._numbers)
+        answered = self._counting[number] = asyncio.get_running_loop().create_future()
+        self.send(Count(number))
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(answered, within_s)
+        finally:
+            del self._counting[number]
+
+    async def close(self) -> None:
+        """Give up all wishes and places, because the router has gone."""
+        serving = list(self._serving.values())
+        for number in (*self._serving, *self._kept):
+            self._leave(number)
+        if serving:
+            await asyncio.wait(serving)
+
+    def _begin(self, number: int, wish: Wish) -> None:
+        task = asyncio.create_task(self._serve(number, wish), name=f"place-{self.router_id}-{number}")
+        self._serving[number] = task
+        task.add_done_callback(lambda _: self._serving.pop(number, None))
+
+    def _leave(self, number: int) -> None:
+        if number in self._serving:
+            self._serving[number].cancel()
+        elif number in self._kept:
+            self._places.pop(number)
+            self._kept.pop(number).close()
+
+    async def _serve(self, number: int, wish: Wish) -> None:
+        """Wait for a place and hold it until cancelled, which means that the router has left it."""
+        try:
+            async with self._placement.place(wish) as place:
+                self._places[number] = place
+                self.send(_granted(number, place))
+                await asyncio.Event().wait()
+        except tuple(_REASONS) as error:
+            self.send(Denied(number, _REASONS[type(error)], str(error)))
+        finally:
+            self._places.pop(number, None)
+
+    def _keep(self, kept: Keeps) -> None:
+        """Count a place that was given before; one whose worker is gone is about to be left anyway."""
+        try:
+            prompt_worker = self._fleet.get(kept.prompt_worker)
+            decode_worker = None if kept.decode_worker is None else self._fleet.get(kept.decode_worker)
+        except KeyError:
+            return
+        route = Route(kept.way.path, kept.way.prompt_pool, kept.way.recompute_reason)
+        self._kept[kept.number] = held = ExitStack()
+        place = held.enter_context(self._placement.keep(_wish_of(kept.asked), route, prompt_worker, decode_worker))
+        self._places[kept.number] = place
+        for step in kept.steps:
+            getattr(place, step)()
+
+    def _counted(self, message: Counted) -> None:
+        self.samples = message.samples
+        answered = self._counting.get(message.number)
+        if answered is not None and not answered.done():
+            answered.set_result(None)
+
+
+def _wish_of(asked: Asked) -> Wish:
+    demand = Demand(asked.prompt_tokens, asked.output_tokens, asked.client, frozenset(asked.avoided))
+    return Wish(demand, urgent=asked.urgent, canary=asked.canary)
+
+
+def _granted(number: int, place: Place) -> Granted:
+    route, prompt, decode = place.route, place.prompt_worker, place.decode_worker
+    return Granted(
+        number,
+        WayOf(route.path, route.prompt_pool, route.recompute_reason),
+        (prompt.worker_id, prompt.description.incarnation),
+        None if decode is None else (decode.worker_id, decode.description.incarnation),
+    )

@@ -1,0 +1,191 @@
+"""What a router and the dispatcher tell each other: one stream of batches each way, and two calls for operators."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from contracts.vocabulary import Mode, Pool
+from router.fleet.pairing import KvPair
+from router.fleet.policy import Path
+from router.fleet.worker import Outstanding
+from router.flow.admission import Holdings
+from router.flow.prompt_queue import QueueNow
+
+SERVICE = "ridgeline.Dispatcher"
+Step = Literal["prompt_done", "prompt_left", "decode_began"]
+"""The methods of `router.flow.placement.Place`."""
+Samples = list[tuple[str, dict[str, str], float]]
+"""Samples of Prometheus series: name, labels, value."""
+
+
+class WayOf(msgspec.Struct, frozen=True, array_like=True):
+    """A `Route`."""
+
+    path: Path
+    prompt_pool: Pool
+    recompute_reason: str
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What a wish asks for, see `router.flow.placement.Wish`."""
+
+    prompt_tokens: int
+    output_tokens: int
+    client: str
+    urgent: bool
+    canary: bool
+    avoided: tuple[str, ...] = ()
+    """Workers to which this router has no connection."""
+
+
+# router to dispatcher
+
+
+class Joins(msgspec.Struct, frozen=True, tag="joins"):
+    """The first message of a router."""
+
+    router_id: str
+
+
+class Wants(msgspec.Struct, frozen=True, tag="wants"):
+    """A prompt wants a place."""
+
+    number: int
+    """Of the wish, unique for its router."""
+    asked: Asked
+
+
+class Keeps(msgspec.Struct, frozen=True, tag="keeps"):
+    """A place that another dispatcher had given, before the router joined this one."""
+
+    number: int
+    asked: Asked
+    way: WayOf
+    prompt_worker: str
+    decode_worker: str | None
+    steps: tuple[Step, ...]
+    """What has happened there since."""
+
+
+class Happened(msgspec.Struct, frozen=True, tag="happened"):
+    """A step of a place."""
+
+    number: int
+    step: Step
+
+
+class Leaves(msgspec.Struct, frozen=True, tag="leaves"):
+    """A place is left, or no longer wanted."""
+
+    number: int
+
+
+class Doubts(msgspec.Struct, frozen=True, tag="doubts"):
+    """A worker has failed or refused a request of this router."""
+
+    worker_id: str
+
+
+class Holds(msgspec.Struct, frozen=True, tag="holds"):
+    """What this router has admitted and not ended."""
+
+    holdings: Holdings
+
+
+class Counted(msgspec.Struct, frozen=True, tag="counted"):
+    """This router's request series, as an answer to `Count`."""
+
+    number: int
+    samples: Samples
+
+
+Up = Joins | Wants | Keeps | Happened | Leaves | Doubts | Holds | Counted
+
+
+class Ups(msgspec.Struct, frozen=True):
+    """A batch of messages to the dispatcher."""
+
+    messages: list[Up]
+
+
+# dispatcher to router
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted"):
+    """A prompt may start, on these incarnations of workers."""
+
+    number: int
+    way: WayOf
+    prompt_worker: tuple[str, str]
+    """Worker id and incarnation."""
+    decode_worker: tuple[str, str] | None
+
+
+Reason = Literal["no_worker", "lost", "draining"]
+
+
+class Denied(msgspec.Struct, frozen=True, tag="denied"):
+    """A prompt gets no place."""
+
+    number: int
+    reason: Reason
+    sentence: str
+
+
+class Sums(msgspec.Struct, frozen=True, tag="sums"):
+    """What a router must know of the others, and of what only the dispatcher knows."""
+
+    mode: Mode
+    role_number: int
+    queues: dict[Pool, QueueNow]
+    outstanding: dict[str, Outstanding]
+    """By worker id."""
+    others: Holdings
+    """What the other routers hold together."""
+    kv_pairs: list[KvPair]
+
+
+class Count(msgspec.Struct, frozen=True, tag="count"):
+    """The dispatcher wants the router's request series."""
+
+    number: int
+
+
+Down = Granted | Denied | Sums | Count
+
+
+class Downs(msgspec.Struct, frozen=True):
+    """A batch of messages to a router."""
+
+    messages: list[Down]
+
+
+# calls
+
+
+class ChangeMode(msgspec.Struct, frozen=True):
+    """An operator changes the mode, at one of the routers."""
+
+    mode: Mode
+
+
+class ModeChanged(msgspec.Struct, frozen=True):
+    """The answer: what it did, or the sentence that says why not."""
+
+    rerouted_prompts: int = 0
+    took_s: float = 0.0
+    refused: str = ""
+
+
+class CountOthers(msgspec.Struct, frozen=True):
+    """A router wants the request series of all others, for a scrape."""
+
+    router_id: str
+
+
+class OthersCounted(msgspec.Struct, frozen=True):
+    """Their sums, with what routers had counted that are gone."""
+
+    samples: Samples

@@ -1,0 +1,179 @@
+"""Places from the dispatcher: what `router.flow.placement.LocalPlacement` is where one router serves alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+
+from contracts.errors import EngineFailed, TaskRejected, WorkerDraining, WorkerLost
+from router.fleet.fleet import Fleet, Worker
+from router.fleet.policy import NoWorker, Route
+from router.flow.placement import Place, Wish
+from router.settings import RouterSettings
+from router.shared.link import Link
+from router.shared.messages import (
+    Asked,
+    Denied,
+    Doubts,
+    Granted,
+    Happened,
+    Keeps,
+    Leaves,
+    Reason,
+    Step,
+    Up,
+    Wants,
+    WayOf,
+)
+
+LOOK_EVERY_S = 1.0
+"""How often a waiting prompt looks whether there is a dispatcher."""
+UNKNOWN_PAUSE_S = 0.1
+"""Pause before a prompt asks again that was given a worker which this router does not reach."""
+_ERRORS: dict[Reason, type[Exception]] = {"no_worker": NoWorker, "lost": WorkerLost, "draining": WorkerDraining}
+
+
+class SharedPlacement:
+    """Asks the dispatcher for places. Its messages go over the link, which gives it the answers."""
+
+    def __init__(self, fleet: Fleet, link: Link, settings: RouterSettings) -> None:
+        self._fleet = fleet
+        self._link = link
+        self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
+        self._recovery_timeout_s = settings.recovery_timeout_s
+        self._numbers = count(1)
+        self._wishes: dict[int, _Wished] = {}
+
+    def route_of(self, wish: Wish) -> Route:
+        """Return which way it would go at this moment, as far as this router knows."""
+        return self._fleet.route(wish.demand, 0 if wish.canary else self._min_remote_prefill_tokens)
+
+    @asynccontextmanager
+    async def place(self, wish: Wish) -> AsyncIterator[Place]:
+        """Have the dispatcher choose a place, and hold it while the block runs.
+
+        Raises NoWorker also if there has been no dispatcher for `router.recovery_timeout_s`.
+        """
+        number = next(self._numbers)
+        wished = self._wishes[number] = _Wished(self._asked(wish))
+        self._link.send(Wants(number, wished.asked))
+        try:
+            granted = await self._granted(wished)
+            place = _SharedPlace(self._link, number, wished, granted, *await self._workers_of(granted))
+            try:
+                yield place
+            except (EngineFailed, TaskRejected, WorkerDraining, WorkerLost):
+                self._doubt(place)
+                raise
+        finally:
+            del self._wishes[number]
+            wished.close()
+            self._link.send(Leaves(number))
+
+    def state(self) -> list[Up]:
+        """Return all wishes and places, for a dispatcher that does not know them."""
+        return [wished.message(number) for number, wished in self._wishes.items()]
+
+    def take(self, answer: Granted | Denied) -> None:
+        """Take the dispatcher's answer to a wish; it may have been withdrawn meanwhile."""
+        wished = self._wishes.get(answer.number)
+        if wished is None or wished.answer.done():
+            return
+        if isinstance(answer, Denied):
+            wished.answer.set_exception(_ERRORS[answer.reason](answer.sentence))
+        else:
+            wished.answer.set_result(answer)
+
+    def _asked(self, wish: Wish) -> Asked:
+        avoided = tuple(worker.worker_id for worker in self._fleet.workers if not worker.client.connected)
+        demand = wish.demand
+        return Asked(demand.prompt_tokens, demand.output_tokens, demand.client, wish.urgent, wish.canary, avoided)
+
+    async def _granted(self, wished: _Wished) -> Granted:
+        while not wished.answer.done():
+            await asyncio.wait((wished.answer,), timeout=LOOK_EVERY_S)
+            if not wished.answer.done() and self._link.away_s > self._recovery_timeout_s:
+                raise NoWorker(
+                    f"there has been no dispatcher at {self._link.address} for {self._recovery_timeout_s:.0f} s "
+                    "(router.recovery_timeout_s)"
+                )
+        return wished.answer.result()
+
+    async def _workers_of(self, granted: Granted) -> tuple[Worker, Worker | None]:
+        """Return the workers that were chosen. Raises WorkerLost if this router does not reach one of them."""
+        found: list[Worker] = []
+        for worker_id, incarnation in filter(None, (granted.prompt_worker, granted.decode_worker)):
+            known = next((one for one in self._fleet.workers if one.worker_id == worker_id), None)
+            if known is None or known.description.incarnation != incarnation or not known.client.connected:
+                await asyncio.sleep(UNKNOWN_PAUSE_S)
+                raise WorkerLost(f"this router has no connection to {worker_id}, incarnation {incarnation}")
+            found.append(known)
+        return found[0], found[1] if len(found) > 1 else None
+
+    def _doubt(self, place: _SharedPlace) -> None:
+        for worker in filter(None, (place.prompt_worker, place.decode_worker)):
+            if worker.load().in_doubt:
+                self._link.send(Doubts(worker.worker_id))
+
+
+class _Wished:
+    """A wish, the answer, and what has happened since."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
+        self.steps: list[Step] = []
+
+    def close(self) -> None:
+        """Take no answer any more; asyncio would log an error that nobody has asked for."""
+        if not self.answer.cancel() and not self.answer.cancelled():
+            self.answer.exception()
+
+    def message(self, number: int) -> Up:
+        """Return what a new dispatcher must be told."""
+        if not self.answer.done() or self.answer.exception() is not None:
+            return Wants(number, self.asked)
+        granted = self.answer.result()
+        decode = granted.decode_worker
+        return Keeps(
+            number,
+            self.asked,
+            granted.way,
+            granted.prompt_worker[0],
+            None if decode is None else decode[0],
+            tuple(self.steps),
+        )
+
+
+class _SharedPlace:
+    """A place that the dispatcher has given; it is told what happens there."""
+
+    def __init__(
+        self, link: Link, number: int, wished: _Wished, granted: Granted, prompt: Worker, decode: Worker | None
+    ) -> None:
+        way: WayOf = granted.way
+        self.route = Route(way.path, way.prompt_pool, way.recompute_reason)
+        self.prompt_worker = prompt
+        self.decode_worker = decode
+        self._link = link
+        self._number = number
+        self._wished = wished
+
+    def prompt_done(self) -> None:
+        """Tell that the first token has arrived."""
+        self._tell("prompt_done")
+
+    def prompt_left(self) -> None:
+        """Tell that the sequence has left the worker that computed its prompt."""
+        self._tell("prompt_left")
+
+    def decode_began(self) -> None:
+        """Tell that the worker that decodes has sent a token."""
+        self._tell("decode_began")
+
+    def _tell(self, step: Step) -> None:
+        if step not in self._wished.steps:
+            self._wished.steps.append(step)
+            self._link.send(Happened(self._number, step))

@@ -1,0 +1,259 @@
+"""Several routers with one dispatcher: windows, slots, order and limits hold in sum; losing one loses little."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from prometheus_client import generate_latest
+
+from contracts.vocabulary import Pool
+from router.fleet.policy import NoWorker
+from router.fleet.roles import ModeImpossible
+from router.flow.admission_rules import Ask, Refused
+from tests.components.router.dispatch.test_modes import ROLES
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.samples import LAYOUT, next_token, router_settings
+from tests.support.several_routers import PROMPT_TOKENS, a_dispatcher, routers
+from tests.support.small_fleet import hosts
+
+LAYOUTS = {"prefill": LAYOUT, "decode": LAYOUT}
+ONE_PROMPT: dict[Pool, int] = {"prefill": 1, "decode": 1, "colocated": 1}
+"""Windows that one prompt fills."""
+SETTINGS = router_settings(routers=2, roles=ROLES.by_mode)
+NARROW = replace(SETTINGS, prefill_window_tokens=ONE_PROMPT)
+
+
+def expected(tokens, prompt=PROMPT_TOKENS):
+    """The answer of the fake engines."""
+    context = list(range(prompt))
+    for _ in range(tokens):
+        context.append(next_token(context))
+    return context[prompt:]
+
+
+def engine(started, name="prefill-0"):
+    return next(host._engine for host in started if host._engine.config.worker_id == name)
+
+
+def stop_steps(started, name="prefill-0"):
+    """From now on this engine makes a step only when told."""
+    engine(started, name)._stepping = "manual"
+
+
+async def waits(dispatcher, number):
+    await eventually(lambda: dispatcher._queues["prefill"].waiting == number)
+
+
+async def test_both_routers_serve_through_both_workers_and_give_the_tokens_of_one_engine():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (_, at), routers(2, addresses, at, SETTINGS) as pair:
+            asked = [router.ask() for router in pair for _ in range(4)]
+            for sent, request in asked:
+                await request
+                assert sent == expected(5)
+            paths = [
+                sample.labels["path"]
+                for family in pair[0].registry.collect()
+                for sample in family.samples
+                if sample.name == "ridgeline_requests_total"
+            ]
+            assert paths == ["disaggregated"]
+
+
+async def test_a_prefill_window_holds_for_the_prompts_of_both_routers_together():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        stop_steps(started)
+        async with a_dispatcher(addresses, NARROW) as (dispatcher, at), routers(2, addresses, at, NARROW) as pair:
+            asked = [router.ask(tokens=2) for router in pair]
+            await waits(dispatcher, 1)
+            await eventually(lambda: engine(started).calls)
+            await eventually(lambda: pair[0].decisions.waits["prefill"].waiting == 1)
+            assert len(engine(started).calls) == 1, "the other router's prompt waits, though its router has sent none"
+            await eventually(lambda: pair[1].decisions.waits["prefill"].waiting == 1)
+            engine(started)._stepping = "auto"
+            engine(started).step()
+            for _, request in asked:
+                await request
+
+
+async def test_a_client_that_floods_one_router_does_not_keep_the_clients_of_the_other_waiting():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        stop_steps(started)
+        async with a_dispatcher(addresses, NARROW) as (dispatcher, at), routers(2, addresses, at, NARROW) as pair:
+            flood = [pair[0].ask(client="greedy", prompt=600)[1] for _ in range(6)]
+            await waits(dispatcher, 5)
+            _, polite = pair[1].ask(client="polite", tokens=1)
+            await waits(dispatcher, 6)
+            for _ in range(2):  # the prompt that has begun, and then one of each client
+                calls = len(engine(started).calls)
+                engine(started).step()
+                await eventually(lambda calls=calls: len(engine(started).calls) > calls)
+            assert "router-1" in " ".join(call.request_id for call in engine(started).calls[:3])
+            for request in (*flood, polite):
+                request.cancel()
+            await asyncio.wait((*flood, polite))
+
+
+async def test_what_a_router_held_is_free_again_when_it_dies():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        stop_steps(started)
+        async with a_dispatcher(addresses, NARROW) as (dispatcher, at), routers(2, addresses, at, NARROW) as pair:
+            _, first = pair[0].ask()
+            await eventually(lambda: engine(started).calls)
+            sent, second = pair[1].ask(tokens=3)
+            await waits(dispatcher, 1)
+            first.cancel()
+            await pair[0].die()
+            await waits(dispatcher, 0)
+            engine(started)._stepping = "auto"
+            engine(started).step()
+            await second
+            assert sent == expected(3)
+            await eventually(lambda: not any(worker.outstanding.running for worker in dispatcher._fleet.workers))
+
+
+async def test_streams_go_on_without_a_dispatcher_and_the_next_one_learns_which_places_are_in_use():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        stop_steps(started)
+        stop_steps(started, "decode-0")
+        async with a_dispatcher(addresses, NARROW) as (former, at), routers(2, addresses, at, NARROW) as pair:
+            sent, decoding = pair[0].ask(tokens=3)
+            await eventually(lambda: engine(started).running)
+            engine(started).step()
+            await eventually(lambda: engine(started, "decode-0").running)
+            _, prefilling = pair[0].ask(tokens=3)
+            await eventually(lambda: engine(started).running)
+            late, waiting = pair[1].ask(tokens=3)
+            await waits(former, 1)
+            await former.stop()
+            await eventually(lambda: all(router.decisions.link.away_s for router in pair))
+            engine(started, "decode-0").step()
+            await eventually(lambda: len(sent) == 2)
+            assert not waiting.done()
+            async with a_dispatcher(addresses, NARROW) as (dispatcher, there):
+                for router in pair:
+                    await router.decisions.link.follow(there)
+                await waits(dispatcher, 1)
+                await eventually(lambda: len(dispatcher._routers) == 2)
+                prefill, decode = (dispatcher._fleet.get(name).outstanding for name in ("prefill-0", "decode-0"))
+                assert (prefill.prompt_tokens, prefill.running) == (PROMPT_TOKENS, 1)
+                assert decode.running == 2, "the one that is decoded, and the one that will be"
+                for one in started:
+                    one._engine._stepping = "auto"
+                    one._engine.step()
+                await asyncio.gather(decoding, prefilling, waiting)
+                assert (sent, late) == (expected(3), expected(3))
+                await eventually(lambda: prefill.running == decode.running == 0)
+
+
+async def test_a_prompt_that_no_dispatcher_takes_ends_with_a_sentence():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        settings = replace(SETTINGS, recovery_timeout_s=0.5)
+        async with a_dispatcher(addresses, settings) as (dispatcher, at), routers(1, addresses, at, settings) as (one,):
+            await dispatcher.stop()
+            _, request = one.ask()
+            with pytest.raises(NoWorker, match=r"there has been no dispatcher at .* \(router.recovery_timeout_s\)"):
+                await request
+
+
+async def test_admission_counts_what_the_other_router_has_accepted():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (_, at), routers(2, addresses, at, SETTINGS) as pair:
+            permits = [pair[0].admission.admit("a", Ask(1, 8, 8)) for _ in range(10)]
+            await eventually(lambda: pair[1].admission.others.all.sequences == 10)
+            with pytest.raises(Refused, match="10 requests are being served"):
+                pair[1].admission.admit("b", Ask(1, 8, 8))
+            for permit in permits:
+                permit.release()
+            await eventually(lambda: pair[1].admission.others.all.sequences == 0)
+            pair[1].admission.admit("b", Ask(1, 8, 8)).release()
+
+
+async def test_a_clients_share_counts_at_all_routers_together():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        settings = replace(SETTINGS, max_client_share=0.5)
+        async with a_dispatcher(addresses, settings) as (_, at), routers(2, addresses, at, settings) as pair:
+            permits = [pair[0].admission.admit("a", Ask(1, 8, 8)) for _ in range(5)]
+            await eventually(lambda: "a" in pair[1].admission.others.of_client)
+            with pytest.raises(Refused, match="you may have"):
+                pair[1].admission.admit("a", Ask(1, 8, 8))
+            pair[1].admission.admit("b", Ask(1, 8, 8)).release()
+            permits.clear()
+
+
+async def test_a_change_of_mode_at_one_router_changes_it_at_all():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (_, at), routers(2, addresses, at, SETTINGS) as pair:
+            change = await pair[1].decisions.modes.change("colocated")
+            assert change.mode == "colocated"
+            for router in pair:
+                await eventually(lambda router=router: router.decisions.modes.mode == "colocated")
+                sent, request = router.ask()
+                await request
+                assert sent == expected(5)
+                assert {worker.pool for worker in router.fleet.workers} == {"colocated"}
+
+
+async def test_a_mode_that_is_impossible_is_refused_with_the_reason():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        settings = router_settings(routers=2, why_not={"colocated": "fixed_mode is set"})
+        async with a_dispatcher(addresses, settings) as (_, at), routers(1, addresses, at, settings) as (router,):
+            with pytest.raises(ModeImpossible, match="fixed_mode is set"):
+                await router.decisions.modes.change("colocated")
+
+
+async def test_any_router_shows_the_requests_of_all_also_of_those_that_are_gone():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(3, addresses, at, SETTINGS) as three:
+            for number, router in enumerate(three, 1):
+                for _ in range(number):
+                    await router.ask()[1]
+            for router in three:
+                await router.summed.refresh()
+                assert router.counted() == 6
+            page = generate_latest(three[0].summed).decode()
+            assert 'ridgeline_ttft_seconds_count{pool="prefill"} 6.0' in page
+            assert "ridgeline_requests_in_flight 0.0" in page
+            await three[2].die()
+            await eventually(lambda: len(dispatcher._routers) == 2)
+            await three[0].summed.refresh()
+            assert three[0].counted() == 6
+
+
+async def test_a_worker_that_only_one_router_does_not_reach_gets_the_requests_of_the_other():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS, decode_1=LAYOUT) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (_, at), routers(2, addresses, at, SETTINGS) as pair:
+            cut_off = pair[0].fleet.get("decode-1")
+            cut_off.client._attached.clear()  # as after a broken connection
+            stop_steps(started, "decode-0")
+            held = [pair[0].ask(tokens=2)[1] for _ in range(2)]
+            await eventually(lambda: len(engine(started, "decode-0").running) == 2)
+            sent, request = pair[1].ask()
+            await request
+            assert sent == expected(5)
+            assert len(engine(started, "decode-1").calls) == 1, "it has least to do"
+            engine(started, "decode-0").step()
+            await asyncio.gather(*held)
+
+
+async def test_a_router_that_sends_nonsense_ends_its_own_connection_only():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(2, addresses, at, SETTINGS) as pair:
+            await eventually(lambda: len(dispatcher._routers) == 2)
+            pair[0].decisions.link.send("nonsense")
+            await eventually(lambda: pair[0].decisions.link.away_s == 0 and len(dispatcher._routers) == 2)
+            for router in pair:
+                await router.ask()[1]

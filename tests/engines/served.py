@@ -1,0 +1,98 @@
+"""A running server as a test sees it: its processes, what it says of its workers, and long streams from it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.engines.harness import Metrics
+from tests.engines.serve_process import Serve, body, descendants, name_of
+
+BACK_WITHIN_S = 90.0
+
+
+class Deployed:
+    """A running server and what can be done to its processes."""
+
+    def __init__(self, serve: Serve, url: str) -> None:
+        self.serve = serve
+        self.url = url
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        rows = httpx.get(f"{self.url}/ridgeline/workers", timeout=30).json()["workers"]
+        return {row["worker"]: row for row in rows}
+
+    def engine(self, worker: str) -> psutil.Process:
+        children = psutil.Process(self.workers()[worker]["pid"]).children()
+        return next(child for child in children if "resource_tracker" not in " ".join(child.cmdline()))
+
+    def heads(self, title: str) -> list[psutil.Process]:
+        """The processes of routers, or of the dispatcher."""
+        return [p for p in descendants(self.serve.process.pid) if name_of(p).startswith(f"ridgeline::{title}")]
+
+    def router(self) -> psutil.Process:
+        found = self.heads("router")
+        assert len(found) == 1
+        return found[0]
+
+    def metrics(self) -> Metrics:
+        return Metrics(httpx.get(f"{self.url}/metrics", timeout=30).text)
+
+    def completes(self) -> None:
+        for _ in range(4):  # more than one, so that more than one worker of a pool has its turn
+            reply = httpx.post(f"{self.url}/v1/completions", json=body(3), timeout=60)
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["usage"]["completion_tokens"] == 3
+
+    def back(self, name: str) -> str:
+        """Waits for it; the sentence is forgotten, so that the next one can be waited for."""
+        line = self.serve.wait_said(f"{name}: back after", BACK_WITHIN_S)
+        self.serve.lines.remove(line)
+        return line
+
+
+class Stream:
+    """A long answer, read in the background."""
+
+    def __init__(self, url: str, num_tokens: int = 900, **fields: Any) -> None:
+        self.lines: list[str] = []
+        self.times_s: list[float] = []
+        self._request = {**body(num_tokens), "stream": True, "stream_options": {"include_usage": True}, **fields}
+        self._thread = threading.Thread(target=self._read, args=(url,), daemon=True)
+        self._thread.start()
+        deadline_s = time.monotonic() + 30
+        while len(self.lines) < 3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+    def _read(self, url: str) -> None:
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=self._request, timeout=120) as response:
+                for line in filter(None, response.iter_lines()):
+                    self.times_s.append(time.monotonic())
+                    self.lines.append(line)
+        except httpx.TransportError as error:
+            self.lines.append(f"broken: {type(error).__name__}")
+
+    def end(self) -> list[str]:
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        return self.lines
+
+    def events(self) -> list[dict[str, Any]]:
+        """All of them, once it has ended."""
+        return [json.loads(line.removeprefix("data: ")) for line in self.end() if line != "data: [DONE]"]
+
+    def text(self) -> str:
+        """The whole answer, once it has ended."""
+        return "".join(choice["text"] for event in self.events() for choice in event["choices"])
+
+    def gaps_s(self, since_s: float) -> list[float]:
+        """The gaps between events that ended after this moment."""
+        return [later - earlier for earlier, later in pairwise(self.times_s) if later > since_s]

@@ -1,0 +1,185 @@
+"""Two routers behind one port with their dispatcher, real engines: what is lost when one dies; pools change size.
+
+One `ridgeline serve` with a prefill and a decode worker for all of these tests, which follow one another. Later there
+are more engines than cores, so only what happens counts here, not how fast.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+
+from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, serving, still_there
+from tests.engines.served import BACK_WITHIN_S, Deployed, Stream
+
+Figure = Callable[[str], None]
+pytestmark = pytest.mark.engines
+
+SETTINGS = {
+    "router.processes": "2",
+    "ray.share_cores": "true",
+    "model.max_model_len_tokens": "1024",
+    **{f"pools.{pool}.kv_cache_bytes": "128 MiB" for pool in ("prefill", "decode")},
+    **{f"pools.{pool}.max_num_seqs": "8" for pool in ("prefill", "decode")},
+}
+TOKENS = 60
+GREEDY = {**body(TOKENS), "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def deployed() -> Iterator[Deployed]:
+    settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+    with serving("--prefill", "1", "--decode", "1", *settings) as serve:
+        one = Deployed(serve, serve.wait_ready())
+        one.completes()
+        yield one
+
+
+def completion(url: str) -> str:
+    """An answer over a connection of its own, so that the kernel chooses the router."""
+    reply = httpx.post(f"{url}/v1/completions", json=GREEDY, timeout=120)
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["choices"][0]["text"]
+    return text
+
+
+def finished(deployed: Deployed) -> float:
+    return deployed.metrics().sum("ridgeline_requests_total", outcome="finished")
+
+
+def connections(process: psutil.Process) -> int:
+    return sum(one.status == "ESTABLISHED" for one in process.net_connections("tcp"))
+
+
+def long_streams(deployed: Deployed, number: int) -> tuple[list[Stream], dict[int, int]]:
+    """Streams of which each router has some, and how many connections each router has got with them."""
+    before = {router.pid: connections(router) for router in deployed.heads("router")}
+    streams: list[Stream] = []
+    while True:
+        streams += [Stream(deployed.url, 300, temperature=0) for _ in range(number)]
+        now = {router.pid: connections(router) - before[router.pid] for router in deployed.heads("router")}
+        if all(number > 0 for number in now.values()):
+            return streams, now
+
+
+def test_requests_over_both_routers_give_the_same_text_and_are_counted_together(deployed: Deployed):
+    assert [len(deployed.heads(title)) for title in ("router", "dispatcher")] == [2, 1]
+    before = finished(deployed)
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(completion, [deployed.url] * 12))
+    assert len(set(texts)) == 1
+    assert {finished(deployed) - before for _ in range(8)} == {12.0}, "whichever router answers"
+    assert deployed.metrics().sum("ridgeline_requests_total", path="disaggregated", outcome="finished") > 0
+    assert deployed.metrics().sum("ridgeline_kv_pair") == 1
+
+
+def test_a_killed_router_takes_its_own_streams_only_and_comes_back_on_the_port(deployed: Deployed, figure: Figure):
+    counted = finished(deployed)
+    streams, shared = long_streams(deployed, 3)
+    victim = next(router for router in deployed.heads("router") if shared[router.pid])
+    victim.kill()
+    killed_s = time.monotonic()
+    ends = [stream.end()[-1] for stream in streams]
+    broken = sum(end.startswith("broken:") for end in ends)
+    assert broken == shared[victim.pid], f"{shared}, {ends}"
+    assert ends.count("data: [DONE]") == len(streams) - broken
+    assert len({stream.text() for stream in streams if stream.lines[-1] == "data: [DONE]"}) == 1
+    figure(deployed.back(next(f"router-{n}" for n in (0, 1) if f"router-{n} is gone" in deployed.serve.output)))
+    figure(f"back {time.monotonic() - killed_s:.1f} s after it was killed")
+    assert len(deployed.heads("router")) == 2
+    for _ in range(8):
+        completion(deployed.url)
+    assert finished(deployed) >= counted, "what the dead router had counted when it was last asked is not forgotten"
+    deployed.completes()
+
+
+def test_streams_do_not_notice_the_death_of_the_dispatcher_and_new_requests_wait_for_the_next(
+    deployed: Deployed, figure: Figure
+):
+    whole = completion(deployed.url)
+    (dispatcher,) = deployed.heads("dispatcher")
+    streams = [Stream(deployed.url, TOKENS, temperature=0) for _ in range(2)]
+    dispatcher.kill()
+    killed_s = time.monotonic()
+    assert completion(deployed.url) == whole
+    figure(f"a request that came then was answered {time.monotonic() - killed_s:.1f} s after the dispatcher was killed")
+    assert [stream.text() for stream in streams] == [whole, whole]
+    figure(deployed.back("dispatcher"))
+    assert still_there([dispatcher], 0) == []
+    deployed.completes()
+
+
+def ridgeline(deployed: Deployed, *arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [str(RIDGELINE), *arguments, "--url", deployed.url],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * BACK_WITHIN_S,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+class Load:
+    """Requests one after the other, in the background, until it is told to stop."""
+
+    def __init__(self, deployed: Deployed) -> None:
+        self._deployed = deployed
+        self._pool = ThreadPoolExecutor(2)
+        self._stop = False
+        self._running = [self._pool.submit(self._go_on) for _ in range(2)]
+
+    def _go_on(self) -> list[str]:
+        texts = []
+        while not self._stop:
+            texts.append(completion(self._deployed.url))
+        return texts
+
+    def end(self) -> list[str]:
+        """All answers; an error of any request is raised here."""
+        self._stop = True
+        texts = [text for one in self._running for text in one.result(BACK_WITHIN_S)]
+        self._pool.shutdown()
+        return texts
+
+
+def test_pools_grow_and_shrink_and_are_restarted_under_load_without_a_failed_request(
+    deployed: Deployed, figure: Figure
+):
+    whole = completion(deployed.url)
+    load = Load(deployed)
+    for words in (("scale", "decode=2"), ("scale", "decode=1"), ("restart",)):
+        began_s = time.monotonic()
+        status, output = ridgeline(deployed, *words)
+        assert status == 0, output
+        figure(f"{' '.join(words)}: {time.monotonic() - began_s:.1f} s; " + "; ".join(output.split("\n  ")))
+        pools = sorted(row["pool"] for row in deployed.workers().values())
+        assert pools == (["decode", "decode", "prefill"] if words[-1] == "decode=2" else ["decode", "prefill"])
+    texts = load.end()
+    assert set(texts) == {whole}, "no token is lost or wrong"
+    figure(f"{len(texts)} requests meanwhile")
+    metrics = deployed.metrics()
+    assert metrics.sum("ridgeline_requests_total", outcome="failed") == 0
+    assert metrics.sum("ridgeline_worker_restarts_total", reason="ordered") > 0
+
+
+def test_what_cannot_be_ordered_is_refused_with_a_sentence(deployed: Deployed):
+    status, output = ridgeline(deployed, "scale", "colocated=2")
+    assert (status, "in mode disaggregated there is no pool colocated" in output) == (1, True), output
+    status, output = ridgeline(deployed, "scale", "decode")
+    assert (status, "is no pool with its number of workers: say prefill=2" in output) == (2, True), output
+
+
+def test_two_routers_and_a_dispatcher_leave_no_process(deployed: Deployed):
+    family = psutil.Process(deployed.serve.process.pid).children(recursive=True)
+    deployed.serve.process.send_signal(2)
+    assert deployed.serve.wait_exit(60) == 0
+    assert still_there(family, 15) == []
