@@ -156,7 +156,7 @@ class Orders:
             await self._lead.drain_worker(name, order.timeout_s)
             try:
                 async with asyncio.timeout(order.timeout_s + BEYOND_TIMEOUT_S):
-                    while name in self._supervisor.workers or name in await self._lead.pools():
+                    while name in self._supervisor.workers or name in await self._lead.pools():  # noqa: ASYNC110
                         await asyncio.sleep(LOOK_S)
             except TimeoutError as error:
                 raise OrderFailed(f"{name} still has not left; GET /ridgeline/workers says what it holds") from error

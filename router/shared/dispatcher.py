@@ -46,6 +46,8 @@ SUMS_EVERY_S = 0.1
 """How often routers are told what the others hold, if it has changed; admission is late by as much."""
 COUNT_WITHIN_S = 1.0
 """How long a scrape waits for a router; then it counts with what it had counted before."""
+ALL_JOIN_WITHIN_S = 2.0
+"""How long a new dispatcher waits for all routers, to know which places are in use, before it lets a prompt start."""
 STOP_WITHIN_S = 1.0
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class Dispatcher:
         self._routers: set[JoinedRouter] = set()
         self._former: Counter[Series] = Counter()
         """What routers had counted that are gone, so that sums never fall."""
+        self._all_there = asyncio.Event()
         self._lag = LoopLag()
         self._server = grpc.aio.server(options=OPTIONS)
         self._stop = asyncio.Event()
@@ -142,6 +145,7 @@ class Dispatcher:
                 group.create_task(self._lag.watch(), name="loop-lag")
                 group.create_task(self._tell_sums(), name="sums")
                 address.set_result(await self._listen(host, port))
+                asyncio.get_running_loop().call_later(ALL_JOIN_WITHIN_S, self._all_there.set)
                 await self._stop.wait()
                 raise _Stopped
         except* _Stopped:
@@ -166,13 +170,13 @@ class Dispatcher:
 
     async def _join(self, batches: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until its stream ends."""
-        router = JoinedRouter(self._placement, self._fleet)
+        router = JoinedRouter(self._placement, self._fleet, self._all_there)
         self._routers.add(router)
         router.send(self._sums_for(router))
         try:
             async with asyncio.TaskGroup() as group:
                 writing = group.create_task(_write(router, context), name="write-to-router")
-                await _read(router, batches)
+                await self._read(router, batches)
                 writing.cancel()
         except* NotReading as errors:
             logger.warning("%s", errors.exceptions[0])
@@ -182,6 +186,15 @@ class Dispatcher:
             self._routers.discard(router)
             self._former.update(cumulative(sums_of(router.samples)))
             await asyncio.shield(router.close())
+
+    async def _read(self, router: JoinedRouter, batches: AsyncIterator[bytes]) -> None:
+        """Take a router's messages; the first batch has all the places that it holds."""
+        readable = decoder(Ups)
+        async for batch in batches:
+            for message in readable(batch).messages:
+                router.take(message)
+            if sum(bool(one.router_id) for one in self._routers) >= self._settings.routers:
+                self._all_there.set()
 
     def _sums_for(self, router: JoinedRouter) -> Sums:
         others = Holdings()
@@ -227,13 +240,6 @@ class Dispatcher:
         for router in others:
             sums.update(sums_of(router.samples))
         return OthersCounted([(name, dict(labels), value) for (name, labels), value in sums.items()])
-
-
-async def _read(router: JoinedRouter, batches: AsyncIterator[bytes]) -> None:
-    readable = decoder(Ups)
-    async for batch in batches:
-        for message in readable(batch).messages:
-            router.take(message)
 
 
 async def _write(router: JoinedRouter, context: grpc.aio.ServicerContext) -> None:

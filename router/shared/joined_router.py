@@ -47,8 +47,10 @@ class NotReading(Exception):
 class JoinedRouter:
     """A router's wishes and places. `take` its messages in order, send it every `next_batch`, and `close` it."""
 
-    def __init__(self, placement: LocalPlacement, fleet: Fleet) -> None:
+    def __init__(self, placement: LocalPlacement, fleet: Fleet, all_there: asyncio.Event) -> None:
+        """`all_there`: set once all routers have told which places they hold; no prompt starts before."""
         self.router_id = ""
+        self._all_there = all_there
         self.holdings = Holdings()
         self.samples: Samples = []
         """Its request series when they were last counted."""
@@ -133,6 +135,7 @@ class JoinedRouter:
     async def _serve(self, number: int, wish: Wish) -> None:
         """Wait for a place and hold it until cancelled, which means that the router has left it."""
         try:
+            await self._all_there.wait()
             async with self._placement.place(wish) as place:
                 self._places[number] = place
                 self.send(_granted(number, place))
