@@ -28,7 +28,8 @@ SETTINGS = {
     **{f"pools.{pool}.kv_cache_bytes": "128 MiB" for pool in ("prefill", "decode")},
     **{f"pools.{pool}.max_num_seqs": "8" for pool in ("prefill", "decode")},
 }
-TOKENS = 60
+TOKENS = 30
+STREAM_TOKENS = 150
 GREEDY = {**body(TOKENS), "temperature": 0}
 
 
@@ -62,7 +63,7 @@ def long_streams(deployed: Deployed, number: int) -> tuple[list[Stream], dict[in
     before = {router.pid: connections(router) for router in deployed.heads("router")}
     streams: list[Stream] = []
     while True:
-        streams += [Stream(deployed.url, 300, temperature=0) for _ in range(number)]
+        streams += [Stream(deployed.url, STREAM_TOKENS, temperature=0) for _ in range(number)]
         now = {router.pid: connections(router) - before[router.pid] for router in deployed.heads("router")}
         if all(number > 0 for number in now.values()):
             return streams, now
