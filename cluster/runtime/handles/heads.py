@@ -29,9 +29,9 @@ def _head_environment(config: RidgelineConfig) -> dict[str, str]:
     return forwarded_variables() | ours
 
 
-def _beside_this_process(config: RidgelineConfig) -> dict[str, Any]:
-    """Have it run on the node of `serve`, if nothing says where: elsewhere nobody would look for its port."""
-    if config.ray.address is None or config.router.resources:
+def _beside_this_process(config: RidgelineConfig, resources: dict[str, float]) -> dict[str, Any]:
+    """Have it run on the node of `serve`, if no resources say where: elsewhere nobody would look for its port."""
+    if config.ray.address is None or resources:
         return {}
     here = ray.get_runtime_context().get_node_id()
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
@@ -45,7 +45,7 @@ def _head_actor(plan: Plan, service: str, name: str, resources: dict[str, float]
             resources=resources,
             runtime_env={"env_vars": _head_environment(plan.config)},
             max_restarts=-1,
-            **_beside_this_process(plan.config),
+            **_beside_this_process(plan.config, resources),
         )
         .remote(service, f"ridgeline::{name}")
     )
