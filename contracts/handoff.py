@@ -48,6 +48,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     kernels."""
     engine_version: str
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)]
+    weights: str = ""
+    """A short name for the weights: of two revisions of one model it differs; empty if not known."""
     heads_are_runs: bool = True
     """Whether a rank's KV heads are one run of bytes in a block, so that they can be split and joined by slicing."""
     wire_version: int = WIRE_VERSION

@@ -38,6 +38,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """The pool for which it was started."""
     pid: int
     host: str
+    """The address at which its KV source and its data plane listen."""
     layout: KvLayout
     transfer_addresses: list[str]
     """Addresses at which its KV blocks can be fetched, one for each tensor parallel rank."""
@@ -50,6 +51,10 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it can go on after emitted tokens in `resample` mode."""
     role: Role | None = None
     """The role that a router has given it; None if none has yet."""
+    node: str = ""
+    """Equal for workers that can share memory; empty if not known."""
+    rack: str = ""
+    """Equal for workers in one rack; empty if not known."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,3 +45,5 @@ class EngineConfig:
     on_cpu: bool
     passed: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments, as configured: see `engine.passed_args`."""
+    rack: str = ""
+    """The rack of its node, by the node's label in Ray; empty if it has none."""

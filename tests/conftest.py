@@ -1,5 +1,7 @@
 """Which number format and instruction set this run is about: told at its start, and what `--dtype` changes.
 
+Figures that tests measure, told at its end.
+
 And no garbage is looked for while tests are collected: that imports vLLM and torch, a million objects that stay, and a
 fifth of its time went into looking through them.
 """
@@ -7,6 +9,7 @@ fifth of its time went into looking through them.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 
@@ -40,3 +43,18 @@ def pytest_report_header(config: pytest.Config) -> str:
     found = ", ".join(name for name in INSTRUCTION_SETS if name in flags) or "none of those that kernels differ by"
     auto, asked = resolve_dtype(RidgelineConfig()), config.getoption("--dtype")
     return f"instruction sets: {found}; dtype auto is {auto}; engines run in {auto if asked == 'auto' else asked}"
+
+
+FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Tells a measured figure; all of them are printed at the end of the run, of tests that pass as well."""
+    figures = request.config.stash.setdefault(FIGURES, [])
+    return lambda sentence: figures.append(f"{request.node.name}\n    {sentence}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for sentence in config.stash.get(FIGURES, []):
+        terminalreporter.write_line(sentence)

@@ -38,6 +38,7 @@ from contracts.workers import (
 )
 from engine.config import HostSettings
 from engine.vllm_engine import VllmEngine
+from kv_transfer.memory.shared import host_identity
 from worker_runtime.client import (
     MAX_MESSAGE_BYTES,
     OPTIONS,
@@ -214,6 +215,8 @@ class WorkerHost:
             max_model_len_tokens=config.max_model_len_tokens,
             max_num_seqs=config.max_num_seqs,
             repeats_tokens=config.on_cpu,
+            node=host_identity(),
+            rack=config.rack,
         )
         handlers = {
             "Describe": unary_handler(self._describe, Ack),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +18,7 @@ from cluster.commands.setup import setup_of, versions
 from cluster.config.api_keys import first_admin_key
 from cluster.config.grid import CandidateConfig, CandidateConfigs, both_arms, candidate_of
 from cluster.config.models import MIB, PoolConfig, RidgelineConfig
-from cluster.runtime.deployment import ray_runtime
+from cluster.runtime.ray_start import ray_runtime
 from contracts.vocabulary import Mode
 from loadtest.arms import Arm, Deployments, Devices, SwitchedArm
 from loadtest.compare import Comparison, compare, resume
@@ -122,7 +124,8 @@ async def compare_command(
 @asynccontextmanager
 async def _serving(config: RidgelineConfig, console: Console, mode: Mode) -> AsyncIterator[str]:
     """Run the deployment in this mode, and yield its URL."""
-    async with started(config.model_copy(update={"mode": mode}), console) as deployment:
+    name = f"compare-{os.getpid()}-{secrets.token_hex(2)}"  # on a joined cluster there may be others
+    async with started(config.model_copy(update={"mode": mode, "name": name}), console) as deployment:
         watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
         try:
             yield deployment.url

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -22,11 +22,10 @@ from cluster.config.api_keys import open_to_all
 from cluster.config.models import RidgelineConfig
 from cluster.deployments.names import Held, Place
 from cluster.doctor import checks
-from cluster.runtime.deployment import Deployment, deploy, ray_runtime
+from cluster.runtime.deployment import Deployment, deploy
 from cluster.runtime.environment import server_variables
 from cluster.runtime.plan import make_plan
-
-PROGRESS_EVERY_S = 10.0
+from cluster.runtime.ray_start import ray_runtime
 
 
 class Unfit(RuntimeError):
@@ -163,19 +162,8 @@ async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[De
     def say(sentence: str) -> None:
         console.print(f"  [dim]{time.monotonic() - began_s:5.0f} s[/]  {sentence}")
 
-    signs_of_life = asyncio.create_task(_still_starting(say))
-    try:
-        async with deploy(plan, say) as deployment:
-            signs_of_life.cancel()
-            yield deployment
-    finally:
-        signs_of_life.cancel()
-
-
-async def _still_starting(say: Callable[[str], None]) -> None:
-    while True:
-        await asyncio.sleep(PROGRESS_EVERY_S)
-        say("still loading")
+    async with deploy(plan, say) as deployment:
+        yield deployment
 
 
 def what_runs_where(deployment: Deployment) -> Table:

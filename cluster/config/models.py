@@ -141,6 +141,12 @@ class RayConfig(_Section):
         description="how long Ray may look for a place for each worker; null: 120, and 1800 on a cluster that is "
         "joined, whose nodes may only be starting",
     )
+    rack_label: str = Field(
+        default="rack",
+        min_length=1,
+        description="the label of a node (`ray start --labels rack=r7`) that tells its rack: decode workers in the "
+        "prefill worker's rack are preferred to farther ones",
+    )
     share_cores: bool = Field(
         default=False,
         description="workers may share cores; for tests of faults on a small machine, timings then mean nothing",

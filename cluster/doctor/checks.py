@@ -1,12 +1,12 @@
 """Says whether this machine can run this configuration, and if not, in one sentence what to change.
 
 Why: an engine that dies half a minute into its start with a stack trace does not tell anybody what was wrong. Called by
-`cluster.cli`, which prints the result, and by `cluster.commands.serve` and `cluster.runtime.plan` before anything
-starts.
+`cluster.cli`, which prints the result, by `cluster.commands.serve` and `cluster.runtime.plan` before anything starts,
+and by `cluster.runtime.services` on each node of a joined cluster before an engine loads there.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +27,7 @@ from cluster.doctor.software import (
 )
 from contracts.vocabulary import Pool
 
-__all__ = ["CheckResult", "checks", "failures", "report", "resolve_dtype"]
+__all__ = ["CheckResult", "checks", "failures", "node_checks", "report", "resolve_dtype"]
 
 GIB = 1024**3
 MIB = 1024**2
@@ -46,10 +46,25 @@ _NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 def checks(config: RidgelineConfig, facts: HostFacts | None = None) -> list[CheckResult]:
     """Run every check that applies; what an existing Ray cluster places elsewhere is not judged by this machine."""
     host = facts or read_host_facts(config)
-    everywhere: list[_Check] = [python, packages, engine_package, torch_companions, model, port, open_files, security]
+    pools = config.active_pools()
+    found = [result for check in (*_SOFTWARE, port, security) for result in check(config, host)]
     if config.ray.address is None:
-        everywhere += [_instruction_set, _native_bfloat16, _cores, _gpus, _memory, _shared_memory, _steps]
-    return [result for check in everywhere for result in check(config, host)] + list(_limits(config, host))
+        found += [result for check in (*_SIZES, _shared_memory, _gpus) for result in check(config, host, pools)]
+    return found + list(_limits(config, host))
+
+
+def node_checks(
+    config: RidgelineConfig, workers: Mapping[Pool, int], facts: HostFacts | None = None
+) -> list[CheckResult]:
+    """Run the checks of a node of a joined cluster on which Ray has placed so many workers of each pool.
+
+    GPUs are not counted: Ray has, and shows each worker its own alone. What Ray itself needs, it has already.
+    """
+    host = facts or read_host_facts(config)
+    engines_here = config.model_copy(update={"ray": config.ray.model_copy(update={"address": None})})
+    pools = {name: config.all_pools()[name].model_copy(update={"workers": number}) for name, number in workers.items()}
+    found = [result for check in _SOFTWARE for result in check(engines_here, host)]
+    return found + [result for check in _SIZES for result in check(config, host, pools)]
 
 
 def failures(results: Sequence[CheckResult]) -> list[str]:
@@ -84,10 +99,11 @@ def resolve_dtype(config: RidgelineConfig, cpu_flags: frozenset[str] | None = No
     return "bfloat16" if flags & _NATIVE_BFLOAT16_FLAGS else "float32"
 
 
-_Check = Callable[[RidgelineConfig, HostFacts], Iterator[CheckResult]]
+Pools = Mapping[Pool, PoolConfig]
+"""The pools with workers on a machine; `workers` of each is their number there."""
 
 
-def _instruction_set(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+def _instruction_set(config: RidgelineConfig, host: HostFacts, _pools: Pools) -> Iterator[CheckResult]:
     if config.uses_gpus():
         return
     best = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in host.cpu_flags), None)
@@ -100,7 +116,7 @@ def _instruction_set(config: RidgelineConfig, host: HostFacts) -> Iterator[Check
         yield CheckResult("cpu", False, f"{host.machine} without AVX2 and AVX-512", fix)
 
 
-def _native_bfloat16(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+def _native_bfloat16(config: RidgelineConfig, host: HostFacts, _pools: Pools) -> Iterator[CheckResult]:
     if config.uses_gpus():
         return
     native = bool(host.cpu_flags & _NATIVE_BFLOAT16_FLAGS)
@@ -113,31 +129,31 @@ def _native_bfloat16(config: RidgelineConfig, host: HostFacts) -> Iterator[Check
         yield CheckResult("dtype", True, "bfloat16 without instructions for it", fix)
 
 
-def _cores(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    pools = config.active_pools().values()
+def _cores(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
     if config.ray.share_cores:
-        needed = max(pool.cores_per_worker for pool in pools)
+        needed = max(pool.cores_per_worker for pool in pools.values())
     else:
-        needed = sum(pool.workers * pool.cores_per_worker for pool in pools)
-    fix = f"{needed} cores are needed and {host.cores} usable: lower workers or cores_per_worker in {_pools(config)}."
+        needed = sum(pool.workers * pool.cores_per_worker for pool in pools.values())
+    fix = f"{needed} cores are needed and {host.cores} usable: lower workers or cores_per_worker in {_titles(pools)}."
     ok = needed <= host.cores
     yield CheckResult("cores", ok, f"{needed} needed, {host.cores} usable", "" if ok else fix)
 
 
-def _gpus(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    needed = sum(pool.workers * pool.gpus_per_worker for pool in config.active_pools().values())
+def _gpus(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
+    needed = sum(pool.workers * pool.gpus_per_worker for pool in pools.values())
     if needed:
-        fix = f"{needed} GPUs are needed and {host.gpus} visible: lower workers or gpus_per_worker in {_pools(config)}."
+        fix = f"{needed} GPUs are needed and {host.gpus} visible: lower workers or gpus_per_worker in {_titles(pools)}."
         ok = needed <= host.gpus
         yield CheckResult("gpus", ok, f"{needed} needed, {host.gpus} visible", "" if ok else fix)
 
 
-def _memory(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    engines = sum(pool.workers * _engine_bytes(config, host, pool) for pool in config.active_pools().values())
-    needed = engines + RAY_AND_ROUTER_BYTES + config.ray.object_store_bytes
+def _memory(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
+    engines = sum(pool.workers * _engine_bytes(config, host, pool) for pool in pools.values())
+    beside = RAY_AND_ROUTER_BYTES + config.ray.object_store_bytes if config.ray.address is None else 0
+    needed = engines + beside
     unknown = "" if host.model.parameters or config.uses_gpus() else " without the weights, whose size is not known yet"
     detail = f"{_gib(needed)} needed{unknown}, {_gib(host.memory_available_bytes)} available"
-    fix = f"{detail}: lower kv_cache_bytes or workers in {_pools(config)}, or free memory."
+    fix = f"{detail}: lower kv_cache_bytes or workers in {_titles(pools)}, or free memory."
     ok = needed <= host.memory_available_bytes
     yield CheckResult("memory", ok, detail, "" if ok else fix)
 
@@ -149,8 +165,8 @@ def _engine_bytes(config: RidgelineConfig, host: HostFacts, pool: PoolConfig) ->
     return weights_bytes + (pool.kv_cache_bytes or 0) + pool.ranks * ENGINE_OVERHEAD_BYTES  # each rank is a process
 
 
-def _shared_memory(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    split = any(pool.ranks > 1 for pool in config.active_pools().values())
+def _shared_memory(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
+    split = any(pool.ranks > 1 for pool in pools.values())
     needed_bytes = config.ray.object_store_bytes + SHARED_MEMORY_MARGIN_BYTES + (RANK_QUEUE_BYTES if split else 0)
     needed_mib = needed_bytes // MIB
     free_mib = host.shared_memory_free_bytes // MIB
@@ -163,14 +179,14 @@ def _shared_memory(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckRe
     yield CheckResult("/dev/shm", ok, f"{needed_mib} MiB needed, {free_mib} free", "" if ok else fix)
 
 
-def _steps(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+def _steps(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
     """Check, on CPU, where a step takes seconds, that a full step is shorter than the timeouts that wait for it."""
     if not host.model.parameters or config.uses_gpus():
         return
     limits = [("supervision.stall_timeout_s", config.supervision.stall_timeout_s)]
     if config.mode == "disaggregated":  # engines hear of hand-offs, and begin to renew leases, between two steps
         limits.append(("transfer.lease_s", config.transfer.lease_s))
-    for name, pool in config.active_pools().items():
+    for name, pool in pools.items():
         flops = 2.0 * host.model.parameters * pool.max_num_batched_tokens
         step_s = flops / (CPU_CORE_FLOPS * pool.cores_per_worker)
         short = [(setting, value) for setting, value in limits if value < step_s]
@@ -181,6 +197,10 @@ def _steps(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
             for setting, value in short
         )
         yield CheckResult(f"step, {name}", not short, detail, fix)
+
+
+_SOFTWARE = (python, packages, engine_package, torch_companions, model, open_files)
+_SIZES = (_instruction_set, _native_bfloat16, _cores, _memory, _steps)
 
 
 def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
@@ -216,8 +236,8 @@ def _value_bytes(config: RidgelineConfig, host: HostFacts) -> int:
     return 4 if resolve_dtype(config, host.cpu_flags) == "float32" else 2
 
 
-def _pools(config: RidgelineConfig) -> str:
-    return " or ".join(f"pools.{name}" for name in config.active_pools())
+def _titles(pools: Pools) -> str:
+    return " or ".join(f"pools.{name}" for name in pools)
 
 
 def _gib(size_bytes: int) -> str:

@@ -3,7 +3,7 @@
 plan.py            engine and router settings, made from the configuration
 roles.py           each worker's role in each mode, or why the mode cannot change
 deployment.py      starts workers and routers, and takes them down
-ray_start.py       starts Ray itself
+ray_start.py       starts Ray itself, or joins it
 actors.py          the Ray actors
 services.py        what runs in the processes behind them: workers, routers, the dispatcher
 service_process/   those processes: how they start, and calls to them

@@ -1,4 +1,4 @@
-"""The Ray actors: each asks a process of its own to run a service, and ends with it.
+"""The Ray actors: each asks a process of its own to run a service, and outlives it, so that another may follow at once.
 
 Made by `cluster.runtime.handles.actor`. Ray places, starts and ends them; no token and no KV byte passes through them,
 nor through the processes' sockets: only calls of the supervisor.
@@ -11,22 +11,23 @@ import math
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from cluster.doctor.facts import read_cpu_flags
+from cluster.node_cores import taken_cores
 from cluster.runtime.environment import forget_server_variables
-from cluster.runtime.processes import ProcessId, this_process
+from cluster.runtime.processes import ProcessId, end_processes, this_process
 from cluster.runtime.ray_workarounds.sigterm import on_sigterm
 from cluster.runtime.service_process.calls import ServiceClient, ServiceGone
 from cluster.runtime.service_process.launch import start_service
 from contracts.vocabulary import Health
 
-SERVICE_GONE = 1
-"""Exit status of an actor whose service's process has ended."""
+WITHOUT_SERVICE = 143
+"""Exit status of an actor that gets SIGTERM while it has no service: 128 + 15."""
 HOLD_S = 2.0
 """How long a question after an actor's health may wait for news; unasked, an actor could not say that it is well."""
 LOOK_EVERY_S = 0.5
@@ -40,10 +41,15 @@ class NodePlace:
     node_id: str
     host: str
     cores: tuple[int, ...]
+    """Those that the actor may run on."""
     pid: int
     started_s: float = 0.0
     cpu_flags: frozenset[str] = frozenset()
     """What the processor can do, as the kernel calls it."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """The node's labels in Ray."""
+    taken: frozenset[int] = frozenset()
+    """The cores that workers have already, of this deployment or of another one."""
 
     @property
     def process(self) -> ProcessId:
@@ -86,6 +92,7 @@ class ServiceActor:
         self._service = service
         self._title = title
         self._client: ServiceClient | None = None
+        self._collecting: asyncio.Task[None] | None = None
 
     async def place(self) -> NodePlace:
         """Report where Ray put it."""
@@ -93,15 +100,22 @@ class ServiceActor:
 
     async def begin(self) -> ProcessId:
         """Start the service's process and return which it is."""
-        self._client = await start_service(self._service, self._title, on_gone=_end)
-        service = self._client.process
-        on_sigterm(lambda: os.kill(service.pid, signal.SIGTERM))  # what it means, the service decides
-        return service
+        self._client = await start_service(self._service, self._title, on_gone=self._forget)
+        on_sigterm(self._pass_sigterm_on)
+        return self._client.process
+
+    async def clear(self, processes: Sequence[ProcessId], files: Sequence[str]) -> NodePlace:
+        """End what is left of the service, so that `begin` may start it anew here; returns where that is."""
+        await asyncio.to_thread(end_processes, processes, files)
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+        return _place()
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the service. Raises ServiceGone."""
         if self._client is None:
-            raise ServiceGone("the actor's process has been started again and has no service yet")
+            raise ServiceGone("the service's process has ended, and another one has not begun yet")
         return await self._client.call(method, *args)
 
     async def call_apart(self, method: str, *args: Any) -> Any:
@@ -120,13 +134,23 @@ class ServiceActor:
         """Ask the service how it is; an actor without one has taken the place of one that died."""
         if self._client is None:
             return "actor_died"
-        health: Health = await self._client.call("failure")
+        try:
+            health: Health = await self._client.call("failure")
+        except ServiceGone:
+            return "actor_died"
         return health
 
+    def _forget(self) -> None:
+        """The service's process has ended: report it from now on, and collect it."""
+        gone, self._client = self._client, None
+        if gone is not None:
+            self._collecting = asyncio.create_task(gone.close(), name="collect-service")
 
-def _end() -> None:
-    """End as the service's process did: Ray takes that for a crash and starts this actor again, as intended."""
-    os._exit(SERVICE_GONE)
+    def _pass_sigterm_on(self) -> None:
+        """Let the service decide what SIGTERM means; without one there is nothing to end gently."""
+        if self._client is None:
+            os._exit(WITHOUT_SERVICE)
+        os.kill(self._client.process.pid, signal.SIGTERM)
 
 
 async def other_than(
@@ -148,4 +172,6 @@ def _place() -> NodePlace:
     cores = tuple(sorted(os.sched_getaffinity(0)))
     me = this_process()
     host = ray.util.get_node_ip_address()
-    return NodePlace(context.get_node_id(), host, cores, me.pid, me.started_s, read_cpu_flags())
+    taken = taken_cores(cores)
+    labels = dict(context.get_node_labels())
+    return NodePlace(context.get_node_id(), host, cores, me.pid, me.started_s, read_cpu_flags(), labels, taken)

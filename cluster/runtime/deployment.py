@@ -1,6 +1,6 @@
 """Starts the workers and the routers on Ray, watches them, and takes them down again.
 
-Called by `cluster.commands.serve` and, once per mode, by `cluster.commands.loadtest`. Everything is tied to this
+Called by `cluster.commands.serve`, for comparisons as well. Everything is tied to this
 process: when it ends, however it ends, Ray ends its actors, every service ends with its actor, and an engine with its
 worker (`engine.vllm_workarounds.orphan_watch`).
 """
@@ -8,39 +8,35 @@ worker (`engine.vllm_workarounds.orphan_watch`).
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
-from cluster.config.models import RidgelineConfig
-from cluster.runtime.actors import NodePlace, engine_environment
-from cluster.runtime.environment import server_variables_hidden
-from cluster.runtime.handles.actor import LOOPBACK, DeploymentFailed, NoPlace
+from cluster.runtime.actors import NodePlace
+from cluster.runtime.handles.actor import DeploymentFailed, NoPlace
 from cluster.runtime.handles.heads import DispatcherHandle, RouterHandle
 from cluster.runtime.handles.worker import WorkerHandle
 from cluster.runtime.orders import Orders
 from cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
-from cluster.runtime.ray_start import start_ray
-from cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
-from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
-from cluster.runtime.services import IMPORTED, WorkerReady
+from cluster.runtime.services import WorkerReady
 from cluster.runtime.supervisor import Say, Supervisor
 from contracts.vocabulary import Pool
 from router.fleet.pairing import KvPair
 from router.settings import PoolHardware
 
-__all__ = ["Deployment", "DeploymentFailed", "Row", "deploy", "ray_runtime"]
+__all__ = ["Deployment", "DeploymentFailed", "Row", "deploy"]
 
 DRAIN_ANSWER_S = 5.0
 """How long, after the drain's own timeout, the router may take to report how it ended."""
 STOP_ROUTER_WITHIN_S = 5.0
 STOP_WORKERS_WITHIN_S = 15.0
+PROGRESS_EVERY_S = 10.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,68 +103,11 @@ async def _left_after_drain(router: RouterHandle, timeout_s: float) -> int | Non
 
 
 @asynccontextmanager
-async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[Path]:
-    """Start Ray for this process, or join it at ray.address; yields the file with Ray's own messages."""
-    with ray_messages_in_a_file() as messages, _preloaded(config, messages), _ray(config):
-        yield messages
-
-
-@contextmanager
-def _preloaded(config: RidgelineConfig, messages: Path) -> Iterator[None]:
-    """Import once what all services need, while Ray starts, whose processes inherit the variable that names the parent.
-
-    Not on a joined cluster, whose processes are not ours to start, nor with GPUs, on which it has not been run; nor if
-    whoever started this process has a parent for it.
-    """
-    if config.ray.address is not None or config.uses_gpus() or PRELOADED in os.environ:
-        yield
-        return
-    with ExitStack() as stack:
-        with server_variables_hidden():
-            environment = engine_environment(1, config.supervision.start_timeout_s, on_cpu=True)
-            os.environ[PRELOADED] = stack.enter_context(preloaded_parent(IMPORTED, environment, messages))
-        stack.callback(os.environ.pop, PRELOADED)
-        yield
-
-
-@contextmanager
-def _ray(config: RidgelineConfig) -> Iterator[None]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING", "namespace": "ridgeline"}
-    try:
-        if config.ray.address is None:
-            cores = max(
-                len(os.sched_getaffinity(0)), sum(p.workers * p.cores_per_worker for p in config.all_pools().values())
-            )
-            resource_tables = [config.router.resources, *(pool.resources for pool in config.all_pools().values())]
-            resources = {name: 1000.0 for table in resource_tables for name in table}
-            with server_variables_hidden():
-                start_ray(
-                    num_cpus=cores,
-                    _node_ip_address=LOOPBACK,
-                    resources=resources,
-                    object_store_memory=config.ray.object_store_bytes,
-                    include_dashboard=False,
-                    **common,
-                )
-        else:
-            ray.init(address=config.ray.address, **common)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = config.ray.address or "on this machine"
-        raise DeploymentFailed(f"Ray did not start or answer ({where}): {error}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@asynccontextmanager
 async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
-    """Place and start everything; on exit stop it. Raises PlacementError or DeploymentFailed."""
+    """Place and start everything; on exit stop it. Raises PlacementError, NameTaken or DeploymentFailed."""
     cores = CoreTable(share=plan.config.ray.share_cores)
+    heads = _Heads(plan)  # first: it is what has the deployment's name
     workers = [WorkerHandle(plan, planned, cores) for planned in plan.workers]
-    heads = _Heads(plan)
     try:
         yield await _start(plan, workers, heads, cores, say)
     finally:
@@ -219,7 +158,7 @@ class _Heads:
 
 async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: CoreTable, say: Say) -> Deployment:
     say(f"placing {len(workers)} workers and {heads.title} on Ray")
-    places = await _placed(workers)
+    places = await _placed(workers, heads, say)
     titles = (worker.planned.title for worker in workers)
     dtype = dtype_of_nodes(plan.config, dict(zip(titles, places, strict=True)))
     if dtype != plan.dtype:
@@ -229,11 +168,16 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
             worker.follow(plan)
         for head in heads.all:
             head.follow(plan)
+    if plan.config.ray.address is not None:
+        await _refuse_unfit_nodes(plan, workers, places, say)
     for worker in workers:
         worker.take_cores()  # for all before the first one starts, so that too few cores are reported at once
     hardware = await _hardware(plan, workers, say)
-    loading = [_timed_load(worker, say) for worker in workers]
-    started = await _all_or_fail([*loading, *(head.prepare() for head in heads.all)])
+    begins: list[tuple[str, Awaitable[Any]]] = [
+        *((worker.planned.title, _timed_load(worker, say)) for worker in workers),
+        *((head.name, head.prepare()) for head in heads.all),
+    ]
+    started = await _told_of(begins, lambda left: f"still loading: {', '.join(left)}", say)
     ready: list[tuple[WorkerReady, float]] = started[: len(workers)]
     say(f"connecting {heads.title} to the workers")
     addresses = {handle.name: worker.address for handle, (worker, _) in zip(workers, ready, strict=True)}
@@ -262,18 +206,81 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
     return Deployment(url, rows, await heads.kv_pairs(), heads.routers, supervisor, orders)
 
 
-async def _placed(workers: list[WorkerHandle]) -> list[NodePlace]:
+async def _placed(workers: list[WorkerHandle], heads: _Heads, say: Say) -> list[NodePlace]:
+    """Wait until Ray has placed all, which may take as long as its autoscaler needs to start machines."""
+    wishes = {worker.planned.title: _wish(worker) for worker in workers} | {head.name: "" for head in heads.all}
+
+    def what_waits(left: list[str]) -> str:
+        return f"waiting for Ray to place {', '.join(name + wishes[name] for name in left)}; {_what_there_is()}"
+
+    begins: list[tuple[str, Awaitable[Any]]] = [
+        *((worker.planned.title, worker.find_place()) for worker in workers),
+        *((head.name, head.find_place()) for head in heads.all),
+    ]
     try:
-        return list(await _all_or_fail([worker.find_place() for worker in workers]))
+        return list(await _told_of(begins, what_waits, say))[: len(workers)]
     except NoPlace as error:
-        wanted = ", ".join(
-            f"{w.planned.title}: {w.planned.settings.cores_per_worker} CPU, {w.planned.settings.gpus_per_worker} GPU, "
-            f"{w.planned.settings.resources or 'no custom resources'}"
-            for w in workers
-        )
-        raise PlacementError(
-            f"{error}. Wanted: {wanted}. The cluster has {ray.cluster_resources()}: add nodes or lower pools.*"
-        ) from error
+        wanted = ", ".join(name + wish for name, wish in wishes.items())
+        raise PlacementError(f"{error}. Wanted: {wanted}. {_what_there_is()}: add machines or lower pools.*") from error
+
+
+def _wish(worker: WorkerHandle) -> str:
+    settings = worker.planned.settings
+    numbers = {"CPU": settings.cores_per_worker, "GPU": settings.gpus_per_worker, **settings.resources}
+    return f" ({', '.join(f'{number:g} {name}' for name, number in numbers.items() if number)})"
+
+
+def _what_there_is() -> str:
+    """Say which machines Ray has, and what on them nobody has taken yet."""
+    machines = sum(node["Alive"] for node in ray.nodes())
+    free = {
+        name: number
+        for name, number in sorted(ray.available_resources().items())
+        if not name.startswith("node:") and not name.endswith("memory")
+    }
+    has = ", ".join(f"{number:g} {name}" for name, number in free.items()) or "nothing"
+    return f"the cluster has {machines} machine{'' if machines == 1 else 's'}, with {has} free"
+
+
+async def _told_of(begins: list[tuple[str, Awaitable[T]]], sentence: Callable[[list[str]], str], say: Say) -> list[T]:
+    """Await all, and say every `PROGRESS_EVERY_S` which names have not ended; the first failure ends the others."""
+    left = [name for name, _ in begins]
+
+    async def one(name: str, begun: Awaitable[T]) -> T:
+        result = await begun
+        left.remove(name)
+        return result
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_EVERY_S)
+            say(await asyncio.to_thread(sentence, list(left)))
+
+    telling = asyncio.create_task(tell())
+    try:
+        return await _all_or_fail([one(name, begun) for name, begun in begins])
+    finally:
+        telling.cancel()
+
+
+async def _refuse_unfit_nodes(plan: Plan, workers: list[WorkerHandle], places: list[NodePlace], say: Say) -> None:
+    """Have the first worker of each node check it for all that are there, before an engine loads anywhere.
+
+    Raises PlacementError with a sentence for each thing that is missing.
+    """
+    there: dict[str, list[WorkerHandle]] = {}
+    for worker, place in zip(workers, places, strict=True):
+        there.setdefault(place.node_id, []).append(worker)
+    hosts = {place.node_id: place.host for place in places}
+    say(f"checking {', '.join(sorted({hosts[node] for node in there}))}")
+    asked = [
+        here[0].call_apart("unfit", plan.config, Counter(worker.planned.pool for worker in here))
+        for here in there.values()
+    ]
+    found: list[list[str]] = await _all_or_fail(asked)
+    sentences = [f"{hosts[node]}: {sentence}" for node, each in zip(there, found, strict=True) for sentence in each]
+    if sentences:
+        raise PlacementError("\n".join(sentences))
 
 
 async def _hardware(plan: Plan, workers: list[WorkerHandle], say: Say) -> dict[Pool, PoolHardware]:

@@ -234,10 +234,12 @@ class CoreTable:
         if self._share:
             usable = sorted(place.cores, key=busy.count)
         else:
-            usable = [core for core in place.cores if core not in busy]
+            usable = [core for core in place.cores if core not in busy and core not in place.taken]
         if len(usable) < wanted:
+            others = len(place.taken.difference(busy))
+            beside = f" beside {others} that workers of another deployment have" if others else ""
             raise PlacementError(
-                f"{worker.title} needs {wanted} cores of its own on {place.host} and {len(usable)} are left: lower "
-                f"pools.{worker.pool}.workers or cores_per_worker, or add a machine"
+                f"{worker.title} needs {wanted} cores of its own on {place.host} and {len(usable)} are left{beside}: "
+                f"lower pools.{worker.pool}.workers or cores_per_worker, or add a machine"
             )
         return tuple(usable[:wanted])

@@ -1,20 +1,37 @@
-"""Starts Ray on this machine, for this process alone, on loopback only. Called by `cluster.runtime.deployment`."""
+"""Joins a Ray cluster, or starts Ray on this machine: for this process alone, and on loopback only.
+
+Called by `cluster.commands.serve` and `cluster.commands.loadtest`, which deploy on it.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import socket
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
+from ray.exceptions import RayError
 
-from cluster.runtime.handles.actor import DeploymentFailed
+from cluster.config.models import RidgelineConfig
+from cluster.runtime.actors import engine_environment
+from cluster.runtime.environment import server_variables_hidden
+from cluster.runtime.handles.actor import LOOPBACK, DeploymentFailed
 from cluster.runtime.ray_workarounds.fewer_processes import fewer_processes
+from cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
+from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
+from cluster.runtime.services import IMPORTED
 
 STARTS = 2
 END_WITHIN_S = 5.0
+CONNECT_WITHIN_S = 5.0
 LOGS = "/tmp/ray/session_latest/logs"
 logger = logging.getLogger(__name__)
 SYSTEM_CONFIG: Final[dict[str, Any]] = {
@@ -49,6 +66,78 @@ How Ray finds dead processes and nodes is left alone.
 """
 
 
+@asynccontextmanager
+async def ray_runtime(config: RidgelineConfig) -> AsyncIterator[Path]:
+    """Start Ray for this process, or join it at ray.address; yields the file with Ray's own messages."""
+    with ray_messages_in_a_file() as messages, _preloaded(config, messages), _ray(config):
+        yield messages
+
+
+@contextmanager
+def _preloaded(config: RidgelineConfig, messages: Path) -> Iterator[None]:
+    """Import once what all services need, while Ray starts, whose processes inherit the variable that names the parent.
+
+    Not on a joined cluster, whose processes are not ours to start, nor with GPUs, on which it has not been run; nor if
+    whoever started this process has a parent for it.
+    """
+    if config.ray.address is not None or config.uses_gpus() or PRELOADED in os.environ:
+        yield
+        return
+    with ExitStack() as stack:
+        with server_variables_hidden():
+            environment = engine_environment(1, config.supervision.start_timeout_s, on_cpu=True)
+            os.environ[PRELOADED] = stack.enter_context(preloaded_parent(IMPORTED, environment, messages))
+        stack.callback(os.environ.pop, PRELOADED)
+        yield
+
+
+@contextmanager
+def _ray(config: RidgelineConfig) -> Iterator[None]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING", "namespace": "ridgeline"}
+    try:
+        if config.ray.address is None:
+            _start_here(config, common)
+        else:
+            _join(config.ray.address, common)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        where = config.ray.address or "on this machine"
+        raise DeploymentFailed(f"Ray did not start or answer ({where}): {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_here(config: RidgelineConfig, common: dict[str, Any]) -> None:
+    pools = config.all_pools().values()
+    tables = [config.router.resources, *(pool.resources for pool in pools)]
+    with server_variables_hidden():
+        start_ray(
+            num_cpus=max(len(os.sched_getaffinity(0)), sum(pool.workers * pool.cores_per_worker for pool in pools)),
+            _node_ip_address=LOOPBACK,
+            resources={name: 1000.0 for table in tables for name in table},
+            object_store_memory=config.ray.object_store_bytes,
+            include_dashboard=False,
+            **common,
+        )
+
+
+def _join(address: str, common: dict[str, Any]) -> None:
+    """Join a cluster. Raises ConnectionError at once if nobody listens, for which Ray itself waits a minute."""
+    host, colon, port = (services.canonicalize_bootstrap_address(address) or "").rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_WITHIN_S).close()
+        except OSError as error:
+            raise ConnectionError(
+                f"nothing answers at {host}:{port} ({error.strerror or error}): --address is that of Ray's head, which "
+                "`ray start --head` prints, or auto on a machine of the cluster while Ray runs there"
+            ) from error
+    ray.init(address=address, **common)
+
+
 def start_ray(**options: Any) -> None:
     """Call `ray.init`, and call it once more if the raylet, Ray's process on each machine, did not come up.
 
@@ -59,21 +148,42 @@ def start_ray(**options: Any) -> None:
     """
     _keep_on_loopback()
     for start in range(1, STARTS + 1):
-        earlier = set(psutil.Process().children())
-        try:
-            with fewer_processes():
-                ray.init(_system_config=dict(SYSTEM_CONFIG), **options)
+        with _processes_forgotten():
+            failed = _start_once(options)
+        if failed is None:
             return
-        except Exception as error:
-            if type(error) is not Exception:
-                raise
-            _end(set(psutil.Process().children()) - earlier)
-            if start == STARTS:
-                raise DeploymentFailed(
-                    f"Ray did not come up on this machine, {STARTS} times: {error} Its logs are in {LOGS}: see "
-                    "them, and whether memory or disk is full"
-                ) from error
-            logger.warning("Ray did not come up: %s Starting it once more", error)
+        if start == STARTS:
+            raise DeploymentFailed(
+                f"Ray did not come up on this machine, {STARTS} times: {failed} Its logs are in {LOGS}: see them, and "
+                "whether memory or disk is full"
+            )
+        logger.warning("Ray did not come up: %s Starting it once more", failed)
+
+
+def _start_once(options: dict[str, Any]) -> str | None:
+    """Return why it did not come up, and then nothing of it is left; None if it did."""
+    earlier = set(psutil.Process().children())
+    try:
+        with fewer_processes():
+            ray.init(_system_config=dict(SYSTEM_CONFIG), **options)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        _end(set(psutil.Process().children()) - earlier)
+        return str(error)
+    return None
+
+
+@contextmanager
+def _processes_forgotten() -> Iterator[None]:
+    """Let Python forget, without a warning, the ended processes of a start that came to nothing.
+
+    `_end` has waited for them by their pid, and Ray's own objects for them are lost with its exception.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "subprocess .* is still running", ResourceWarning)
+        yield
+        gc.collect()
 
 
 def _keep_on_loopback() -> None:

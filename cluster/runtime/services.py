@@ -11,12 +11,15 @@ import logging
 import os
 import signal
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
+from cluster.config.models import RidgelineConfig
 from cluster.node_address import address_here
+from cluster.node_cores import hold_cores
 from cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
 from contracts.vocabulary import Health, Pool
 from engine.config import EngineConfig, HostSettings
@@ -88,6 +91,13 @@ class WorkerService(_Service):
 
     def __init__(self) -> None:
         self._host: Any = None
+        self._cores = ExitStack()
+
+    async def unfit(self, config: RidgelineConfig, workers: dict[Pool, int]) -> list[str]:
+        """Return why this node cannot run so many workers of each pool; each sentence names the fix."""
+        from cluster.doctor.checks import failures, node_checks
+
+        return failures(node_checks(config, workers))
 
     async def hardware(self, dtype: str, cores: int, gpus: int) -> PoolHardware:
         """Return the peaks of a worker on this node; measures them if nobody has yet."""
@@ -95,8 +105,13 @@ class WorkerService(_Service):
 
         return worker_hardware(dtype, cores, gpus)
 
-    async def start(self, config: EngineConfig, cores: tuple[int, ...], settings: HostSettings) -> WorkerReady:
-        """Load the engine on `cores` and serve; SIGTERM drains it from then on. Takes 10 to 60 s."""
+    async def start(
+        self, config: EngineConfig, cores: tuple[int, ...], settings: HostSettings, holds_cores: bool
+    ) -> WorkerReady:
+        """Load the engine on `cores` and serve; SIGTERM drains it from then on. Takes 10 to 60 s.
+
+        If it `holds_cores`, no other worker of this node gets them until its processes have ended.
+        """
         from cluster.runtime.handlers import HANDLERS
         from engine.vllm_engine import VllmEngine
         from engine.vllm_workarounds.cores import BIND_VARIABLE, bind_list
@@ -105,6 +120,8 @@ class WorkerService(_Service):
         config = replace(config, transfer=replace(config.transfer, host=address_here(config.transfer.host)))
         if config.transfer.tls is not None:
             config.transfer.tls.check()  # on this node, before the engine takes its half minute
+        if holds_cores:
+            self._cores = hold_cores(cores)  # before the engine's process, which inherits that
         engine = VllmEngine(config)
         everywhere = os.sched_getaffinity(0)
         # The engine process inherits the cores; this front end then gives its own pinning up.
@@ -137,6 +154,7 @@ class WorkerService(_Service):
         if self._host is not None:
             await self._host.stop()
             self._host = None
+        self._cores.close()
 
 
 class _Head(_Service):

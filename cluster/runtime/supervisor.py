@@ -2,8 +2,9 @@
 
 Run by `cluster.runtime.deployment`, in the driver.
 
-Ray starts a dead actor's process again; what belongs into it, an engine on its cores or the router with its port, is
-started from here. A worker comes back as a new incarnation, which the router pairs again.
+What an actor runs, an engine on its cores or a router with its port, is started anew from here, in the same actor if
+that has outlived it; Ray starts a dead actor again. A worker comes back as a new incarnation, which the router pairs
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 _WHAT_HAPPENED: dict[RestartReason, str] = {
     "ordered": "drained, to be started again",
-    "actor_died": "actor process killed",
+    "actor_died": "its process ended",
     "engine_died": "engine process killed",
     "stalled": "its engine has work and makes no step",
     "unreachable": "it does not answer",

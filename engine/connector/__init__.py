@@ -6,6 +6,7 @@ worker_side.py          owns the transfer service
 messages.py             the messages between the sides, one object a step
 chunks.py               which blocks of growing prompts are final
 events.py               tells a handler about its hand-off
+layout.py               what two engines must agree on to exchange KV
 accounting.py           counts FLOPs, bytes and busy seconds of each step
 transferable_cache.py   whether a KV cache can be handed off
 transferable_models.py  whether a model's KV can be, before it loads

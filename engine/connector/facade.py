@@ -13,15 +13,12 @@ Hooks accept **kwargs because vLLM's two model runners (CPU, CUDA) pass differen
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -31,11 +28,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from contracts.handoff import KvLayout
 from engine.connector.accounting import StepAccountant
+from engine.connector.layout import kv_layout
 from engine.connector.messages import CounterStats, StepInstructions
 from engine.connector.scheduler_side import SchedulerSide
-from engine.connector.transferable_cache import by_manager_block, heads_are_runs, require_servable
+from engine.connector.transferable_cache import by_manager_block, require_servable
 from engine.connector.worker_side import WorkerSide
 from engine.vllm_workarounds.cores import helpers_on_all_cores_of
 from engine.vllm_workarounds.orphan_watch import exit_with_parent
@@ -222,49 +219,3 @@ def model_shape(vllm_config: VllmConfig) -> ModelShape:
         kv_bytes_per_element=kv_bytes,
         name=str(vllm_config.model_config.model),
     )
-
-
-def kv_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> KvLayout:
-    """Describe what two engines must agree on before they can exchange blocks."""
-    from vllm.version import __version__ as vllm_version
-
-    first = next(iter(kv_caches.values()))
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    layout = cache.get_resolved_kv_cache_layout().name
-    config_digest = hashlib.sha256(
-        json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str).encode()
-    ).hexdigest()
-    return KvLayout(
-        model=f"{model.hf_config.model_type}-{config_digest[:12]}",
-        dtype=str(model.dtype).removeprefix("torch."),
-        kv_dtype=kv_format(first.dtype, cache.cache_dtype),
-        block_size_tokens=cache.block_size,
-        num_layers=len(kv_caches),
-        num_kv_heads=model.get_total_num_kv_heads(),
-        block_bytes=first[0].numel() * first.element_size(),
-        layout=layout if first.dim() == 4 else f"{layout} in {first.shape[1]} parts",
-        isa=_packed_for(vllm_config, first),
-        engine_version=str(vllm_version),
-        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-        heads_are_runs=heads_are_runs(first, kv_cache_config.kv_cache_groups[0].kv_cache_spec, layout),
-    )
-
-
-def kv_format(stored: torch.dtype, cache_dtype: str) -> str:
-    """Return the number format of keys and values; if torch has no type for it, the name of the setting."""
-    name = str(stored).removeprefix("torch.")
-    return name if stored.is_floating_point or cache_dtype == "auto" else f"{cache_dtype} in {name}"
-
-
-def _packed_for(vllm_config: VllmConfig, layer: torch.Tensor) -> str:
-    """Return what defines the order of bytes in a block: a CPU's instruction set or a GPU's attention kernels.
-
-    GPUs of different architectures can exchange blocks if both run the same backend.
-    """
-    if layer.device.type != "cpu":
-        backends = {backend.get_name() for backend in get_current_attn_backends(vllm_config)}
-        return "+".join([layer.device.type, *sorted(backends)])
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    head_dim = vllm_config.model_config.get_head_size()
-    return str(_get_attn_isa(layer.dtype, vllm_config.cache_config.block_size, head_dim, None))

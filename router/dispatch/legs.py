@@ -125,6 +125,7 @@ class Legs:
     ) -> bool:
         """Stream the leg that overlapped with prefill; if there is none, or it failed, begin one now."""
         progress, task = attempt.progress, attempt.decode_task(handoff)
+        progress.timeline.link = (place.prompt_worker.worker_id, decode.worker_id)
         if early is not None:
             try:
                 progress.timeline.overlapped = True

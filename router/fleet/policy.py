@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from contracts.vocabulary import Mode, Pool
+from contracts.workers import WorkerDescription
 from router.client_identity import ANONYMOUS
 
 Path = Literal["disaggregated", "fallback", "decode_only", "colocated"]
@@ -53,6 +54,8 @@ class WorkerLoad:
     """Blocks for the prompts of all sequences sent there that have not finished."""
     healthy: bool = True
     """Whether its engine runs, by its last report."""
+    distance: int = 0
+    """How far it is from the worker that computes the prompt: 0 on its node, 1 in its rack, 2 farther or not known."""
     in_doubt: bool = False
     """Whether it has failed or refused a request since its last report; its status is being asked for."""
 
@@ -150,11 +153,25 @@ def least_work(_demand: Demand, load: WorkerLoad) -> tuple[float, ...]:
 def room_then_fewest_running(demand: Demand, load: WorkerLoad) -> tuple[float, ...]:
     """Prefer workers whose free, unpromised blocks hold the sequence, and that have a place in the batch.
 
-    A worker without room would make it wait, or take blocks from sequences that it must then compute again.
+    A worker without room would make it wait, or take blocks from sequences that it must then compute again. Of those
+    with room, the one with the fewest running sequences; a nearer one may have `NEARER_MAY_RUN` more.
     """
     left = load.kv_blocks_free - load.kv_blocks_promised - blocks_needed(demand, load.block_size_tokens)
     room = left >= 0 and load.running < load.max_running
-    return (0, load.running, -left) if room else (1, -left, load.running)
+    running = load.running * (1 + NEARER_MAY_RUN * load.distance) + load.distance / 4
+    return (0, running, -left) if room else (1, -left, load.running)
+
+
+NEARER_MAY_RUN = 0.1
+"""A nearer decode worker is preferred while it runs at most this fraction more sequences than a farther one, for each
+step of distance: KV travels through memory or one switch, and each further sequence slows a decode step by less."""
+
+
+def distance(one: WorkerDescription, other: WorkerDescription) -> int:
+    """Return 0 for workers on one node, 1 in one rack, 2 for what is farther or not known."""
+    if one.node and one.node == other.node:
+        return 0
+    return 1 if one.rack and one.rack == other.rack else 2
 
 
 PROMPT_SCORERS: Mapping[Pool, Scorer] = {

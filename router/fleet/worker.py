@@ -122,14 +122,15 @@ class Worker:
             here[name] = here.get(name, 0.0) + value - self._counted_until.get(name, 0.0)
         self._counted_until = counters
 
-    def load(self) -> WorkerLoad:
-        """Return a snapshot for the policy."""
+    def load(self, distance: int = 0) -> WorkerLoad:
+        """Return a snapshot for the policy, of a worker that is so far from the one that computes the prompt."""
         status = self.status
         return WorkerLoad(
             worker_id=self.worker_id,
             connected=self.client.connected,
             draining=status.draining if status else False,
             healthy=self._is_healthy(),
+            distance=distance,
             in_doubt=self.client.failed_s > self._known_s,
             outstanding_prompt_tokens=self.outstanding.prompt_tokens,
             running=self.outstanding.running,

@@ -22,6 +22,7 @@ from router.fleet.policy import (
     Rerouted,
     Route,
     blocks_needed,
+    distance,
     pick,
     prompt_blocks,
 )
@@ -141,7 +142,8 @@ class LocalPlacement:
             yield _LocalPlace(route, turn, decode)
 
     def _take_decode(self, demand: Demand, turn: PromptTurn, held: ExitStack) -> _Decode:
-        """Pick a worker by the KV blocks that the sequence will need, half of its answer included, and count it there.
+        """Pick a worker by the KV blocks that the sequence will need, half of its answer included, by its load and how
+        near it is, and count it there.
 
         Its place in the batch came with the turn. Raises WorkerLost or WorkerDraining if no worker is left, and
         Rerouted if there is no such pool any more.
@@ -153,7 +155,9 @@ class LocalPlacement:
             leaves = any(worker.load().draining for worker in self._fleet.pool("decode"))
             gone = WorkerDraining if leaves else WorkerLost
             raise gone("the decode workers were lost while the prompt waited for its turn")
-        worker = self._fleet.get(pick(demand, [one.load() for one in pool], DECODE_SCORER))
+        here = turn.worker.description
+        loads = [one.load(distance(here, one.description)) for one in pool]
+        worker = self._fleet.get(pick(demand, loads, DECODE_SCORER))
         return _count_decode(demand, turn, worker, held)
 
 

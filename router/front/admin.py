@@ -215,6 +215,7 @@ def _row(worker: Worker) -> dict[str, Any]:
         "state": _state(worker),
         "incarnation": description.incarnation,
         "host": description.host,
+        "rack": description.rack,
         "pid": description.pid,
         "running": status.running if status else None,
         "tasks": status.tasks if status else None,

@@ -83,6 +83,16 @@ class RequestMetrics:
             "reason)",
             ("mode", "reason"),
         )
+        link = ("prefill", "decode")
+        self.link_bytes = counter(
+            "ridgeline_link_bytes",
+            "KV bytes of whole hand-offs between two workers; those that were fetched during prefill are not counted, "
+            "since only their last segment was timed",
+            link,
+        )
+        self.link_seconds = counter(
+            "ridgeline_link_seconds", "Time from the first to the last byte of these hand-offs", link
+        )
         self.overlapped = counter(
             "ridgeline_followed_handoffs",
             "Prompts of several chunks: ok if their KV was transferred while prefill went on, otherwise why it was not",
@@ -137,6 +147,14 @@ class RequestMetrics:
             self.tpot.labels(timeline.last_pool).observe(timeline.tpot_s)
         for stage, seconds in timeline.stages_s().items():
             self.stage.labels(stage).observe(seconds)
+        self._count_link(timeline)
+
+    def _count_link(self, timeline: RequestTimeline) -> None:
+        receipt = None if timeline.decode_timing is None else timeline.decode_timing.receipt
+        if timeline.link is None or receipt is None or receipt.outcome != "ok" or timeline.overlapped:
+            return
+        self.link_bytes.labels(*timeline.link).inc(receipt.num_bytes)
+        self.link_seconds.labels(*timeline.link).inc(receipt.wire_s)
 
 
 class InFlight(Collector):

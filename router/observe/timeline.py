@@ -44,6 +44,8 @@ class RequestTimeline:
     num_output_tokens: int = 0
     prefill_timing: LegTiming | None = None
     decode_timing: LegTiming | None = None
+    link: tuple[str, str] | None = None
+    """The workers between which its KV went: prefill's and decode's."""
     overlapped: bool = False
     """The KV was fetched during prefill (overlap), so that waiting for it cost only the last segment."""
     pauses_s: list[tuple[RequestState, float]] = field(default_factory=list)

@@ -43,21 +43,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.get_closest_marker("engines") is not None, item.path.name not in OWN_DEPLOYMENT))
 
 
-FIGURES = pytest.StashKey[list[str]]()
-
-
-@pytest.fixture
-def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Tells a measured figure; all of them are printed at the end of the run, of tests that pass as well."""
-    figures = request.config.stash.setdefault(FIGURES, [])
-    return lambda sentence: figures.append(f"{request.node.name}\n    {sentence}")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for sentence in config.stash.get(FIGURES, []):
-        terminalreporter.write_line(sentence)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Import vLLM once for all deployments that this process starts."""
@@ -81,8 +66,9 @@ async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> As
     from transformers import AutoTokenizer
 
     from cluster.config.loader import load_config
-    from cluster.runtime.deployment import deploy, ray_runtime
+    from cluster.runtime.deployment import deploy
     from cluster.runtime.plan import make_plan
+    from cluster.runtime.ray_start import ray_runtime
     from tests.engines.harness import Engines, connected
 
     config = load_config(CONFIG, {"server.port": "0", **overrides}).config

@@ -37,6 +37,7 @@ class Worker:
     """A row of the printed table."""
 
     pool: str
+    cores: str
     actor_pid: int
     engine_pids: tuple[int, ...]
 
@@ -92,7 +93,7 @@ class Serve:
         for line in self.lines:
             cells = [cell.strip() for cell in line.strip("│ ").split("│")]
             if len(cells) == 9:
-                rows[cells[0]] = Worker(cells[1], int(cells[4]), tuple(map(int, cells[5].split(","))))
+                rows[cells[0]] = Worker(cells[1], cells[3], int(cells[4]), tuple(map(int, cells[5].split(","))))
         return rows
 
     def wait_exit(self, within_s: float) -> int:

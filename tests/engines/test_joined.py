@@ -83,3 +83,24 @@ def test_a_ray_that_runs_already_is_joined_and_left_without_a_process_of_ours(sh
             assert serve.wait_exit(60) == 0, serve.output
         assert still_there(ours, GONE_WITHIN_S) == []
         assert head.is_running()
+
+
+def test_two_deployments_on_one_ray_have_cores_and_a_name_of_their_own(
+    short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with ray_head(short_folder) as (address, head):
+        wait_answers(address, head)
+        joined = ("--address", address, *ONE_REPLICA)
+        with serving(*joined, "--name", "first") as first:
+            urls = [first.wait_ready()]
+            monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # as on another machine of the cluster
+            with serving(*joined, "--name", "first") as refused:
+                assert refused.wait_exit(60) == 1
+                assert "a deployment named 'first' runs on this Ray cluster already" in refused.output
+            with serving(*joined, "--name", "second") as second:
+                urls.append(second.wait_ready())
+                cores = [row.cores for serve in (first, second) for row in serve.table().values()]
+                assert sorted(cores) == ["0", "1"]
+                for url in urls:
+                    reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
+                    assert reply.json()["usage"]["completion_tokens"] == 5

@@ -55,7 +55,7 @@ def test_a_killed_actor_and_a_killed_engine_of_two_pools_come_back_and_pair_agai
     deployed.engine("worker-0").kill()
     figure(deployed.back("worker-1"))
     figure(deployed.back("worker-0"))
-    assert "worker-1 is gone (actor process killed); restarting" in deployed.serve.output
+    assert "worker-1 is gone (its process ended); restarting" in deployed.serve.output
     assert "worker-0 is gone (engine process killed); restarting" in deployed.serve.output
     assert still_there([old_engine], 0) == []
     after = deployed.workers()
@@ -123,7 +123,7 @@ def test_a_killed_router_is_back_on_its_port_and_the_engines_have_not_moved(depl
     deployed.router().kill()
     killed_s = time.monotonic()
     assert stream.end()[-1].startswith("broken")
-    deployed.serve.wait_said("router is gone .actor process killed", 30)
+    deployed.serve.wait_said("router is gone .its process ended", 30)
     line = deployed.back("router")
     figure(f"{line}; {time.monotonic() - killed_s:.1f} s after the kill")
     after = deployed.workers()

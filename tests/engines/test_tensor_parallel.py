@@ -30,9 +30,9 @@ from vllm.sampling_params import SamplingParams
 from cluster.config.loader import load_config
 from cluster.doctor.checks import resolve_dtype
 from cluster.model_store import prepare_model
-from cluster.runtime.deployment import ray_runtime
 from cluster.runtime.handles.worker import worker_actor
 from cluster.runtime.plan import make_plan
+from cluster.runtime.ray_start import ray_runtime
 from cluster.runtime.services import WorkerReady
 from contracts.handoff import KvHandoff
 from contracts.tasks import TokenDelta

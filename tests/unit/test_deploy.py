@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 import yaml
 from ray._private.authentication import authentication_token_setup
+from ray.autoscaler._private.kuberay import autoscaling_config
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts import scripts as ray_scripts
 
@@ -125,3 +126,108 @@ def test_the_token_is_made_before_the_launcher_copies_it():
     first = {word: next(i for i, line in enumerate(lines) if word in line) for word in ("ray get-auth-token", "ray up")}
     assert first["ray get-auth-token"] < first["ray up"]
     assert "get-auth-token" in ray_scripts.cli.commands
+
+
+# --- own machines
+
+
+@pytest.fixture
+def own_machines() -> dict:
+    return yaml.safe_load((REPOSITORY / "deploy/cluster-onprem.yaml").read_text())
+
+
+def test_ray_accepts_the_file_for_own_machines_and_starts_every_one_of_them(own_machines):
+    prepared = prepare_config(copy.deepcopy(own_machines))
+    validate_config(prepared)
+    (node_type,) = prepared["available_node_types"].values()
+    machines = len(own_machines["provider"]["worker_ips"])
+    assert (node_type["min_workers"], prepared["max_workers"]) == (machines, machines)
+
+
+def test_own_machines_get_the_same_files_as_those_of_the_cloud(launcher, own_machines):
+    home = f"/home/{launcher['auth']['ssh_user']}/"
+    assert own_machines["file_mounts"] == {
+        remote.replace(home, "~/"): local for remote, local in launcher["file_mounts"].items()
+    }
+
+
+def test_own_machines_have_the_places_that_the_served_pools_and_the_router_ask_for(own_machines, served):
+    starts = " ".join(own_machines["head_start_ray_commands"] + own_machines["worker_start_ray_commands"])
+    for wanted in (served.router.resources, *(pool.resources for pool in served.active_pools().values())):
+        assert all(f'"{name}": ' in starts for name in wanted)
+
+
+# --- Kubernetes
+
+
+@pytest.fixture
+def kubernetes() -> dict[str, dict]:
+    documents = yaml.safe_load_all((REPOSITORY / "deploy/kuberay.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+@pytest.fixture
+def node_types(kubernetes, monkeypatch) -> dict:
+    """What Ray's autoscaler makes of the file when it runs in the cluster."""
+    derived = autoscaling_config._derive_autoscaling_config_from_ray_cr(
+        {**kubernetes["RayCluster"], "metadata": {"name": "ridgeline", "namespace": "default"}}
+    )
+    validate_config(derived)
+    return derived["available_node_types"]
+
+
+@pytest.fixture
+def served_in_kubernetes(kubernetes, tmp_path) -> RidgelineConfig:
+    path = tmp_path / "serve.yaml"
+    path.write_text(kubernetes["ConfigMap"]["data"]["serve.yaml"])
+    return load_config(path).config
+
+
+@pytest.mark.parametrize("pool_name", ["prefill", "decode"])
+def test_rays_autoscaler_finds_room_for_each_pool_in_the_pods_of_its_name(node_types, served_in_kubernetes, pool_name):
+    pool, node = served_in_kubernetes.active_pools()[pool_name], node_types[pool_name]
+    has = node["resources"]
+    per_pod = min(
+        has["CPU"] // pool.cores_per_worker,
+        has["GPU"] // pool.gpus_per_worker,
+        *(has[name] // number for name, number in pool.resources.items()),
+    )
+    assert per_pod * node["max_workers"] >= pool.workers
+    others = [name for name, other in node_types.items() if pool.resources.keys() & other["resources"].keys()]
+    assert others == [pool_name]
+
+
+def test_the_heads_pod_runs_the_router_and_no_engine(node_types, served_in_kubernetes):
+    (head,) = (node for name, node in node_types.items() if name not in ("prefill", "decode"))
+    assert head["resources"]["CPU"] == 0
+    assert "GPU" not in head["resources"]
+    assert served_in_kubernetes.router.resources.keys() <= head["resources"].keys()
+
+
+def test_pods_are_drained_for_as_long_as_the_server_needs(kubernetes, served_in_kubernetes):
+    groups = [kubernetes["RayCluster"]["spec"]["headGroupSpec"], *kubernetes["RayCluster"]["spec"]["workerGroupSpecs"]]
+    patience_s = {group["template"]["spec"]["terminationGracePeriodSeconds"] for group in groups}
+    assert min(patience_s) > served_in_kubernetes.server.drain_timeout_s
+
+
+def test_the_service_leads_to_the_servers_port_in_the_heads_pod(kubernetes, served_in_kubernetes):
+    spec = kubernetes["Service"]["spec"]
+    assert spec["ports"][0]["targetPort"] == served_in_kubernetes.server.port
+    assert spec["selector"]["ray.io/cluster"] == kubernetes["RayCluster"]["metadata"]["name"]
+    assert served_in_kubernetes.server.host == "0.0.0.0"
+
+
+def test_the_pods_run_the_ray_that_is_installed(kubernetes):
+    pinned = re.search(r'"ray\[default\]==([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())
+    assert kubernetes["RayCluster"]["spec"]["rayVersion"] == pinned[1]
+
+
+def test_the_image_gets_all_files_that_an_installation_needs():
+    ignored = (REPOSITORY / ".dockerignore").read_text().split()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert not packages & set(ignored)
+    copied = re.search(
+        r"^COPY --chown=ridgeline (Makefile.*) \./$", (REPOSITORY / "deploy/Dockerfile").read_text(), re.M
+    )
+    assert all((REPOSITORY / name).exists() for name in copied[1].split())

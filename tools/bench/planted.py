@@ -20,7 +20,7 @@ from rich.console import Console
 
 from cluster.commands.serve import refuse_unfit_machine, started
 from cluster.config.loader import load_config
-from cluster.runtime.deployment import ray_runtime
+from cluster.runtime.ray_start import ray_runtime
 from loadtest.arms import Devices, Reached
 from loadtest.compare import compare
 from loadtest.plan import ComparePlan

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from cluster.commands.serve import started
 from cluster.config.loader import load_config
-from cluster.runtime.deployment import ray_runtime
+from cluster.runtime.ray_start import ray_runtime
 from contracts.vocabulary import Mode
 from loadtest.report.pools import stage_seconds
 from loadtest.run.server_metrics import MetricsDelta, difference, parse_metrics
@@ -69,10 +69,14 @@ async def measure(client: httpx.AsyncClient, url: str, seed: int) -> Timing:
     return Timing(ttft_ms, ttft_ms - 1e3 * compute_s, gaps_ms[0], statistics.median(gaps_ms[1:]))
 
 
+BOTH = {"server.port": "0", "ray.share_cores": "true"}
+"""Both deployments have the same cores; only one of them ever has a request."""
+
+
 async def run() -> None:
     """Start both modes, alternate between them, and print medians."""
     console = Console(width=140)
-    loaded = {mode: load_config("deploy/local.yaml", {"mode": mode, "server.port": "0"}).config for mode in MODES}
+    loaded = {mode: load_config("deploy/local.yaml", {**BOTH, "mode": mode, "name": mode}).config for mode in MODES}
     timings: dict[Mode, list[Timing]] = {mode: [] for mode in MODES}
     async with (
         ray_runtime(loaded["colocated"]),

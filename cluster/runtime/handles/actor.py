@@ -24,6 +24,8 @@ from contracts.vocabulary import Health
 LOOPBACK = "127.0.0.1"
 """The address everything listens on when Ray was started here, for this machine alone."""
 ANSWER_WITHIN_S = 20.0
+CLEAR_WITHIN_S = 12.0
+"""How long the actor may take to end what is left of its service; then the actor is ended too."""
 REMOTE_END_WITHIN_S = 30.0
 RETRY_S = 0.2
 
@@ -61,6 +63,8 @@ class ActorHandle:
         self._start_timeout_s = config.supervision.start_timeout_s
         self._actor = actor
         self._place: NodePlace | None = None
+        self._cleared: NodePlace | None = None
+        """Where the next service begins, if the actor has outlived the last one."""
         self._service: ProcessId | None = None
         """The process that runs the actor's service, and must not outlive it."""
         self._children: tuple[ProcessId, ...] = ()
@@ -69,10 +73,13 @@ class ActorHandle:
         """Files of their semaphores, to be removed with them."""
 
     async def find_place(self) -> NodePlace:
-        """Wait until Ray has placed the actor in a process not seen before, and return where.
+        """Wait until Ray has placed the actor, in a process not seen before unless it was cleared, and return where.
 
         Raises NoPlace after `ray.placement_timeout_s`, and DeploymentFailed if there will be none.
         """
+        if self._cleared is not None:
+            self._place, self._cleared = self._cleared, None
+            return self._place
         try:
             async with asyncio.timeout(self._placement_timeout_s):
                 self._place = await self._other_place(self._place)
@@ -150,11 +157,28 @@ class ActorHandle:
                 return "actor_died"
 
     async def end(self) -> None:
-        """SIGKILL what is left of the actor's process and those below it, and wait until they are gone."""
-        place = self._place
-        if place is None:
-            return
-        processes = [*self._children, *([self._service] if self._service else []), place.process]
+        """SIGKILL what is left of the actor's service, and the actor as well if it does not do that itself in time."""
+        if self._place is not None and not await self._clear(self._place):
+            await self._end_processes(self._place)
+
+    async def _clear(self, place: NodePlace) -> bool:
+        """Have the actor end what is left: False if it cannot be asked, or has been started on another node since."""
+        try:
+            async with asyncio.timeout(CLEAR_WITHIN_S):
+                here: NodePlace = await self._actor.clear.remote(self._of_the_service(), self._files)
+        except (RayError, TimeoutError):
+            return False
+        if here.node_id != place.node_id:
+            return False
+        self._cleared = here
+        return True
+
+    def _of_the_service(self) -> list[ProcessId]:
+        return [*self._children, *([self._service] if self._service else [])]
+
+    async def _end_processes(self, place: NodePlace) -> None:
+        """SIGKILL the actor's process and those below it, on whichever node, and wait until they are gone."""
+        processes = [*self._of_the_service(), place.process]
         if place.node_id == ray.get_runtime_context().get_node_id():
             await asyncio.to_thread(end_processes, processes, self._files)
             return
@@ -177,4 +201,5 @@ class ActorHandle:
         try:
             ray.kill(self._actor, no_restart=True)
         finally:
-            await self.end()
+            if self._place is not None:
+                await self._end_processes(self._place)

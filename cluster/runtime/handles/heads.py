@@ -24,6 +24,10 @@ ROUTER_SERVICE = "cluster.runtime.services:RouterService"
 DISPATCHER_SERVICE = "cluster.runtime.services:DispatcherService"
 
 
+class NameTaken(DeploymentFailed):
+    """Another deployment of this Ray cluster has this name."""
+
+
 def _head_environment(config: RidgelineConfig) -> dict[str, str]:
     ours = engine_environment(1, config.supervision.start_timeout_s, on_cpu=not config.uses_gpus())
     return forwarded_variables() | ours
@@ -38,17 +42,24 @@ def _beside_this_process(config: RidgelineConfig, resources: dict[str, float]) -
 
 
 def _head_actor(plan: Plan, service: str, name: str, resources: dict[str, float]) -> Any:
-    return (
-        ray.remote(ServiceActor)
-        .options(
-            num_cpus=0,
-            resources=resources,
-            runtime_env={"env_vars": _head_environment(plan.config)},
-            max_restarts=-1,
-            **_beside_this_process(plan.config, resources),
-        )
-        .remote(service, f"ridgeline::{name}")
+    """Create the actor, whose name in Ray begins with the deployment's. Raises NameTaken."""
+    options = ray.remote(ServiceActor).options(
+        name=f"{plan.config.name}/{name}",
+        num_cpus=0,
+        resources=resources,
+        runtime_env={"env_vars": _head_environment(plan.config)},
+        max_restarts=-1,
+        **_beside_this_process(plan.config, resources),
     )
+    try:
+        return options.remote(service, f"ridgeline::{name}")
+    except ValueError as error:
+        if "already taken" not in str(error):
+            raise
+        raise NameTaken(
+            f"a deployment named {plan.config.name!r} runs on this Ray cluster already: end it with `ridgeline stop "
+            f"--name {plan.config.name}` on the machine of its `serve`, or give this one another --name"
+        ) from error
 
 
 def reachable(url: str, node_host: str) -> str:
@@ -73,8 +84,7 @@ class HeadHandle(ActorHandle):
         self._plan, self._settings = plan, plan.router_settings()
 
     async def prepare(self) -> None:
-        """Have it import what is slow to import, while the engines load. Raises DeploymentFailed."""
-        await self.find_place()
+        """Have it import what is slow to import, while the engines load; it has a place. Raises DeploymentFailed."""
         await self.begin()
         self._settings = replace(self._settings, model_path=await self.model_path(self._plan))
         await self.call("prepare", self._settings)
@@ -123,6 +133,7 @@ class DispatcherHandle(HeadHandle):
 
     async def start_again(self, addresses: list[str]) -> None:
         """After `end`: wait for the new process, serve there, and tell the routers where. Raises DeploymentFailed."""
+        await self.find_place()
         await self.prepare()
         await self.serve(addresses)
         for router in self.routers:
@@ -166,6 +177,7 @@ class RouterHandle(HeadHandle):
 
     async def start_again(self, addresses: list[str]) -> None:
         """After `end`: wait for the new process and serve there as before. Raises DeploymentFailed."""
+        await self.find_place()
         await self.prepare()
         await self.serve(addresses, self._hardware)
 

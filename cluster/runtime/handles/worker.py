@@ -68,8 +68,11 @@ class WorkerHandle(ActorHandle):
         await self.begin()
         host = LOOPBACK if self._plan.config.ray.address is None else self._place.host
         config = self._plan.engine_config(self.planned, host)
-        config = replace(config, model_path=await self.model_path(self._plan))
-        ready: WorkerReady = await self.call("start", config, self.take_cores(), self._plan.host_settings())
+        rack = self._place.labels.get(self._plan.config.ray.rack_label, "")
+        config = replace(config, model_path=await self.model_path(self._plan), rack=rack)
+        ready: WorkerReady = await self.call(
+            "start", config, self.take_cores(), self._plan.host_settings(), not self._plan.config.ray.share_cores
+        )
         self._children = ready.engine_processes
         self._files = ready.semaphores
         return ready

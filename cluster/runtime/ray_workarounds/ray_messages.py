@@ -2,7 +2,7 @@
 
 Ray's driver prints whatever a node publishes as an error ("(raylet) A worker died or was killed ..."), whatever
 `log_to_driver` is, also for processes that we end on purpose. Used by
-`cluster.runtime.deployment` around Ray's whole life.
+`cluster.runtime.ray_start` around Ray's whole life.
 """
 
 from __future__ import annotations

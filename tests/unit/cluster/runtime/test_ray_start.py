@@ -1,8 +1,10 @@
 """Starting Ray: a raylet that does not come up is tried once more, and what its start has left is ended."""
 
+import gc
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,23 @@ def test_a_raylet_that_did_not_come_up_is_started_once_more_and_nothing_of_it_is
     start_ray(num_cpus=2)
     assert one.options == [{"num_cpus": 2, "_system_config": SYSTEM_CONFIG}] * 2
     assert one.left[0].poll() is not None
+
+
+def test_python_does_not_warn_of_the_processes_of_a_start_that_came_to_nothing(monkeypatch):
+    starts = []
+
+    def init(**options):
+        starts.append(options)
+        if len(starts) == 1:
+            process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            raise Exception(NOT_UP, process)
+
+    monkeypatch.setattr(ray, "init", init)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start_ray()
+        gc.collect()
+    assert [str(one.message) for one in caught if one.category is ResourceWarning] == []
 
 
 def test_one_that_does_not_come_up_again_is_told_with_where_its_logs_are(rays):

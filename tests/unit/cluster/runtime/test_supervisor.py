@@ -144,7 +144,7 @@ class Scene:
 @pytest.mark.parametrize(
     ("why", "words"),
     [
-        ("actor_died", "actor process killed"),
+        ("actor_died", "its process ended"),
         ("engine_died", "engine process killed"),
         ("stalled", "its engine has work and makes no step"),
         ("unreachable", "it does not answer"),
@@ -310,7 +310,7 @@ async def test_a_router_that_died_serves_again_with_the_workers_there_are_now():
         "end router",
         "start router with ['worker-0:0', 'worker-1:0', 'worker-2:0', 'worker-3:0']",
     ]
-    assert scene.said[0] == "router is gone (actor process killed); restarting"
+    assert scene.said[0] == "router is gone (its process ended); restarting"
     assert scene.said[1].startswith("router: back after ")
 
 

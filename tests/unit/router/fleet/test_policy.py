@@ -15,6 +15,7 @@ from router.fleet.policy import (
     WorkerLoad,
     answer_pool,
     blocks_needed,
+    distance,
     fewest_running_then_most_free,
     least_prompt_tokens,
     least_work,
@@ -24,6 +25,7 @@ from router.fleet.policy import (
     room_then_fewest_running,
     route_for,
 )
+from tests.support.samples import worker_description
 
 BOTH = {"prefill", "decode"}
 IDLE = WorkerLoad(
@@ -123,6 +125,35 @@ def test_a_replica_does_everything_as_intended_and_never_as_a_fallback(prompt_to
 
 def test_the_last_pool_of_a_mode_decodes():
     assert (pools_of("disaggregated"), pools_of("colocated")) == (("prefill", "decode"), ("colocated",))
+
+
+def test_workers_of_one_node_are_nearest_then_those_of_one_rack_and_the_unknown_are_far():
+    here = worker_description(node="n1", rack="r1")
+    assert distance(here, worker_description(node="n1", rack="r1")) == 0
+    assert distance(here, worker_description(node="n2", rack="r1")) == 1
+    assert distance(here, worker_description(node="n2", rack="r2")) == 2
+    assert distance(worker_description(), worker_description()) == 2
+
+
+def test_a_nearer_decode_worker_may_run_a_tenth_more_and_an_idle_one_is_always_taken():
+    near, rack, far = (but(name, distance=number) for number, name in enumerate(("near", "rack", "far")))
+
+    def chosen(*running):
+        loads = [replace(load, running=number) for load, number in zip((near, rack, far), running, strict=True)]
+        return pick(blocks(1), loads, room_then_fewest_running)
+
+    assert chosen(0, 0, 0) == "near"
+    assert chosen(1, 0, 0) == "rack"
+    assert chosen(1, 1, 0) == "far"
+    assert chosen(22, 20, 20) == "near"
+    assert chosen(23, 20, 20) == "rack"
+    assert chosen(23, 23, 20) == "near"
+    assert chosen(25, 23, 20) == "far"
+
+
+def test_room_comes_before_nearness():
+    near, far = but("near", distance=0, kv_blocks_free=1), but("far", distance=2, kv_blocks_free=60, running=20)
+    assert pick(blocks(10), [near, far], room_then_fewest_running) == "far"
 
 
 def test_decode_goes_where_the_blocks_are_and_not_where_fewest_run():
