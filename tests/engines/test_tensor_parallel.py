@@ -226,7 +226,7 @@ async def split(model: Path) -> AsyncIterator[Split]:
 
 async def started(actor: Any, *args: Any) -> Any:
     await actor.begin.remote()
-    return await actor.call.remote("start", *args)
+    return await actor.call.remote("start", *args, False)  # four engines share these cores
 
 
 def settings(model: str, ranks: int) -> Any:
