@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -37,8 +38,16 @@ from router.front.metrics_page import metrics_endpoint
 from router.front.middleware.http_protocol import BoundedHeads
 from router.front.orders import OrderBook
 from router.front.vllm_workarounds import unread
+from router.observe.fleet_use import FleetUse, fleet_use
 from router.observe.loop_lag import LoopLag
-from router.observe.metrics import InFlight, QueueCollector, RequestMetrics, WorkerCollector
+from router.observe.metrics import (
+    InFlight,
+    LimitedLatency,
+    QueueCollector,
+    RequestMetrics,
+    Within,
+    WorkerCollector,
+)
 from router.settings import PoolHardware, RouterSettings, SharedWith
 from router.shared.link import NoDispatcher
 
@@ -170,6 +179,15 @@ class Router:
     def fleet(self) -> Fleet:
         """The workers, and the roles that they have."""
         return self._fleet
+
+    async def use(self) -> FleetUse:
+        """Return how much of the workers is in use; asks them first."""
+        await self._fleet.refresh()
+        return fleet_use(self._fleet.workers, self._decisions.queues)
+
+    def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
+        """Return how many of this router's sequences have kept each limit since its start."""
+        return {latency: self._metrics.within(latency, limit_s) for latency, limit_s in limits_s.items()}
 
     async def follow_dispatcher(self, address: str) -> None:
         """Join the dispatcher at this address, where another one has been started."""

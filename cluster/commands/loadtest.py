@@ -16,6 +16,7 @@ from rich.console import Console
 from cluster.commands.serve import Unfit, refuse_unfit_machine, say_with_time, started
 from cluster.commands.setup import setup_of, versions
 from cluster.config.api_keys import first_admin_key
+from cluster.config.autoscale import AutoscaleConfig
 from cluster.config.grid import CandidateConfig, CandidateConfigs, both_arms, candidate_of
 from cluster.config.models import MIB, PoolConfig, RidgelineConfig
 from cluster.runtime.ray_start import ray_runtime
@@ -125,7 +126,8 @@ async def compare_command(
 async def _serving(config: RidgelineConfig, console: Console, mode: Mode) -> AsyncIterator[str]:
     """Run the deployment in this mode, and yield its URL."""
     name = f"compare-{os.getpid()}-{secrets.token_hex(2)}"  # on a joined cluster there may be others
-    async with started(config.model_copy(update={"mode": mode, "name": name}), console) as deployment:
+    fixed = {"mode": mode, "name": name, "autoscale": AutoscaleConfig()}
+    async with started(config.model_copy(update=fixed), console) as deployment:
         watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
         try:
             yield deployment.url

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from rich.table import Table
 
+from cluster.config.autoscale import autoscale_conflicts
 from cluster.config.models import RidgelineConfig, conflicts
 from contracts.vocabulary import Mode
 
@@ -71,6 +72,9 @@ def load_config(
         modes = get_args(Mode) if both_modes else (config.mode,)
         found = (sentence for mode in modes for sentence in conflicts(config.model_copy(update={"mode": mode})))
         problems += dict.fromkeys(found)
+        if not both_modes:  # a comparison leaves its pools as they are
+            workers = {pool: settings.workers for pool, settings in config.active_pools().items()}
+            problems += autoscale_conflicts(config.autoscale, config.mode, workers)
     if config is None or problems:
         raise ConfigError(problems)
     return LoadedConfig(config=config, origins=origins)

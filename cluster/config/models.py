@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, IPvAnyNetwork, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, IPvAnyNetwork, TypeAdapter
 
+from cluster.config.autoscale import AutoscaleConfig
+from cluster.config.section import Section
 from cluster.node_address import network_of
 from contracts.rpc.tls import TlsFiles
 from contracts.vocabulary import Mode, Pool
@@ -71,11 +73,7 @@ def _origin(text: str) -> str:
     return text
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Which model every worker loads, and the limits they share."""
 
     path: str = Field(
@@ -90,7 +88,7 @@ class ModelConfig(_Section):
     enforce_eager: bool | None = Field(default=None, description="skip compilation; null: yes on CPU, no on GPU")
 
 
-class ServerConfig(_Section):
+class ServerConfig(Section):
     """Where clients connect."""
 
     host: Annotated[str, AfterValidator(_host)] = Field(
@@ -126,7 +124,7 @@ class ServerConfig(_Section):
     )
 
 
-class RayConfig(_Section):
+class RayConfig(Section):
     """Which Ray cluster places the workers."""
 
     address: str | None = Field(default=None, description="an existing cluster (auto, host:port); null: start one here")
@@ -159,7 +157,7 @@ class RayConfig(_Section):
         return default_s if self.placement_timeout_s is None else self.placement_timeout_s
 
 
-class PoolConfig(_Section):
+class PoolConfig(Section):
     """One pool of identical workers, each with one engine."""
 
     workers: int = Field(ge=1, description="engines in this pool")
@@ -193,7 +191,7 @@ class PoolConfig(_Section):
         return self.tensor_parallel or max(1, self.gpus_per_worker)
 
 
-class PoolsConfig(_Section):
+class PoolsConfig(Section):
     """The pools. `prefill` and `decode` run in mode disaggregated, `colocated` in mode colocated."""
 
     prefill: PoolConfig = PoolConfig(workers=1, max_num_seqs=32, max_num_batched_tokens=512)
@@ -201,7 +199,7 @@ class PoolsConfig(_Section):
     colocated: PoolConfig = PoolConfig(workers=2, max_num_seqs=72, max_num_batched_tokens=2048)
 
 
-class TransferConfig(_Section):
+class TransferConfig(Section):
     """How KV blocks get from a prefill worker to a decode worker."""
 
     lease_s: float = Field(
@@ -238,7 +236,7 @@ class TransferConfig(_Section):
     )
 
 
-class RouterConfig(_Section):
+class RouterConfig(Section):
     """What the router accepts and how it splits requests."""
 
     processes: int = Field(
@@ -287,7 +285,7 @@ class RouterConfig(_Section):
     )
 
 
-class SupervisionConfig(_Section):
+class SupervisionConfig(Section):
     """When a worker counts as lost, and how often it is started again."""
 
     max_restarts: int = Field(
@@ -313,7 +311,7 @@ class SupervisionConfig(_Section):
     )
 
 
-class TlsConfig(_Section):
+class TlsConfig(Section):
     """Mutual TLS between router and workers: PEM files, at the same paths on every node. All three, or none."""
 
     ca_file: str | None = Field(default=None, min_length=1, description="the authority whose certificates are trusted")
@@ -329,7 +327,7 @@ class TlsConfig(_Section):
         return None
 
 
-class SecurityConfig(_Section):
+class SecurityConfig(Section):
     """Who may use the server, and how router and workers authenticate each other."""
 
     api_keys_file: str | None = Field(
@@ -347,7 +345,7 @@ class SecurityConfig(_Section):
     tls: TlsConfig = TlsConfig()
 
 
-class RidgelineConfig(_Section):
+class RidgelineConfig(Section):
     """The whole configuration. `load_config` builds it and also checks it across sections."""
 
     name: str = Field(
@@ -369,6 +367,7 @@ class RidgelineConfig(_Section):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+    autoscale: AutoscaleConfig = AutoscaleConfig()
     security: SecurityConfig = SecurityConfig()
     engine_args: dict[str, Any] = Field(
         default_factory=dict,

@@ -11,6 +11,7 @@ handlers.py        which handler runs which leg
 handles/           actors by name, whichever process fills them
 supervisor.py      brings back what dies
 orders.py          carries out operators' orders: more workers, fewer, all started again
+autoscale/         gives such orders when the load asks for them
 restart_budget.py  how often, and how soon
 processes.py       processes of a node and their end
 environment.py     variables of a shell that must not reach a server

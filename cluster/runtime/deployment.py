@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import ray
 
 from cluster.runtime.actors import NodePlace
+from cluster.runtime.autoscale.loop import Autoscaler
 from cluster.runtime.handles.actor import DeploymentFailed, NoPlace
 from cluster.runtime.handles.heads import DispatcherHandle, RouterHandle
 from cluster.runtime.handles.worker import WorkerHandle
@@ -65,6 +66,7 @@ class Deployment:
         routers: list[RouterHandle],
         supervisor: Supervisor,
         orders: Orders,
+        autoscaler: Autoscaler,
     ) -> None:
         self.url = url
         self.rows = rows
@@ -72,9 +74,10 @@ class Deployment:
         self._routers = routers
         self._supervisor = supervisor
         self._orders = orders
+        self._autoscaler = autoscaler
 
     async def watch(self, say: Say) -> None:
-        """Bring back what dies, carry out operators' orders, and report both.
+        """Bring back what dies, carry out orders, give some if pools follow their load, and report all of it.
 
         Never returns; raises DeploymentFailed when nothing can be served.
         """
@@ -82,6 +85,7 @@ class Deployment:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._supervisor.run(say), name="supervisor")
                 group.create_task(self._orders.run(say), name="orders")
+                group.create_task(self._autoscaler.run(say), name="autoscaler")
         except* DeploymentFailed as failures:
             raise failures.exceptions[0] from None
 
@@ -203,7 +207,8 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
         return workers[-1]  # ended with the others
 
     orders = Orders(heads.routers, heads.lead, supervisor, another)
-    return Deployment(url, rows, await heads.kv_pairs(), heads.routers, supervisor, orders)
+    autoscaler = Autoscaler(plan.config.autoscale, heads.lead, heads.routers, supervisor, orders)
+    return Deployment(url, rows, await heads.kv_pairs(), heads.routers, supervisor, orders, autoscaler)
 
 
 async def _placed(workers: list[WorkerHandle], heads: _Heads, say: Say) -> list[NodePlace]:

@@ -71,6 +71,13 @@ class Orders:
         self._say: Say = lambda _: None
         self._next = 0
         """The number of the next worker, at the least."""
+        self._taken = 0
+        """Orders that have been taken and have not ended."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an order is being carried out, or waits for another one to end."""
+        return self._taken > 0
 
     async def run(self, say: Say) -> None:
         """Take and carry out orders until cancelled."""
@@ -86,9 +93,11 @@ class Orders:
             except DeploymentFailed:  # it is being started again
                 await asyncio.sleep(RETRY_S)
                 continue
+            self._taken += len(orders)
             for order in orders:
                 async with self._one_at_a_time:
                     await self._carry_out(order)
+                self._taken -= 1
 
     async def _carry_out(self, order: Order) -> None:
         began_s = self._clock()
@@ -109,6 +118,7 @@ class Orders:
 
     async def _scale(self, order: Order) -> None:
         """Start what is missing, then drain what is too much; the other way round if there is no room before."""
+        await self._refuse_outdated(order)
         try:
             await self._grow(order)
         except (NoPlace, PlacementError) as error:
@@ -117,6 +127,12 @@ class Orders:
             await self._report(order, "running", f"there is room now; before, {error}")
             await self._grow(order)
         await self._shrink(order)
+
+    async def _refuse_outdated(self, order: Order) -> None:
+        """Raise OrderFailed if a pool has been changed since this was decided."""
+        for pool, then in order.decided_at.items():
+            if (now := len(await self._members(pool))) != then:
+                raise OrderFailed(f"{pool} has {now} workers, and {then} when this was decided: nothing is changed")
 
     async def _members(self, pool: Pool) -> list[str]:
         """Return the workers of a pool, the newest last."""

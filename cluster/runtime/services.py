@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ from engine.config import EngineConfig, HostSettings
 from engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
 from router.fleet.pairing import KvPair
 from router.front.orders import Order, OrderState
+from router.observe.fleet_use import FleetUse
+from router.observe.metrics import LimitedLatency, Within
 from router.settings import PoolHardware, RouterSettings, SharedWith
 
 IMPORTED = (
@@ -200,6 +203,11 @@ class _Head(_Service):
         """Return the present pool of each worker. Raises NotServing."""
         return {worker.worker_id: worker.pool for worker in self._serving().fleet.workers}
 
+    async def use(self) -> FleetUse:
+        """Return how much of the workers is in use. Raises NotServing."""
+        use: FleetUse = await self._serving().use()
+        return use
+
     async def drain_worker(self, worker_id: str, timeout_s: float) -> None:
         """Have a worker leave. Raises NotServing, WorkerLost."""
         fleet = self._serving().fleet
@@ -275,6 +283,25 @@ class RouterService(_Head):
         """Wait for orders of operators, up to this many seconds. Raises NotServing."""
         taken: list[Order] = await self._serving().orders.take(within_s)
         return taken
+
+    async def order_scale(
+        self, workers: Mapping[Pool, int], decided_at: Mapping[Pool, int], timeout_s: float, reason: str
+    ) -> str:
+        """Enter an order, as if an operator had given it, unless another one waits; returns its id, or "".
+
+        Raises NotServing.
+        """
+        book = self._serving().orders
+        if book.has_new:
+            return ""
+        order: Order = book.give("scale", timeout_s, workers, decided_at)
+        book.report(order.order_id, "given", reason)
+        return order.order_id
+
+    async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
+        """Return how many sequences have kept each limit since the router's start. Raises NotServing."""
+        kept: dict[LimitedLatency, Within] = self._serving().within(limits_s)
+        return kept
 
     async def report(self, order_id: str, state: OrderState, sentence: str) -> None:
         """Note how an order goes on, for whoever asks. Raises NotServing."""

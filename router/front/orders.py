@@ -1,7 +1,7 @@
 """Orders of operators that the router cannot carry out itself: another number of workers, or a restart of all of them.
 
-An order comes over HTTP (`router.front.admin`) and is kept here until `cluster.runtime.orders`, beside the supervisor,
-takes it and tells how it goes on.
+An order comes over HTTP (`router.front.admin`), or from `cluster.runtime.autoscale`. It is kept here until
+`cluster.runtime.orders`, beside the supervisor, takes it and tells how it goes on.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Order:
     """Time that requests running on a leaving worker still get."""
     workers: Mapping[Pool, int] = field(default_factory=dict)
     """To scale: how many workers each of these pools shall have."""
+    decided_at: Mapping[Pool, int] = field(default_factory=dict)
+    """How many workers pools had when this was decided: an order that comes after another change is void."""
 
 
 @dataclass
@@ -49,13 +51,24 @@ class OrderBook:
         self._new: list[Order] = []
         self._given = asyncio.Event()
 
-    def give(self, kind: OrderKind, timeout_s: float, workers: Mapping[Pool, int] | None = None) -> Order:
+    def give(
+        self,
+        kind: OrderKind,
+        timeout_s: float,
+        workers: Mapping[Pool, int] | None = None,
+        decided_at: Mapping[Pool, int] | None = None,
+    ) -> Order:
         """Enter an order."""
-        order = Order(secrets.token_hex(4), kind, timeout_s, workers or {})
+        order = Order(secrets.token_hex(4), kind, timeout_s, workers or {}, decided_at or {})
         self._enter(order.order_id)
         self._new.append(order)
         self._given.set()
         return order
+
+    @property
+    def has_new(self) -> bool:
+        """Whether an order waits to be taken."""
+        return bool(self._new)
 
     async def take(self, within_s: float) -> list[Order]:
         """Wait for new orders, up to this many seconds, and take them out."""

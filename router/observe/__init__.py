@@ -1,6 +1,7 @@
 """What operators see of the router.
 
-timeline.py  one record per request
-metrics.py   every Prometheus series except one
-loop_lag.py  the series about delays of the event loop
+timeline.py   one record per request
+metrics.py    every Prometheus series except one
+loop_lag.py   the series about delays of the event loop
+fleet_use.py  how much of the workers is in use, for whoever scales the pools
 """

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,6 +26,19 @@ from router.settings import PoolHardware
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 STAGE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+LimitedLatency = Literal["ttft", "tpot"]
+"""A latency for which there may be a limit."""
+
+
+@dataclass(frozen=True)
+class Within:
+    """How many sequences have kept a limit since the router's start."""
+
+    bound_s: float
+    """What was counted by: the highest bound of a bucket that is not above the limit."""
+    within: int
+    counted: int
 
 
 class RequestMetrics:
@@ -135,6 +149,18 @@ class RequestMetrics:
             series = {"ttft": self.ttft, "second_token": self.second_token, "itl": self.itl}[latency]
             child = self._latencies[latency, pool] = series.labels(pool)
         child.observe(seconds)
+
+    def within(self, latency: LimitedLatency, limit_s: float) -> Within:
+        """Count the sequences of all pools that have kept a limit.
+
+        The limit is rounded down to a bound of a bucket; it must not be below the lowest.
+        """
+        series, bounds = {"ttft": (self.ttft, LATENCY_BUCKETS), "tpot": (self.tpot, TOKEN_BUCKETS)}[latency]
+        bound_s = max(bound for bound in bounds if bound <= limit_s)
+        samples = [sample for family in series.collect() for sample in family.samples]
+        within = (one.value for one in samples if "le" in one.labels and float(one.labels["le"]) == bound_s)
+        counted = (one.value for one in samples if one.name.endswith("_count"))
+        return Within(bound_s, int(sum(within)), int(sum(counted)))
 
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Record a sequence that has ended."""

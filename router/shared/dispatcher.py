@@ -27,6 +27,7 @@ from router.fleet.roles import ModeImpossible, role_table
 from router.flow.admission import Holdings
 from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
+from router.observe.fleet_use import FleetUse, fleet_use
 from router.observe.loop_lag import LoopLag
 from router.settings import RouterSettings
 from router.shared.joined_router import JoinedRouter, NotReading
@@ -127,6 +128,11 @@ class Dispatcher:
     def fleet(self) -> Fleet:
         """The workers, and the roles that they have."""
         return self._fleet
+
+    async def use(self) -> FleetUse:
+        """Return how much of the workers is in use, by all routers; asks them first."""
+        await self._fleet.refresh()
+        return fleet_use(self._fleet.workers, self._queues.values())
 
     async def stop(self) -> None:
         """End all connections; streams go on without it."""

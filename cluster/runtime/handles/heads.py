@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from cluster.runtime.plan import Plan
 from contracts.rpc.address import http_url, ip_address
 from contracts.vocabulary import Pool, RestartReason
 from router.front.orders import Order, OrderState
+from router.observe.fleet_use import FleetUse
+from router.observe.metrics import LimitedLatency, Within
 from router.settings import PoolHardware, SharedWith
 
 ROUTER_SERVICE = "cluster.runtime.services:RouterService"
@@ -108,6 +111,11 @@ class HeadHandle(ActorHandle):
         """Return the present pool of each worker that it knows. Raises ActorGone or DeploymentFailed."""
         return dict(await self.call("pools", timeout_s=ANSWER_WITHIN_S))
 
+    async def use(self) -> FleetUse:
+        """Return how much of the workers is in use. Raises ActorGone or DeploymentFailed."""
+        use: FleetUse = await self.call("use", timeout_s=ANSWER_WITHIN_S)
+        return use
+
     async def drain_worker(self, worker_id: str, timeout_s: float) -> None:
         """Have a worker leave: it takes no new tasks, and running ones get `timeout_s`. Raises DeploymentFailed."""
         await self.call("drain_worker", worker_id, timeout_s, timeout_s=ANSWER_WITHIN_S)
@@ -184,6 +192,20 @@ class RouterHandle(HeadHandle):
     async def take_orders(self, within_s: float) -> list[Order]:
         """Wait for orders of operators, up to this many seconds. Raises ActorGone or DeploymentFailed."""
         return list(await self.call("take_orders", within_s, timeout_s=within_s + ANSWER_WITHIN_S))
+
+    async def order_scale(
+        self, workers: Mapping[Pool, int], decided_at: Mapping[Pool, int], timeout_s: float, reason: str
+    ) -> str:
+        """Give an order as an operator would, unless another one waits there; returns its id, or "".
+
+        Raises ActorGone or DeploymentFailed.
+        """
+        arguments = dict(workers), dict(decided_at), timeout_s, reason
+        return str(await self.call("order_scale", *arguments, timeout_s=ANSWER_WITHIN_S))
+
+    async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
+        """Return how many sequences have kept each limit since its start. Raises ActorGone or DeploymentFailed."""
+        return dict(await self.call("within", dict(limits_s), timeout_s=ANSWER_WITHIN_S))
 
     async def report(self, order_id: str, state: OrderState, sentence: str) -> None:
         """Tell how an order goes on. Raises ActorGone or DeploymentFailed."""

@@ -28,7 +28,7 @@ class Router:
 
 def a_deployment(answer):
     router = Router(answer)
-    return Deployment("url", [], [], [router], None, None), router
+    return Deployment("url", [], [], [router], None, None, None), router
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,25 @@ def stop_steps(started, name="prefill-0"):
     engine(started, name)._stepping = "manual"
 
 
+async def test_the_dispatcher_knows_what_is_in_use_by_all_routers_and_which_prompts_wait():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        stop_steps(started)
+        async with a_dispatcher(addresses, NARROW) as (dispatcher, at), routers(2, addresses, at, NARROW) as pair:
+            asked = [router.ask(tokens=2) for router in pair]
+            await waits(dispatcher, 1)
+            use = await dispatcher.use()
+            assert {worker.worker_id: worker.running for worker in use.workers} == {"prefill-0": 1, "decode-0": 1}
+            assert all(worker.usable and worker.places and worker.kv_blocks for worker in use.workers)
+            assert use.waiting_prompts == {"prefill": 1, "decode": 0, "colocated": 0}
+            engine(started)._stepping = "auto"
+            engine(started).step()
+            for _, request in asked:
+                await request
+            use = await dispatcher.use()
+            assert [(worker.running, worker.kv_blocks_used) for worker in use.workers] == [(0, 0), (0, 0)]
+
+
 async def waits(dispatcher, number):
     await eventually(lambda: dispatcher._queues["prefill"].waiting == number)
 

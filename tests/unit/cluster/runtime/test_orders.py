@@ -170,6 +170,37 @@ async def test_orders_are_carried_out_one_at_a_time_and_any_router_tells_how_the
         assert sorted(fleet.pool_of.values()) in (["decode"] * 2 + ["prefill"], ["decode"] * 4 + ["prefill"])
 
 
+async def test_an_order_that_was_decided_before_another_change_is_void():
+    fleet = Fleet(start=["prefill", "decode"])
+    async with serving(fleet) as (router,):
+        operators = router.book.give("scale", 30.0, {"decode": 3})
+        late = router.book.give("scale", 30.0, {"decode": 2}, {"decode": 1})
+        assert router.book.has_new
+        assert (await ended(router, operators)).state == "done"
+        progress = await ended(router, late)
+        assert progress.state == "failed"
+        assert progress.sentences == ["decode has 3 workers, and 1 when this was decided: nothing is changed"]
+        assert not router.book.has_new
+        assert sorted(fleet.pool_of.values()) == ["decode"] * 3 + ["prefill"]
+
+
+async def test_it_is_known_whether_an_order_is_under_way():
+    fleet = Fleet(start=["prefill", "decode"])
+    router = Router()
+    orders = Orders([router], fleet, fleet, lambda name, pool: Worker(fleet, name, pool))
+    told = []
+    running = asyncio.create_task(orders.run(lambda sentence: told.append((orders.under_way, sentence))))
+    assert not orders.under_way
+    given = [router.book.give("scale", 30.0, {"decode": wanted}) for wanted in (2, 3)]
+    for order in given:
+        await ended(router, order)
+    await asyncio.sleep(0)
+    assert not orders.under_way
+    assert all(under_way for under_way, _ in told)
+    running.cancel()
+    await asyncio.wait((running,))
+
+
 async def test_a_router_that_is_away_is_asked_again_when_it_is_back():
     fleet = Fleet(start=["prefill", "decode"])
     async with serving(fleet) as (router,):

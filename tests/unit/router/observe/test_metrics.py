@@ -12,7 +12,15 @@ from contracts.tasks import LegTiming
 from contracts.workers import WorkerStatus
 from router.fleet.pairing import KvPair
 from router.fleet.policy import WorkerLoad
-from router.observe.metrics import InFlight, QueueCollector, RequestMetrics, WorkerCollector
+from router.observe.metrics import (
+    LATENCY_BUCKETS,
+    TOKEN_BUCKETS,
+    InFlight,
+    QueueCollector,
+    RequestMetrics,
+    Within,
+    WorkerCollector,
+)
 from router.observe.timeline import RequestTimeline
 from router.settings import PoolHardware
 from tests.support.clock import FakeClock
@@ -258,3 +266,21 @@ def test_what_waits_in_the_router_is_shown_by_pool_and_a_rate_only_once_it_was_m
     assert value(registry, "ridgeline_prompt_tokens_per_second", pool="prefill") == 250
     assert value(registry, "ridgeline_waiting_prompts", pool="decode") == 0
     assert value(registry, "ridgeline_prompt_tokens_per_second", pool="decode") is None
+
+
+def test_who_has_kept_a_limit_is_counted_over_all_pools_by_the_bound_below_it(registry):
+    metrics = RequestMetrics(registry)
+    for pool, seconds in (("prefill", 0.2), ("prefill", 0.3), ("decode", 0.5), ("decode", 70.0)):
+        metrics.observe("ttft", pool, seconds)
+    metrics.observe("itl", "decode", 0.1)
+    assert metrics.within("ttft", 0.7) == Within(0.5, 3, 4)
+    assert metrics.within("ttft", 0.25) == Within(0.25, 1, 4)
+    assert metrics.within("tpot", 0.05) == Within(0.05, 0, 0)
+
+
+@pytest.mark.parametrize(("latency", "buckets"), [("ttft", LATENCY_BUCKETS), ("tpot", TOKEN_BUCKETS)])
+def test_a_limit_in_milliseconds_at_a_bound_is_that_bound(registry, latency, buckets):
+    metrics = RequestMetrics(registry)
+    for bound_s in buckets:
+        limit_ms = float(f"{bound_s * 1000:g}")
+        assert metrics.within(latency, limit_ms / 1000).bound_s == bound_s

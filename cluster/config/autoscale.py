@@ -1,0 +1,153 @@
+"""The section `autoscale`: whether the number of workers follows the load, within which bounds, and how soon.
+
+Part of `cluster.config.models`; `cluster.config.loader` checks it against the other sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+
+from cluster.config.section import Section
+from contracts.vocabulary import Mode, Pool
+
+MOST_WORKERS = 1000
+TURN_OFF = "or set autoscale.mode to none"
+
+
+class Bounds(NamedTuple):
+    """How few and how many workers a pool may be ordered to have."""
+
+    min_workers: int
+    max_workers: int
+
+
+class PoolBounds(Section):
+    """The bounds of one pool. Both, or none: the pool then keeps its workers."""
+
+    min_workers: int | None = Field(
+        default=None, ge=1, le=MOST_WORKERS, description="never ordered to have fewer; null: the pool is left alone"
+    )
+    max_workers: int | None = Field(
+        default=None, ge=1, le=MOST_WORKERS, description="never ordered to have more; null: the pool is left alone"
+    )
+
+
+class AutoscaleConfig(Section):
+    """Whether pools get more workers or fewer by themselves, and when."""
+
+    mode: Literal["none", "advise", "act"] = Field(
+        default="none",
+        description="none: only operators change pools; advise: what would be ordered is printed; act: it is ordered "
+        "too, as by `ridgeline scale`",
+    )
+    interval_s: float = Field(
+        default=15.0, ge=1, description="how often the routers are asked; longer than a step of an engine takes"
+    )
+    up_use: float = Field(
+        default=0.8, gt=0, le=1, description="a pool of which at least so much is in use gets one more worker"
+    )
+    down_use: float = Field(
+        default=0.3, gt=0, lt=1, description="a pool of which at most so much is in use loses one; below up_use"
+    )
+    up_after_s: float = Field(default=60.0, ge=0, description="for how long a pool must need more before it gets one")
+    down_after_s: float = Field(
+        default=600.0, ge=0, description="for how long a pool must need fewer before it loses one; up_after_s or more"
+    )
+    cooldown_s: float = Field(
+        default=180.0, ge=0, description="after a change of any pool, also by an operator, nothing is ordered so long"
+    )
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, description="what runs on a worker that leaves gets so long, and then goes on elsewhere"
+    )
+    ttft_limit_ms: float | None = Field(
+        default=None,
+        ge=10,
+        le=64_000,
+        description="limit for the time to first token, rounded down to a bucket of ridgeline_ttft_seconds; missed: "
+        "prefill or colocated grows; null: not judged",
+    )
+    tpot_limit_ms: float | None = Field(
+        default=None,
+        ge=5,
+        le=2_000,
+        description="limit for the time per output token, rounded down to a bucket of ridgeline_tpot_seconds; missed: "
+        "decode or colocated grows; null: not judged",
+    )
+    min_attainment: float = Field(
+        default=0.9, gt=0, le=1, description="a limit is missed when fewer than this fraction keep it"
+    )
+    prefill: PoolBounds = PoolBounds()
+    decode: PoolBounds = PoolBounds()
+    colocated: PoolBounds = PoolBounds()
+
+    def by_pool(self) -> Mapping[Pool, PoolBounds]:
+        """Return what is said of each pool."""
+        return {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}
+
+    def bounds(self) -> Mapping[Pool, Bounds]:
+        """Return the bounds of the pools that may be changed."""
+        return {
+            pool: Bounds(said.min_workers, said.max_workers)
+            for pool, said in self.by_pool().items()
+            if said.min_workers is not None and said.max_workers is not None
+        }
+
+
+def autoscale_conflicts(autoscale: AutoscaleConfig, mode: Mode, workers: Mapping[Pool, int]) -> list[str]:
+    """Find settings that are impossible together in this mode, whose pools start with so many `workers`.
+
+    One sentence each, naming the fix; none while nothing is to be scaled.
+    """
+    if autoscale.mode == "none":
+        return []
+    said = {pool: each for pool, each in autoscale.by_pool().items() if each != PoolBounds()}
+    found = list(_threshold_conflicts(autoscale))
+    if not said:
+        pool = next(iter(workers))
+        found.append(
+            f"autoscale.mode is {autoscale.mode} and no pool has bounds: set autoscale.{pool}.min_workers and "
+            f"autoscale.{pool}.max_workers, {TURN_OFF}."
+        )
+    for pool, each in said.items():
+        if pool not in workers:
+            found.append(
+                f"autoscale.{pool} bounds a pool that mode {mode} does not have: set bounds for "
+                f"{' or '.join(workers)} instead, {TURN_OFF}."
+            )
+        else:
+            found += _bounds_conflicts(pool, each, workers[pool])
+    return found
+
+
+def _threshold_conflicts(autoscale: AutoscaleConfig) -> Iterator[str]:
+    if autoscale.down_use >= autoscale.up_use:
+        yield (
+            f"autoscale.down_use ({autoscale.down_use:g}) must be below autoscale.up_use ({autoscale.up_use:g}), or a "
+            "pool would grow and shrink by turns: lower down_use, to less than half of up_use if there are few workers."
+        )
+    if autoscale.down_after_s < autoscale.up_after_s:
+        yield (
+            f"autoscale.down_after_s ({autoscale.down_after_s:g}) is shorter than autoscale.up_after_s "
+            f"({autoscale.up_after_s:g}), so that workers would leave sooner than they come: set it to at least "
+            f"{autoscale.up_after_s:g}."
+        )
+
+
+def _bounds_conflicts(pool: Pool, said: PoolBounds, workers: int) -> Iterator[str]:
+    at = f"autoscale.{pool}"
+    if said.min_workers is None or said.max_workers is None:
+        missing = "min_workers" if said.min_workers is None else "max_workers"
+        yield f"{at}.{missing} must be set as well: a pool is changed within two bounds, or not at all."
+    elif said.min_workers > said.max_workers:
+        yield (
+            f"{at}.min_workers ({said.min_workers}) is above {at}.max_workers ({said.max_workers}): swap them, or "
+            "raise max_workers."
+        )
+    elif not said.min_workers <= workers <= said.max_workers:
+        yield (
+            f"pools.{pool}.workers ({workers}) is not within {at}.min_workers ({said.min_workers}) and max_workers "
+            f"({said.max_workers}): start with a number between them, or change the bounds."
+        )

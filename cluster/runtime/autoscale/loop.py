@@ -1,0 +1,142 @@
+"""Reads the routers now and then, decides, says why, and orders it as an operator would.
+
+Run by `cluster.runtime.deployment`, beside the supervisor and what carries out orders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from cluster.config.autoscale import AutoscaleConfig
+from cluster.runtime.autoscale.policy import Decision, Memory, decide
+from cluster.runtime.autoscale.use import Reading
+from cluster.runtime.handles.actor import DeploymentFailed
+from cluster.runtime.supervisor import Say
+from contracts.vocabulary import Pool
+from router.observe.fleet_use import FleetUse
+from router.observe.metrics import LimitedLatency, Within
+
+
+class LeadingHead(Protocol):
+    """The head that decides about all workers: the dispatcher, or the only router."""
+
+    async def use(self) -> FleetUse: ...
+
+
+class CountingRouter(Protocol):
+    """A router, as far as it counts latencies and takes orders."""
+
+    @property
+    def name(self) -> str: ...
+    async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]: ...
+    async def order_scale(
+        self, workers: Mapping[Pool, int], decided_at: Mapping[Pool, int], timeout_s: float, reason: str
+    ) -> str:
+        """Give an order, unless another one waits; returns its id, or ""."""
+        ...
+
+
+class SupervisedWorkers(Protocol):
+    """Who knows which workers there are."""
+
+    @property
+    def workers(self) -> list[str]: ...
+
+
+class Ordered(Protocol):
+    """Who knows whether an order is being carried out."""
+
+    @property
+    def under_way(self) -> bool: ...
+
+
+class Autoscaler:
+    """Has pools follow their load."""
+
+    def __init__(
+        self,
+        settings: AutoscaleConfig,
+        lead: LeadingHead,
+        routers: Sequence[CountingRouter],
+        supervised: SupervisedWorkers,
+        orders: Ordered,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._settings = settings
+        self._lead = lead
+        self._routers = routers
+        self._supervised = supervised
+        self._orders = orders
+        self._clock = clock
+        self._sleep = sleep
+        self._limits_s: dict[LimitedLatency, float] = {}
+        if settings.ttft_limit_ms is not None:
+            self._limits_s["ttft"] = settings.ttft_limit_ms / 1000
+        if settings.tpot_limit_ms is not None:
+            self._limits_s["tpot"] = settings.tpot_limit_ms / 1000
+
+    async def run(self, say: Say) -> None:
+        """Decide until cancelled; while nobody answers nothing is decided, and nothing said."""
+        if self._settings.mode == "none":
+            return
+        memory = Memory()
+        while True:
+            await self._sleep(self._settings.interval_s)
+            decision, then = decide(self._settings, await self._read(), memory)
+            if decision is None or await self._announced(decision, say):
+                memory = then
+
+    async def _announced(self, decision: Decision, say: Say) -> bool:
+        """Say what was decided and, in mode act, order it; False if it has to wait for another order, or a router."""
+        if self._settings.mode == "advise":
+            say(f"autoscale advises {decision.sentence}")
+            return True
+        order_id = await self._order(decision)
+        if order_id:
+            say(f"order {order_id}: autoscale, {decision.sentence}")
+        return bool(order_id)
+
+    async def _order(self, decision: Decision) -> str:
+        """Give the order to the first router that answers; returns its id, or "" if none takes it now."""
+        for router in self._routers:
+            if self._orders.under_way:
+                return ""
+            with suppress(DeploymentFailed):
+                return await router.order_scale(
+                    {decision.pool: decision.wanted_workers},
+                    {decision.pool: decision.now_workers},
+                    self._settings.drain_timeout_s,
+                    f"autoscale, {decision.sentence}",
+                )
+        return ""
+
+    async def _read(self) -> Reading:
+        """Return what the routers know; without workers if the head that leads does not answer or misses some."""
+        under_way = self._orders.under_way
+        try:
+            fleet, within = await self._lead.use(), await self._within()
+        except DeploymentFailed:  # it is being started again
+            return Reading(self._clock(), order_under_way=under_way)
+        if {worker.worker_id for worker in fleet.workers} != set(self._supervised.workers):
+            fleet = FleetUse()  # one comes or goes
+        return Reading(self._clock(), fleet, within, under_way or self._orders.under_way)
+
+    async def _within(self) -> dict[str, dict[LimitedLatency, Within]]:
+        """Ask every router how many sequences have kept the limits; one that does not answer is left out."""
+        if not self._limits_s:
+            return {}
+        asked = (router.within(self._limits_s) for router in self._routers)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found: dict[str, dict[LimitedLatency, Within]] = {}
+        for router, answer in zip(self._routers, answers, strict=True):
+            if isinstance(answer, dict):
+                found[router.name] = answer
+            elif not isinstance(answer, DeploymentFailed):
+                raise answer
+        return found

@@ -1,0 +1,134 @@
+"""Decides which pool should have one worker more or one fewer. A pure function of readings: no clock, no I/O.
+
+Called by `cluster.runtime.autoscale.loop`. What keeps it from changing its mind:
+
+- what makes a pool grow or shrink must be so at every reading for a time, and longer to shrink;
+- between the thresholds nothing happens, and a pool shrinks only if what is left would still be below the upper one;
+- one pool changes by one worker at a time, and after any change, by whomever, nothing is decided for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from cluster.config.autoscale import AutoscaleConfig
+from cluster.runtime.autoscale.use import Attainment, PoolUse, Reading, attainments, pool_uses
+from contracts.vocabulary import Pool
+from router.observe.metrics import LimitedLatency
+
+Direction = Literal["up", "down"]
+LIMITS_OF: Mapping[Pool, tuple[LimitedLatency, ...]] = {
+    "prefill": ("ttft",),
+    "decode": ("tpot",),
+    "colocated": ("ttft", "tpot"),
+}
+"""Which latencies another worker of a pool would help."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One pool should have another number of workers."""
+
+    pool: Pool
+    now_workers: int
+    wanted_workers: int
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        """What should be, and the numbers that led to it."""
+        return f"{self.pool} from {self.now_workers} to {self.wanted_workers} workers: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is kept between readings."""
+
+    last: Reading | None = None
+    """The last reading, if it said something."""
+    workers: Mapping[Pool, int] = field(default_factory=dict)
+    """How many workers each pool had when that was last known."""
+    changed_s: float | None = None
+    """When the last change was seen or decided."""
+    since_s: Mapping[tuple[Pool, Direction], float] = field(default_factory=dict)
+    """Since when a pool has needed more or fewer at every reading."""
+
+
+def decide(settings: AutoscaleConfig, reading: Reading, memory: Memory) -> tuple[Decision | None, Memory]:
+    """Return what to change now, if anything, and what to remember.
+
+    The decision counts as a change; if nobody orders it, keep the memory of before.
+    """
+    if reading.order_under_way:
+        memory = replace(memory, changed_s=reading.at_s)
+    if not reading.fleet.workers:
+        return None, replace(memory, last=None, since_s={})
+    uses = pool_uses(reading, memory.last)
+    workers = {pool: use.workers for pool, use in uses.items()}
+    changed = bool(memory.workers) and workers != memory.workers
+    changed_s = reading.at_s if changed else memory.changed_s
+    needs = {} if reading.order_under_way else _needs(settings, uses, attainments(reading, memory.last))
+    since_s = {need: memory.since_s.get(need, reading.at_s) for need in needs}
+    memory = Memory(reading, workers, changed_s, since_s)
+    if changed_s is not None and reading.at_s - changed_s < settings.cooldown_s:
+        return None, memory
+    for (pool, direction), reason in needs.items():
+        held_s = reading.at_s - since_s[pool, direction]
+        if held_s >= (settings.up_after_s if direction == "up" else settings.down_after_s):
+            wanted = workers[pool] + (1 if direction == "up" else -1)
+            needed = f"it has needed {'more' if direction == 'up' else 'fewer'} for {held_s:.0f} s"
+            decision = Decision(pool, workers[pool], wanted, f"{needed}; now {reason}")
+            return decision, replace(memory, changed_s=reading.at_s, since_s={})
+    return None, memory
+
+
+def _needs(
+    settings: AutoscaleConfig, uses: Mapping[Pool, PoolUse], kept: Mapping[LimitedLatency, Attainment]
+) -> dict[tuple[Pool, Direction], str]:
+    """Return which pools need more workers or fewer, and why: growth first, the fullest pool before the others."""
+    bounds = settings.bounds()
+    known = [(use.use, pool, use) for pool, use in uses.items() if pool in bounds and use.use is not None]
+    fullest_first = sorted(known, key=lambda each: -each[0])
+    missed = {latency: each for latency, each in kept.items() if each.fraction < settings.min_attainment}
+    grows: dict[tuple[Pool, Direction], str] = {}
+    shrinks: dict[tuple[Pool, Direction], str] = {}
+    for fraction, pool, use in fullest_first:
+        misses = [missed[latency] for latency in LIMITS_OF[pool] if latency in missed]
+        if use.workers < bounds[pool].max_workers and (why := _why_more(settings, fraction, use, misses)):
+            grows[pool, "up"] = why
+        elif use.workers > bounds[pool].min_workers and not misses and _too_many(settings, fraction, use):
+            limit = f"autoscale.down_use is {settings.down_use:.0%}"
+            left = f"with one fewer it would be {_with_one_fewer(fraction, use):.0%}"
+            shrinks[pool, "down"] = f"{_figures(fraction, use)} ({limit}, {left})"
+    return grows | dict(reversed(shrinks.items()))
+
+
+def _why_more(settings: AutoscaleConfig, fraction: float, use: PoolUse, misses: list[Attainment]) -> str | None:
+    """Say why a pool needs another worker.
+
+    A limit that is missed by a pool with little to do is missed by requests that take long by themselves, for which
+    another worker changes nothing.
+    """
+    if fraction >= settings.up_use:
+        return f"{_figures(fraction, use)} (autoscale.up_use is {settings.up_use:.0%})"
+    if misses and fraction > settings.down_use:
+        missed = " and ".join(one.sentence for one in misses)
+        return f"{missed} (autoscale.min_attainment is {settings.min_attainment:.0%}), {_figures(fraction, use)}"
+    return None
+
+
+def _too_many(settings: AutoscaleConfig, fraction: float, use: PoolUse) -> bool:
+    if use.waiting_prompts or use.workers < 2 or fraction > settings.down_use:
+        return False
+    return _with_one_fewer(fraction, use) < settings.up_use
+
+
+def _with_one_fewer(fraction: float, use: PoolUse) -> float:
+    return fraction * use.workers / (use.workers - 1)
+
+
+def _figures(fraction: float, use: PoolUse) -> str:
+    waits = f", {use.waiting_prompts} waiting prompts" if use.waiting_prompts else ""
+    return f"{fraction:.0%} {use.what}{waits}"

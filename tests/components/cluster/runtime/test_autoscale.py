@@ -1,0 +1,313 @@
+"""The loop that scales pools, with a router's real order book and what really carries out orders; workers are none."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.config.autoscale import AutoscaleConfig
+from cluster.runtime.autoscale.loop import Autoscaler
+from cluster.runtime.handles.actor import ActorGone
+from cluster.runtime.orders import Orders
+from cluster.runtime.services import RouterService
+from router.front.orders import OrderBook
+from router.observe.fleet_use import FleetUse, WorkerUse
+from router.observe.metrics import Within
+from tests.support.clock import FakeClock
+from tests.support.patience import PATIENCE_S, eventually
+
+SETTINGS = {
+    "mode": "act",
+    "interval_s": 10,
+    "up_after_s": 20,
+    "down_after_s": 40,
+    "cooldown_s": 30,
+    "drain_timeout_s": 7,
+    "decode": {"min_workers": 1, "max_workers": 3},
+}
+
+
+class Fleet:
+    """The supervisor and what the routers know of the workers in one."""
+
+    def __init__(self):
+        self.pool_of = {"worker-0": "prefill", "worker-1": "decode"}
+        self.taken = 0.9
+        self.hidden = set()
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.log = []
+
+    @property
+    def workers(self):
+        return list(self.pool_of)
+
+    async def pools(self):
+        return self.pool_of
+
+    async def drain_worker(self, name, timeout_s):
+        self.log.append(f"drain {name} {timeout_s:g}")
+        del self.pool_of[name]
+
+    async def add(self, worker, address):
+        self.pool_of[worker.name] = worker.pool
+        self.log.append(f"add {worker.name} to {worker.pool}")
+
+    def use(self):
+        return FleetUse(
+            tuple(
+                WorkerUse(name, "1", pool, usable=True, running=round(self.taken * 100), places=100)
+                for name, pool in self.pool_of.items()
+                if name not in self.hidden
+            )
+        )
+
+    @property
+    def decode(self):
+        return list(self.pool_of.values()).count("decode")
+
+
+class Worker:
+    def __init__(self, fleet, name, pool):
+        self.fleet, self.name, self.pool = fleet, name, pool
+
+    async def start(self):
+        await self.fleet.may_start.wait()
+        return f"{self.name}:1"
+
+    async def retire(self):
+        self.fleet.log.append(f"retire {self.name}")
+
+
+class Router:
+    """A router's service, whose process may be away; it also leads."""
+
+    def __init__(self, name, fleet):
+        self.name, self.fleet, self.away, self.asked = name, fleet, False, 0
+        self.kept, self.counted = 0, 0
+        self.start()
+
+    def start(self):
+        self.service = RouterService()
+        self.service._head = SimpleNamespace(orders=OrderBook(), use=self._use, within=self._within, ended=False)
+
+    async def _use(self):
+        return self.fleet.use()
+
+    def _within(self, limits_s):
+        return {latency: Within(limit_s, self.kept, self.counted) for latency, limit_s in limits_s.items()}
+
+    @property
+    def book(self):
+        return self.service._head.orders
+
+    async def _call(self, method, *arguments):
+        if self.away:
+            raise ActorGone(f"{self.name} ended")
+        return await getattr(self.service, method)(*arguments)
+
+    async def use(self):
+        self.asked += 1
+        return await self._call("use")
+
+    async def within(self, limits_s):
+        return await self._call("within", limits_s)
+
+    async def order_scale(self, *arguments):
+        return await self._call("order_scale", *arguments)
+
+    async def take_orders(self, within_s):
+        return await self._call("take_orders", within_s)
+
+    async def report(self, *arguments):
+        await self._call("report", *arguments)
+
+
+class Deployment:
+    """Orders and the loop, side by side; time goes on when a test says so."""
+
+    def __init__(self, routers, **changes):
+        self.fleet, self.said, self.clock = Fleet(), [], FakeClock()
+        self.routers = [Router(f"router-{number}", self.fleet) for number in range(routers)]
+        self.orders = Orders(self.routers, self.fleet, self.fleet, lambda name, pool: Worker(self.fleet, name, pool))
+        self.rounds, self.waits = asyncio.Queue(), asyncio.Event()
+        settings = AutoscaleConfig.model_validate(SETTINGS | changes)
+        self.autoscaler = Autoscaler(
+            settings, self.routers[0], self.routers, self.fleet, self.orders, clock=self.clock, sleep=self._sleep
+        )
+
+    async def _sleep(self, seconds):
+        self.waits.set()
+        await self.rounds.get()
+        self.clock.now_s += seconds
+
+    async def rounds_of(self, number):
+        """Let it read so often, and let what it orders be carried out as far as that goes at once."""
+        for _ in range(number):
+            await self.waits.wait()
+            self.waits.clear()
+            self.rounds.put_nowait(None)
+            await self.waits.wait()
+            await asyncio.sleep(0.01)
+
+    @property
+    def scaled(self):
+        return [sentence for sentence in self.said if "autoscale" in sentence]
+
+
+@contextlib.asynccontextmanager
+async def running(routers=1, **changes):
+    there = Deployment(routers, **changes)
+    tasks = [asyncio.create_task(one.run(there.said.append)) for one in (there.orders, there.autoscaler)]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield there
+        assert not any(task.done() for task in tasks) or there.autoscaler._settings.mode == "none"
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def test_a_full_pool_is_ordered_another_worker_as_an_operator_would_and_the_reason_is_on_record():
+    async with running() as there:
+        await there.rounds_of(2)
+        assert there.said == []
+        await there.rounds_of(1)
+        await eventually(lambda: there.fleet.decode == 2)
+        await eventually(lambda: there.said[-1].endswith("done after 0 s"))
+        [sentence] = there.scaled
+        order_id = sentence.split()[1].rstrip(":")
+        assert sentence == (
+            f"order {order_id}: autoscale, decode from 1 to 2 workers: it has needed more for 20 s; now 90% of its "
+            "places are taken (autoscale.up_use is 80%)"
+        )
+        progress = there.routers[0].book.progress(order_id)
+        assert progress.state == "done"
+        assert progress.sentences[0] == sentence.partition(": ")[2]
+        assert progress.sentences[1] == "worker-2: starting"
+
+
+async def test_an_idle_pool_loses_its_newest_worker_with_the_configured_time():
+    async with running() as there:
+        there.fleet.pool_of["worker-2"] = "decode"
+        there.fleet.taken = 0.1
+        await there.rounds_of(4)
+        assert there.fleet.log == []
+        await there.rounds_of(1)
+        await eventually(lambda: there.fleet.log == ["drain worker-2 7"])
+        await there.rounds_of(20)
+        assert there.fleet.decode == 1
+
+
+async def test_who_only_wants_advice_gets_the_sentence_and_no_order():
+    async with running(mode="advise") as there:
+        await there.rounds_of(3)
+        assert len(there.said) == 1
+        assert there.said[0].startswith("autoscale advises decode from 1 to 2 workers: it has needed more for 20 s")
+        await there.rounds_of(3)
+        assert len(there.said) == 2, "again after the cooldown"
+        assert not there.orders.under_way
+        assert there.fleet.decode == 1
+
+
+async def test_by_default_nobody_is_asked_and_the_others_go_on():
+    async with running(mode="none") as there:
+        await asyncio.sleep(0.02)
+        assert there.routers[0].asked == 0
+
+
+async def test_nothing_is_ordered_while_an_operators_order_is_under_way_which_counts_as_a_change():
+    async with running() as there:
+        there.fleet.may_start.clear()
+        there.routers[0].book.give("scale", 30.0, {"decode": 2})
+        await eventually(lambda: there.orders.under_way)
+        await there.rounds_of(20)
+        assert there.scaled == []
+        there.fleet.may_start.set()
+        await eventually(lambda: not there.orders.under_way)
+        await there.rounds_of(2)
+        assert there.scaled == [], "the cooldown"
+        await there.rounds_of(3)
+        await eventually(lambda: there.fleet.decode == 3)
+
+
+async def test_it_waits_for_its_own_order_as_long_as_that_takes():
+    async with running() as there:
+        there.fleet.may_start.clear()
+        await there.rounds_of(30)
+        assert len(there.scaled) == 1
+        assert there.orders.under_way
+
+
+async def test_an_order_that_an_operator_has_just_given_goes_first_and_the_next_reading_decides_anew():
+    async with running() as there:
+        await there.rounds_of(2)
+        book, fleet = there.routers[0].book, there.fleet
+        given = []
+
+        async def use():
+            given.append(book.give("scale", 30.0, {"prefill": 2}))  # not taken yet when the loop has decided
+            return fleet.use()
+
+        there.routers[0].service._head.use = use
+        await there.rounds_of(1)
+        assert there.scaled == []
+        assert len(given) == 1
+        await eventually(lambda: book.progress(given[0].order_id).state == "done")
+        assert sorted(fleet.pool_of.values()) == ["decode", "prefill", "prefill"]
+
+
+async def test_a_router_that_is_started_again_is_asked_again_and_nothing_is_said_meanwhile():
+    async with running() as there:
+        await there.rounds_of(2)
+        there.routers[0].away = True
+        await there.rounds_of(10)
+        assert there.said == []
+        there.routers[0].start()
+        there.routers[0].away = False
+        await there.rounds_of(2)
+        assert there.said == [], "it is not known whether the pool was full meanwhile"
+        await there.rounds_of(1)
+        assert len(there.scaled) == 1
+
+
+async def test_nothing_is_decided_while_the_router_does_not_know_every_worker():
+    async with running() as there:
+        there.fleet.hidden = {"worker-0"}
+        await there.rounds_of(10)
+        assert there.said == []
+
+
+async def test_an_order_goes_to_the_first_router_that_answers():
+    async with running(routers=2) as there:
+        there.routers[0].order_scale = there.routers[1].order_scale
+        there.routers[1].order_scale = None  # it would be an error to ask it too
+        await there.rounds_of(3)
+        await eventually(lambda: there.fleet.decode == 2)
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_limits_are_judged_by_all_routers_that_answer(away):
+    async with running(routers=2, tpot_limit_ms=50) as there:
+        there.fleet.taken = 0.5
+        for _ in range(4):
+            for router in there.routers:
+                router.counted += 20
+            there.routers[0].kept += 20
+            there.routers[1].away = away
+            await there.rounds_of(1)
+        if away:  # all of those that are known were in time
+            assert there.scaled == []
+        else:
+            assert "now 50% of 40 sequences took at most 50 ms per token" in there.scaled[0]
+
+
+async def test_it_ends_when_it_is_cancelled():
+    there = Deployment(1)
+    task = asyncio.create_task(there.autoscaler.run(there.said.append))
+    await there.waits.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

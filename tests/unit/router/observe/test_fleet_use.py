@@ -1,0 +1,49 @@
+"""What is read of a worker for whoever scales pools."""
+
+from types import SimpleNamespace
+
+from contracts.workers import WorkerStatus
+from router.fleet.policy import WorkerLoad
+from router.observe.fleet_use import WorkerUse, fleet_use
+
+LOAD = WorkerLoad(
+    worker_id="worker-0",
+    connected=True,
+    draining=False,
+    outstanding_prompt_tokens=0,
+    running=3,
+    kv_blocks_free=60,
+    kv_blocks_total=100,
+    max_running=8,
+    block_size_tokens=16,
+    kv_blocks_promised=5,
+)
+
+
+def worker(status, load=LOAD):
+    return SimpleNamespace(
+        worker_id="worker-0",
+        pool="prefill",
+        description=SimpleNamespace(incarnation="i"),
+        status=status,
+        load=lambda: load,
+    )
+
+
+def test_a_workers_use_is_what_it_runs_holds_and_has_computed_prompts_for():
+    counters = {
+        f"busy_seconds_total.{kind}": seconds for kind, seconds in (("prefill", 4), ("mixed", 2), ("decode", 9))
+    }
+    status = WorkerStatus(worker_id="worker-0", counters=counters)
+    queue = SimpleNamespace(pool="prefill", waiting=7)
+    use = fleet_use([worker(status)], [queue])
+    assert use.waiting_prompts == {"prefill": 7}
+    assert use.workers == (
+        WorkerUse("worker-0", "i", "prefill", True, 6.0, running=3, places=8, kv_blocks_used=45, kv_blocks=100),
+    )
+
+
+def test_a_worker_that_does_not_answer_is_not_usable():
+    [use] = fleet_use([worker(None)], []).workers
+    assert not use.usable
+    assert use.prompt_steps_s == 0.0
