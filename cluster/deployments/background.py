@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cluster.deployments.names import AlreadyRunning, Place, State, running, taken
 
@@ -78,7 +78,8 @@ def status(console: Console) -> None:
     if not found:
         console.print("no deployment runs on this machine")
         return
-    table = Table("name", "state", "URL", "process", "since", "output")
+    whole = (Column(title, no_wrap=True) for title in ("name", "state", "URL", "process"))
+    table = Table(*whole, "since", Column("output", overflow="fold"))  # a path or URL that is cut off cannot be used
     for name, state in found.items():
         output = str(Place(name).log) if state.detached else "its terminal"
         table.add_row(name, state.phase, state.url, str(state.pid), state.began, output)

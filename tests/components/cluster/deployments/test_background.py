@@ -12,19 +12,19 @@ from cluster.cli import app
 from cluster.deployments.names import Place
 
 SERVES = """
-import signal, sys, threading
+import signal, sys, time
 from cluster.deployments.names import Place
 name, detached = sys.argv[1], sys.argv[2] == "detached"
-stop, hurry = threading.Event(), threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: (hurry if stop.is_set() else stop).set())
+signals = []  # an Event's lock may be held by the very wait that the handler interrupts
+signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
 with Place(name).held(detached=detached) as held:
     held.tell(phase="ready", url="http://127.0.0.1:1")
     print("ready", flush=True)
-    while not stop.wait(0.02): pass
+    while not signals: time.sleep(0.02)
     held.tell(phase="draining")
     print("draining", flush=True)
     if sys.argv[3] == "slow":
-        while not hurry.wait(0.02): pass
+        while len(signals) < 2: time.sleep(0.02)
 """
 
 
@@ -102,6 +102,13 @@ def test_status_lists_what_runs_and_says_so_if_nothing_does(ridgeline, serves):
     assert "ready" in output
     assert "its terminal" in output
     assert output.index("one") < output.index("two")
+
+
+def test_status_shows_a_whole_url_in_a_narrow_terminal(ridgeline, serves, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    serves("one")
+    _, output, _ = ridgeline("status")
+    assert "http://127.0.0.1:1 " in output
 
 
 @pytest.mark.parametrize(("end", "options"), [("quick", ()), ("slow", ("--now",))])
