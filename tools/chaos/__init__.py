@@ -10,6 +10,7 @@ drive.py        runs clients
 wishes.py       plans the clients' requests
 faults.py       injects faults into processes, in a seeded order
 modes.py        changes the mode again and again
+orders.py       gives the deployment more workers and fewer, and restarts all
 records.py      one request as its client saw it
 verify.py       checks what must hold for every answer
 scoring.py      measures how far each token is from the best one

@@ -36,6 +36,7 @@ from tools.chaos.drive import Load
 from tools.chaos.faults import KINDS, Fault, Injector, Kind
 from tools.chaos.memory import footprint
 from tools.chaos.modes import ModeChanges
+from tools.chaos.orders import Orders
 from tools.chaos.records import Record
 from tools.chaos.running import Running, pool_settings, running, stop
 from tools.chaos.scoring import Scores, score
@@ -63,6 +64,7 @@ class Outcome:
     router_rss_mib: tuple[float, float] = (0.0, 0.0)
     refused_before_work: float = 0.0
     modes: ModeChanges = field(default_factory=ModeChanges)
+    orders: Orders = field(default_factory=Orders)
     wall_s: float = 0.0
 
     def kills_s(self) -> list[float]:
@@ -122,8 +124,9 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     hurting = asyncio.create_task(injector.run(say))
     loading = asyncio.create_task(load.run(options.users, options.think_s, options.arrivals_per_s))
     changing = asyncio.create_task(_changing_modes(setup, options.mode_every_s, outcome, say))
+    ordering = asyncio.create_task(_ordering(setup, options, outcome, say))
     try:
-        await _until_over(setup, began_s + options.seconds)
+        await _until_over(setup, began_s + options.seconds, ordering)
         injector.stop()
         changing.cancel()
         await hurting
@@ -133,11 +136,11 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     except TimeoutError:
         outcome.violations.append(f"{load.running} requests had not ended {ENDS_WITHIN_S:.0f} s after the last one")
     finally:
-        helpers = (watching, signs, hurting, loading, changing)
+        helpers = (watching, signs, hurting, loading, changing, ordering)
         for task in helpers:
             task.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
-    outcome.violations += [*injector.violations, *outcome.modes.violations]
+    outcome.violations += [*injector.violations, *outcome.modes.violations, *outcome.orders.violations]
     if setup.deployment.serve.process.poll() is not None:
         return  # `stop` reports it
     await _check_afterwards(setup, outcome, say)
@@ -153,10 +156,18 @@ async def _changing_modes(setup: Running, every_s: float, outcome: Outcome, say:
         await outcome.modes.run(setup.http, every_s, say)
 
 
-async def _until_over(setup: Running, end_s: float) -> None:
+async def _ordering(setup: Running, options: argparse.Namespace, outcome: Outcome, say: Any) -> None:
+    if options.scale_times:
+        await outcome.orders.run(setup.http, options.decode, options.scale_times, say)
+
+
+async def _until_over(setup: Running, end_s: float, ordering: asyncio.Task[None]) -> None:
+    """Wait for the end, and for the orders if they take longer; raises what went wrong with giving them."""
     process = setup.deployment.serve.process
-    while time.monotonic() < end_s and process.poll() is None:  # noqa: ASYNC110 - a process has no event
+    while (time.monotonic() < end_s or not ordering.done()) and process.poll() is None:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
+    if ordering.done():
+        ordering.result()
 
 
 async def _check_afterwards(setup: Running, outcome: Outcome, say: Any) -> None:
@@ -222,6 +233,10 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "mode_changes": len(outcome.modes.took_s),
         "mode_change_s": _spread(outcome.modes.took_s),
         "rerouted_prompts": outcome.modes.rerouted_prompts,
+        "grown_s": _spread(outcome.orders.grew_s),
+        "first_token_of_a_new_worker_s": _spread(outcome.orders.served_s),
+        "shrunk_s": _spread(outcome.orders.shrank_s),
+        "all_restarted_s": _spread(outcome.orders.restarted_s),
         "workers_replaced": sum(fault.replaced for fault in outcome.faults),
         "whole_again_s": _spread(whole_s),
         "pause_of_streams_alive_at_a_kill_s": _spread(pauses_s),
@@ -259,6 +274,11 @@ def print_summary(found: dict[str, Any], console: Console) -> None:
     if found["mode_changes"]:
         rerouted = f"{found['rerouted_prompts']} waiting prompts rerouted"
         table.add_row("changes of mode", f"{spread(found['mode_change_s'])}; {rerouted}")
+    if found["grown_s"]:
+        table.add_row("a worker more; until its first token", spread(found["grown_s"]))
+        table.add_row("", spread(found["first_token_of_a_new_worker_s"]))
+        table.add_row("a worker fewer", spread(found["shrunk_s"]))
+        table.add_row("all workers restarted", spread(found["all_restarted_s"]))
     table.add_row("pool whole again after a kill", spread(found["whole_again_s"]))
     table.add_row("largest gap of streams alive at a kill", spread(found["pause_of_streams_alive_at_a_kill_s"]))
     if scores:
@@ -307,6 +327,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--faults", default=",".join(KINDS), help="kinds separated by commas, or none")
     parser.add_argument("--mode-every-s", type=float, default=0.0, help="change the mode so often; 0: never")
+    parser.add_argument(
+        "--scale-times", type=int, default=0, help="a decode worker more and fewer, then a restart of all"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings for ridgeline serve")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
     options = parser.parse_args(arguments)
