@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-unloaded bench-idle bench-front power planted chaos differential scored mode-changes kill-decode stress soak clean
+.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-unloaded bench-idle bench-front power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -56,12 +56,16 @@ hostile: setup   ## a hostile client beside a polite one, without a model (about
 test: starts lint model unit components conformance ## the quick check that all works: lint, unit, components, conformance, real engines in both modes, a kill, a drain
 	@$(BIN)/pytest -v --durations=10 -m core tests/engines
 
-starts:
-	@echo "make test takes about 12 minutes on two cores, make test-all about 36; this machine has $$(nproc)"
+test-cluster: model ## `ray up` on three hosts made of namespaces, 50 streams, a host cut off, a host lost, `ray down` (about 6 minutes; root)
+	@$(BIN)/pytest -v --durations=10 tests/hosts
 
-test-all: test   ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, both number formats
+starts:
+	@echo "make test takes about 12 minutes on two cores, make test-all about 43; this machine has $$(nproc)"
+
+test-all: test   ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
 	@$(BIN)/pytest -q tests/network
 	@$(BIN)/pytest -q -s tests/hostile
+	@$(BIN)/pytest -v --durations=10 tests/hosts
 	@$(BIN)/pytest -q -n 2 --dist loadfile tests/replay tests/fuzz
 	@$(BIN)/pytest -v --durations=40 -m "not core" tests/engines
 	@$(BIN)/python -m tests.engines.other_format
@@ -98,6 +102,9 @@ scored: model    ## 20 prompts of 900 tokens with log-probabilities: answers as 
 
 mode-changes: model ## six changes of mode in three minutes under load: nothing may fail, differ or stay held (SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds 185 --seed $(SEED) --prefill 1 --decode 1 --faults none --kv-faults none --mode-every-s 30 --out runs/mode-changes
+
+scale: model     ## a worker more and fewer five times, then a restart of all, under load: nothing may fail, differ or stay held (SEED=1)
+	@$(BIN)/python -m tools.chaos.chaos --seconds 60 --seed $(SEED) --prefill 1 --decode 1 --faults none --kv-faults none --scale-times 5 --set ray.share_cores=true --out runs/scale
 
 kill-decode: model  ## 20 streams whose decode worker is killed in the middle must all be completed (SEED=1)
 	@$(BIN)/python -m tools.chaos.kill_decode --seed $(SEED)
