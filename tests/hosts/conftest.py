@@ -16,7 +16,7 @@ import pytest
 
 from cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
 from tests.hosts.cluster_file import CLUSTER, REPOSITORY, SERVED, remote_name, write_cluster_file, write_served_file
-from tests.hosts.namespaces import CannotMakeHosts, Host, Hosts
+from tests.hosts.namespaces import CannotMakeHosts, Hosts
 
 COMMAND_WITHIN_S = 300.0
 DRAIN_S = 5.0
@@ -114,6 +114,3 @@ def wait_until(condition, within_s: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < give_up_s, f"not within {within_s:.0f} s: {what}"
         time.sleep(0.25)
-
-
-__all__ = ["Cluster", "Host", "wait_until"]

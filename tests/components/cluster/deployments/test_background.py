@@ -1,14 +1,17 @@
 """Deployments without a terminal: what is said of one that ends early, of none, and of one that was not detached."""
 
+import io
 import os
 import subprocess
 import sys
 import threading
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import app
+from cluster.deployments import background
 from cluster.deployments.names import Place
 
 SERVES = """
@@ -104,11 +107,11 @@ def test_status_lists_what_runs_and_says_so_if_nothing_does(ridgeline, serves):
     assert output.index("one") < output.index("two")
 
 
-def test_status_shows_a_whole_url_in_a_narrow_terminal(ridgeline, serves, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_status_shows_a_whole_url_in_a_narrow_terminal(serves):
     serves("one")
-    _, output, _ = ridgeline("status")
-    assert "http://127.0.0.1:1 " in output
+    console = Console(width=70, file=io.StringIO())
+    background.status(console)
+    assert "http://127.0.0.1:1 " in console.file.getvalue()
 
 
 @pytest.mark.parametrize(("end", "options"), [("quick", ()), ("slow", ("--now",))])
