@@ -12,6 +12,43 @@ from contracts.tasks import GenerateTask
 from contracts.vocabulary import Mode, Pool
 
 
+class StepModel(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a step of a worker's engine takes, as fitted to its own steps (`engine.steps`).
+
+    t = (base + a P + b S + c C + d A) k, where P are the prompt tokens that the step computes, S the sequences that
+    decode in it, C their context tokens together, A the sum over the chunks of prompts of (chunk tokens x (tokens
+    before the chunk + half of the chunk)), and k corrects for the stairs that CUDA graphs and tiles make of a line.
+    """
+
+    base_s: float
+    per_prefill_token_s: float
+    per_sequence_s: float
+    per_context_token_s: float
+    per_attended_token_s: float
+    corrections: tuple[float, ...] = ()
+    """k for steps of n tokens (P + S) at index n.bit_length(); 1 beyond its end."""
+    error: float = 0.0
+    """Median of |predicted - measured| / measured over the latest steps, each predicted before it was fitted."""
+    steps: int = 0
+    """Number of steps that it was fitted to; it means nothing before `MIN_FITTED_STEPS`."""
+
+    def step_s(self, prefill_tokens: float, sequences: float, context_tokens: float, attended: float) -> float:
+        """Return the seconds of a step with these P, S, C and A."""
+        line_s = (
+            self.base_s
+            + self.per_prefill_token_s * prefill_tokens
+            + self.per_sequence_s * sequences
+            + self.per_context_token_s * context_tokens
+            + self.per_attended_token_s * attended
+        )
+        bucket = int(prefill_tokens + sequences).bit_length()
+        return line_s * (self.corrections[bucket] if bucket < len(self.corrections) else 1.0)
+
+
+MIN_FITTED_STEPS = 16
+"""A model that was fitted to fewer steps is not used."""
+
+
 class Role(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is for at present. The router decides, and may change it while the worker serves.
 
@@ -25,6 +62,8 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that its engine runs at a time."""
     max_num_batched_tokens: int
     """Tokens that one step of its engine computes."""
+    step_target_s: float = 0.0
+    """While sequences decode, a step computes only as many prompt tokens as fit this time; 0: no such limit."""
     number: int = 0
     """Counts the changes of mode; of several roles the one with the highest number is the newest."""
 
@@ -77,6 +116,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str = ""
     role_number: int = 0
     """The number of its role; 0 if no router has given it one."""
+    step_model: StepModel | None = None
+    """None while it has not run enough steps."""
 
 
 class AttachRequest(msgspec.Struct, frozen=True):
