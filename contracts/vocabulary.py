@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-Mode = Literal["disaggregated", "colocated"]
-Pool = Literal["prefill", "decode", "colocated"]
+Mode = Literal["disaggregated", "colocated", "adaptive"]
+Pool = Literal["prefill", "decode", "colocated", "adaptive"]
 Leg = Literal["prefill", "decode"]
 FirstToken = Literal["continue", "resample"]
 ErrorKind = Literal["", "invalid", "engine", "handoff", "draining"]

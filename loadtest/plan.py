@@ -11,9 +11,10 @@ from typing import Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Mode = Literal["colocated", "disaggregated"]
+Mode = Literal["colocated", "disaggregated", "adaptive"]
 COLOCATED: Mode = "colocated"
 DISAGGREGATED: Mode = "disaggregated"
+ADAPTIVE: Mode = "adaptive"
 OPPONENT: Final = "opponent"
 """The kind of an arm that somebody else runs."""
 SECONDS_OF_A_ROUND = 60.0

@@ -67,14 +67,14 @@ class AutoscaleConfig(Section):
         ge=10,
         le=64_000,
         description="limit for the time to first token, rounded down to a bucket of ridgeline_ttft_seconds; missed: "
-        "prefill or colocated grows; null: not judged",
+        "prefill, colocated or adaptive grows; null: not judged",
     )
     tpot_limit_ms: float | None = Field(
         default=None,
         ge=5,
         le=2_000,
         description="limit for the time per output token, rounded down to a bucket of ridgeline_tpot_seconds; missed: "
-        "decode or colocated grows; null: not judged",
+        "decode, colocated or adaptive grows; null: not judged",
     )
     min_attainment: float = Field(
         default=0.9, gt=0, le=1, description="a limit is missed when fewer than this fraction keep it"
@@ -82,10 +82,11 @@ class AutoscaleConfig(Section):
     prefill: PoolBounds = PoolBounds()
     decode: PoolBounds = PoolBounds()
     colocated: PoolBounds = PoolBounds()
+    adaptive: PoolBounds = PoolBounds()
 
     def by_pool(self) -> Mapping[Pool, PoolBounds]:
         """Return what is said of each pool."""
-        return {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}
+        return {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated, "adaptive": self.adaptive}
 
     def bounds(self) -> Mapping[Pool, Bounds]:
         """Return the bounds of the pools that may be changed."""

@@ -19,6 +19,7 @@ AS_CONFIGURED = "as-configured"
 MAY_CHANGE: dict[Mode, tuple[str, ...]] = {
     "colocated": ("pools.colocated", "router", "engine_args"),
     "disaggregated": ("pools.prefill", "pools.decode", "transfer", "router", "engine_args"),
+    "adaptive": ("pools.adaptive", "transfer", "router", "engine_args"),
 }
 """What a candidate may override. Model, server, machines and keys are the same for both arms."""
 
@@ -30,15 +31,16 @@ class Grid(BaseModel):
 
     colocated: dict[str, dict[str, Any]] = {AS_CONFIGURED: {}}
     disaggregated: dict[str, dict[str, Any]] = {AS_CONFIGURED: {}}
+    adaptive: dict[str, dict[str, Any]] = {AS_CONFIGURED: {}}
 
-    @field_validator("colocated", "disaggregated", mode="before")
+    @field_validator("colocated", "disaggregated", "adaptive", mode="before")
     @classmethod
     def _without_nulls(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
         return {name: {} if overrides is None else overrides for name, overrides in value.items()}
 
-    @field_validator("colocated", "disaggregated")
+    @field_validator("colocated", "disaggregated", "adaptive")
     @classmethod
     def _some(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if not value:
@@ -121,7 +123,7 @@ def _read(path: Path) -> Grid:
         raise ConfigError(
             [
                 f"{path}: {'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg'].removeprefix('Value error, ')}; "
-                "its keys are colocated and disaggregated, and below them names with settings"
+                "its keys are colocated, disaggregated and adaptive, and below them names with settings"
                 for one in error.errors()
             ]
         ) from error

@@ -192,11 +192,28 @@ class PoolConfig(Section):
 
 
 class PoolsConfig(Section):
-    """The pools. `prefill` and `decode` run in mode disaggregated, `colocated` in mode colocated."""
+    """The pools: `prefill` and `decode` in mode disaggregated, the others in the mode of their name."""
 
     prefill: PoolConfig = PoolConfig(workers=1, max_num_seqs=32, max_num_batched_tokens=512)
     decode: PoolConfig = PoolConfig(workers=1, max_num_seqs=80, max_num_batched_tokens=512)
     colocated: PoolConfig = PoolConfig(workers=2, max_num_seqs=72, max_num_batched_tokens=2048)
+    adaptive: PoolConfig | None = Field(
+        default=None,
+        description="null: prefill's settings, with the workers of prefill and decode together, and decode's "
+        "max_num_seqs if that is more",
+    )
+
+    def for_adaptive(self) -> PoolConfig:
+        """Return the settings of the workers in mode adaptive, where each does what is asked of it."""
+        if self.adaptive is not None:
+            return self.adaptive
+        return self.prefill.model_copy(
+            update={
+                "workers": self.prefill.workers + self.decode.workers,
+                "max_num_seqs": max(self.prefill.max_num_seqs, self.decode.max_num_seqs),
+                "max_num_batched_tokens": max(self.prefill.max_num_batched_tokens, self.decode.max_num_seqs),
+            }
+        )
 
 
 class TransferConfig(Section):
@@ -354,11 +371,15 @@ class RidgelineConfig(Section):
         description="what `ridgeline status`, `stop` and `logs` call this deployment: small letters, digits and "
         "hyphens; two that run on one machine need two names",
     )
-    mode: Mode = Field(default="disaggregated", description="two pools, or whole replicas behind the same router")
+    mode: Mode = Field(
+        default="disaggregated",
+        description="two pools, or whole replicas behind the same router, or adaptive: workers that do either, by "
+        "what a prediction says for each request",
+    )
     fixed_mode: bool = Field(
         default=False,
         description="the mode stays as it is: engines start with the limits of their own pool alone, instead of with "
-        "those of both modes, between which `ridgeline mode` changes while they serve",
+        "those of all modes, between which `ridgeline mode` changes while they serve",
     )
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
@@ -383,11 +404,18 @@ class RidgelineConfig(Section):
         """Return the pools that run in this mode, in the order in which they are placed."""
         if self.mode == "colocated":
             return {"colocated": self.pools.colocated}
+        if self.mode == "adaptive":
+            return {"adaptive": self.pools.for_adaptive()}
         return {"prefill": self.pools.prefill, "decode": self.pools.decode}
 
     def all_pools(self) -> dict[Pool, PoolConfig]:
-        """Return every pool, whatever the mode: `compare` runs both modes from one configuration."""
-        return {"prefill": self.pools.prefill, "decode": self.pools.decode, "colocated": self.pools.colocated}
+        """Return every pool, whatever the mode: `compare` runs all modes from one configuration."""
+        return {
+            "prefill": self.pools.prefill,
+            "decode": self.pools.decode,
+            "colocated": self.pools.colocated,
+            "adaptive": self.pools.for_adaptive(),
+        }
 
     def args_of(self, pool: Pool) -> dict[str, Any]:
         """Return the arguments for vLLM's engine in this pool."""
@@ -411,7 +439,7 @@ def conflicts(config: RidgelineConfig) -> list[str]:
         *(sentence for name, pool in config.active_pools().items() for sentence in _pool_conflicts(name, pool)),
         *_model_conflicts(config),
         *_router_conflicts(config),
-        *(_transfer_conflicts(config) if config.mode == "disaggregated" else ()),
+        *(_transfer_conflicts(config) if config.mode != "colocated" else ()),
         *_security_conflicts(config),
         *_passed_conflicts(config),
     ]

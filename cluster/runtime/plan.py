@@ -108,7 +108,7 @@ class Plan:
             worker_id=worker.worker_id,
             incarnation=secrets.token_hex(4),
             pool=worker.pool,
-            hands_over=self.config.mode == "disaggregated" or "disaggregated" in self.roles.by_mode,
+            hands_over=any(mode != "colocated" for mode in (self.config.mode, *self.roles.by_mode)),
             model_path=str(self.model_path),
             dtype=self.dtype,
             max_model_len_tokens=model.max_model_len_tokens,
@@ -173,7 +173,8 @@ def make_plan(config: RidgelineConfig) -> Plan:
 
 
 def _start_settings(config: RidgelineConfig, roles: ModeRoles, pool: PoolConfig) -> PoolConfig:
-    return limits_for_all(tuple(config.all_pools().values()), pool) if roles.by_mode else pool
+    in_modes = [config.model_copy(update={"mode": mode}).active_pools() for mode in roles.by_mode]
+    return limits_for_all([one for pools in in_modes for one in pools.values()], pool) if in_modes else pool
 
 
 def _server_args(config: RidgelineConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from cluster.config.models import PoolConfig, RidgelineConfig, conflicts
 from cluster.doctor.facts import ModelFacts
@@ -16,14 +17,15 @@ from cluster.doctor.model_support import model_conflicts
 from contracts.vocabulary import Mode, Pool
 from contracts.workers import Role
 
-ANOTHER: Mapping[Mode, Mode] = {"colocated": "disaggregated", "disaggregated": "colocated"}
+MODES: tuple[Mode, ...] = get_args(Mode)
 KEPT = ("cores_per_worker", "gpus_per_worker", "tensor_parallel", "kv_cache_bytes", "resources", "engine_args")
 """What a worker cannot change while it serves. The limits of its steps it can."""
 
 
 @dataclass(frozen=True)
 class ModeRoles:
-    """Roles by mode and worker id; both are empty in a deployment that stays in its mode, and `why_not` says why."""
+    """Roles by mode and worker id; both are empty in a deployment that stays in its mode. `why_not` says why a mode is
+    not among them."""
 
     by_mode: Mapping[Mode, Mapping[str, Role]] = field(default_factory=dict)
     of_new: Mapping[Mode, Mapping[Pool, Role]] = field(default_factory=dict)
@@ -37,15 +39,18 @@ def worker_ids(number: int) -> list[str]:
 
 
 def mode_roles(config: RidgelineConfig, model: ModelFacts) -> ModeRoles:
-    """Return every worker's role in both modes, or the sentence that says why there is only one."""
-    other = ANOTHER[config.mode]
-    obstacle = _obstacle(config, config.model_copy(update={"mode": other}), model)
-    if obstacle is not None:
-        return ModeRoles(why_not={other: obstacle})
-    in_mode = {mode: config.model_copy(update={"mode": mode}) for mode in (config.mode, other)}
+    """Return every worker's role in each mode that the deployment can serve, and for the others what is in the way."""
+    others = {mode: config.model_copy(update={"mode": mode}) for mode in MODES if mode != config.mode}
+    why_not = {
+        mode: obstacle for mode, one in others.items() if (obstacle := _obstacle(config, one, model)) is not None
+    }
+    in_mode = {config.mode: config} | {mode: one for mode, one in others.items() if mode not in why_not}
+    if len(in_mode) == 1:
+        return ModeRoles(why_not=why_not)
     return ModeRoles(
         by_mode={mode: _roles(one) for mode, one in in_mode.items()},
         of_new={mode: _roles_of_new(one) for mode, one in in_mode.items()},
+        why_not=why_not,
     )
 
 
@@ -64,10 +69,9 @@ def _obstacle(config: RidgelineConfig, other: RidgelineConfig, model: ModelFacts
         return "fixed_mode is set: leave it out, and start again"
     here, there = _places(config), _places(other)
     if len(here) != len(there):
-        split = config.pools.prefill.workers + config.pools.decode.workers
         return (
-            f"it takes as many workers in both modes, and pools.prefill.workers and pools.decode.workers are {split} "
-            f"together, pools.colocated.workers is {config.pools.colocated.workers}: make them equal, and start again"
+            f"it takes as many workers in both modes, and {_number(config)}, {_number(other)}: make them equal, and "
+            "start again"
         )
     for (name, one), (other_name, another) in zip(here, there, strict=True):
         for setting in KEPT:
@@ -77,13 +81,20 @@ def _obstacle(config: RidgelineConfig, other: RidgelineConfig, model: ModelFacts
                     f"a running engine keeps its {setting}: pools.{name}.{setting} is {value} and "
                     f"pools.{other_name}.{setting} is {other_value}: make them equal, and start again"
                 )
-    if other.mode == "disaggregated" and model.state == "hub":
+    if other.mode != "colocated" and config.mode == "colocated" and model.state == "hub":
         return (
             f"whether the KV of {config.model.path} can be handed over is known once its config.json is on this "
-            "machine, and the engines have started without it: start in mode disaggregated, or give model.path as a "
+            f"machine, and the engines have started without it: start in mode {other.mode}, or give model.path as a "
             "directory"
         )
     return next(iter([*conflicts(other), *model_conflicts(other, model)]), None)
+
+
+def _number(config: RidgelineConfig) -> str:
+    numbers = {f"pools.{name}.workers": pool.workers for name, pool in config.active_pools().items()}
+    settings = " and ".join(numbers)
+    total = sum(numbers.values())
+    return f"{settings} are {total} together" if len(numbers) > 1 else f"{settings} is {total}"
 
 
 def _kept(pool: PoolConfig, setting: str) -> object:

@@ -57,7 +57,8 @@ class Legs:
         began_s = timeline.clock()
         async with self._placement.place(attempt.wish) as place:
             timeline.router_queue_s += timeline.clock() - began_s
-            timeline.path = place.route.path
+            timeline.path, timeline.decision = place.route.path, place.decision
+            attempt.engine_keeps_limits = place.decision is not None
             attempt.progress.advance("prefilling")
             yield place
 
@@ -65,11 +66,11 @@ class Legs:
         """Run the whole request on one worker, with the reason why prefill did not compute the prompt."""
         task = attempt.whole_task(place.route.recompute_reason)
         leg = partial(place.prompt_worker.client.run_task, task)
-        await self._stream(leg, place.route.prompt_pool, attempt, place.prompt_done)
+        await self._stream(leg, place.prompt_worker.pool, attempt, place.prompt_done)
 
     async def _split(self, attempt: Attempt, place: Place, decode: Worker) -> None:
         """Compute the prompt on a prefill worker, send its first token on, and get the rest from a decode worker."""
-        progress, early = attempt.progress, None
+        progress, early, pool = attempt.progress, None, place.prompt_worker.pool
 
         def begin_early(growing: KvHandoff) -> None:
             nonlocal early
@@ -82,14 +83,14 @@ class Legs:
             first = await self._prefill(place, attempt, begin_early)
             handoff = first.handoff
             if handoff is None:
-                progress.send(first, "prefill")  # the whole answer was one token
+                progress.send(first, pool)  # the whole answer was one token
                 return
             progress.advance("handoff")
             wanted = attempt.request.sampling
             progress.metrics.first_token.labels(wanted.first_token, wanted.resample_reason or "").inc()
             fetched, release_after_s = False, 0.0
             try:
-                if progress.send(msgspec.structs.replace(first, finished=False, handoff=None), "prefill"):
+                if progress.send(msgspec.structs.replace(first, finished=False, handoff=None), pool):
                     return
                 release_after_s = ABORT_FIRST_S
                 fetched = await self._hand_over(place, decode, attempt, handoff, early)
@@ -129,14 +130,14 @@ class Legs:
         if early is not None:
             try:
                 progress.timeline.overlapped = True
-                fetched = await self._stream(early.pass_on, "decode", attempt, place.decode_began)
+                fetched = await self._stream(early.pass_on, decode.pool, attempt, place.decode_began)
                 progress.metrics.overlapped.labels("ok").inc()
                 return fetched
             except HandoffLost as lost:
                 progress.timeline.overlapped = False
                 progress.metrics.overlapped.labels(lost.reason).inc()
         leg = partial(decode.client.run_task, task)
-        return await self._stream(leg, "decode", attempt, place.decode_began)
+        return await self._stream(leg, decode.pool, attempt, place.decode_began)
 
     async def _stream(
         self,

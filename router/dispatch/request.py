@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,6 +134,8 @@ class Attempt:
             canary=request.canary,
         )
         """What it wants now."""
+        self.engine_keeps_limits = False
+        """Whether the engines bound their steps by this request's limit on TPOT."""
         self._suffix = f"-again{number}" if number else ""
 
     def whole_task(self, recompute_reason: str) -> GenerateTask:
@@ -164,4 +167,9 @@ class Attempt:
             reasoning_ended=request.reasoning_ended,
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             cache_salt=request.cache_salt,
+            tpot_limit_s=self._tpot_limit_s(),
         )
+
+    def _tpot_limit_s(self) -> float:
+        limit_s = self.wish.demand.tpot_limit_s
+        return limit_s if self.engine_keeps_limits and math.isfinite(limit_s) else 0.0

@@ -5,4 +5,6 @@ fleet.py    all workers
 roles.py    which worker is for what, in each mode
 pairing.py  which workers can exchange KV
 policy.py   which path and which worker a request gets
+adaptive.py    the same in mode adaptive: predicts, then chooses
+prediction.py  what a prompt or an answer would take on a worker
 """

@@ -15,7 +15,7 @@ from contracts.rpc.tls import TlsFiles
 from contracts.vocabulary import Mode, Pool
 from contracts.workers import WorkerDescription
 from router.fleet.pairing import KvPair, PairingRefused, check_layouts, pair_all, pair_while_serving
-from router.fleet.policy import Demand, NoWorker, Route, answer_pool, pools_of, route_for
+from router.fleet.policy import Demand, NoWorker, Route, answer_pool, exchanging_pools, pools_of, route_for
 from router.fleet.roles import RoleTable
 from router.fleet.worker import STALL_TIMEOUT_S, Worker
 from worker_runtime.client import OnUnclaimed, WorkerClient
@@ -88,8 +88,9 @@ class Fleet:
         finally:
             for task in opening:
                 task.cancel()
+        sources, sinks = self._exchanging(self.mode, self.workers)
         if self._leads:
-            self.kv_pairs = await pair_all(self.pool("prefill"), self.pool("decode"))
+            self.kv_pairs = await pair_all(sources, sinks)
         await self.refresh()
 
     async def _first_time(self, address: str) -> Worker:
@@ -124,7 +125,7 @@ class Fleet:
         if former is not None:
             await self._close(former)
         try:
-            await self._pair([worker] if worker.pool == "decode" else self.pool("decode"))
+            await self._pair(self._to_pair_after(worker))
         finally:
             worker.held_back = False
         await worker.refresh()
@@ -136,8 +137,9 @@ class Fleet:
         if worker is None:
             return
         await self._close(worker)
-        if worker.pool == "prefill":  # decode workers keep its KV cache mapped until they pair without it
-            await self._pair(self.pool("decode"))
+        sources, sinks = self._exchanging(self.mode, [worker, *self.workers])
+        if worker in sources:  # the others keep its KV cache mapped until they pair without it
+            await self._pair([one for one in sinks if one is not worker])
 
     async def change_mode(self, mode: Mode, on_change: Callable[[], object] = lambda: None) -> None:
         """Give every worker its role in this mode. What runs on a worker goes on there, whatever its role becomes.
@@ -147,9 +149,9 @@ class Fleet:
         one task at a time. Raises ModeImpossible or PairingRefused, and then changes nothing.
         """
         self.roles.require(mode)
-        prefills, decodes = (self._becoming(mode, pool) for pool in ("prefill", "decode"))
-        check_layouts(prefills, decodes)
-        await self._pair(decodes, prefills)
+        sources, sinks = self._exchanging(mode, self._connected())
+        check_layouts(sources, sinks)
+        await self._pair(sinks, sources)
         self._assign(mode, self._role_number + 1, self.workers)
         on_change()
         for pool in tuple(self._news):
@@ -178,13 +180,23 @@ class Fleet:
             await asyncio.sleep(ROLE_LOOK_S)
             await self.refresh()
 
-    def _becoming(self, mode: Mode, pool: Pool) -> list[Worker]:
-        """Return the connected workers that are in this pool in another mode."""
-        role_of = {
-            worker: self.roles.role_of(worker.worker_id, worker.description.pool, mode, 0)
-            for worker in self._connected()
-        }
-        return [worker for worker, role in role_of.items() if (role.pool if role else worker.description.pool) == pool]
+    def _exchanging(self, mode: Mode, workers: Sequence[Worker]) -> tuple[list[Worker], list[Worker]]:
+        """Return which of these workers hand KV off in a mode, and which take it."""
+        pools = exchanging_pools(mode)
+        if pools is None:
+            return [], []
+        pool_of = {worker: self._pool_in(mode, worker) for worker in workers}
+        gives, takes = ([worker for worker in workers if pool_of[worker] == pool] for pool in pools)
+        return gives, takes
+
+    def _pool_in(self, mode: Mode, worker: Worker) -> Pool:
+        role = self.roles.role_of(worker.worker_id, worker.description.pool, mode, 0)
+        return role.pool if role else worker.description.pool
+
+    def _to_pair_after(self, newcomer: Worker) -> list[Worker]:
+        """Return the workers that must pair because this one has come."""
+        sources, sinks = self._exchanging(self.mode, self.workers)
+        return sinks if newcomer in sources else [one for one in sinks if one is newcomer]
 
     def _assign(self, mode: Mode, number: int, workers: Sequence[Worker]) -> None:
         self.mode, self._role_number = mode, number
@@ -287,8 +299,7 @@ class Fleet:
 
     def _check_layout(self, newcomer: Worker) -> None:
         others = [one for one in self._connected() if one.worker_id != newcomer.worker_id]
-        prefills, decodes = ([one for one in (*others, newcomer) if one.pool == pool] for pool in ("prefill", "decode"))
-        check_layouts(prefills, decodes)
+        check_layouts(*self._exchanging(self.mode, [*others, newcomer]))
 
     async def _pair(self, decodes: Sequence[Worker], prefills: Sequence[Worker] | None = None) -> None:
         """Pair all of them at once, with these prefill workers or with those of the pool when it is their turn.
@@ -309,7 +320,7 @@ class Fleet:
     async def _pair_one(self, decode: Worker, prefills: Sequence[Worker] | None) -> None:
         async with decode.pairing:
             if prefills is None:
-                prefills = [one for one in self._connected() if one.pool == "prefill"]  # all: others are forgotten
+                prefills, _ = self._exchanging(self.mode, self._connected())  # all: others are forgotten
             pairs = await pair_while_serving(prefills, decode)
         still = {*self.workers}
         if decode not in still:

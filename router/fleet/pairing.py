@@ -78,6 +78,8 @@ async def pair_while_serving(prefills: Sequence[Connected], decode: Connected) -
 def check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> None:
     """Raise PairingRefused if KV layouts differ, which waiting cannot fix."""
     for prefill, decode in product(prefills, decodes):
+        if prefill is decode:
+            continue
         sentence = explain_mismatch(prefill.description.layout, decode.description.layout)
         if sentence is not None:
             raise PairingRefused(f"{prefill.title} and {decode.title} cannot exchange KV: {sentence}")
@@ -85,7 +87,8 @@ def check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) -
 
 async def _pair(prefills: Sequence[Connected], decode: Connected) -> tuple[list[KvPair], list[str]]:
     """Return the agreed pairs, and a sentence for each refusal. Raises WorkerLost if the decode worker is silent."""
-    sources = {address: worker for worker in prefills for address in worker.description.transfer_addresses}
+    others = [worker for worker in prefills if worker.worker_id != decode.worker_id]
+    sources = {address: worker for worker in others for address in worker.description.transfer_addresses}
     answer = await decode.client.pair(list(sources))
     refused = [
         f"{sources[address].title} and {decode.title} cannot exchange KV: {sentence}"

@@ -10,6 +10,7 @@ a field to `Demand`, which `router.dispatch.request` fills in, or to `WorkerLoad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -81,6 +82,12 @@ class Demand:
     client: str = ANONYMOUS
     avoided: frozenset[str] = frozenset()
     """Workers that the router of the request does not reach."""
+    ttft_limit_s: float = math.inf
+    """The time to first token that its client allows, from its arrival."""
+    tpot_limit_s: float = math.inf
+    """The time per output token that its client allows."""
+    waited_s: float = 0.0
+    """Time from its arrival until it wished to start."""
 
 
 Scorer = Callable[[Demand, WorkerLoad], tuple[float, ...]]
@@ -99,17 +106,32 @@ class Route:
     recompute_reason: str = ""
     """Why the worker that gets the whole request computes the prompt, which prefill could have computed."""
 
+    @property
+    def splits(self) -> bool:
+        """Whether one worker computes the prompt and another one decodes."""
+        return self.path == "disaggregated"
+
 
 WHOLE_REPLICA = Route("colocated", "colocated")
 SPLIT = Route("disaggregated", "prefill")
 SHORT_PROMPT = Route("decode_only", "decode", "short_prompt")
 WITHOUT_PREFILL = Route("fallback", "decode", "no_prefill_worker")
 WITHOUT_DECODE = Route("fallback", "prefill", "no_decode_worker")
+ADAPTIVE_WHOLE = Route("colocated", "adaptive")
+ADAPTIVE_SPLIT = Route("disaggregated", "adaptive")
+"""In mode `adaptive` it is decided when the prompt has its turn which of the two a request takes."""
 
 
 def pools_of(mode: Mode) -> tuple[Pool, ...]:
     """Return the pools of a deployment; the last one decodes."""
-    return ("colocated",) if mode == "colocated" else ("prefill", "decode")
+    return ("prefill", "decode") if mode == "disaggregated" else (mode,)
+
+
+def exchanging_pools(mode: Mode) -> tuple[Pool, Pool] | None:
+    """Return the pool whose workers hand KV off and the one whose workers take it; None if nothing is handed off."""
+    if mode == "colocated":
+        return None
+    return ("prefill", "decode") if mode == "disaggregated" else ("adaptive", "adaptive")
 
 
 def answer_pool(mode: Mode, usable: Collection[Pool]) -> Pool:
@@ -125,6 +147,8 @@ def route_for(demand: Demand, mode: Mode, min_remote_prefill_tokens: int, usable
     """Return which way a request goes, before a worker is chosen for any part of it."""
     if mode == "colocated":
         return WHOLE_REPLICA
+    if mode == "adaptive":
+        return ADAPTIVE_WHOLE
     if answer_pool(mode, usable) == "prefill":
         return WITHOUT_DECODE
     if demand.prompt_tokens < min_remote_prefill_tokens:
@@ -178,8 +202,10 @@ PROMPT_SCORERS: Mapping[Pool, Scorer] = {
     "prefill": least_prompt_tokens,
     "decode": fewest_running_then_most_free,
     "colocated": least_work,
+    "adaptive": least_work,
 }
-"""The scorer for the worker that computes a prompt, for each pool that may."""
+"""The scorer for the worker that computes a prompt, for each pool that may; in pool `adaptive` while no model of a
+worker's steps is known."""
 DECODE_SCORER: Scorer = room_then_fewest_running
 """The scorer for the worker that decodes after a hand-off."""
 
@@ -207,6 +233,11 @@ SPARE_FRACTION = 0.25
 def blocks_needed(demand: Demand, block_size_tokens: int) -> int:
     """Return the KV blocks of a sequence with half of its longest answer, since most answers end earlier."""
     return -(-(demand.prompt_tokens + demand.output_tokens // 2) // block_size_tokens)
+
+
+def context_tokens(demand: Demand) -> int:
+    """Return the mean context of the sequence while it decodes, if its answer is as long as it may be."""
+    return demand.prompt_tokens + demand.output_tokens // 2
 
 
 def prompt_blocks(demand: Demand, block_size_tokens: int) -> int:

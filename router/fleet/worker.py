@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -14,7 +16,7 @@ import msgspec
 
 from contracts.errors import WorkerLost
 from contracts.vocabulary import Pool
-from contracts.workers import Role, WorkerDescription, WorkerStatus
+from contracts.workers import MIN_FITTED_STEPS, Role, StepModel, WorkerDescription, WorkerStatus
 from router.fleet.policy import WorkerLoad
 from worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
 
@@ -43,6 +45,12 @@ class Outstanding(msgspec.Struct):
     """KV blocks for the prompts of all sequences that have not finished."""
     running: int = 0
     """Sequences sent there that have not finished."""
+    decodes: int = 0
+    """Sequences that it decodes, or will once their prompts are computed."""
+    decoding: int = 0
+    """Those of them that have begun."""
+    context_tokens: int = 0
+    """Tokens of the contexts of `decodes`, half of each answer included."""
 
 
 class Worker:
@@ -83,6 +91,12 @@ class Worker:
         self._silent_since_s = time.monotonic()
         """Time of its last answer, or of this router's last discovery that it had been stuck itself."""
         self._unreached_since_s: float | None = None
+        self._prompts: dict[PromptReservation, None] = {}
+        """The prompts that it still has to compute, in their order."""
+        self._head_since_s = 0.0
+        """When it began with the first of them."""
+        self._tpot_limits_s: Counter[float] = Counter()
+        """The limits of the sequences that it decodes or will decode."""
         self.outstanding = Outstanding()
         """What `reserve` has counted here; in one of several routers, what their dispatcher has."""
 
@@ -215,38 +229,101 @@ class Worker:
 
     @contextmanager
     def reserve(
-        self, prompt_tokens: int = 0, promised_blocks: int = 0, held_blocks: int = 0
+        self,
+        prompt_tokens: int = 0,
+        promised_blocks: int = 0,
+        held_blocks: int = 0,
+        *,
+        decode_context_tokens: int = 0,
+        tpot_limit_s: float = math.inf,
     ) -> Iterator[PromptReservation]:
         """Count a sequence against this worker while the block runs.
 
-        Prompt tokens and promised blocks count until `prompt_done`, the held blocks of its prompt until the end.
+        Prompt tokens and promised blocks count until `prompt_done`, the held blocks of its prompt until the end. If the
+        worker will decode it, `decode_context_tokens` are its context's, half of its answer included.
         """
-        reservation = PromptReservation(self, prompt_tokens, promised_blocks)
-        self.outstanding.running += 1
-        self.outstanding.held_blocks += held_blocks
+        now, decodes = self.outstanding, decode_context_tokens > 0
+        reservation = PromptReservation(self, prompt_tokens, promised_blocks, decodes=decodes)
+        now.running += 1
+        now.held_blocks += held_blocks
+        now.decodes += decodes
+        now.context_tokens += decode_context_tokens
+        self._tpot_limits_s[tpot_limit_s] += decodes
         try:
             yield reservation
         finally:
-            self.outstanding.running -= 1
-            self.outstanding.held_blocks -= held_blocks
-            reservation.prompt_done()
+            now.running -= 1
+            now.held_blocks -= held_blocks
+            now.decodes -= decodes
+            now.context_tokens -= decode_context_tokens
+            self._tpot_limits_s[tpot_limit_s] -= decodes
+            if not self._tpot_limits_s[tpot_limit_s]:
+                del self._tpot_limits_s[tpot_limit_s]
+            reservation.close()
 
-    def add_outstanding(self, prompt_tokens: int, promised_blocks: int) -> None:
-        """Change the outstanding amounts, for `PromptReservation`."""
-        self.outstanding.prompt_tokens += prompt_tokens
-        self.outstanding.promised_blocks += promised_blocks
+    @property
+    def tpot_limit_s(self) -> float:
+        """The least time per output token that a sequence may take which it decodes or will decode; inf without."""
+        return min(self._tpot_limits_s, default=math.inf)
+
+    @property
+    def step_model(self) -> StepModel | None:
+        """The model of its steps, if it has run enough of them."""
+        model = self.status.step_model if self.status else None
+        return model if model is not None and model.steps >= MIN_FITTED_STEPS else None
+
+    def prompts_ahead(self) -> tuple[list[int], float]:
+        """Return the tokens of each prompt that it still has to compute, in order, and for how many seconds it has
+        been computing the first one."""
+        tokens = [prompt.prompt_tokens for prompt in self._prompts]
+        return tokens, time.monotonic() - self._head_since_s if tokens else 0.0
+
+    def begin_prompt(self, prompt: PromptReservation) -> None:
+        """Count the prompt as the last one to be computed, for `PromptReservation`."""
+        if not self._prompts:
+            self._head_since_s = time.monotonic()
+        self._prompts[prompt] = None
+        self.outstanding.prompt_tokens += prompt.prompt_tokens
+
+    def end_prompt(self, prompt: PromptReservation) -> None:
+        """No longer count the prompt, for `PromptReservation`."""
+        was_first = next(iter(self._prompts)) is prompt
+        del self._prompts[prompt]
+        self.outstanding.prompt_tokens -= prompt.prompt_tokens
+        if was_first:
+            self._head_since_s = time.monotonic()
 
 
 class PromptReservation:
     """Prompt tokens that a worker still has to compute for us, and blocks that it will need for them."""
 
-    def __init__(self, worker: Worker, prompt_tokens: int, promised_blocks: int = 0) -> None:
+    def __init__(self, worker: Worker, prompt_tokens: int, promised_blocks: int = 0, *, decodes: bool = False) -> None:
+        """`decodes`: whether the worker decodes the sequence from its first token on."""
+        self.prompt_tokens = prompt_tokens
         self._worker = worker
-        self._prompt_tokens = prompt_tokens
         self._promised_blocks = promised_blocks
-        worker.add_outstanding(prompt_tokens, promised_blocks)
+        self._decodes = decodes
+        self._waits, self._decoding = True, False
+        worker.outstanding.promised_blocks += promised_blocks
+        if prompt_tokens:
+            worker.begin_prompt(self)
 
     def prompt_done(self) -> None:
         """Record that the first token has arrived. May be called twice."""
-        self._worker.add_outstanding(-self._prompt_tokens, -self._promised_blocks)
-        self._prompt_tokens = self._promised_blocks = 0
+        if self._waits:
+            self._end_waiting()
+            self._decoding = self._decodes
+            self._worker.outstanding.decoding += self._decoding
+
+    def close(self) -> None:
+        """Record that the sequence has left."""
+        if self._waits:
+            self._end_waiting()
+        self._worker.outstanding.decoding -= self._decoding
+        self._decoding = False
+
+    def _end_waiting(self) -> None:
+        self._waits = False
+        self._worker.outstanding.promised_blocks -= self._promised_blocks
+        if self.prompt_tokens:
+            self._worker.end_prompt(self)

@@ -13,21 +13,21 @@ from typing import Protocol
 
 from contracts.errors import WorkerDraining, WorkerLost
 from contracts.vocabulary import Pool
+from router.fleet.adaptive import Decision
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.policy import (
+    ADAPTIVE_SPLIT,
+    ADAPTIVE_WHOLE,
     DECODE_SCORER,
     SPLIT,
     Demand,
     NoWorker,
     Rerouted,
     Route,
-    blocks_needed,
     distance,
     pick,
-    prompt_blocks,
 )
-from router.fleet.worker import PromptReservation
-from router.flow.prompt_queue import PromptQueue, PromptTurn
+from router.flow.prompt_queue import DecodeSeat, PromptQueue, PromptTurn
 from router.settings import RouterSettings
 
 
@@ -52,12 +52,17 @@ class Place(Protocol):
 
     @property
     def prompt_worker(self) -> Worker:
-        """The worker that computes the prompt, and the rest too unless the route is `SPLIT`."""
+        """The worker that computes the prompt, and the rest too unless the route splits."""
         ...
 
     @property
     def decode_worker(self) -> Worker | None:
-        """The worker that decodes after a hand-off; None if the route is another one than `SPLIT`."""
+        """The worker that decodes after a hand-off; None unless the route splits."""
+        ...
+
+    @property
+    def decision(self) -> Decision | None:
+        """Why these workers, if they were chosen by prediction."""
         ...
 
     def prompt_done(self) -> None:
@@ -128,26 +133,32 @@ class LocalPlacement:
         turn = self._queues[route.prompt_pool].turn(wish.demand, urgent=wish.urgent, decodes_here=not splits)
         async with turn as granted:
             with ExitStack() as decoding:
-                decode = self._take_decode(wish.demand, granted, decoding) if splits else None
-                yield _LocalPlace(route, granted, decode)
+                decode = self._decode_of(wish.demand, granted) if splits or granted.splits else None
+                if decode is not None:
+                    decoding.callback(decode.close)
+                yield _LocalPlace(ADAPTIVE_SPLIT if decode and route == ADAPTIVE_WHOLE else route, granted, decode)
 
     @contextmanager
     def keep(self, wish: Wish, route: Route, prompt_worker: Worker, decode_worker: Worker | None) -> Iterator[Place]:
         """Count a place that is in use already, because another dispatcher had given it, while the block runs."""
         with ExitStack() as held:
             queue = self._queues[route.prompt_pool]
-            turn = queue.seat(wish.demand, prompt_worker, decodes_here=decode_worker is None)
+            turn = queue.seat(wish.demand, prompt_worker, decode_worker or prompt_worker)
             held.callback(turn.close)
-            decode = None if decode_worker is None else _count_decode(wish.demand, turn, decode_worker, held)
+            decode = turn.take_decode() if turn.splits else None
+            if decode is not None:
+                held.callback(decode.close)
             yield _LocalPlace(route, turn, decode)
 
-    def _take_decode(self, demand: Demand, turn: PromptTurn, held: ExitStack) -> _Decode:
-        """Pick a worker by the KV blocks that the sequence will need, half of its answer included, by its load and how
-        near it is, and count it there.
+    def _decode_of(self, demand: Demand, turn: PromptTurn) -> DecodeSeat:
+        """Return the place where the sequence is decoded, and close it.
 
-        Its place in the batch came with the turn. Raises WorkerLost or WorkerDraining if no worker is left, and
+        If none came with the turn, pick a worker by the KV blocks that the sequence will need, half of its answer
+        included, by its load and how near it is. Raises WorkerLost or WorkerDraining if no worker is left, and
         Rerouted if there is no such pool any more.
         """
+        if turn.splits:
+            return turn.take_decode()
         pool = self._fleet.usable("decode")
         if not pool and self._fleet.mode != "disaggregated":
             raise Rerouted("the mode was changed while the prompt waited for its turn")
@@ -157,33 +168,15 @@ class LocalPlacement:
             raise gone("the decode workers were lost while the prompt waited for its turn")
         here = turn.worker.description
         loads = [one.load(distance(here, one.description)) for one in pool]
-        worker = self._fleet.get(pick(demand, loads, DECODE_SCORER))
-        return _count_decode(demand, turn, worker, held)
-
-
-def _count_decode(demand: Demand, turn: PromptTurn, worker: Worker, held: ExitStack) -> _Decode:
-    slot = turn.take_slot()
-    held.callback(slot.release)
-    slot.on(worker)
-    block_size_tokens = worker.description.block_size_tokens
-    reserved = worker.reserve(
-        promised_blocks=blocks_needed(demand, block_size_tokens),
-        held_blocks=prompt_blocks(demand, block_size_tokens),
-    )
-    return _Decode(worker, held.enter_context(reserved))
-
-
-@dataclass(frozen=True)
-class _Decode:
-    worker: Worker
-    counted: PromptReservation
+        return turn.decode_on(self._fleet.get(pick(demand, loads, DECODE_SCORER)))
 
 
 class _LocalPlace:
     """A turn on the worker that computes the prompt, and what is reserved on the one that decodes."""
 
-    def __init__(self, route: Route, turn: PromptTurn, decode: _Decode | None) -> None:
+    def __init__(self, route: Route, turn: PromptTurn, decode: DecodeSeat | None) -> None:
         self.route = route
+        self.decision = turn.decision
         self.prompt_worker = turn.worker
         self.decode_worker = decode.worker if decode else None
         self._turn = turn
@@ -200,4 +193,4 @@ class _LocalPlace:
     def decode_began(self) -> None:
         """Record that the worker that decodes has sent a token."""
         if self._decode is not None:
-            self._decode.counted.prompt_done()
+            self._decode.began()

@@ -23,17 +23,19 @@ from functools import partial
 import msgspec
 
 from contracts.vocabulary import Pool
+from router.fleet.adaptive import Decision
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.policy import (
-    PROMPT_SCORERS,
     Demand,
     NoWorker,
     Rerouted,
     WorkerLoad,
-    pick,
+    blocks_needed,
+    context_tokens,
     pools_of,
     prompt_blocks,
 )
+from router.flow.choice import Choice, Chooser, by_prediction, by_score
 from router.flow.decode_slots import DecodeSlot, DecodeSlots
 from router.flow.fair_queue import FairQueue, Waiting
 from router.flow.rates import ServiceRate
@@ -45,6 +47,35 @@ RECHECK_S = 0.25
 """Interval of checks while prompts wait for a pool without a usable worker."""
 
 
+class DecodeSeat:
+    """A sequence's place on the worker that decodes it after a hand-off."""
+
+    def __init__(self, worker: Worker, demand: Demand, slot: DecodeSlot) -> None:
+        """Count the sequence there, with its slot, until `close`."""
+        self.worker = worker
+        self._slot = slot
+        self._counted = ExitStack()
+        slot.on(worker)
+        block_size_tokens = worker.description.block_size_tokens
+        self._reservation = self._counted.enter_context(
+            worker.reserve(
+                promised_blocks=blocks_needed(demand, block_size_tokens),
+                held_blocks=prompt_blocks(demand, block_size_tokens),
+                decode_context_tokens=context_tokens(demand),
+                tpot_limit_s=demand.tpot_limit_s,
+            )
+        )
+
+    def began(self) -> None:
+        """Record that it has sent a token, and so reports its blocks. May be called twice."""
+        self._reservation.prompt_done()
+
+    def close(self) -> None:
+        """Record that the sequence has left. May be called twice."""
+        self._counted.close()
+        self._slot.release()
+
+
 class PromptTurn:
     """A prompt's place on a worker, and its sequence's place where it is decoded.
 
@@ -52,19 +83,41 @@ class PromptTurn:
     """
 
     def __init__(
-        self, queue: PromptQueue, worker: Worker, demand: Demand, slot: DecodeSlot, *, decodes_here: bool
+        self,
+        queue: PromptQueue,
+        worker: Worker,
+        demand: Demand,
+        slot: DecodeSlot,
+        *,
+        decode_worker: Worker | None = None,
+        decision: Decision | None = None,
     ) -> None:
-        """`decodes_here` says whether this worker gets the whole request."""
+        """`decode_worker` is the worker that decodes, as far as it is known: `worker` itself if it gets all."""
         self.worker = worker
         self.prompt_tokens = demand.prompt_tokens
+        self.decision = decision
+        """Why these workers, if they were chosen by prediction."""
         self._queue = queue
         self._counted = ExitStack()
         block_size_tokens = worker.description.block_size_tokens
+        decodes_here = decode_worker is worker
         blocks = prompt_blocks(demand, block_size_tokens) if decodes_here else 0
-        self._reservation = self._counted.enter_context(worker.reserve(demand.prompt_tokens, blocks, blocks))
+        self._reservation = self._counted.enter_context(
+            worker.reserve(
+                demand.prompt_tokens,
+                blocks,
+                blocks,
+                decode_context_tokens=context_tokens(demand) if decodes_here else 0,
+                tpot_limit_s=demand.tpot_limit_s,
+            )
+        )
         self._slot: DecodeSlot | None = slot
+        self._decode: DecodeSeat | None = None
         if decodes_here:
             slot.on(worker)
+        elif decode_worker is not None:
+            self._decode = DecodeSeat(decode_worker, demand, self._take_slot())
+        self._demand = demand
         self._open = True
 
     def prompt_done(self) -> None:
@@ -79,10 +132,26 @@ class PromptTurn:
         self._counted.close()
         self._end(computed=False)
         if self._slot is not None:
-            self.take_slot().release()
+            self._take_slot().release()
+        if self._decode is not None:
+            self.take_decode().close()
 
-    def take_slot(self) -> DecodeSlot:
-        """Return the slot for a sequence that another worker decodes. Call it once; the caller must release it."""
+    @property
+    def splits(self) -> bool:
+        """Whether another worker has been chosen that decodes."""
+        return self._decode is not None
+
+    def decode_on(self, worker: Worker) -> DecodeSeat:
+        """Return a place on this worker, which decodes. Call it at most once; the caller must close it."""
+        return DecodeSeat(worker, self._demand, self._take_slot())
+
+    def take_decode(self) -> DecodeSeat:
+        """Return the place on the worker that was chosen for decode. Call it once; the caller must close it."""
+        assert self._decode is not None
+        decode, self._decode = self._decode, None
+        return decode
+
+    def _take_slot(self) -> DecodeSlot:
         assert self._slot is not None
         slot, self._slot = self._slot, None
         return slot
@@ -125,6 +194,8 @@ class _Waiting:
     demand: Demand
     decodes_here: bool
     granted: asyncio.Future[PromptTurn]
+    pushed_s: float
+    urgent: bool
 
 
 class PromptQueue:
@@ -139,8 +210,11 @@ class PromptQueue:
         slots: DecodeSlots,
         clock: Callable[[], float] = time.monotonic,
         has_substitute: Callable[[], bool] = lambda: False,
+        choose: Chooser | None = None,
     ) -> None:
-        """`has_substitute` says whether the workers of another pool can serve whole requests now."""
+        """`has_substitute` says whether the workers of another pool can serve whole requests now; `choose` chooses a
+        prompt's workers, by default by their scores."""
+        self._choose = choose or by_score(pool)
         self.pool: Pool = pool
         self._has_substitute = has_substitute
         self._workers = workers
@@ -158,12 +232,13 @@ class PromptQueue:
     async def turn(self, demand: Demand, *, decodes_here: bool, urgent: bool = False) -> AsyncIterator[PromptTurn]:
         """Wait for a worker, and count this sequence there while the block runs.
 
-        An `urgent` prompt goes before all others. The worker gets the whole request if `decodes_here` is set. Raises
+        An `urgent` prompt goes before all others. With `decodes_here` the worker gets the whole request, unless another
+        one is chosen to decode with it. Raises
         Rerouted if the pool has ceased to serve, and NoWorker once it has had no usable worker for
         `recovery_timeout_s` while prompts waited, or for `SUBSTITUTED_PATIENCE_S` if another pool can serve them.
         """
         granted: asyncio.Future[PromptTurn] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(demand, decodes_here, granted)
+        waiting = _Waiting(demand, decodes_here, granted, self._clock(), urgent)
         entry = self._queue.push(demand.client, demand.prompt_tokens, waiting, urgent=urgent)
         self.dispatch()
         try:
@@ -191,14 +266,21 @@ class PromptQueue:
             if entry.item.granted.done():  # its client has left: do not choose a worker for it
                 self._queue.remove(entry)
                 continue
-            worker = self._best(entry.item.demand, roomy)
+            asked = entry.item
+            waited_s = asked.demand.waited_s + self._clock() - asked.pushed_s
+            choice = self._choose(asked.demand, waited_s, roomy, urgent=asked.urgent)
+            if choice is None:  # it waits for a worker that has no room now
+                break
             self._queue.pop(may_start)
-            self._grant(entry.item, worker)
+            self._grant(asked, choice)
         self._watch_outage()
 
-    def seat(self, demand: Demand, worker: Worker, *, decodes_here: bool) -> PromptTurn:
-        """Give a prompt its turn on this worker without any wait, because it is there already; close it."""
-        return PromptTurn(self, worker, demand, self._slots.take(demand.client), decodes_here=decodes_here)
+    def seat(
+        self, demand: Demand, worker: Worker, decode_worker: Worker | None, decision: Decision | None = None
+    ) -> PromptTurn:
+        """Give a prompt its turn on this worker without any wait; close it. See `PromptTurn`."""
+        slot = self._slots.take(demand.client)
+        return PromptTurn(self, worker, demand, slot, decode_worker=decode_worker, decision=decision)
 
     def send_away(self) -> int:
         """End the wait of all prompts with Rerouted, in their order; return how many there were."""
@@ -266,13 +348,11 @@ class PromptQueue:
     def _full(self, worker: Worker) -> bool:
         return worker.load().outstanding_prompt_tokens >= self._window_tokens
 
-    def _best(self, demand: Demand, roomy: list[tuple[Worker, WorkerLoad]]) -> Worker:
-        chosen = pick(demand, (load for _, load in roomy), PROMPT_SCORERS[self.pool])
-        return next(worker for worker, load in roomy if load.worker_id == chosen)
-
-    def _grant(self, waiting: _Waiting, worker: Worker) -> None:
+    def _grant(self, waiting: _Waiting, choice: Choice) -> None:
+        worker = choice.worker
         idle = not worker.load().outstanding_prompt_tokens
-        waiting.granted.set_result(self.seat(waiting.demand, worker, decodes_here=waiting.decodes_here))
+        decode_worker = choice.decode_worker or (worker if waiting.decodes_here else None)
+        waiting.granted.set_result(self.seat(waiting.demand, worker, decode_worker, choice.decision))
         if idle:
             self._rate.begin(worker.worker_id, self._full(worker))
 
@@ -330,6 +410,7 @@ def prompt_queues(fleet: Fleet, settings: RouterSettings) -> dict[Pool, PromptQu
             settings.recovery_timeout_s,
             slots,
             has_substitute=partial(another_serves, pool),
+            choose=by_prediction(pool, partial(fleet.pool, pool)) if pool == "adaptive" else None,
         )
         for pool in fleet.pools
     }

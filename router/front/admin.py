@@ -31,6 +31,7 @@ _WITHOUT: dict[Pool, str] = {
     "prefill": "every prompt is computed on the decode workers",
     "decode": "every request is served whole by the prefill workers",
     "colocated": "nothing can be served",
+    "adaptive": "nothing can be served",
 }
 """What follows when the last worker of a pool leaves."""
 DRAIN_TIMEOUT_S = 30.0

@@ -13,6 +13,7 @@ from typing import Literal
 
 from contracts.tasks import LegTiming
 from contracts.vocabulary import Pool
+from router.fleet.adaptive import Decision
 from router.fleet.policy import Path
 
 Outcome = Literal["finished", "failed", "cancelled"]
@@ -48,6 +49,8 @@ class RequestTimeline:
     """The workers between which its KV went: prefill's and decode's."""
     overlapped: bool = False
     """The KV was fetched during prefill (overlap), so that waiting for it cost only the last segment."""
+    decision: Decision | None = None
+    """Why its workers were chosen, if they were by prediction."""
     pauses_s: list[tuple[RequestState, float]] = field(default_factory=list)
     """For each loss of a worker, the request's state and the pause that the client saw: from the last token before the
     loss, or from arrival, to the next token."""

@@ -167,7 +167,15 @@ class JoinedRouter:
 
 
 def _wish_of(asked: Asked) -> Wish:
-    demand = Demand(asked.prompt_tokens, asked.output_tokens, asked.client, frozenset(asked.avoided))
+    demand = Demand(
+        asked.prompt_tokens,
+        asked.output_tokens,
+        asked.client,
+        frozenset(asked.avoided),
+        asked.ttft_limit_s,
+        asked.tpot_limit_s,
+        asked.waited_s,
+    )
     return Wish(demand, urgent=asked.urgent, canary=asked.canary)
 
 
@@ -178,4 +186,5 @@ def _granted(number: int, place: Place) -> Granted:
         WayOf(route.path, route.prompt_pool, route.recompute_reason),
         (prompt.worker_id, prompt.description.incarnation),
         None if decode is None else (decode.worker_id, decode.description.incarnation),
+        place.decision,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
 
 from contracts.vocabulary import Mode, Pool
+from router.fleet.adaptive import Decision
 from router.fleet.pairing import KvPair
 from router.fleet.policy import Path
 from router.fleet.worker import Outstanding
@@ -38,6 +40,9 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     canary: bool
     avoided: tuple[str, ...] = ()
     """Workers to which this router has no connection."""
+    ttft_limit_s: float = math.inf
+    tpot_limit_s: float = math.inf
+    waited_s: float = 0.0
 
 
 # router to dispatcher
@@ -121,6 +126,7 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     prompt_worker: tuple[str, str]
     """Worker id and incarnation."""
     decode_worker: tuple[str, str] | None
+    decision: Decision | None = None
 
 
 Reason = Literal["no_worker", "lost", "draining"]

@@ -89,7 +89,17 @@ class SharedPlacement:
     def _asked(self, wish: Wish) -> Asked:
         avoided = tuple(worker.worker_id for worker in self._fleet.workers if not worker.client.connected)
         demand = wish.demand
-        return Asked(demand.prompt_tokens, demand.output_tokens, demand.client, wish.urgent, wish.canary, avoided)
+        return Asked(
+            demand.prompt_tokens,
+            demand.output_tokens,
+            demand.client,
+            wish.urgent,
+            wish.canary,
+            avoided,
+            demand.ttft_limit_s,
+            demand.tpot_limit_s,
+            demand.waited_s,
+        )
 
     async def _granted(self, wished: _Wished) -> Granted:
         while not wished.answer.done():
@@ -157,6 +167,7 @@ class _SharedPlace:
         self.route = Route(way.path, way.prompt_pool, way.recompute_reason)
         self.prompt_worker = prompt
         self.decode_worker = decode
+        self.decision = granted.decision
         self._link = link
         self._number = number
         self._wished = wished

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from contracts.handoff import KvHandoff, KvLayout
 from contracts.tasks import LegTiming
@@ -63,7 +63,7 @@ def router_settings(**changes: Any) -> RouterSettings:
         "max_outstanding_requests": 10,
         "min_remote_prefill_tokens": 0,
         "overlap": True,
-        "prefill_window_tokens": {"prefill": 1024, "decode": 1024, "colocated": 1024},
+        "prefill_window_tokens": dict.fromkeys(get_args(Pool), 1024),
         "max_prompt_wait_s": 30.0,
         "recovery_timeout_s": 10.0,
         "ready_deadline_s": 5.0,

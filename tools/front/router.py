@@ -38,7 +38,12 @@ def settings(model: str, routers: int) -> RouterSettings:
         max_outstanding_requests=8192,
         overlap=True,
         min_remote_prefill_tokens=0,
-        prefill_window_tokens={"prefill": WINDOW_TOKENS, "decode": WINDOW_TOKENS, "colocated": WINDOW_TOKENS},
+        prefill_window_tokens={
+            "prefill": WINDOW_TOKENS,
+            "decode": WINDOW_TOKENS,
+            "colocated": WINDOW_TOKENS,
+            "adaptive": WINDOW_TOKENS,
+        },
         max_prompt_wait_s=60.0,
         recovery_timeout_s=60.0,
         ready_deadline_s=10.0,

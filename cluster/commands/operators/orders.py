@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 from rich.console import Console
@@ -21,7 +21,7 @@ from loadtest.errors import ServerError
 POLL_S = 0.5
 UNKNOWN_S = 30.0
 """How long the routers may take to know of an order: another one than that which was asked may answer, or a new one."""
-POOLS: tuple[Pool, ...] = ("prefill", "decode", "colocated")
+POOLS: tuple[Pool, ...] = get_args(Pool)
 
 
 def wanted_workers(words: list[str]) -> dict[str, int]:

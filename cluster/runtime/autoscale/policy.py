@@ -23,6 +23,7 @@ LIMITS_OF: Mapping[Pool, tuple[LimitedLatency, ...]] = {
     "prefill": ("ttft",),
     "decode": ("tpot",),
     "colocated": ("ttft", "tpot"),
+    "adaptive": ("ttft", "tpot"),
 }
 """Which latencies another worker of a pool would help."""
 

@@ -91,7 +91,7 @@ def _pool_use(pool: Pool, workers: Sequence[WorkerUse], reading: Reading, last: 
     if pool == "prefill":
         use = _prompt_time(workers, reading, last)
         return PoolUse(len(workers), use, "of its time goes into prompts", waiting)
-    if pool == "colocated" and waiting:
+    if pool in ("colocated", "adaptive") and waiting:
         return PoolUse(len(workers), 1.0, "in use", waiting)
     places = _ratio((worker.running, worker.places) for worker in workers)
     blocks = _ratio((worker.kv_blocks_used, worker.kv_blocks) for worker in workers)

@@ -333,7 +333,7 @@ def test_compare_of_what_would_say_nothing_is_refused_with_the_fix(ridgeline, tm
         ),
         ("disaggregated: {plain: {}, lossy: {transfer: {faults: drop=0.1}}}", [], "candidate lossy of disaggregated"),
         ("colocated: {plain: {}}", ["ray.share_cores=true"], "candidate plain of colocated"),
-        ("opponent: {plain: {}}", [], "its keys are colocated and disaggregated"),
+        ("opponent: {plain: {}}", [], "its keys are colocated, disaggregated and adaptive"),
     ],
 )
 def test_a_grid_with_an_impossible_candidate_is_refused_before_anything_starts(
@@ -502,8 +502,9 @@ def test_what_is_no_url_of_a_server_is_told_with_how_to_write_one(ridgeline, com
 @pytest.mark.parametrize(
     ("mode", "unit", "count", "per_worker"),
     [
-        ("disaggregated", "core", 7, {"prefill": 2, "decode": 1, "colocated": 1}),
-        ("colocated", "core", 2, {"prefill": 2, "decode": 1, "colocated": 1}),
+        ("disaggregated", "core", 7, {"prefill": 2, "decode": 1, "colocated": 1, "adaptive": 2}),
+        ("colocated", "core", 2, {"prefill": 2, "decode": 1, "colocated": 1, "adaptive": 2}),
+        ("adaptive", "core", 10, {"prefill": 2, "decode": 1, "colocated": 1, "adaptive": 2}),
     ],
 )
 def test_the_devices_of_a_mode_are_the_cores_of_its_pools(mode, unit, count, per_worker):

@@ -166,9 +166,9 @@ def test_an_engine_gets_its_own_pools_limits_and_the_shared_ones(planned, tmp_pa
         assert (engine.on_cpu, engine.enforce_eager, engine.tensor_parallel_size) == (True, True, 1)
 
 
-def test_workers_have_a_role_in_both_modes_and_engines_that_hold_the_larger_limits(planned):
+def test_workers_have_a_role_in_every_mode_and_engines_that_hold_the_larger_limits(planned):
     limits = {"pools__decode__max_num_seqs": "90", "pools__colocated__max_num_batched_tokens": "900"}
-    for mode in ("disaggregated", "colocated"):
+    for mode in ("disaggregated", "colocated", "adaptive"):
         plan = planned(mode=mode, **limits)
         settings = plan.router_settings()
         assert {
@@ -177,6 +177,7 @@ def test_workers_have_a_role_in_both_modes_and_engines_that_hold_the_larger_limi
         } == {
             "disaggregated": {"worker-0": ("prefill", 32, 512), "worker-1": ("decode", 90, 512)},
             "colocated": {"worker-0": ("colocated", 72, 900), "worker-1": ("colocated", 72, 900)},
+            "adaptive": {"worker-0": ("adaptive", 90, 512), "worker-1": ("adaptive", 90, 512)},
         }
         for worker in plan.workers:
             engine = plan.engine_config(worker, "10.0.0.1")
@@ -193,12 +194,22 @@ def test_workers_have_a_role_in_both_modes_and_engines_that_hold_the_larger_limi
         ({"pools__colocated__max_num_batched_tokens": "8"}, "cannot give every one of max_num_seqs"),
     ],
 )
-def test_a_deployment_that_stays_in_its_mode_says_which_setting_keeps_it_there(planned, settings, why):
+def test_a_deployment_that_cannot_become_colocated_says_which_setting_is_in_the_way(planned, settings, why):
     plan = planned(**settings)
     router = plan.router_settings()
-    assert (router.roles, list(router.why_not)) == ({}, ["colocated"])
+    assert "colocated" not in router.roles
     assert why in router.why_not["colocated"]
     assert [plan.engine_config(worker, "h").max_num_batched_tokens for worker in plan.workers][-1] == 512
+
+
+def test_workers_with_different_caches_have_one_mode_and_pools_that_hand_over_may_still_become_adaptive(planned):
+    fixed = planned(pools__decode__kv_cache_bytes="64 MiB").router_settings()
+    assert (fixed.roles, {*fixed.why_not}) == ({}, {"colocated", "adaptive"})
+    assert "make them equal" in fixed.why_not["adaptive"]
+    three = planned(pools__prefill__workers="2").router_settings()
+    assert ({*three.roles}, {*three.why_not}) == ({"disaggregated", "adaptive"}, {"colocated"})
+    own = planned(pools__adaptive="{workers: 3, max_num_seqs: 8, max_num_batched_tokens: 64}").router_settings()
+    assert "pools.adaptive.workers is 3" in own.why_not["adaptive"]
 
 
 def test_every_setting_of_a_pool_is_either_kept_by_a_running_engine_or_set_at_run_time():
@@ -267,7 +278,7 @@ def test_the_router_is_told_its_limits_and_the_name_clients_use(planned):
     assert (router.served_name, router.port, router.mode) == ("mine", 1234, "disaggregated")
     assert (router.min_remote_prefill_tokens, router.max_outstanding_requests, router.request_deadline_s) == (99, 5, 8)
     assert (router.prefill_window_tokens, router.max_prompt_wait_s) == (
-        dict.fromkeys(("prefill", "decode", "colocated"), 3000),
+        dict.fromkeys(("prefill", "decode", "colocated", "adaptive"), 3000),
         7,
     )
     assert (router.recovery_timeout_s, router.ready_deadline_s) == (6, 4)
@@ -303,4 +314,4 @@ def test_router_and_engines_get_the_same_arguments_of_the_models_and_each_pool_i
 def test_a_worker_has_two_steps_of_prompts_at_a_time_whatever_its_pools_step_is(planned):
     steps = {"pools__prefill__max_num_batched_tokens": "700"}
     windows = planned(**steps).router_settings().prefill_window_tokens
-    assert windows == {"prefill": 1400, "decode": 1024, "colocated": 4096}
+    assert windows == {"prefill": 1400, "decode": 1024, "colocated": 4096, "adaptive": 1400}

@@ -34,6 +34,7 @@ ROLES = RoleTable(
             "decode-0": role("disaggregated", "decode", 80, 512),
         },
         "colocated": {name: role("colocated", "colocated", 72, 2048) for name in ("prefill-0", "decode-0")},
+        "adaptive": {name: role("adaptive", "adaptive", 80, 512) for name in ("prefill-0", "decode-0")},
     },
 )
 DESCRIPTION = worker_description(worker_id="decode-0", pool="decode", layout=LAYOUT)
@@ -83,12 +84,12 @@ async def test_a_change_gives_every_worker_its_role_and_the_limits_of_its_steps(
 async def test_requests_are_answered_before_during_and_after_changes():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving, answers = Serving(started, fleet), []
-        for mode in ("colocated", "disaggregated", "colocated", "disaggregated"):
+        for mode in ("colocated", "disaggregated", "adaptive", "colocated", "adaptive", "disaggregated"):
             answers += [serving.ask() for _ in range(10)]
             await serving.modes.change(mode)
         answers += [serving.ask() for _ in range(10)]
         await asyncio.gather(*(ending for _, ending in answers))
-        assert [len(sent) for sent, _ in answers] == [5] * 50
+        assert [len(sent) for sent, _ in answers] == [5] * 70
         assert all(worker.load().running == 0 for worker in fleet.workers)
 
 

@@ -17,7 +17,7 @@ from tests.support.several_routers import PROMPT_TOKENS, a_dispatcher, routers
 from tests.support.small_fleet import hosts
 
 LAYOUTS = {"prefill": LAYOUT, "decode": LAYOUT}
-ONE_PROMPT: dict[Pool, int] = {"prefill": 1, "decode": 1, "colocated": 1}
+ONE_PROMPT: dict[Pool, int] = {"prefill": 1, "decode": 1, "colocated": 1, "adaptive": 1}
 """Windows that one prompt fills."""
 SETTINGS = router_settings(routers=2, roles=ROLES.by_mode)
 NARROW = replace(SETTINGS, prefill_window_tokens=ONE_PROMPT)
@@ -50,7 +50,7 @@ async def test_the_dispatcher_knows_what_is_in_use_by_all_routers_and_which_prom
             use = await dispatcher.use()
             assert {worker.worker_id: worker.running for worker in use.workers} == {"prefill-0": 1, "decode-0": 1}
             assert all(worker.usable and worker.places and worker.kv_blocks for worker in use.workers)
-            assert use.waiting_prompts == {"prefill": 1, "decode": 0, "colocated": 0}
+            assert use.waiting_prompts == {"prefill": 1, "decode": 0, "colocated": 0, "adaptive": 0}
             engine(started)._stepping = "auto"
             engine(started).step()
             for _, request in asked:

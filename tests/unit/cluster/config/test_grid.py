@@ -41,7 +41,10 @@ colocated:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("opponent: {plain: {}}", "opponent: Extra inputs are not permitted; its keys are colocated and disaggregated"),
+        (
+            "opponent: {plain: {}}",
+            "opponent: Extra inputs are not permitted; its keys are colocated, disag",
+        ),
         ("colocated: {}", "colocated: needs a candidate, such as as-configured: {}"),
         ("colocated: [plain]", "colocated: Input should be a valid dictionary"),
         ("colocated: {x: {engine: {steps: 1}}}", "candidate x of colocated sets engine: it may set pools.colocated"),

@@ -1,0 +1,100 @@
+"""What a prompt or an answer would take on a worker, from the worker's own model of its steps. Pure functions.
+
+Used by `router.fleet.adaptive`. In the formulas, n sequences with c tokens of context decode on the worker, L is the
+least time per output token that one of them may take, and step(P, n, c, A) is `contracts.workers.StepModel`:
+
+- s = step(0, n, c, 0) is a step without prompts. While n > 0, the engine lets a step take T = max(`USED` L, s): it
+  computes as many prompt tokens as fit (`engine.steps`), or as many as its limit says if no sequence has an L.
+- a prompt of p tokens behind q others takes w = (p + q) times the time per prompt token, with its attention, and
+  k = max(w / (T - s), (p + q) / tokens of a step) steps: w + k s in all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from contracts.workers import StepModel
+
+USED = 0.95
+"""The part of a TPOT limit that engines use, since a step may take longer than was predicted."""
+LEAST_CHUNK_TOKENS = 32
+"""Prompt tokens that a step computes even if there is no time for them, so that every prompt goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker has to do, as far as predictions need it."""
+
+    worker_id: str
+    model: StepModel
+    step_tokens: int
+    """Tokens that one step computes at most."""
+    prompt_tokens: float = 0.0
+    """Prompt tokens that it has to compute before those of a prompt that comes now."""
+    prompt_attended: float = 0.0
+    """What they attend to, see `attended`."""
+    decoding: int = 0
+    """Sequences that decode there now."""
+    decodes: int = 0
+    """Those and the ones that will, once their prompts are computed, here or elsewhere."""
+    context_tokens: float = 0.0
+    """Tokens of the latter's contexts."""
+    tpot_limit_s: float = math.inf
+    """The least time per output token that one of them may take."""
+    step_target_s: float = math.inf
+    """The time that a step may take by the worker's role, while something decodes."""
+    open: bool = True
+    """Whether it would take a prompt now."""
+    room: bool = True
+    """Whether its KV blocks and its batch have room for one more sequence."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that is asked about whose KV it has."""
+
+    @property
+    def decoding_context_tokens(self) -> float:
+        """Tokens of the contexts of those that decode now."""
+        return self.context_tokens * self.decoding / self.decodes if self.decodes else 0.0
+
+
+def attended(tokens: float, cached_tokens: float = 0.0) -> float:
+    """Return the tokens that a prompt attends to, summed over those to be computed after `cached_tokens` of them."""
+    return (tokens - cached_tokens) * (tokens + cached_tokens) / 2
+
+
+def step_s(load: Load, more_sequences: int = 0, more_context_tokens: float = 0.0) -> float:
+    """Return the seconds of a step of all that decode or will, and of some more; 0 without any."""
+    sequences = load.decodes + more_sequences
+    return load.model.step_s(0, sequences, load.context_tokens + more_context_tokens, 0) if sequences else 0.0
+
+
+def compute_s(load: Load, tokens: float, attends: float) -> float:
+    """Return the seconds that prompt tokens add to the steps that compute them."""
+    model = load.model
+    return model.per_prefill_token_s * tokens + model.per_attended_token_s * attends
+
+
+def prompt_s(load: Load, tokens: float, attends: float) -> float:
+    """Return the seconds until a prompt is computed that comes to a worker now, behind what it has."""
+    all_tokens = load.prompt_tokens + tokens
+    work_s = compute_s(load, all_tokens, load.prompt_attended + attends)
+    steps = math.ceil(all_tokens / load.step_tokens)
+    if not load.decoding:
+        return work_s + steps * load.model.base_s
+    alone_s = load.model.step_s(0, load.decoding, load.decoding_context_tokens, 0)
+    allowed_s = min(USED * load.tpot_limit_s, load.step_target_s) - alone_s
+    if math.isfinite(allowed_s):
+        least_s = work_s * min(1.0, LEAST_CHUNK_TOKENS / all_tokens)
+        steps = max(steps, math.ceil(work_s / max(allowed_s, least_s)))
+    return work_s + steps * alone_s
+
+
+def tpot_s(load: Load, context_tokens: float, output_tokens: float, after_prompts_s: float = 0.0) -> float:
+    """Return the time per output token of one more sequence whose answer begins after `after_prompts_s`.
+
+    The prompts that the worker still computes then make its steps longer, within what its sequences allow.
+    """
+    alone_s = step_s(load, 1, context_tokens)
+    left_s = max(0.0, compute_s(load, load.prompt_tokens, load.prompt_attended) - after_prompts_s)
+    mixed_s = alone_s + left_s / max(1.0, output_tokens)
+    return max(alone_s, min(mixed_s, USED * load.tpot_limit_s, load.step_target_s))

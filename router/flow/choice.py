@@ -1,0 +1,133 @@
+"""Which workers a prompt gets when it is next: by score in the pure modes, by prediction in mode `adaptive`.
+
+Called by `router.flow.prompt_queue`. The rules are pure, in `router.fleet.policy` and `router.fleet.adaptive`; here
+the workers' state becomes what these need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from contracts.vocabulary import Pool
+from contracts.workers import StepModel
+from router.fleet.adaptive import Decision, Wanted, choose
+from router.fleet.policy import PROMPT_SCORERS, Demand, WorkerLoad, blocks_needed, pick
+from router.fleet.prediction import Load, attended, prompt_s
+from router.fleet.worker import Worker
+
+AT_MOST_DONE = 0.95
+"""The part of a prompt that may be taken as computed while its first token has not come."""
+HANDOVER_BYTES_PER_S = 1e9
+"""How fast KV moves between two workers of which nothing has been measured."""
+UNKNOWN_OUTPUT_TOKENS = 128
+"""Expected length of an answer that has no limit of its own."""
+
+Roomy = Sequence[tuple[Worker, WorkerLoad]]
+"""Workers that would take a prompt now, with their loads."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The workers of a prompt whose turn it is."""
+
+    worker: Worker
+    decode_worker: Worker | None = None
+    """The one that decodes, if another one does and has been chosen already."""
+    decision: Decision | None = None
+
+
+class Chooser(Protocol):
+    """Chooses the workers of the prompt that is next."""
+
+    def __call__(self, demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
+        """Return the choice; None to wait for a worker that has no room now, which only an `urgent` prompt never does.
+
+        `waited_s` is the time since the request's arrival; `roomy` is not empty.
+        """
+        ...
+
+
+def by_score(pool: Pool) -> Chooser:
+    """Return the chooser of a pool whose workers are scored."""
+
+    def choose_one(demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice:
+        return Choice(_scored(pool, demand, roomy))
+
+    return choose_one
+
+
+def _scored(pool: Pool, demand: Demand, roomy: Roomy) -> Worker:
+    chosen = pick(demand, (load for _, load in roomy), PROMPT_SCORERS[pool])
+    return next(worker for worker, load in roomy if load.worker_id == chosen)
+
+
+def by_prediction(pool: Pool, workers: Callable[[], Sequence[Worker]]) -> Chooser:
+    """Return the chooser of a pool whose workers may get any part of a request; `workers` returns all of them."""
+
+    def choose_some(demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
+        models = [model for worker in workers() if (model := worker.step_model) is not None]
+        if not models:
+            return Choice(_scored(pool, demand, roomy))
+        open_ids = {load.worker_id for _, load in roomy}
+        by_id: dict[str, Worker] = {}
+        loads = []
+        for worker in workers():
+            load = worker.load()
+            if load.takes_work and load.worker_id not in demand.avoided and (load.worker_id in open_ids or not urgent):
+                by_id[load.worker_id] = worker
+                loads.append(_load_of(worker, load, worker.step_model or models[0], demand))
+        decision = choose(_wanted(demand, waited_s), loads, _handover_s(demand, roomy[0][0]))
+        if decision is None:
+            return Choice(_scored(pool, demand, roomy))
+        chosen = decision.chosen
+        if chosen.prompt_worker not in open_ids:
+            return None
+        decode = by_id[chosen.decode_worker] if chosen.splits else None
+        return Choice(by_id[chosen.prompt_worker], decode, decision)
+
+    return choose_some
+
+
+def _wanted(demand: Demand, waited_s: float) -> Wanted:
+    return Wanted(
+        prompt_tokens=demand.prompt_tokens,
+        output_tokens=demand.output_tokens or UNKNOWN_OUTPUT_TOKENS,
+        ttft_limit_s=demand.ttft_limit_s,
+        tpot_limit_s=demand.tpot_limit_s,
+        waited_s=waited_s,
+    )
+
+
+def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand) -> Load:
+    now, role = worker.outstanding, worker.role
+    left = load.kv_blocks_free - load.kv_blocks_promised - blocks_needed(demand, load.block_size_tokens)
+    empty = Load(
+        worker_id=load.worker_id,
+        model=model,
+        step_tokens=role.max_num_batched_tokens if role else demand.prompt_tokens,
+        decoding=now.decoding,
+        decodes=now.decodes,
+        context_tokens=now.context_tokens,
+        tpot_limit_s=worker.tpot_limit_s,
+        step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
+        room=left >= 0 and load.running < load.max_running,
+    )
+    prompts, for_s = worker.prompts_ahead()
+    if not prompts:
+        return empty
+    first = prompts[0]
+    done = first * min(AT_MOST_DONE, for_s / max(1e-9, prompt_s(empty, first, attended(first))))
+    return replace(
+        empty,
+        prompt_tokens=sum(prompts) - done,
+        prompt_attended=sum(map(attended, prompts)) - attended(done),
+    )
+
+
+def _handover_s(demand: Demand, worker: Worker) -> float:
+    layout = worker.description.layout
+    bytes_per_token = layout.block_bytes * layout.num_layers * layout.tensor_parallel_size / layout.block_size_tokens
+    return demand.prompt_tokens * bytes_per_token / HANDOVER_BYTES_PER_S

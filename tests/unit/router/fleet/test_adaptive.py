@@ -1,0 +1,165 @@
+"""What mode `adaptive` chooses on tables of workers, and what it predicts for its choices."""
+
+import math
+import time
+
+import pytest
+
+from contracts.workers import StepModel
+from router.fleet.adaptive import Wanted, choose
+from router.fleet.prediction import Load, attended, compute_s, prompt_s, step_s, tpot_s
+
+MODEL = StepModel(
+    base_s=0.04,
+    per_prefill_token_s=0.0018,
+    per_sequence_s=0.002,
+    per_context_token_s=1e-6,
+    per_attended_token_s=1e-7,
+    steps=100,
+)
+"""About what SmolLM2-135M takes on one core with AVX2 alone."""
+PROMPT, OUTPUT = 512, 64
+UNLOADED_S = 0.04 + compute_s(Load("w", MODEL, 512), PROMPT, attended(PROMPT))
+
+
+def a_load(name="w0", **values):
+    return Load(name, MODEL, 512, **values)
+
+
+def decoding(name, sequences, **values):
+    return a_load(name, decoding=sequences, decodes=sequences, context_tokens=544 * sequences, **values)
+
+
+def with_prompts(name, prompts, **values):
+    return a_load(name, prompt_tokens=PROMPT * prompts, prompt_attended=attended(PROMPT) * prompts, **values)
+
+
+def wanted(ttft_s=math.inf, tpot_s=math.inf, **values):
+    return Wanted(PROMPT, OUTPUT, ttft_s, tpot_s, **values)
+
+
+def pair_of(decision):
+    return decision.chosen.prompt_worker, decision.chosen.decode_worker
+
+
+# What is predicted
+
+
+def test_a_prompt_alone_takes_its_computation_and_a_base_for_each_step():
+    assert prompt_s(a_load(), PROMPT, attended(PROMPT)) == pytest.approx(UNLOADED_S)
+    two_steps_s = prompt_s(a_load(), 2 * PROMPT, attended(2 * PROMPT))
+    assert two_steps_s == pytest.approx(0.08 + compute_s(a_load(), 1024, attended(1024)))
+
+
+def test_a_prompt_waits_for_those_before_it():
+    assert prompt_s(with_prompts("w", 1), PROMPT, attended(PROMPT)) == pytest.approx(2 * UNLOADED_S)
+
+
+def test_beside_sequences_without_limits_a_prompt_takes_only_their_share_of_its_steps_longer():
+    busy = decoding("w", 10)
+    longer_s = prompt_s(busy, PROMPT, attended(PROMPT)) - UNLOADED_S
+    assert longer_s == pytest.approx(step_s(busy) - MODEL.base_s)
+
+
+def test_beside_sequences_with_a_limit_a_prompt_is_spread_over_the_steps_that_it_leaves():
+    step = step_s(decoding("w", 10))
+    busy = decoding("w", 10, tpot_limit_s=2 * step / 0.95)
+    work_s = UNLOADED_S - MODEL.base_s
+    assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(2 * work_s, rel=0.1)
+    assert tpot_s(busy, 544, OUTPUT) >= step_s(busy, 1, 544)
+
+
+def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks():
+    busy = decoding("w", 10, tpot_limit_s=0.01)
+    steps = PROMPT / 32
+    assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(
+        UNLOADED_S - MODEL.base_s + steps * step_s(busy), rel=0.01
+    )
+
+
+def test_what_is_cached_is_neither_computed_nor_attended_from():
+    assert attended(1000, 1000) == 0
+    assert attended(1000) == attended(400) + attended(1000, 400)
+
+
+def test_the_answers_steps_grow_by_the_prompts_beside_it_up_to_what_its_limit_lets_them():
+    beside = with_prompts("w", 1, decodes=3, decoding=3, context_tokens=1632)
+    alone_s = step_s(beside, 1, 544)
+    assert tpot_s(beside, 544, OUTPUT) == pytest.approx(alone_s + (UNLOADED_S - MODEL.base_s) / OUTPUT)
+    limited = with_prompts("w", 3, decodes=3, decoding=3, context_tokens=1632, tpot_limit_s=0.06)
+    assert tpot_s(limited, 544, OUTPUT) == pytest.approx(0.95 * 0.06)
+
+
+# What is chosen
+
+
+def test_the_first_request_goes_whole_to_an_idle_worker():
+    first, second = pair_of(choose(wanted(10, 0.2), [a_load("w0"), a_load("w1")], 0.02))
+    assert first == second
+
+
+def test_answers_gather_on_one_worker_while_their_limits_allow_and_prompts_go_to_the_other_one():
+    loads = [decoding("w0", 3, tpot_limit_s=0.2), a_load("w1")]
+    decision = choose(wanted(10, 0.2), loads, 0.02)
+    assert (pair_of(decision), decision.reason) == (("w1", "w0"), "within_limits")
+
+
+def test_when_the_prompts_of_one_worker_take_too_long_the_worker_that_decodes_computes_some_too():
+    loads = [decoding("w0", 3, tpot_limit_s=0.2), with_prompts("w1", 3)]
+    assert pair_of(choose(wanted(3 * UNLOADED_S, 0.2), loads, 0.02)) == ("w0", "w0")
+
+
+def test_when_the_steps_of_the_worker_that_decodes_are_as_long_as_they_may_be_the_other_one_decodes_too():
+    full = decoding("w0", 29, tpot_limit_s=step_s(decoding("w0", 29)) + 0.001)
+    decision = choose(wanted(10, 0.2), [full, a_load("w1")], 0.02)
+    assert pair_of(decision) == ("w1", "w1")
+
+
+def test_a_request_that_misses_its_limit_anyway_takes_nobody_else_along():
+    loads = [decoding("w0", 29, tpot_limit_s=step_s(decoding("w0", 29)) + 0.001), decoding("w1", 3, tpot_limit_s=0.2)]
+    decision = choose(wanted(0.1, 0.2), loads, 0.02)
+    assert decision.reason == "fewest_broken"
+    assert decision.chosen.decode_worker == "w1"
+    assert decision.chosen.broken == 1
+
+
+def test_the_time_that_a_request_has_waited_counts():
+    loads = [decoding("w0", 3, tpot_limit_s=0.2), with_prompts("w1", 1)]
+    assert pair_of(choose(wanted(5 * UNLOADED_S, 0.2), loads, 0.02))[0] == "w1"
+    late = wanted(5 * UNLOADED_S, 0.2, waited_s=3 * UNLOADED_S)
+    assert choose(late, loads, 0.02).chosen.ttft_s >= 3 * UNLOADED_S
+
+
+def test_without_limits_the_least_latency_counts_that_of_others_included():
+    loads = [decoding("w0", 8), a_load("w1")]
+    decision = choose(wanted(), loads, 0.02)
+    assert (decision.chosen.prompt_worker, decision.reason) == ("w1", "least_latency")
+
+
+def test_a_worker_that_has_most_of_the_prompt_computes_it():
+    loads = [with_prompts("w0", 1), with_prompts("w1", 1, cached_tokens=480)]
+    assert choose(wanted(10, 0.2), loads, 0.02).chosen.prompt_worker == "w1"
+
+
+def test_a_worker_without_room_gets_no_sequence_unless_none_has_room():
+    full, free = a_load("w0", room=False), decoding("w1", 20)
+    assert choose(wanted(10, 0.5), [full, free], 0.02).chosen.decode_worker == "w1"
+    assert choose(wanted(10, 0.5), [full], 0.02).chosen.decode_worker == "w0"
+    assert choose(wanted(10, 0.5), []) is None
+
+
+def test_a_decision_names_what_else_there_was():
+    decision = choose(wanted(10, 0.2), [a_load("w0"), a_load("w1"), a_load("w2")], 0.02)
+    assert decision.others
+    assert decision.chosen not in decision.others
+    assert all(one.broken >= decision.chosen.broken for one in decision.others)
+
+
+def test_a_decision_among_32_workers_takes_little_time():
+    loads = [decoding(f"w{index}", index * 4, tpot_limit_s=0.2) for index in range(32)]
+    times_s = []
+    for _ in range(200):
+        began_s = time.perf_counter()
+        choose(wanted(6, 0.2), loads, 0.02)
+        times_s.append(time.perf_counter() - began_s)
+    assert min(times_s) < 0.002
