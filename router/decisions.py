@@ -16,6 +16,7 @@ from router.dispatch.modes import AnyModes, Modes
 from router.fleet.fleet import Fleet
 from router.flow.admission import Admission, Wait
 from router.flow.fair_queue import Waiting
+from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement, Placement
 from router.flow.prompt_queue import QueueNow, prompt_queues
 from router.observe.metrics import QueueView
@@ -50,8 +51,9 @@ class OwnDecisions:
     """Those of a router that serves alone."""
 
     def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
-        queues = prompt_queues(fleet, settings)
-        self.placement: Placement = LocalPlacement(fleet, queues, settings)
+        learned = Learned()
+        queues = prompt_queues(fleet, settings, learned)
+        self.placement: Placement = LocalPlacement(fleet, queues, settings, learned)
         self.modes: AnyModes = Modes(fleet, queues)
         self.waits: Mapping[Pool, Wait] = queues
         self._queues = list(queues.values())

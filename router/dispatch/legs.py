@@ -50,6 +50,7 @@ class Legs:
                 await self._whole(attempt, place)
             else:
                 await self._split(attempt, place, place.decode_worker)
+            place.answered(attempt.progress.timeline.num_output_tokens, *attempt.progress.timeline.moved)
 
     @asynccontextmanager
     async def _place(self, attempt: Attempt) -> AsyncIterator[Place]:

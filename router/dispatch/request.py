@@ -129,7 +129,12 @@ class Attempt:
         first = request.wish
         prompt_tokens = len(request.prompt_token_ids) + len(progress.token_ids)
         self.wish = Wish(
-            demand=replace(first.demand, prompt_tokens=prompt_tokens),  # what the client already has counts as prompt
+            demand=replace(
+                first.demand,
+                prompt_tokens=prompt_tokens,  # what the client already has counts as prompt
+                ttft_limit_s=math.inf if progress.token_ids else first.demand.ttft_limit_s,
+                waited_s=progress.timeline.clock() - progress.timeline.arrived_s,
+            ),
             urgent=first.urgent or number > 0,  # its client has waited once, and may have half of its answer
             canary=request.canary,
         )

@@ -16,7 +16,7 @@ Without limits nothing is broken, and only the third rule counts: the mean laten
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -28,8 +28,10 @@ KEPT_TTFT = 0.9
 """The part of a TTFT limit that may be used by prediction, since predictions err."""
 CONSIDERED = 3
 """Workers that are considered for each half of a request that is split; for a whole one all are."""
-EXPECTED_PART = 0.5
-"""The part of its longest answer that an answer is expected to have when nothing is known of it."""
+
+
+HandoverS = Callable[[str, str], float]
+"""Returns the seconds that it takes to move the prompt's KV from one worker to another."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -80,10 +82,10 @@ class Decision(msgspec.Struct, frozen=True):
     """The best other options, best first."""
 
 
-def choose(wanted: Wanted, loads: Sequence[Load], handover_s: float = 0.0) -> Decision | None:
-    """Return the best option; None without any worker that has room for the sequence.
+def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Decision | None:
+    """Return the best option; None without any worker.
 
-    `handover_s` is the time that it takes to move the prompt's KV from one worker to another.
+    A worker without room for the sequence does not decode it, unless none has room.
     """
     fits = [load for load in loads if load.room] or loads
     if not fits:
@@ -145,8 +147,9 @@ def _whole(wanted: Wanted, load: Load) -> Option:
     return _option(wanted, load, load, gap_s=0.0)
 
 
-def _split(wanted: Wanted, prompt: Load, decode: Load, handover_s: float) -> Option:
-    return _option(wanted, prompt, decode, gap_s=handover_s + step_s(decode) / 2)
+def _split(wanted: Wanted, prompt: Load, decode: Load, handover_s: HandoverS) -> Option:
+    gap_s = handover_s(prompt.worker_id, decode.worker_id) + step_s(decode) / 2
+    return _option(wanted, prompt, decode, gap_s)
 
 
 def _option(wanted: Wanted, prompt: Load, decode: Load, gap_s: float) -> Option:

@@ -8,6 +8,7 @@ fair_queue.py       decides whose prompt is next
 placement.py        which workers an attempt gets, and what counts there until it ends
 prompt_queue.py     gives prompts places on workers
 choice.py           which workers the next prompt gets
+learned.py          how long answers become, and how fast KV moves
 decode_slots.py     limits each client's places in decode batches
 rates.py            measures a worker's prompt tokens per second, and amounts that fade
 """

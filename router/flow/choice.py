@@ -17,13 +17,10 @@ from router.fleet.adaptive import Decision, Wanted, choose
 from router.fleet.policy import PROMPT_SCORERS, Demand, WorkerLoad, blocks_needed, pick
 from router.fleet.prediction import Load, attended, prompt_s
 from router.fleet.worker import Worker
+from router.flow.learned import Learned
 
 AT_MOST_DONE = 0.95
 """The part of a prompt that may be taken as computed while its first token has not come."""
-HANDOVER_BYTES_PER_S = 1e9
-"""How fast KV moves between two workers of which nothing has been measured."""
-UNKNOWN_OUTPUT_TOKENS = 128
-"""Expected length of an answer that has no limit of its own."""
 
 Roomy = Sequence[tuple[Worker, WorkerLoad]]
 """Workers that would take a prompt now, with their loads."""
@@ -64,7 +61,7 @@ def _scored(pool: Pool, demand: Demand, roomy: Roomy) -> Worker:
     return next(worker for worker, load in roomy if load.worker_id == chosen)
 
 
-def by_prediction(pool: Pool, workers: Callable[[], Sequence[Worker]]) -> Chooser:
+def by_prediction(pool: Pool, workers: Callable[[], Sequence[Worker]], learned: Learned) -> Chooser:
     """Return the chooser of a pool whose workers may get any part of a request; `workers` returns all of them."""
 
     def choose_some(demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
@@ -79,7 +76,9 @@ def by_prediction(pool: Pool, workers: Callable[[], Sequence[Worker]]) -> Choose
             if load.takes_work and load.worker_id not in demand.avoided and (load.worker_id in open_ids or not urgent):
                 by_id[load.worker_id] = worker
                 loads.append(_load_of(worker, load, worker.step_model or models[0], demand))
-        decision = choose(_wanted(demand, waited_s), loads, _handover_s(demand, roomy[0][0]))
+        wanted = _wanted(demand, waited_s, learned)
+        prompt_bytes = demand.prompt_tokens * _kv_bytes_per_token(roomy[0][0])
+        decision = choose(wanted, loads, lambda source, sink: prompt_bytes / learned.bytes_per_s(source, sink))
         if decision is None:
             return Choice(_scored(pool, demand, roomy))
         chosen = decision.chosen
@@ -91,10 +90,10 @@ def by_prediction(pool: Pool, workers: Callable[[], Sequence[Worker]]) -> Choose
     return choose_some
 
 
-def _wanted(demand: Demand, waited_s: float) -> Wanted:
+def _wanted(demand: Demand, waited_s: float, learned: Learned) -> Wanted:
     return Wanted(
         prompt_tokens=demand.prompt_tokens,
-        output_tokens=demand.output_tokens or UNKNOWN_OUTPUT_TOKENS,
+        output_tokens=learned.output_tokens(demand.output_tokens),
         ttft_limit_s=demand.ttft_limit_s,
         tpot_limit_s=demand.tpot_limit_s,
         waited_s=waited_s,
@@ -127,7 +126,6 @@ def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand)
     )
 
 
-def _handover_s(demand: Demand, worker: Worker) -> float:
+def _kv_bytes_per_token(worker: Worker) -> float:
     layout = worker.description.layout
-    bytes_per_token = layout.block_bytes * layout.num_layers * layout.tensor_parallel_size / layout.block_size_tokens
-    return demand.prompt_tokens * bytes_per_token / HANDOVER_BYTES_PER_S
+    return layout.block_bytes * layout.num_layers * layout.tensor_parallel_size / layout.block_size_tokens

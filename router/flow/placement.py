@@ -27,6 +27,7 @@ from router.fleet.policy import (
     distance,
     pick,
 )
+from router.flow.learned import Learned
 from router.flow.prompt_queue import DecodeSeat, PromptQueue, PromptTurn
 from router.settings import RouterSettings
 
@@ -77,6 +78,10 @@ class Place(Protocol):
         """Record that the worker that decodes has sent a token, and so reports its blocks. May be called twice."""
         ...
 
+    def answered(self, output_tokens: int, kv_bytes: int, wire_s: float) -> None:
+        """Record a complete answer: its length, and its hand-off's bytes and seconds (0 without a whole one)."""
+        ...
+
 
 class Placement(Protocol):
     """Gives attempts their places."""
@@ -97,9 +102,17 @@ class Placement(Protocol):
 class LocalPlacement:
     """Gives places on the workers of a fleet, by its queues."""
 
-    def __init__(self, fleet: Fleet, queues: Mapping[Pool, PromptQueue], settings: RouterSettings) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        queues: Mapping[Pool, PromptQueue],
+        settings: RouterSettings,
+        learned: Learned | None = None,
+    ) -> None:
+        """`learned` is told of complete answers."""
         self._fleet = fleet
         self._queues = queues
+        self._learned = learned or Learned()
         self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
         self._recovery_timeout_s = settings.recovery_timeout_s
 
@@ -136,7 +149,9 @@ class LocalPlacement:
                 decode = self._decode_of(wish.demand, granted) if splits or granted.splits else None
                 if decode is not None:
                     decoding.callback(decode.close)
-                yield _LocalPlace(ADAPTIVE_SPLIT if decode and route == ADAPTIVE_WHOLE else route, granted, decode)
+                if decode is not None and route == ADAPTIVE_WHOLE:
+                    route = ADAPTIVE_SPLIT
+                yield _LocalPlace(route, granted, decode, self._learned)
 
     @contextmanager
     def keep(self, wish: Wish, route: Route, prompt_worker: Worker, decode_worker: Worker | None) -> Iterator[Place]:
@@ -148,7 +163,7 @@ class LocalPlacement:
             decode = turn.take_decode() if turn.splits else None
             if decode is not None:
                 held.callback(decode.close)
-            yield _LocalPlace(route, turn, decode)
+            yield _LocalPlace(route, turn, decode, self._learned)
 
     def _decode_of(self, demand: Demand, turn: PromptTurn) -> DecodeSeat:
         """Return the place where the sequence is decoded, and close it.
@@ -174,7 +189,8 @@ class LocalPlacement:
 class _LocalPlace:
     """A turn on the worker that computes the prompt, and what is reserved on the one that decodes."""
 
-    def __init__(self, route: Route, turn: PromptTurn, decode: DecodeSeat | None) -> None:
+    def __init__(self, route: Route, turn: PromptTurn, decode: DecodeSeat | None, learned: Learned) -> None:
+        self._learned = learned
         self.route = route
         self.decision = turn.decision
         self.prompt_worker = turn.worker
@@ -194,3 +210,9 @@ class _LocalPlace:
         """Record that the worker that decodes has sent a token."""
         if self._decode is not None:
             self._decode.began()
+
+    def answered(self, output_tokens: int, kv_bytes: int, wire_s: float) -> None:
+        """Record a complete answer."""
+        self._learned.answered(self._turn.longest_tokens, output_tokens)
+        if self._decode is not None:
+            self._learned.moved(self.prompt_worker.worker_id, self._decode.worker.worker_id, kv_bytes, wire_s)

@@ -38,6 +38,7 @@ from router.fleet.policy import (
 from router.flow.choice import Choice, Chooser, by_prediction, by_score
 from router.flow.decode_slots import DecodeSlot, DecodeSlots
 from router.flow.fair_queue import FairQueue, Waiting
+from router.flow.learned import Learned
 from router.flow.rates import ServiceRate
 from router.settings import RouterSettings
 
@@ -95,6 +96,8 @@ class PromptTurn:
         """`decode_worker` is the worker that decodes, as far as it is known: `worker` itself if it gets all."""
         self.worker = worker
         self.prompt_tokens = demand.prompt_tokens
+        self.longest_tokens = demand.output_tokens
+        """Largest number of tokens in the answer; 0 if not given."""
         self.decision = decision
         """Why these workers, if they were chosen by prediction."""
         self._queue = queue
@@ -395,8 +398,12 @@ class PromptQueue:
         return failed
 
 
-def prompt_queues(fleet: Fleet, settings: RouterSettings) -> dict[Pool, PromptQueue]:
-    """Create a queue for each pool that may compute prompts, in every mode that the deployment can serve."""
+def prompt_queues(fleet: Fleet, settings: RouterSettings, learned: Learned | None = None) -> dict[Pool, PromptQueue]:
+    """Create a queue for each pool that may compute prompts, in every mode that the deployment can serve.
+
+    Predictions use what `learned` has been told.
+    """
+    learned = learned or Learned()
     slots = DecodeSlots(fleet.answering)
 
     def another_serves(pool: Pool) -> bool:
@@ -410,7 +417,7 @@ def prompt_queues(fleet: Fleet, settings: RouterSettings) -> dict[Pool, PromptQu
             settings.recovery_timeout_s,
             slots,
             has_substitute=partial(another_serves, pool),
-            choose=by_prediction(pool, partial(fleet.pool, pool)) if pool == "adaptive" else None,
+            choose=by_prediction(pool, partial(fleet.pool, pool), learned) if pool == "adaptive" else None,
         )
         for pool in fleet.pools
     }

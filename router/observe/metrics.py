@@ -25,6 +25,7 @@ from router.settings import PoolHardware
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
+ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 STAGE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 LimitedLatency = Literal["ttft", "tpot"]
@@ -139,6 +140,18 @@ class RequestMetrics:
         )
         self.canaries = counter("ridgeline_canaries", "Canary requests sent by GET /ready, by result", ("result",))
 
+        self.decisions = counter(
+            "ridgeline_decisions",
+            "Finished sequences in mode adaptive: whole or split, and why: within_limits, fewest_broken (no choice "
+            "kept all limits) or least_latency (there were none)",
+            ("choice", "reason"),
+        )
+        self.prediction_error = histogram(
+            "ridgeline_prediction_error_ratio",
+            "Relative error, without its sign, of the TTFT and TPOT that the choice of a sequence's workers was based on",
+            ("latency",),
+            buckets=ERROR_BUCKETS,
+        )
         self._latencies: dict[tuple[Latency, Pool], Histogram] = {}
         """The children, cached because `labels` costs more than `observe`, and both run for each token."""
 
@@ -174,13 +187,27 @@ class RequestMetrics:
         for stage, seconds in timeline.stages_s().items():
             self.stage.labels(stage).observe(seconds)
         self._count_link(timeline)
+        self._count_decision(timeline)
 
     def _count_link(self, timeline: RequestTimeline) -> None:
-        receipt = None if timeline.decode_timing is None else timeline.decode_timing.receipt
-        if timeline.link is None or receipt is None or receipt.outcome != "ok" or timeline.overlapped:
+        num_bytes, wire_s = timeline.moved
+        if timeline.link is not None and num_bytes:
+            self.link_bytes.labels(*timeline.link).inc(num_bytes)
+            self.link_seconds.labels(*timeline.link).inc(wire_s)
+
+    def _count_decision(self, timeline: RequestTimeline) -> None:
+        """Count the choice of a finished sequence that lost no worker, and how far its prediction was from the truth"""
+        decision = timeline.decision
+        if decision is None or timeline.pauses_s:
             return
-        self.link_bytes.labels(*timeline.link).inc(receipt.num_bytes)
-        self.link_seconds.labels(*timeline.link).inc(receipt.wire_s)
+        chosen = decision.chosen
+        self.decisions.labels("split" if chosen.splits else "whole", decision.reason).inc()
+        for latency, predicted_s, seen_s in (
+            ("ttft", chosen.ttft_s, timeline.ttft_s),
+            ("tpot", chosen.tpot_s, timeline.tpot_s),
+        ):
+            if seen_s:
+                self.prediction_error.labels(latency).observe(abs(predicted_s / seen_s - 1))
 
 
 class InFlight(Collector):

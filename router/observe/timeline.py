@@ -112,6 +112,19 @@ class RequestTimeline:
             return None
         return (self._last_token_s - self._first_token_s) / (self.num_output_tokens - 1)
 
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from its arrival to its first token; None without any."""
+        return self._first_token_s - self.arrived_s if self._num_deltas else None
+
+    @property
+    def moved(self) -> tuple[int, float]:
+        """Bytes and seconds of its whole hand-off; zeros if there was none, or only its last segment was timed."""
+        receipt = None if self.decode_timing is None else self.decode_timing.receipt
+        if self.link is None or receipt is None or receipt.outcome != "ok" or self.overlapped:
+            return 0, 0.0
+        return receipt.num_bytes, receipt.wire_s
+
     def stages_s(self) -> dict[str, float]:
         """Return the seconds in each stage; a stage that did not happen is absent, not zero."""
         stages = self._split_stages_s() if self.path == "disaggregated" else self._whole_stages_s()

@@ -25,6 +25,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.pairing import KvPair, PairingRefused
 from router.fleet.roles import ModeImpossible, role_table
 from router.flow.admission import Holdings
+from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
 from router.observe.fleet_use import FleetUse, fleet_use
@@ -68,8 +69,9 @@ class Dispatcher:
             stall_timeout_s=settings.stall_timeout_s,
             roles=role_table(settings),
         )
-        self._queues = prompt_queues(self._fleet, settings)
-        self._placement = LocalPlacement(self._fleet, self._queues, settings)
+        learned = Learned()
+        self._queues = prompt_queues(self._fleet, settings, learned)
+        self._placement = LocalPlacement(self._fleet, self._queues, settings, learned)
         self._modes = Modes(self._fleet, self._queues)
         self._routers: set[JoinedRouter] = set()
         self._former: Counter[Series] = Counter()

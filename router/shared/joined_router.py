@@ -15,6 +15,7 @@ from router.fleet.policy import Demand, NoWorker, Route
 from router.flow.admission import Holdings
 from router.flow.placement import LocalPlacement, Place, Wish
 from router.shared.messages import (
+    Answered,
     Asked,
     Count,
     Counted,
@@ -74,9 +75,8 @@ class JoinedRouter:
                 self._begin(message.number, _wish_of(message.asked))
             case Keeps():
                 self._keep(message)
-            case Happened():
-                if message.number in self._places:
-                    getattr(self._places[message.number], message.step)()
+            case Happened() | Answered():
+                self._record(message)
             case Leaves():
                 self._leave(message.number)
             case Doubts():
@@ -119,6 +119,16 @@ class JoinedRouter:
             self._leave(number)
         if serving:
             await asyncio.wait(serving)
+
+    def _record(self, message: Happened | Answered) -> None:
+        """Record what has happened at a place; it may have been left meanwhile."""
+        place = self._places.get(message.number)
+        if place is None:
+            return
+        if isinstance(message, Answered):
+            place.answered(message.output_tokens, message.kv_bytes, message.wire_s)
+        else:
+            getattr(place, message.step)()
 
     def _begin(self, number: int, wish: Wish) -> None:
         task = asyncio.create_task(self._serve(number, wish), name=f"place-{self.router_id}-{number}")

@@ -81,6 +81,15 @@ class Happened(msgspec.Struct, frozen=True, tag="happened"):
     step: Step
 
 
+class Answered(msgspec.Struct, frozen=True, tag="answered"):
+    """An answer is complete, see `router.flow.placement.Place.answered`."""
+
+    number: int
+    output_tokens: int
+    kv_bytes: int
+    wire_s: float
+
+
 class Leaves(msgspec.Struct, frozen=True, tag="leaves"):
     """A place is left, or no longer wanted."""
 
@@ -106,7 +115,7 @@ class Counted(msgspec.Struct, frozen=True, tag="counted"):
     samples: Samples
 
 
-Up = Joins | Wants | Keeps | Happened | Leaves | Doubts | Holds | Counted
+Up = Joins | Wants | Keeps | Happened | Answered | Leaves | Doubts | Holds | Counted
 
 
 class Ups(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from router.flow.placement import Place, Wish
 from router.settings import RouterSettings
 from router.shared.link import Link
 from router.shared.messages import (
+    Answered,
     Asked,
     Denied,
     Doubts,
@@ -183,6 +184,10 @@ class _SharedPlace:
     def decode_began(self) -> None:
         """Tell that the worker that decodes has sent a token."""
         self._tell("decode_began")
+
+    def answered(self, output_tokens: int, kv_bytes: int, wire_s: float) -> None:
+        """Tell that the answer is complete."""
+        self._link.send(Answered(self._number, output_tokens, kv_bytes, wire_s))
 
     def _tell(self, step: Step) -> None:
         if step not in self._wished.steps:

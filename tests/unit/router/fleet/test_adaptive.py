@@ -19,6 +19,12 @@ MODEL = StepModel(
 )
 """About what SmolLM2-135M takes on one core with AVX2 alone."""
 PROMPT, OUTPUT = 512, 64
+
+
+def fast(_source, _sink):
+    return 0.02
+
+
 UNLOADED_S = 0.04 + compute_s(Load("w", MODEL, 512), PROMPT, attended(PROMPT))
 
 
@@ -94,30 +100,30 @@ def test_the_answers_steps_grow_by_the_prompts_beside_it_up_to_what_its_limit_le
 
 
 def test_the_first_request_goes_whole_to_an_idle_worker():
-    first, second = pair_of(choose(wanted(10, 0.2), [a_load("w0"), a_load("w1")], 0.02))
+    first, second = pair_of(choose(wanted(10, 0.2), [a_load("w0"), a_load("w1")], fast))
     assert first == second
 
 
 def test_answers_gather_on_one_worker_while_their_limits_allow_and_prompts_go_to_the_other_one():
     loads = [decoding("w0", 3, tpot_limit_s=0.2), a_load("w1")]
-    decision = choose(wanted(10, 0.2), loads, 0.02)
+    decision = choose(wanted(10, 0.2), loads, fast)
     assert (pair_of(decision), decision.reason) == (("w1", "w0"), "within_limits")
 
 
 def test_when_the_prompts_of_one_worker_take_too_long_the_worker_that_decodes_computes_some_too():
     loads = [decoding("w0", 3, tpot_limit_s=0.2), with_prompts("w1", 3)]
-    assert pair_of(choose(wanted(3 * UNLOADED_S, 0.2), loads, 0.02)) == ("w0", "w0")
+    assert pair_of(choose(wanted(3 * UNLOADED_S, 0.2), loads, fast)) == ("w0", "w0")
 
 
 def test_when_the_steps_of_the_worker_that_decodes_are_as_long_as_they_may_be_the_other_one_decodes_too():
     full = decoding("w0", 29, tpot_limit_s=step_s(decoding("w0", 29)) + 0.001)
-    decision = choose(wanted(10, 0.2), [full, a_load("w1")], 0.02)
+    decision = choose(wanted(10, 0.2), [full, a_load("w1")], fast)
     assert pair_of(decision) == ("w1", "w1")
 
 
 def test_a_request_that_misses_its_limit_anyway_takes_nobody_else_along():
     loads = [decoding("w0", 29, tpot_limit_s=step_s(decoding("w0", 29)) + 0.001), decoding("w1", 3, tpot_limit_s=0.2)]
-    decision = choose(wanted(0.1, 0.2), loads, 0.02)
+    decision = choose(wanted(0.1, 0.2), loads, fast)
     assert decision.reason == "fewest_broken"
     assert decision.chosen.decode_worker == "w1"
     assert decision.chosen.broken == 1
@@ -125,31 +131,31 @@ def test_a_request_that_misses_its_limit_anyway_takes_nobody_else_along():
 
 def test_the_time_that_a_request_has_waited_counts():
     loads = [decoding("w0", 3, tpot_limit_s=0.2), with_prompts("w1", 1)]
-    assert pair_of(choose(wanted(5 * UNLOADED_S, 0.2), loads, 0.02))[0] == "w1"
+    assert pair_of(choose(wanted(5 * UNLOADED_S, 0.2), loads, fast))[0] == "w1"
     late = wanted(5 * UNLOADED_S, 0.2, waited_s=3 * UNLOADED_S)
-    assert choose(late, loads, 0.02).chosen.ttft_s >= 3 * UNLOADED_S
+    assert choose(late, loads, fast).chosen.ttft_s >= 3 * UNLOADED_S
 
 
 def test_without_limits_the_least_latency_counts_that_of_others_included():
     loads = [decoding("w0", 8), a_load("w1")]
-    decision = choose(wanted(), loads, 0.02)
+    decision = choose(wanted(), loads, fast)
     assert (decision.chosen.prompt_worker, decision.reason) == ("w1", "least_latency")
 
 
 def test_a_worker_that_has_most_of_the_prompt_computes_it():
     loads = [with_prompts("w0", 1), with_prompts("w1", 1, cached_tokens=480)]
-    assert choose(wanted(10, 0.2), loads, 0.02).chosen.prompt_worker == "w1"
+    assert choose(wanted(10, 0.2), loads, fast).chosen.prompt_worker == "w1"
 
 
 def test_a_worker_without_room_gets_no_sequence_unless_none_has_room():
     full, free = a_load("w0", room=False), decoding("w1", 20)
-    assert choose(wanted(10, 0.5), [full, free], 0.02).chosen.decode_worker == "w1"
-    assert choose(wanted(10, 0.5), [full], 0.02).chosen.decode_worker == "w0"
-    assert choose(wanted(10, 0.5), []) is None
+    assert choose(wanted(10, 0.5), [full, free], fast).chosen.decode_worker == "w1"
+    assert choose(wanted(10, 0.5), [full], fast).chosen.decode_worker == "w0"
+    assert choose(wanted(10, 0.5), [], fast) is None
 
 
 def test_a_decision_names_what_else_there_was():
-    decision = choose(wanted(10, 0.2), [a_load("w0"), a_load("w1"), a_load("w2")], 0.02)
+    decision = choose(wanted(10, 0.2), [a_load("w0"), a_load("w1"), a_load("w2")], fast)
     assert decision.others
     assert decision.chosen not in decision.others
     assert all(one.broken >= decision.chosen.broken for one in decision.others)
@@ -160,6 +166,6 @@ def test_a_decision_among_32_workers_takes_little_time():
     times_s = []
     for _ in range(200):
         began_s = time.perf_counter()
-        choose(wanted(6, 0.2), loads, 0.02)
+        choose(wanted(6, 0.2), loads, fast)
         times_s.append(time.perf_counter() - began_s)
     assert min(times_s) < 0.002
