@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from heapq import nsmallest
 
 import msgspec
 
@@ -27,7 +28,9 @@ ABOUT = 1.1
 KEPT_TTFT = 0.9
 """The part of a TTFT limit that may be used by prediction, since predictions err."""
 CONSIDERED = 3
-"""Workers that are considered for each half of a request that is split; for a whole one all are."""
+"""Workers that are considered for each half of a request that is split."""
+SHORT_LIST = 3
+"""In a large fleet, workers that are looked at by each of three rules of thumb."""
 
 
 HandoverS = Callable[[str, str], float]
@@ -87,19 +90,32 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
 
     A worker without room for the sequence does not decode it, unless none has room.
     """
-    fits = [load for load in loads if load.room] or loads
+    views = [_view(wanted, load) for load in _short_list(loads)]
+    fits = [view for view in views if view.load.room] or views
     if not fits:
         return None
-    options = [_whole(wanted, load) for load in fits]
-    if len(loads) > 1:
-        prompts = sorted(loads, key=lambda load: _prompt_rank(wanted, load))[:CONSIDERED]
-        decodes = sorted(fits, key=lambda load: _decode_rank(wanted, load))[:CONSIDERED]
-        options += [
-            _split(wanted, prompt, decode, handover_s)
-            for prompt in prompts
-            for decode in decodes
-            if prompt is not decode
-        ]
+    options = [_option(wanted, view, view, 0.0) for view in fits]
+    for prompt in sorted(views, key=lambda view: (view.late, view.ttft_s))[:CONSIDERED]:
+        for decode in sorted(fits, key=lambda view: (view.breaks, view.decode_s, view.load.decodes))[:CONSIDERED]:
+            if prompt is not decode:
+                gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + decode.step_s / 2
+                options.append(_option(wanted, prompt, decode, gap_s))
+    return _best(wanted, options)
+
+
+def _short_list(loads: Sequence[Load]) -> Sequence[Load]:
+    """Return the workers worth a prediction: those with the fewest prompts, the most of this one, and the fewest
+    answers of those that have any, which cost the least more."""
+    if len(loads) <= 3 * SHORT_LIST:
+        return loads
+    prompts = nsmallest(SHORT_LIST, loads, key=lambda load: (load.prompt_tokens, load.decodes))
+    cached = nsmallest(SHORT_LIST, (load for load in loads if load.cached_tokens), key=lambda load: -load.cached_tokens)
+    fits = [load for load in loads if load.room]
+    decodes = nsmallest(SHORT_LIST, fits, key=lambda load: (not load.decodes, load.decodes))
+    return list({load.worker_id: load for load in (*prompts, *cached, *decodes)}.values())
+
+
+def _best(wanted: Wanted, options: list[Option]) -> Decision:
     fewest = min(option.broken for option in options)
     best = [option for option in options if option.broken == fewest]
     if wanted.limited:
@@ -107,22 +123,54 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
         best = [option for option in best if option.work_s <= about_s]
     chosen = min(best, key=lambda option: option.latency_s)
     reason = ("fewest_broken" if fewest else "within_limits") if wanted.limited else "least_latency"
-    others = sorted((one for one in options if one is not chosen), key=lambda one: (one.broken, one.latency_s))
-    return Decision(chosen, reason, tuple(others[:CONSIDERED]))
+    others = nsmallest(
+        CONSIDERED, (one for one in options if one is not chosen), key=lambda one: (one.broken, one.latency_s)
+    )
+    return Decision(chosen, reason, tuple(others))
 
 
-def _prompt_rank(wanted: Wanted, load: Load) -> tuple[float, ...]:
-    ttft_s = wanted.waited_s + prompt_s(load, *_uncached(wanted, load))
-    return (ttft_s > KEPT_TTFT * wanted.ttft_limit_s, ttft_s)
+class _View(msgspec.Struct):
+    """A worker with what is predicted for either half of the request there."""
+
+    load: Load
+    took_s: float
+    """Until the prompt is computed."""
+    ttft_s: float
+    late: bool
+    """Whether that is beyond the limit."""
+    computes_s: float
+    """What the prompt adds to the steps there."""
+    begins_s: float
+    """What steps take that would not be without the prompt."""
+    step_s: float
+    """A step of what decodes there or will."""
+    longer_step_s: float
+    """A step with this sequence too."""
+    decode_s: float
+    """What the answer adds to the worker's time: whole steps where nothing else decodes."""
+    breaks: int
+    """Sequences whose steps the answer makes too long, itself included."""
 
 
-def _decode_rank(wanted: Wanted, load: Load) -> tuple[float, ...]:
-    return (_broken_by_decode(wanted, load), _decode_work_s(wanted, load), load.decodes)
-
-
-def _uncached(wanted: Wanted, load: Load) -> tuple[float, float]:
-    """Return the tokens that a worker would have to compute, and what they attend to."""
-    return wanted.prompt_tokens - load.cached_tokens, attended(wanted.prompt_tokens, load.cached_tokens)
+def _view(wanted: Wanted, load: Load) -> _View:
+    tokens = wanted.prompt_tokens - load.cached_tokens
+    attends = attended(wanted.prompt_tokens, load.cached_tokens)
+    took_s = prompt_s(load, tokens, attends)
+    ttft_s = wanted.waited_s + took_s
+    before_s, after_s = step_s(load), step_s(load, 1, _context(wanted))
+    others = load.decodes if after_s > load.tpot_limit_s >= before_s else 0
+    return _View(
+        load=load,
+        took_s=took_s,
+        ttft_s=ttft_s,
+        late=ttft_s > KEPT_TTFT * wanted.ttft_limit_s,
+        computes_s=compute_s(load, tokens, attends),
+        begins_s=0.0 if load.decoding else math.ceil(tokens / load.step_tokens) * load.model.base_s,
+        step_s=before_s,
+        longer_step_s=after_s,
+        decode_s=wanted.output_tokens * max(0.0, after_s - before_s),
+        breaks=others + (after_s > wanted.tpot_limit_s),
+    )
 
 
 def _context(wanted: Wanted) -> float:
@@ -130,48 +178,18 @@ def _context(wanted: Wanted) -> float:
     return wanted.prompt_tokens + wanted.output_tokens / 2
 
 
-def _decode_work_s(wanted: Wanted, load: Load) -> float:
-    """Return what the answer adds to the worker's time: the whole step where nothing else decodes."""
-    added_s = step_s(load, 1, _context(wanted)) - step_s(load)
-    return wanted.output_tokens * max(0.0, added_s)
-
-
-def _broken_by_decode(wanted: Wanted, load: Load) -> int:
-    """Return how many sequences would have too long steps, this one included."""
-    after_s = step_s(load, 1, _context(wanted))
-    others = load.decodes if after_s > load.tpot_limit_s >= step_s(load) else 0
-    return others + (after_s > wanted.tpot_limit_s)
-
-
-def _whole(wanted: Wanted, load: Load) -> Option:
-    return _option(wanted, load, load, gap_s=0.0)
-
-
-def _split(wanted: Wanted, prompt: Load, decode: Load, handover_s: HandoverS) -> Option:
-    gap_s = handover_s(prompt.worker_id, decode.worker_id) + step_s(decode) / 2
-    return _option(wanted, prompt, decode, gap_s)
-
-
-def _option(wanted: Wanted, prompt: Load, decode: Load, gap_s: float) -> Option:
-    """Predict one option; `gap_s` is what the hand-over adds between the first two tokens."""
-    tokens, attends = _uncached(wanted, prompt)
-    took_s = prompt_s(prompt, tokens, attends)
-    ttft_s = wanted.waited_s + took_s
-    per_token_s = tpot_s(decode, _context(wanted), wanted.output_tokens, took_s)
-    per_token_s += gap_s / max(1.0, wanted.output_tokens - 1)
-    computes_s = compute_s(prompt, tokens, attends)
-    begins_s = 0.0 if prompt.decoding else math.ceil(tokens / prompt.step_tokens) * prompt.model.base_s
-    decode_s = _decode_work_s(wanted, decode)
-    broken = _broken_by_decode(wanted, decode) + (ttft_s > KEPT_TTFT * wanted.ttft_limit_s)
-    if per_token_s > wanted.tpot_limit_s >= step_s(decode, 1, _context(wanted)):
-        broken += 1  # not for its steps, but for the hand-over or the prompts that are computed beside it
-    delays_s = prompt.decoding * computes_s + decode.decodes * decode_s
+def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Option:
+    """Predict one option; `gap_s` is what a hand-over adds between the first two tokens."""
+    after_prompts_s = tpot_s(decode.load, _context(wanted), wanted.output_tokens, prompt.took_s)
+    per_token_s = after_prompts_s + gap_s / max(1.0, wanted.output_tokens - 1)
+    too_slow = per_token_s > wanted.tpot_limit_s >= decode.longer_step_s  # by the hand-over, or prompts beside it
+    delays_s = prompt.load.decoding * prompt.computes_s + decode.load.decodes * decode.decode_s
     return Option(
-        prompt_worker=prompt.worker_id,
-        decode_worker=decode.worker_id,
-        ttft_s=ttft_s,
+        prompt_worker=prompt.load.worker_id,
+        decode_worker=decode.load.worker_id,
+        ttft_s=prompt.ttft_s,
         tpot_s=per_token_s,
-        broken=broken,
-        work_s=computes_s + begins_s + decode_s + gap_s,
-        latency_s=ttft_s + wanted.output_tokens * per_token_s + delays_s,
+        broken=decode.breaks + prompt.late + too_slow,
+        work_s=prompt.computes_s + prompt.begins_s + decode.decode_s + gap_s,
+        latency_s=prompt.ttft_s + wanted.output_tokens * per_token_s + delays_s,
     )

@@ -148,7 +148,7 @@ class RequestMetrics:
         )
         self.prediction_error = histogram(
             "ridgeline_prediction_error_ratio",
-            "Relative error, without its sign, of the TTFT and TPOT that the choice of a sequence's workers was based on",
+            "Relative error, without its sign, of the TTFT and TPOT by which a sequence's workers were chosen",
             ("latency",),
             buckets=ERROR_BUCKETS,
         )
