@@ -2,15 +2,15 @@
 
 An option says which worker computes the prompt and which one decodes; they may be the same. For each one it is
 predicted (`router.fleet.prediction`) what the request would see, whom else it would take beyond their limits, and how
-much work it would add. The choice is, in this order:
+much of the workers' time it would take. The choice is the option that loses the fewest requests:
 
-1. the option that breaks the fewest limits, its own and those of sequences that are there already;
-2. of those, one that adds about the least work, in seconds of any worker: what is scarce is kept for others;
-3. of those, the one with the least latency, its own and what it adds to others'.
+    lost = limits that it is likely to break, its own and others' + work / least work of all options - 1
 
-Without limits nothing is broken, and only the third rule counts: the mean latency is kept low.
+since one that takes twice the time that it must takes the time of another request. Of options that lose about the same,
+the one with the least latency is chosen, its own and what it adds to others'. Without limits nothing is broken, and
+only latency counts: its mean is kept low.
 
-`router.flow.prompt_queue` asks when a prompt is next; the choice may be to wait for a worker that is busy now.
+`router.flow.choice` asks when a prompt is next; the answer may be a worker that has no room for a prompt yet.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ import msgspec
 
 from router.fleet.prediction import Load, attended, compute_s, prompt_s, step_s, tpot_s
 
-ABOUT = 1.1
-"""Options whose work is within this factor of the least are about equal."""
-KEPT_TTFT = 0.9
-"""The part of a TTFT limit that may be used by prediction, since predictions err."""
+ABOUT = 0.1
+"""Options that lose only this much more than the best one are about equal to it."""
+TTFT_MISSED = (0.95, 1.1)
+"""Below the first of these parts of a limit on TTFT it is certain to be kept, above the second to be missed, and in
+between as likely as it is near: predictions err."""
+TPOT_MISSED = (1.0, 1.2)
+"""The same for TPOT. It is predicted for the present sequences, of which some end before the answer does."""
 CONSIDERED = 3
 """Workers that are considered for each half of a request that is split."""
 SHORT_LIST = 3
 """In a large fleet, workers that are looked at by each of three rules of thumb."""
-
 
 HandoverS = Callable[[str, str], float]
 """Returns the seconds that it takes to move the prompt's KV from one worker to another."""
@@ -53,6 +55,11 @@ class Wanted(msgspec.Struct, frozen=True):
         """Whether it has any limit."""
         return math.isfinite(self.ttft_limit_s) or math.isfinite(self.tpot_limit_s)
 
+    @property
+    def context_tokens(self) -> float:
+        """The mean context of the sequence while it decodes."""
+        return self.prompt_tokens + self.output_tokens / 2
+
 
 class Option(msgspec.Struct, frozen=True):
     """A way to serve a request, and what is predicted for it."""
@@ -62,10 +69,10 @@ class Option(msgspec.Struct, frozen=True):
     ttft_s: float
     """From the request's arrival."""
     tpot_s: float
-    broken: int
-    """Limits that it breaks: of its own, one for TTFT and one for TPOT; of others, one for each sequence."""
+    broken: float
+    """Limits that it is likely to break: its own for TTFT and for TPOT, and one for each other sequence."""
     work_s: float
-    """Seconds of any worker that it adds."""
+    """Seconds of any worker that it takes."""
     latency_s: float
     """Its whole latency, and what it adds to the latencies of others."""
 
@@ -80,9 +87,9 @@ class Decision(msgspec.Struct, frozen=True):
 
     chosen: Option
     reason: str
-    """`within_limits`, `fewest_broken` (none keeps all limits) or `least_latency` (there are no limits)."""
+    """`within_limits`, `fewest_broken` (it is likely to break one) or `least_latency` (there are no limits)."""
     others: tuple[Option, ...] = ()
-    """The best other options, best first."""
+    """The next best options, best first."""
 
 
 def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Decision | None:
@@ -100,12 +107,12 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
             if prompt is not decode:
                 gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + decode.step_s / 2
                 options.append(_option(wanted, prompt, decode, gap_s))
-    return _best(wanted, options)
+    return _within_limits(options) if wanted.limited else _least_latency(options)
 
 
 def _short_list(loads: Sequence[Load]) -> Sequence[Load]:
-    """Return the workers worth a prediction: those with the fewest prompts, the most of this one, and the fewest
-    answers of those that have any, which cost the least more."""
+    """Return the workers worth a prediction: those with the fewest prompts, with the most of this one, and with the
+    fewest answers of those that have any, which are the cheapest to add to."""
     if len(loads) <= 3 * SHORT_LIST:
         return loads
     prompts = nsmallest(SHORT_LIST, loads, key=lambda load: (load.prompt_tokens, load.decodes))
@@ -115,18 +122,21 @@ def _short_list(loads: Sequence[Load]) -> Sequence[Load]:
     return list({load.worker_id: load for load in (*prompts, *cached, *decodes)}.values())
 
 
-def _best(wanted: Wanted, options: list[Option]) -> Decision:
-    fewest = min(option.broken for option in options)
-    best = [option for option in options if option.broken == fewest]
-    if wanted.limited:
-        about_s = ABOUT * min(option.work_s for option in best)
-        best = [option for option in best if option.work_s <= about_s]
-    chosen = min(best, key=lambda option: option.latency_s)
-    reason = ("fewest_broken" if fewest else "within_limits") if wanted.limited else "least_latency"
-    others = nsmallest(
-        CONSIDERED, (one for one in options if one is not chosen), key=lambda one: (one.broken, one.latency_s)
-    )
-    return Decision(chosen, reason, tuple(others))
+def _least_latency(options: list[Option]) -> Decision:
+    first, *others = nsmallest(1 + CONSIDERED, options, key=lambda option: option.latency_s)
+    return Decision(first, "least_latency", tuple(others))
+
+
+def _within_limits(options: list[Option]) -> Decision:
+    least_s = max(1e-9, min(option.work_s for option in options))
+
+    def lost(option: Option) -> float:
+        return option.broken + option.work_s / least_s - 1.0
+
+    about = min(map(lost, options)) + ABOUT
+    chosen = min((option for option in options if lost(option) <= about), key=lambda option: option.latency_s)
+    others = nsmallest(CONSIDERED, (option for option in options if option is not chosen), key=lost)
+    return Decision(chosen, "fewest_broken" if chosen.broken >= 0.5 else "within_limits", tuple(others))
 
 
 class _View(msgspec.Struct):
@@ -136,20 +146,22 @@ class _View(msgspec.Struct):
     took_s: float
     """Until the prompt is computed."""
     ttft_s: float
-    late: bool
-    """Whether that is beyond the limit."""
+    late: float
+    """How likely that misses the limit."""
     computes_s: float
     """What the prompt adds to the steps there."""
     begins_s: float
     """What steps take that would not be without the prompt."""
     step_s: float
     """A step of what decodes there or will."""
-    longer_step_s: float
-    """A step with this sequence too."""
     decode_s: float
-    """What the answer adds to the worker's time: whole steps where nothing else decodes."""
-    breaks: int
-    """Sequences whose steps the answer makes too long, itself included."""
+    """Its share of the steps in which its answer is made. A step for few sequences takes nearly as long as one for
+    many, so that answers gather where there are some; what one adds, given the others, would let them spread."""
+    delays_s: float
+    """What the answer adds to the latencies of the others there."""
+    breaks: float
+    """Others that miss their limit on TPOT because of it: half of those whose steps become too long, since on average
+    they have half of their tokens already."""
 
 
 def _view(wanted: Wanted, load: Load) -> _View:
@@ -157,33 +169,34 @@ def _view(wanted: Wanted, load: Load) -> _View:
     attends = attended(wanted.prompt_tokens, load.cached_tokens)
     took_s = prompt_s(load, tokens, attends)
     ttft_s = wanted.waited_s + took_s
-    before_s, after_s = step_s(load), step_s(load, 1, _context(wanted))
-    others = load.decodes if after_s > load.tpot_limit_s >= before_s else 0
+    before_s, after_s = step_s(load), step_s(load, 1, wanted.context_tokens)
+    before, after = (_missed(one / load.tpot_limit_s, TPOT_MISSED) for one in (before_s, after_s))
     return _View(
         load=load,
         took_s=took_s,
         ttft_s=ttft_s,
-        late=ttft_s > KEPT_TTFT * wanted.ttft_limit_s,
+        late=_missed(ttft_s / wanted.ttft_limit_s, TTFT_MISSED),
         computes_s=compute_s(load, tokens, attends),
         begins_s=0.0 if load.decoding else math.ceil(tokens / load.step_tokens) * load.model.base_s,
         step_s=before_s,
-        longer_step_s=after_s,
-        decode_s=wanted.output_tokens * max(0.0, after_s - before_s),
-        breaks=others + (after_s > wanted.tpot_limit_s),
+        decode_s=wanted.output_tokens * after_s / (load.decodes + 1),
+        delays_s=load.decodes * wanted.output_tokens * max(0.0, after_s - before_s),
+        breaks=load.decodes * max(0.0, after - before) / 2,
     )
 
 
-def _context(wanted: Wanted) -> float:
-    """Return the mean context of the sequence while it decodes."""
-    return wanted.prompt_tokens + wanted.output_tokens / 2
+def _missed(part: float, certain: tuple[float, float]) -> float:
+    """Return how likely a limit is missed of which a prediction takes this part."""
+    kept, missed = certain
+    return min(1.0, max(0.0, (part - kept) / (missed - kept)))
 
 
 def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Option:
     """Predict one option; `gap_s` is what a hand-over adds between the first two tokens."""
-    after_prompts_s = tpot_s(decode.load, _context(wanted), wanted.output_tokens, prompt.took_s)
-    per_token_s = after_prompts_s + gap_s / max(1.0, wanted.output_tokens - 1)
-    too_slow = per_token_s > wanted.tpot_limit_s >= decode.longer_step_s  # by the hand-over, or prompts beside it
-    delays_s = prompt.load.decoding * prompt.computes_s + decode.load.decodes * decode.decode_s
+    steps_s = tpot_s(decode.load, wanted.context_tokens, wanted.output_tokens, prompt.took_s)
+    per_token_s = steps_s + gap_s / max(1.0, wanted.output_tokens - 1)
+    too_slow = _missed(per_token_s / wanted.tpot_limit_s, TPOT_MISSED)
+    delays_s = prompt.load.decoding * prompt.computes_s + decode.delays_s
     return Option(
         prompt_worker=prompt.load.worker_id,
         decode_worker=decode.load.worker_id,

@@ -6,7 +6,7 @@ least time per output token that one of them may take, and step(P, n, c, A) is `
 - s = step(0, n, c, 0) is a step without prompts. While n > 0, the engine lets a step take T = max(`USED` L, s): it
   computes as many prompt tokens as fit (`engine.steps`), or as many as its limit says if no sequence has an L.
 - a prompt of p tokens behind q others takes w = (p + q) times the time per prompt token, with its attention, and
-  k = max(w / (T - s), (p + q) / tokens of a step) steps: w + k s in all.
+  k = max(w / max(T - s, `LEAST_SHARE` s), (p + q) / tokens of a step) steps: w + k s in all.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from contracts.workers import StepModel
 
 USED = 0.95
 """The part of a TPOT limit that engines use, since a step may take longer than was predicted."""
-LEAST_CHUNK_TOKENS = 32
-"""Prompt tokens that a step computes even if there is no time for them, so that every prompt goes on."""
+LEAST_SHARE = 0.1
+"""Prompts may lengthen a step by this share of its decode part even if there is no time for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,7 @@ def prompt_s(load: Load, tokens: float, attends: float) -> float:
     alone_s = load.model.step_s(0, load.decoding, load.decoding_context_tokens, 0)
     allowed_s = min(USED * load.tpot_limit_s, load.step_target_s) - alone_s
     if math.isfinite(allowed_s):
-        least_s = work_s * min(1.0, LEAST_CHUNK_TOKENS / all_tokens)
-        steps = max(steps, math.ceil(work_s / max(allowed_s, least_s)))
+        steps = max(steps, math.ceil(work_s / max(allowed_s, LEAST_SHARE * alone_s)))
     return work_s + steps * alone_s
 
 

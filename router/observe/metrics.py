@@ -142,8 +142,8 @@ class RequestMetrics:
 
         self.decisions = counter(
             "ridgeline_decisions",
-            "Finished sequences in mode adaptive: whole or split, and why: within_limits, fewest_broken (no choice "
-            "kept all limits) or least_latency (there were none)",
+            "Finished sequences in mode adaptive: whole or split, and why: within_limits, fewest_broken (it "
+            "was likely to break one) or least_latency (there were none)",
             ("choice", "reason"),
         )
         self.prediction_error = histogram(
