@@ -11,6 +11,10 @@ from contracts.vocabulary import Mode, Pool
 from contracts.workers import Role
 from router.client_identity import IpNetwork
 
+SHORTEST_LIMIT_MS = 0.001
+LONGEST_LIMIT_MS = 3_600_000.0
+"""The bounds of a client's limits of TTFT and TPOT, and of `router.slo`: what is beyond an hour limits nothing."""
+
 
 @dataclass(frozen=True)
 class PoolHardware:
@@ -91,6 +95,10 @@ class RouterSettings:
     """Origins of web pages that may use the server from a browser."""
     stall_timeout_s: float = 60.0
     """An engine with work and without a step for this long is replaced; it gets no new work after a third of it."""
+    ttft_limit_s: float | None = None
+    """Limit of the time to the first token for requests that give none of their own."""
+    tpot_limit_s: float | None = None
+    """The same for the mean time from one token to the next."""
     routers: int = 1
     """Routers of the deployment; several share a dispatcher."""
     tls: TlsFiles | None = None

@@ -18,6 +18,7 @@ from contracts.rpc.tls import TlsFiles
 from contracts.vocabulary import Mode, Pool
 from engine import passed_args
 from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, SettableTransport, WireDtype
+from router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -253,6 +254,34 @@ class TransferConfig(Section):
     )
 
 
+class SloConfig(Section):
+    """How soon tokens are wanted by requests that do not say it. Mode adaptive reads this; other modes accept it."""
+
+    ttft_ms: float | None = Field(
+        default=None,
+        ge=SHORTEST_LIMIT_MS,
+        le=LONGEST_LIMIT_MS,
+        description="time to the first token that a request without x-ridgeline-ttft-ms wants at most; null: no limit",
+    )
+    tpot_ms: float | None = Field(
+        default=None,
+        ge=SHORTEST_LIMIT_MS,
+        le=LONGEST_LIMIT_MS,
+        description="mean time from one token to the next that a request without x-ridgeline-tpot-ms wants at most; "
+        "null: no limit",
+    )
+
+    @property
+    def ttft_limit_s(self) -> float | None:
+        """Seconds to the first token; None: no limit."""
+        return None if self.ttft_ms is None else self.ttft_ms / 1e3
+
+    @property
+    def tpot_limit_s(self) -> float | None:
+        """Mean seconds from one token to the next; None: no limit."""
+        return None if self.tpot_ms is None else self.tpot_ms / 1e3
+
+
 class RouterConfig(Section):
     """What the router accepts and how it splits requests."""
 
@@ -300,6 +329,7 @@ class RouterConfig(Section):
     min_remote_prefill_tokens: int = Field(
         default=0, ge=0, description="prompts shorter than this are prefilled on the decode worker, and counted"
     )
+    slo: SloConfig = SloConfig()
 
 
 class SupervisionConfig(Section):

@@ -55,6 +55,10 @@ class SequenceRequest:
     no request series counts it."""
     timeout_s: float | None = None
     """Seconds that the client allows, if less than router.request_deadline_s."""
+    ttft_limit_s: float | None = None
+    """Seconds from `head_read_s` to the first token that are wanted at most; None: no limit, as for a canary."""
+    tpot_limit_s: float | None = None
+    """Mean seconds from one token to the next that are wanted at most; None: no limit."""
     head_read_s: float | None = None
     """When the router had read the head of its HTTP request, on the monotonic clock; None for a canary."""
 

@@ -35,10 +35,10 @@ from router.front.middleware.admin_access import AdminAccess
 from router.front.middleware.auth import Access, KeyGuard
 from router.front.middleware.body_limit import BodyLimit
 from router.front.middleware.cors import Cors
-from router.front.middleware.deadline import Deadline
 from router.front.middleware.fair_order import BoundedBodies, EarlyRefusal, FairOrder
 from router.front.middleware.json_cost import BoundedJson, WholeBodies
 from router.front.middleware.retry_after import RetryAfter
+from router.front.middleware.time_limits import TimeLimits
 from router.front.vllm_workarounds import app_gaps, stream_chunks
 from router.settings import RouterSettings
 
@@ -71,7 +71,7 @@ def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
         partial(BoundedBodies, bodies=gates.bodies, on_refused=gates.on_refused),
         WholeBodies,
         partial(FairOrder, intake=gates.intake),
-        Deadline,
+        partial(TimeLimits, ttft_limit_s=settings.ttft_limit_s, tpot_limit_s=settings.tpot_limit_s),
         BoundedJson,
         RetryAfter,
         app_gaps.EndedStreams,

@@ -244,6 +244,8 @@ class RouterEngineClient(EngineClient):
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             cache_salt=request.cache_salt,
             timeout_s=current().timeout_s,
+            ttft_limit_s=current().ttft_limit_s,
+            tpot_limit_s=current().tpot_limit_s,
             head_read_s=current().head_read_s,
             client=client,
         )

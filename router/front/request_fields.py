@@ -26,6 +26,7 @@ SALTS = "tests/engines/test_api.py::test_prefixes_are_cached_for_one_cache_salt_
 CHUNKS = (
     "tests/components/router/front/test_http.py::test_text_comes_in_the_clients_chunks_while_workers_send_every_token"
 )
+TIME_LIMITS = "tests/components/router/front/middleware/test_time_limits.py"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Honoured:
     """The field has its effect as in vLLM; `test` shows it."""
 
     test: str = SHOWN
+    where: str = ""
+    """Where it has its effect, if not everywhere; elsewhere it is accepted."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,8 @@ HEADERS: dict[str, FieldRule] = {
     "x-api-key": Honoured("tests/components/router/front/middleware/test_auth.py"),
     "x-request-id": Honoured(f"{FIELD_TESTS}::test_a_request_id_comes_back_in_the_answer"),
     "x-ridgeline-timeout-s": Honoured(f"{FIELD_TESTS}::test_a_client_is_told_when_its_time_is_over"),
+    "x-ridgeline-ttft-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes check it only"),
+    "x-ridgeline-tpot-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes check it only"),
     "x-vllm-priority": RefusedField(
         "X-Vllm-Priority must be 0 or absent: requests are taken in order of arrival, fairly among clients"
     ),
@@ -344,7 +349,7 @@ def _special(name: str) -> str:
 
 def _in_words(rule: FieldRule) -> str:
     if isinstance(rule, Honoured):
-        return f"honoured: `{rule.test.partition('::')[0]}`"
+        return f"honoured{rule.where and f' {rule.where}'}: `{rule.test.partition('::')[0]}`"
     if isinstance(rule, WithoutEffect):
         return f"without effect: {rule.why}"
     unless = f", unless it is {' or '.join(repr(value) for value in rule.but_for)}" if rule.but_for else ""

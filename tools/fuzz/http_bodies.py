@@ -365,6 +365,7 @@ _HEADERS = [
     *(b"Accept: \xff", b"Accept-Encoding: br;q=\x80", b"Cookie: " + b"a=b;" * 1000, b"Host: \xff", b"Host: a b"),
     *(b"traceparent: 00-x", b"X-data-parallel-rank: -1", b"X-data-parallel-rank: x", b"Expect: 100-continue"),
     *(b"Content-Encoding: gzip", b"Upgrade: websocket\r\nConnection: upgrade", b"Upgrade: h2c", b"Origin: null"),
+    *(b"X-Ridgeline-TTFT-ms: nan", b"X-Ridgeline-TPOT-ms: 1e-400", b"X-Ridgeline-Timeout-s: \xff"),
     *(b"X-Session-ID: \0", b"bad header", b": empty", b"a" * 70000 + b": b", b"X-Forwarded-For: " + b"1," * 2000),
 ]
 

@@ -41,6 +41,10 @@ class RequestContext:
     """The caller's right to the operator's paths: none, unless the key guard has granted one."""
     timeout_s: float | None = None
     """Seconds that the client allows for the request, if it says so."""
+    ttft_limit_s: float | None = None
+    """Seconds until the first token that the client, or else `router.slo`, wants at most."""
+    tpot_limit_s: float | None = None
+    """The same for the mean time from one token to the next."""
     retry_after_s: int = 1
     """Seconds after which a refusal says that another try may succeed."""
     taken_in: Callable[[], None] = _nothing

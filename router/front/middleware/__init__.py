@@ -5,7 +5,7 @@ auth.py           checks API keys and names each client
 body_limit.py     limits the length of bodies
 admin_access.py   decides who may use the operator's paths
 cors.py           decides which web pages may call
-deadline.py       reads the time that a client allows
+time_limits.py    reads the times that a client allows
 retry_after.py    adds the Retry-After header
 json_cost.py      limits the work that a body causes
 fair_order.py     refuses early, and takes requests in by turns

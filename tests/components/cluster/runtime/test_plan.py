@@ -133,6 +133,12 @@ def planned(monkeypatch, tmp_path):
     )
 
 
+def test_the_routers_limits_of_ttft_and_tpot_are_seconds_and_none_unless_configured(planned):
+    usual, strict = planned().router_settings(), planned(router__slo__ttft_ms="1500").router_settings()
+    assert (usual.ttft_limit_s, usual.tpot_limit_s) == (None, None)
+    assert (strict.ttft_limit_s, strict.tpot_limit_s) == (1.5, None)
+
+
 def test_every_worker_of_the_mode_is_planned_and_no_other(planned):
     split = planned(pools__prefill__workers="2")
     assert [worker.title for worker in split.workers] == [
