@@ -276,6 +276,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
                 "transfer": msgspec.to_builtins(config.transfer),
                 "hands_over": config.hands_over,
                 "share_kv_cache": config.on_cpu,
+                "step_target_s": config.step_target_s,
             },
         ),
     }

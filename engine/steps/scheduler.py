@@ -62,6 +62,7 @@ class Bounded:
         self._reported: Any = None
         if (connector := getattr(self, "connector", None)) is not None:
             connector.scheduler.report_also(self._report)
+            self.step_target_s = connector.step_target_s
 
     def _report(self) -> dict[str, Any]:
         """Return what travels with the connector's counters; the model only after it has changed."""
