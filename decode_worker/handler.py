@@ -71,6 +71,8 @@ class DecodeHandler:
             leg = sampling.with_transfer(leg, transfer)
         if repeated:
             leg = sampling.with_forced_tokens(leg, repeated)
+        if task.tpot_limit_s > 0.0:
+            leg = sampling.with_tpot_limit(leg, task.tpot_limit_s)
         stream = engine.generate(
             task.request_id,
             task.prompt_token_ids + emitted,

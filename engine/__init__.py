@@ -6,6 +6,7 @@ passed_args.py       vLLM's own arguments that a configuration may set
 vllm_arguments.py    converts them to vLLM's types
 stall.py             distinguishes a hung engine from an idle one
 request/             sampling and log-probabilities of a request's legs
+steps/               bounds the prompts in a step, by a fitted model of the time it takes
 connector/           vLLM's KV connector: publishes, fetches and releases KV
 worker_extension.py  reaches it from the front end: methods for vLLM's worker
 vllm_workarounds/    workarounds for vLLM's behaviour

@@ -45,5 +45,7 @@ class EngineConfig:
     on_cpu: bool
     passed: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments, as configured: see `engine.passed_args`."""
+    step_target_s: float = 0.0
+    """How long a step may take while sequences decode, until a role says otherwise; 0: no target."""
     rack: str = ""
     """The rack of its node, by the node's label in Ray; empty if it has none."""

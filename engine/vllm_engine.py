@@ -26,12 +26,14 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from contracts.errors import EngineFailed, InvalidTask
 from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
 from contracts.tasks import LegTiming, TokenDelta
+from contracts.workers import StepModel
 from engine.config import EngineConfig
 from engine.connector.events import NoticeBoard
-from engine.connector.messages import LINGERING, NOTICES
+from engine.connector.messages import LINGERING, NOTICES, STEP_MODEL
 from engine.connector.transferable_models import UnsupportedModel, model_obstacle
 from engine.request import logprobs
 from engine.stall import StallWatch
+from engine.steps.scheduler import bound_steps
 from engine.vllm_arguments import engine_values
 from engine.vllm_workarounds.forked import fork_engines
 from engine.vllm_workarounds.one_tokenizer import one_tokenizer
@@ -50,6 +52,8 @@ class EngineStats(StatLoggerBase):
         self.waiting = 0
         self.kv_usage = 0.0
         self.counters: dict[str, float] = {}
+        self.step_model: StepModel | None = None
+        """How long the engine's steps take; None before the first."""
         self.lingering: list[str] = []
         self.notices = NoticeBoard()
         self.stall = StallWatch()
@@ -66,6 +70,8 @@ class EngineStats(StatLoggerBase):
             stats = dict(scheduler_stats.kv_connector_stats)
             self.notices.deliver(stats.pop(NOTICES, ()))
             self.lingering = list(stats.pop(LINGERING, ()))
+            if (model := stats.pop(STEP_MODEL, None)) is not None:
+                self.step_model = msgspec.convert(model, StepModel)
             self.counters = stats
 
     def log_engine_initialized(self) -> None:
@@ -90,6 +96,7 @@ class VllmEngine:
         args = AsyncEngineArgs(**_engine_args(self.config))
         vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         self._require_supported(vllm_config.model_config)
+        bound_steps(vllm_config.scheduler_config)
         if self.config.on_cpu and self.config.tensor_parallel_size == 1:
             fork_engines()
         with one_tokenizer():
@@ -199,14 +206,17 @@ class VllmEngine:
         finally:
             self._releasing = None
 
-    async def limit_steps(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    async def limit_steps(self, max_num_seqs: int, max_num_batched_tokens: int, step_target_s: float = 0.0) -> None:
         """Limit what the engine's next steps hold; the limits it was started with bound both.
 
+        While sequences decode, a step computes only as many prompt tokens as fit `step_target_s`; 0: no such target.
         Sequences that run already are not stopped. Raises EngineFailed.
         """
         assert self._llm is not None
         try:
-            await self._llm.engine_core.call_utility_async(LIMIT_STEPS, max_num_seqs, max_num_batched_tokens)
+            await self._llm.engine_core.call_utility_async(
+                LIMIT_STEPS, max_num_seqs, max_num_batched_tokens, step_target_s
+            )
         except EngineDeadError as error:
             raise EngineFailed(f"the engine of {self.config.worker_id} failed: {error}") from error
 
@@ -266,6 +276,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
                 "transfer": msgspec.to_builtins(config.transfer),
                 "hands_over": config.hands_over,
                 "share_kv_cache": config.on_cpu,
+                "step_target_s": config.step_target_s,
             },
         ),
     }

@@ -25,6 +25,7 @@ from contracts.rpc.channel import add_port
 from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import ErrorKind, Health, Leg
 from contracts.workers import (
+    MIN_FITTED_STEPS,
     AbortRequest,
     Ack,
     AttachRequest,
@@ -32,6 +33,7 @@ from contracts.workers import (
     PairAnswer,
     PairRequest,
     Role,
+    StepModel,
     SubmitRequest,
     WorkerDescription,
     WorkerStatus,
@@ -330,6 +332,7 @@ class WorkerHost:
             stalled_s=self._stalled_s() if self._tasks else 0.0,
             incarnation=self._engine.config.incarnation,
             role_number=self._role.number if self._role else 0,
+            step_model=_known(stats.step_model),
         )
 
     async def _pair(self, request: PairRequest) -> PairAnswer:
@@ -353,7 +356,7 @@ class WorkerHost:
         try:
             while self._told_role is not None and self._told_role != self._role:
                 role = self._told_role
-                await self._engine.limit_steps(role.max_num_seqs, role.max_num_batched_tokens)
+                await self._engine.limit_steps(role.max_num_seqs, role.max_num_batched_tokens, role.step_target_s)
                 self._role = role
         except EngineFailed as error:
             logger.warning("no limits for the role %s: %s", self._told_role, error)  # the worker will be replaced
@@ -457,3 +460,7 @@ class WorkerHost:
         except Exception as error:
             logger.exception("task %s failed", task.request_id)
             session.fail(task.request_id, f"{type(error).__name__}: {error}", "engine")
+
+
+def _known(model: StepModel | None) -> StepModel | None:
+    return model if model is not None and model.steps >= MIN_FITTED_STEPS else None

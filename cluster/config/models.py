@@ -174,6 +174,12 @@ class PoolConfig(Section):
         description="sequences one engine runs at a time; one client alone has seven eighths of those that decode",
     )
     max_num_batched_tokens: int = Field(ge=1, description="tokens one engine step computes; longer prompts are chunked")
+    step_target_ms: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="while sequences decode, a step computes only as many prompt tokens as fit this time, by what "
+        "the engine has learned from its own steps: streams keep their pace and prompts take longer; 0: no target",
+    )
     kv_cache_bytes: Bytes | None = Field(
         default=GIB,
         ge=MIB,

@@ -117,6 +117,7 @@ class Plan:
             block_size_tokens=model.block_size_tokens,
             max_num_seqs=pool.max_num_seqs,
             max_num_batched_tokens=pool.max_num_batched_tokens,
+            step_target_s=pool.step_target_ms / 1e3,
             kv_cache_bytes_per_rank=None if pool.kv_cache_bytes is None else pool.kv_cache_bytes // pool.ranks,
             tensor_parallel_size=pool.ranks,
             enforce_eager=on_cpu if model.enforce_eager is None else model.enforce_eager,

@@ -122,5 +122,9 @@ def _roles_of_new(config: RidgelineConfig) -> dict[Pool, Role]:
 
 def _role(mode: Mode, name: Pool, pool: PoolConfig) -> Role:
     return Role(
-        mode=mode, pool=name, max_num_seqs=pool.max_num_seqs, max_num_batched_tokens=pool.max_num_batched_tokens
+        mode=mode,
+        pool=name,
+        max_num_seqs=pool.max_num_seqs,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        step_target_s=pool.step_target_ms / 1e3,
     )

@@ -103,6 +103,11 @@ class RidgelineConnector(KVConnectorBase_V1):
 
     # --- scheduler role
 
+    @property
+    def step_target_s(self) -> float:
+        """How long a step may take while sequences decode, until a role says otherwise; 0: no target."""
+        return float(self._settings["step_target_s"])
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         self.scheduler.set_xfer_handshake_metadata(metadata)
 

@@ -123,6 +123,8 @@ NOTICES = "notices"
 """Key of a list of `engine.connector.events.Notice` as plain data, not a number; from the scheduler side only."""
 LINGERING = "lingering"
 """Key of a list of sentences about hand-offs that were not released for long; from the worker side only."""
+STEP_MODEL = "step_model"
+"""Key of a `contracts.workers.StepModel` as plain data; only after it has changed, from `engine.steps` alone."""
 
 
 BYTES = "kv_bytes_total."

@@ -8,7 +8,7 @@ gives them, and `facade` passes calls on unchanged. Order of calls in one step:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -68,6 +68,7 @@ class SchedulerSide:
         self._held: set[str] = set()
         """Those of them whose first token cannot arrive. They never run; their handler is notified and aborts them."""
         self._notices: list[Notice] = []
+        self._also: Callable[[], dict[str, Any]] = dict
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """Store where the blocks of each rank can be fetched; called once, before the first request."""
@@ -86,7 +87,11 @@ class SchedulerSide:
 
     def get_kv_connector_stats(self) -> CounterStats:
         """Return the counters, and the notices since the last call."""
-        return CounterStats(data={**self.counters, NOTICES: self.take_notices()})
+        return CounterStats(data={**self._also(), **self.counters, NOTICES: self.take_notices()})
+
+    def report_also(self, also: Callable[[], dict[str, Any]]) -> None:
+        """Send along what `also` returns, with each step: the scheduler's own figures."""
+        self._also = also
 
     # --- admission
 

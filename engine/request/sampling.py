@@ -20,6 +20,9 @@ from contracts.handoff import UNREADABLE
 FORCED = "forced_token_ids"
 """Key in `extra_args` that `engine.request.forced_tokens` reads; clients cannot set it."""
 
+TPOT_LIMIT = "tpot_limit_s"
+"""Key in `extra_args` that `engine.steps.scheduler` reads: `GenerateTask.tpot_limit_s`; clients cannot set it."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SamplingParams)
 
@@ -156,4 +159,10 @@ def with_transfer(leg: SamplingParams, transfer: dict[str, object]) -> SamplingP
 def with_forced_tokens(leg: SamplingParams, token_ids: list[int]) -> SamplingParams:
     """Make the engine produce these tokens first; `leg` must be one of the copies made above."""
     leg.extra_args = {**(leg.extra_args or {}), FORCED: token_ids}
+    return leg
+
+
+def with_tpot_limit(leg: SamplingParams, limit_s: float) -> SamplingParams:
+    """Limit the time per output token; `leg` must be one of the copies made above."""
+    leg.extra_args = {**(leg.extra_args or {}), TPOT_LIMIT: limit_s}
     return leg

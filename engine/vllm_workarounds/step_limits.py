@@ -18,8 +18,9 @@ def add_limit_steps() -> None:
     setattr(EngineCore, LIMIT_STEPS, _limit_steps)
 
 
-def _limit_steps(core: Any, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    """Set what a step may hold, within what the model runner's buffers were made for."""
+def _limit_steps(core: Any, max_num_seqs: int, max_num_batched_tokens: int, step_target_s: float) -> None:
+    """Set what a step may hold, within what the model runner's buffers were made for, and how long it may take."""
     scheduler, made_for = core.scheduler, core.vllm_config.scheduler_config
     scheduler.max_num_active_reqs = min(max_num_seqs, made_for.max_num_seqs)
     scheduler.max_num_scheduled_tokens = min(max_num_batched_tokens, made_for.max_num_batched_tokens)
+    scheduler.step_target_s = step_target_s  # read by `engine.steps.scheduler`

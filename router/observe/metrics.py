@@ -282,9 +282,18 @@ _WORKER_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("direction",),
     ),
     "fetches_total": ("ridgeline_fetches", "KV fetches of a decode worker, by result", ("result",)),
+    "shortened_chunks_total": (
+        "ridgeline_shortened_chunks",
+        "Steps in which a prompt computed less than it could have, so that sequences beside it decode in time",
+        (),
+    ),
     "expired_leases_total": ("ridgeline_expired_leases", "Hand-offs whose lease ran out before they were fetched", ()),
 }
 _WORKER_GAUGES = {
+    "step_target_seconds": (
+        "ridgeline_step_target_seconds",
+        "How long a step of a worker's engine may take while sequences decode; 0: no target",
+    ),
     "open_leases": ("ridgeline_leases", "Hand-offs that a worker offers and that have not been released"),
     "pinned_blocks": ("ridgeline_pinned_blocks", "KV blocks that hand-offs keep from being freed"),
     "active_fetches": ("ridgeline_active_fetches", "KV fetches that a decode worker has in progress"),
@@ -293,6 +302,36 @@ _WORKER_GAUGES = {
         "Hand-offs that a decode worker keeps alive with heartbeats until it has fetched them",
     ),
 }
+
+
+def _step_models(workers: list[WorkerView]) -> Iterator[Metric]:
+    """Yield what the workers' engines have learned about how long their steps take."""
+    error = GaugeMetricFamily(
+        "ridgeline_step_model_error_ratio",
+        "Median of |predicted - measured| / measured over the latest steps of a worker's engine, predicted before they "
+        "were known",
+        labels=["pool", "worker"],
+    )
+    coefficients = GaugeMetricFamily(
+        "ridgeline_step_model_seconds",
+        "Fitted time of a step of a worker's engine: base, and what is added by one of each: prefill_token (of a "
+        "prompt), sequence (that decodes), context_token (of those), attended_token (before a token of a prompt)",
+        labels=["pool", "worker", "part"],
+    )
+    for worker in workers:
+        model = None if worker.status is None else worker.status.step_model
+        if model is None:
+            continue
+        error.add_metric([worker.pool, worker.worker_id], model.error)
+        for part, seconds in (
+            ("base", model.base_s),
+            ("prefill_token", model.per_prefill_token_s),
+            ("sequence", model.per_sequence_s),
+            ("context_token", model.per_context_token_s),
+            ("attended_token", model.per_attended_token_s),
+        ):
+            coefficients.add_metric([worker.pool, worker.worker_id, part], seconds)
+    yield from (family for family in (error, coefficients) if family.samples)
 
 
 class WorkerCollector(Collector):
@@ -322,6 +361,7 @@ class WorkerCollector(Collector):
         yield self._restarted()
         yield from self._counters(workers)
         yield from self._gauges(workers)
+        yield from _step_models(workers)
         yield from self._pools(workers)
 
     def _pairs(self) -> Metric:

@@ -24,6 +24,7 @@ from vllm.sampling_params import SamplingParams
 from contracts.handoff import KvLayout
 from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import Pool
+from contracts.workers import StepModel
 from engine.connector.events import NoticeBoard
 from engine.request import sampling
 from engine.stall import StallWatch
@@ -65,6 +66,7 @@ class FakeStats:
     waiting: int = 0
     kv_usage: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)
+    step_model: StepModel | None = None
     lingering: list[str] = field(default_factory=list)
     stall: StallWatch = field(default_factory=StallWatch)
 
@@ -94,9 +96,11 @@ class FakeEngine:
         self._waiting: dict[str, asyncio.Semaphore] = {}
         self.step_limits: tuple[int, int] | None = None
         """The limits of a step in sequences and tokens, once they have been set."""
+        self.step_target_s = 0.0
 
-    async def limit_steps(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    async def limit_steps(self, max_num_seqs: int, max_num_batched_tokens: int, step_target_s: float = 0.0) -> None:
         self.step_limits = max_num_seqs, max_num_batched_tokens
+        self.step_target_s = step_target_s
 
     @property
     def running(self) -> set[str]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from contracts.workers import WorkerStatus
+from contracts.workers import MIN_FITTED_STEPS, StepModel, WorkerStatus
 from router.fleet.pairing import KvPair
 from router.fleet.policy import WorkerLoad
 from router.observe.loop_lag import LoopLag
@@ -28,6 +28,14 @@ from router.settings import PoolHardware
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 METRICS_TABLE = re.compile(r"(?<=<!-- metrics -->\n).*(?=<!-- /metrics -->)", re.DOTALL)
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
+STEP_MODEL = StepModel(
+    base_s=1.0,
+    per_prefill_token_s=1.0,
+    per_sequence_s=1.0,
+    per_context_token_s=1.0,
+    per_attended_token_s=1.0,
+    steps=MIN_FITTED_STEPS,
+)
 PAIRS = [KvPair("worker-0", "worker-1", "shm", "")]
 
 
@@ -51,7 +59,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
             suffix = "_total" if isinstance(series, Counter) else ""
             labels = ", ".join(series._labelnames)
             rows.append((series._name + suffix, series._type, labels, series._documentation))
-    status = WorkerStatus(worker_id="worker-0", counters=worker_counters())
+    status = WorkerStatus(worker_id="worker-0", counters=worker_counters(), step_model=STEP_MODEL)
     workers = [
         SimpleNamespace(
             pool="prefill",

@@ -12,6 +12,7 @@ planted.py             compares a mode with itself after planting a known differ
 power.py               prints how often simulated comparisons find what is there
 served.py              serves an application from a process of its own, for the two that need it
 slow_proxy.py          slows a server's streamed answers down by an exact amount
+step_target.py         compares one engine with and without a step target, under Poisson load
 unloaded_ttft.py       measures TTFT of both modes without load, in alternation
 wire_accuracy.py       measures what quantised KV on the wire does to answers
 """

@@ -2,14 +2,18 @@
 
 import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import msgspec
 
 from contracts.rpc.tls import TlsFiles
-from engine.vllm_engine import _engine_args
+from contracts.workers import StepModel
+from engine.connector.messages import LINGERING, NOTICES, STEP_MODEL
+from engine.vllm_engine import EngineStats, _engine_args
 from kv_transfer.options import TransferOptions
 from tests.support.samples import engine_config
 
+IDLE = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_skipped_waiting_reqs": 0, "kv_cache_usage": 0.0}
 UNUSUAL = TransferOptions(
     host="10.0.0.9",
     port=7001,
@@ -29,3 +33,24 @@ def test_every_option_of_the_hand_off_reaches_the_connector_as_it_was_planned():
     args = _engine_args(replace(engine_config(), transfer=UNUSUAL))
     told = json.loads(json.dumps(args["kv_transfer_config"].kv_connector_extra_config))
     assert msgspec.convert(told["transfer"], TransferOptions) == UNUSUAL
+
+
+def test_the_step_target_of_a_pool_reaches_the_scheduler_of_its_engine():
+    args = _engine_args(replace(engine_config(), step_target_s=0.09))
+    assert args["kv_transfer_config"].kv_connector_extra_config["step_target_s"] == 0.09
+
+
+def test_the_newest_step_model_is_kept_beside_the_counters():
+    model = StepModel(
+        base_s=0.05,
+        per_prefill_token_s=0.004,
+        per_sequence_s=0.001,
+        per_context_token_s=1e-6,
+        per_attended_token_s=1e-6,
+        corrections=(1.0, 0.9),
+    )
+    stats = EngineStats(None)
+    for sent in ({STEP_MODEL: msgspec.to_builtins(model)}, {}):
+        figures = {"steps_total.decode": 1.0, NOTICES: [], LINGERING: [], **sent}
+        stats.record(SimpleNamespace(kv_connector_stats=figures, **IDLE), None)
+        assert (stats.step_model, stats.counters) == (model, {"steps_total.decode": 1.0})

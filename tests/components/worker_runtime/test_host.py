@@ -15,7 +15,15 @@ from vllm.sampling_params import SamplingParams
 from cluster.runtime.handlers import HANDLERS
 from contracts.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
 from contracts.tasks import StepBatch, TokenDelta
-from contracts.workers import AbortRequest, Ack, AttachRequest, Role, SubmitRequest
+from contracts.workers import (
+    MIN_FITTED_STEPS,
+    AbortRequest,
+    Ack,
+    AttachRequest,
+    Role,
+    StepModel,
+    SubmitRequest,
+)
 from decode_worker.handler import DecodeHandler
 from engine.stall import StallWatch
 from prefill_worker.handler import PrefillHandler
@@ -626,12 +634,34 @@ async def test_a_worker_runs_every_leg_whatever_the_pool_it_was_started_for(pool
 
 
 async def test_a_role_sets_the_limits_of_the_engines_steps_and_is_what_the_next_router_is_told():
-    role = Role(mode="colocated", pool="colocated", max_num_seqs=9, max_num_batched_tokens=300, number=4)
+    role = Role(
+        mode="colocated", pool="colocated", max_num_seqs=9, max_num_batched_tokens=300, step_target_s=0.07, number=4
+    )
     async with serving() as worker:
         assert ((await worker.client.describe()).role, (await worker.client.status()).role_number) == (None, 0)
         await worker.client.take_role(role)
         await eventually(lambda: worker.engine.step_limits == (9, 300))
+        assert worker.engine.step_target_s == 0.07
         assert ((await worker.client.describe()).role, (await worker.client.status()).role_number) == (role, 4)
+
+
+async def test_a_status_tells_how_long_steps_take_once_enough_of_them_have_been_seen():
+    model = StepModel(
+        base_s=0.05,
+        per_prefill_token_s=0.004,
+        per_sequence_s=0.001,
+        per_context_token_s=1e-6,
+        per_attended_token_s=1e-6,
+        corrections=(1.0, 1.1),
+        error=0.03,
+        steps=MIN_FITTED_STEPS - 1,
+    )
+    async with serving() as worker:
+        assert (await worker.client.status()).step_model is None
+        worker.engine.stats.step_model = model
+        assert (await worker.client.status()).step_model is None
+        worker.engine.stats.step_model = known = msgspec.structs.replace(model, steps=MIN_FITTED_STEPS)
+        assert (await worker.client.status()).step_model == known
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,14 @@ def test_workers_have_a_role_in_every_mode_and_engines_that_hold_the_larger_limi
             assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.hands_over) == (90, 900, True)
 
 
+def test_a_step_target_is_in_the_role_of_each_mode_and_in_the_engine_until_it_has_one(planned):
+    plan = planned(mode="disaggregated", pools__decode__step_target_ms="90", pools__colocated__step_target_ms="120")
+    assert {
+        mode: [role.step_target_s for role in roles.values()] for mode, roles in plan.router_settings().roles.items()
+    } == {"disaggregated": [0.0, 0.09], "colocated": [0.12, 0.12]}
+    assert [plan.engine_config(worker, "10.0.0.1").step_target_s for worker in plan.workers] == [0.0, 0.09]
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -219,7 +227,7 @@ def test_workers_with_different_caches_have_one_mode_and_pools_that_hand_over_ma
 
 
 def test_every_setting_of_a_pool_is_either_kept_by_a_running_engine_or_set_at_run_time():
-    set_at_run_time = {"workers", "max_num_seqs", "max_num_batched_tokens"}
+    set_at_run_time = {"workers", "max_num_seqs", "max_num_batched_tokens", "step_target_ms"}
     assert {*KEPT} | set_at_run_time == {*PoolConfig.model_fields}
 
 

@@ -1,0 +1,51 @@
+"""What the limits of single sequences leave for the next step. Pure; called by `engine.steps.scheduler`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+BUFFER: Final = 0.95
+"""Of a limit; the rest is for what a step takes longer than predicted."""
+
+
+@dataclass
+class _Pace:
+    limit_s: float
+    repeated_tokens: int
+    begun_s: float = math.inf
+    """When its first token here was due to be there, or its first step began; infinity before."""
+    begun_with_tokens: int = 0
+
+
+class Paces:
+    """The sequences that have a limit on their time per output token, and how far each is ahead of it."""
+
+    def __init__(self) -> None:
+        self._paces: dict[str, _Pace] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._paces)
+
+    def expect(self, request_id: str, limit_s: float, repeated_tokens: int = 0) -> None:
+        """Register a sequence. Its first `repeated_tokens` its client has already, so they do not put it ahead."""
+        self._paces[request_id] = _Pace(limit_s, repeated_tokens)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a sequence that has ended; unknown ids are ignored."""
+        self._paces.pop(request_id, None)
+
+    def allowance_s(self, request_id: str, tokens: int, now_s: float) -> float:
+        """Return how long the step that makes its next token may take from `now_s`; infinity without a limit.
+
+        `tokens` will be made by `now_s`, from when nothing else is computed. The mean counts, so a sequence that is
+        ahead of its limit lets a long chunk through; one that is behind asks for no more than the limit itself.
+        """
+        pace = self._paces.get(request_id)
+        if pace is None:
+            return math.inf
+        if pace.begun_s == math.inf or tokens <= pace.repeated_tokens:
+            pace.begun_s, pace.begun_with_tokens = now_s, tokens
+        allowed_s = BUFFER * pace.limit_s
+        return max(allowed_s, allowed_s * (tokens - pace.begun_with_tokens + 1) - (now_s - pace.begun_s))

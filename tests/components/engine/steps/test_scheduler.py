@@ -1,0 +1,295 @@
+"""vLLM's real scheduler with our bound, on a machine whose steps take a known time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import stepping_scheduler
+from tests.support.stepping_scheduler import MACHINE, Stepping
+
+# isort: split
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from engine.request.sampling import FORCED, TPOT_LIMIT
+from engine.steps.scheduler import BoundedAsyncScheduler, BoundedScheduler, bound_steps
+
+Make = Callable[..., Stepping]
+DECODE_S = MACHINE.step_s(0, 4, 1000, 0)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    def make(scheduler_class: type[Any] = BoundedScheduler, **settings: Any) -> Stepping:
+        return stepping_scheduler.make(scheduler_class, tmp_path, monkeypatch, **settings)
+
+    return make
+
+
+def warmed(engine: Stepping) -> Stepping:
+    """It has run prompts and decode steps, so its model is known."""
+    for number in range(3):
+        engine.add(f"warm-{number}", 400 + 50 * number, 30)
+        engine.step()
+    engine.run()
+    engine.steps.clear()
+    engine.times_s.clear()
+    return engine
+
+
+def random_load(engine: Stepping, seed: int, steps: int = 150) -> list[dict[str, int]]:
+    draw = random.Random(seed)
+    for number in range(steps):
+        if draw.random() < 0.2:
+            engine.add(f"r{number}", draw.choice([3, 40, 300, 900, 3000]), draw.randrange(1, 40))
+        if draw.random() < 0.05:
+            engine.join(f"j{number}", draw.choice([40, 300]), draw.randrange(2, 40))
+        if draw.random() < 0.03 and engine.scheduler.running:
+            from vllm.v1.request import RequestStatus
+
+            name = draw.choice([request.request_id for request in engine.scheduler.running])
+            engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        engine.step()
+    engine.run()
+    return engine.steps
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_blocks", [2000, 150])
+def test_without_a_target_every_step_is_vllms(make: Make, seed: int, num_blocks: int):
+    theirs = random_load(make(Scheduler, num_blocks=num_blocks), seed)
+    ours = random_load(make(BoundedScheduler, num_blocks=num_blocks), seed)
+    assert [list(step.items()) for step in ours] == [list(step.items()) for step in theirs]
+
+
+def test_a_step_with_decodes_keeps_the_target_and_a_prompt_uses_all_of_it(make: Make):
+    engine = warmed(make())
+    for number in range(4):
+        engine.add(f"d{number}", 250, 150)
+    engine.step()
+    engine.step()
+    engine.scheduler.step_target_s = target_s = 2.0 * DECODE_S
+    engine.add("long", 1500, 1)
+    took = []
+    while not engine.tokens["long"]:
+        computed = engine.step()
+        assert all(computed[f"d{number}"] == 1 for number in range(4)), "each gets its token in every step"
+        if "long" in computed:
+            took.append(engine.times_s[-1])
+    assert max(took) <= 1.03 * target_s
+    assert min(took[:-1]) >= 0.93 * target_s
+    assert engine.scheduler._report()["shortened_chunks_total"] == len(took) - 1
+
+
+def test_without_decodes_a_prompt_is_computed_whole(make: Make):
+    engine = warmed(make())
+    engine.scheduler.step_target_s = 0.06
+    engine.add("alone", 1500, 2)
+    assert engine.step() == {"alone": 1500}
+
+
+def test_a_target_that_decode_alone_exceeds_does_not_stop_prompts(make: Make):
+    engine = warmed(make())
+    for number in range(4):
+        engine.add(f"d{number}", 250, 400)
+    engine.step()
+    engine.scheduler.step_target_s = 0.001
+    engine.add("long", 200, 1)
+    before = len(engine.times_s)
+    while not engine.tokens["long"]:
+        engine.step()
+    assert max(engine.times_s[before:]) <= 1.15 * DECODE_S
+
+
+def test_before_anything_is_known_a_chunk_is_a_block(make: Make):
+    engine = make()
+    engine.scheduler.step_target_s = 1.0
+    engine.add("d", 100, 50)
+    engine.step()
+    engine.add("long", 500, 1)
+    assert engine.step() == {"d": 1, "long": 32}
+
+
+def test_a_chunk_is_at_most_twice_as_long_as_any_that_was_measured(make: Make):
+    engine = make()
+    engine.add("d", 33, 200)
+    for _ in range(20):
+        engine.step()
+    engine.scheduler.step_target_s = 50.0
+    engine.add("long", 2000, 1)
+    assert [engine.step()["long"] for _ in range(3)] == [66, 132, 264]
+
+
+def test_decodes_that_stand_behind_prompts_get_their_token(make: Make):
+    engine = warmed(make())
+    engine.add("d0", 250, 200)
+    engine.step()
+    engine.scheduler.step_target_s = 2.0 * DECODE_S
+    for name in ("long-a", "long-b", "long-c"):
+        engine.add(name, 1500, 1)
+    engine.step()
+    engine.step()
+    joined = []
+    for number in range(6):
+        name = f"j{number}"
+        engine.join(name, 200, 200)
+        computed = engine.step()
+        joined.append(name)
+        assert all(computed.get(one) == 1 for one in ("d0", *joined)), computed
+        assert engine.times_s[-1] <= 1.05 * engine.scheduler.step_target_s
+
+
+def test_with_sequences_joining_a_second_prompt_does_not_take_their_tokens(make: Make):
+    engine = warmed(make())
+    engine.add("d0", 250, 200)
+    engine.step()
+    engine.scheduler.step_target_s = 2.0 * DECODE_S
+    short = engine.add("short", 76, 1)
+    chunk = engine.step()["short"]
+    while (left := 76 - short.num_computed_tokens) >= chunk:
+        engine.step()
+    assert 1 < left < chunk, "the step has room for a part of the next prompt"
+    engine.add("long", 1500, 1)
+    for number in range(5):
+        engine.join(f"j{number}", 200, 200)
+    computed = engine.step()
+    assert all(computed.get(f"j{number}") == 1 for number in range(5)), computed
+
+
+def test_preemption_under_a_target_takes_prompts_first_and_loses_nobody(make: Make):
+    engine = warmed(make(num_blocks=70))
+    engine.scheduler.step_target_s = 2.0 * DECODE_S
+    for number in range(4):
+        engine.add(f"r{number}", 400, 250)
+        engine.step()
+    engine.run()
+    assert {name: len(tokens) for name, tokens in engine.tokens.items() if name[0] == "r"} == {
+        f"r{number}": 250 for number in range(4)
+    }
+
+
+def gaps(engine: Stepping, name: str) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(engine.tokens[name])]
+
+
+def mean_tpot(engine: Stepping, name: str) -> float:
+    times = engine.tokens[name]
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def test_a_sequence_ahead_of_its_limit_lets_a_long_chunk_through_and_keeps_its_mean(make: Make):
+    limit_s = 2.0 * DECODE_S
+    engine = warmed(make())
+    engine.add("limited", 250, 60, **{TPOT_LIMIT: limit_s})
+    for _ in range(12):
+        engine.step()
+    engine.add("long", 2000, 1)
+    engine.run()
+    assert max(gaps(engine, "limited")) > 5.0 * limit_s
+    assert mean_tpot(engine, "limited") <= limit_s
+
+
+def test_a_sequence_that_just_began_is_not_disturbed_beyond_its_limit(make: Make):
+    limit_s = 2.0 * DECODE_S
+    engine = warmed(make())
+    engine.add("limited", 250, 60, **{TPOT_LIMIT: limit_s})
+    engine.step()
+    for number in range(8):
+        engine.add(f"long{number}", 1000, 1)
+    while engine.tokens["limited"][-1:] and len(engine.tokens["limited"]) < 60:
+        engine.step()
+    assert max(gaps(engine, "limited")) <= limit_s
+    assert mean_tpot(engine, "limited") <= limit_s
+
+
+def test_sequences_without_a_limit_do_not_bound_and_the_tightest_limit_counts(make: Make):
+    engine = warmed(make())
+    engine.add("free", 250, 60)
+    engine.step()
+    engine.add("long", 1500, 1)
+    assert engine.step() == {"free": 1, "long": 1500}
+    engine.add("loose", 40, 60, **{TPOT_LIMIT: 1.0})
+    engine.add("tight", 40, 60, **{TPOT_LIMIT: 0.1})
+    engine.step()
+    engine.add("longer", 1600, 1)
+    engine.step()
+    assert engine.times_s[-1] <= 0.1
+
+
+def test_of_target_and_limit_the_smaller_one_counts(make: Make):
+    engine = warmed(make())
+    engine.scheduler.step_target_s = 0.09
+    engine.add("limited", 250, 60, **{TPOT_LIMIT: 0.2})
+    for _ in range(10):
+        engine.step()
+    engine.add("long", 1500, 1)
+    for _ in range(5):
+        engine.step()
+    assert max(engine.times_s[-5:]) <= 1.03 * 0.09
+
+
+def test_limits_of_sequences_that_ended_are_forgotten(make: Make):
+    engine = make()
+    engine.add("limited", 40, 3, **{TPOT_LIMIT: 0.2, FORCED: [1, 2]})
+    engine.run()
+    engine.add("free", 40, 1)
+    engine.run()
+    assert not engine.scheduler._paces
+
+
+def test_the_model_is_reported_when_it_has_changed_and_predicts_the_machine(make: Make):
+    engine = warmed(make())
+    report = engine.scheduler._report()
+    assert report["step_model"]["steps"] > 16
+    assert report["step_model"]["error"] < 0.05
+    assert "step_model" not in engine.scheduler._report()
+    assert engine.scheduler._step_fit.model.step_s(300, 2, 500, 300 * 150) == pytest.approx(
+        MACHINE.step_s(300, 2, 500, 300 * 150), rel=0.1
+    )
+
+
+def test_with_two_steps_in_flight_the_target_is_kept_as_well(make: Make):
+    engine = make(BoundedAsyncScheduler)
+    for number in range(4):
+        engine.add(f"d{number}", 250, 300)
+    engine.begin()
+    for _ in range(30):
+        engine.begin()
+        engine.end()
+    engine.scheduler.step_target_s = target_s = 2.0 * DECODE_S
+    engine.add("long", 1500, 1)
+    took = []
+    while not engine.tokens["long"]:
+        engine.begin()
+        if "long" in engine.end():
+            took.append(engine.times_s[-1])
+    assert max(took) <= 1.03 * target_s
+    assert min(took[:-1]) >= 0.9 * target_s
+
+
+@pytest.mark.parametrize(
+    ("two_in_flight", "expected", "theirs"),
+    [(False, BoundedScheduler, Scheduler), (True, BoundedAsyncScheduler, AsyncScheduler)],
+)
+def test_the_class_is_the_one_that_vllm_would_choose(
+    make: Make, two_in_flight: bool, expected: type[Any], theirs: type[Any]
+):
+    config = make().scheduler.scheduler_config
+    config.async_scheduling = two_in_flight
+    assert config.get_scheduler_cls() is theirs
+    bound_steps(config)
+    assert config.get_scheduler_cls() is expected
+    assert issubclass(expected, theirs)
+
+
+def test_a_class_that_vllm_needs_for_a_kind_of_model_stays(make: Make):
+    config = make().scheduler.scheduler_config
+    config.scheduler_cls = "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
+    bound_steps(config)
+    assert config.scheduler_cls == "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"

@@ -1,0 +1,51 @@
+"""What a sequence's limit leaves for its next step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.steps.pace import BUFFER, Paces
+
+LIMIT_S = 0.1
+STEP_S = BUFFER * LIMIT_S
+
+
+def test_a_sequence_without_a_limit_bounds_nothing():
+    assert Paces().allowance_s("a", 3, 0.0) == math.inf
+
+
+def test_a_sequence_that_is_behind_asks_for_its_limit_and_no_more():
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    assert paces.allowance_s("a", 1, 10.0) == pytest.approx(STEP_S)
+    assert paces.allowance_s("a", 2, 15.0) == pytest.approx(STEP_S)
+
+
+def test_a_sequence_that_is_ahead_lets_a_long_step_through_and_its_mean_is_still_kept():
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    now_s, tokens = 10.0, 1
+    for _ in range(20):
+        paces.allowance_s("a", tokens, now_s)
+        now_s, tokens = now_s + 0.05, tokens + 1
+    long_s = paces.allowance_s("a", tokens, now_s)
+    assert long_s == pytest.approx(21 * STEP_S - 20 * 0.05)
+    assert (now_s + long_s - 10.0) / (tokens + 1 - 1) == pytest.approx(STEP_S)
+
+
+def test_tokens_that_are_only_repeated_do_not_put_a_sequence_ahead():
+    paces = Paces()
+    paces.expect("a", LIMIT_S, repeated_tokens=30)
+    for token in range(31):
+        assert paces.allowance_s("a", token, token * 0.01) == pytest.approx(STEP_S)
+    assert paces.allowance_s("a", 31, 0.32) == pytest.approx(2 * STEP_S - 0.02)
+
+
+def test_a_sequence_that_has_ended_is_forgotten():
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    paces.forget("a")
+    paces.forget("unknown")
+    assert not paces
