@@ -10,10 +10,22 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 
 
 class CoresTaken(RuntimeError):
     """A worker of another deployment has just taken one of these cores; the message names it."""
+
+
+def this_machine() -> str:
+    """Return a name of this machine that is the same for all processes that see each other's held cores.
+
+    A kernel's boot and a network are one machine, and so are all of Ray's nodes there. The name of the host is part of
+    it, since copies of a virtual machine that are restored from memory have the same boot.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    network = Path("/proc/self/ns/net").readlink()
+    return f"{boot} {network} {socket.gethostname()}"
 
 
 def taken_cores(cores: Iterable[int]) -> frozenset[int]:

@@ -195,6 +195,11 @@ class Router:
             await self._shared.link.follow(address)
 
     @property
+    def streams(self) -> int:
+        """The number of answers in progress, those included that their clients have not read."""
+        return len(self._client.streams)
+
+    @property
     def loop_silent_s(self) -> float:
         """Seconds for which the event loop has been stuck in one callback; may be read from another thread."""
         return self._lag.silent_s

@@ -320,8 +320,7 @@ class WorkerClient:
         try:
             reply = await method(message, timeout=deadline_s)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if _is_cancelled():
                 raise
             # A channel that is closed cancels its calls: nobody has cancelled us, and the request must not just vanish.
             raise WorkerLost(f"the worker at {self.address} has left") from None
@@ -335,6 +334,16 @@ class WorkerClient:
         """Return the answer, or raise: `grpc` logs an answer that cannot be decoded and returns None for it."""
         if reply is None:
             raise WorkerLost(f"{name} at {self.address}: the answer makes no sense; is it of the same version?")
+
+
+def _is_cancelled() -> bool:
+    """Return whether somebody cancels the current task.
+
+    A function of its own: a frame that holds its task and is in the error's traceback is a circle with both, which
+    keeps all of the request until Python's collector finds it.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _raise_error(delta: TokenDelta) -> None:

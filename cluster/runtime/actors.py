@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from cluster.doctor.facts import read_cpu_flags
-from cluster.node_cores import taken_cores
+from cluster.node_cores import taken_cores, this_machine
 from cluster.runtime.environment import forget_server_variables
 from cluster.runtime.processes import ProcessId, end_processes, this_process
 from cluster.runtime.ray_workarounds.sigterm import on_sigterm
@@ -43,6 +43,8 @@ class NodePlace:
     cores: tuple[int, ...]
     """Those that the actor may run on."""
     pid: int
+    machine: str
+    """Whose cores these are: nodes of one machine share them."""
     started_s: float = 0.0
     cpu_flags: frozenset[str] = frozenset()
     """What the processor can do, as the kernel calls it."""
@@ -173,5 +175,14 @@ def _place() -> NodePlace:
     me = this_process()
     host = ray.util.get_node_ip_address()
     taken = taken_cores(cores)
-    labels = dict(context.get_node_labels())
-    return NodePlace(context.get_node_id(), host, cores, me.pid, me.started_s, read_cpu_flags(), labels, taken)
+    return NodePlace(
+        node_id=context.get_node_id(),
+        host=host,
+        cores=cores,
+        pid=me.pid,
+        machine=this_machine(),
+        started_s=me.started_s,
+        cpu_flags=read_cpu_flags(),
+        labels=dict(context.get_node_labels()),
+        taken=taken,
+    )

@@ -269,21 +269,23 @@ async def _told_of(begins: list[tuple[str, Awaitable[T]]], sentence: Callable[[l
 
 
 async def _refuse_unfit_nodes(plan: Plan, workers: list[WorkerHandle], places: list[NodePlace], say: Say) -> None:
-    """Have the first worker of each node check it for all that are there, before an engine loads anywhere.
+    """Have the first worker of each machine check it for all that are there, before an engine loads anywhere.
 
     Raises PlacementError with a sentence for each thing that is missing.
     """
     there: dict[str, list[WorkerHandle]] = {}
     for worker, place in zip(workers, places, strict=True):
-        there.setdefault(place.node_id, []).append(worker)
-    hosts = {place.node_id: place.host for place in places}
-    say(f"checking {', '.join(sorted({hosts[node] for node in there}))}")
+        there.setdefault(place.machine, []).append(worker)
+    hosts = {place.machine: place.host for place in places}
+    say(f"checking {', '.join(sorted({hosts[machine] for machine in there}))}")
     asked = [
         here[0].call_apart("unfit", plan.config, Counter(worker.planned.pool for worker in here))
         for here in there.values()
     ]
     found: list[list[str]] = await _all_or_fail(asked)
-    sentences = [f"{hosts[node]}: {sentence}" for node, each in zip(there, found, strict=True) for sentence in each]
+    sentences = [
+        f"{hosts[machine]}: {sentence}" for machine, each in zip(there, found, strict=True) for sentence in each
+    ]
     if sentences:
         raise PlacementError("\n".join(sentences))
 

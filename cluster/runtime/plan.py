@@ -211,7 +211,7 @@ def dtype_of_nodes(config: RidgelineConfig, places: Mapping[str, NodePlace]) -> 
 
 
 class CoreTable:
-    """Which cores of which node each worker runs on."""
+    """Which cores of which machine each worker runs on; several of Ray's nodes may be one machine."""
 
     def __init__(self, *, share: bool = False) -> None:
         """If `share` is set, hand a core out again when none is free, the least used first."""
@@ -219,13 +219,16 @@ class CoreTable:
         self._taken: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def take(self, worker: PlannedWorker, place: NodePlace) -> tuple[int, ...]:
-        """Return cores for a worker: none on GPUs, the same ones if it is back on its node. Raises PlacementError."""
+        """Return cores for a worker: none on GPUs, the same ones if it is back on its machine.
+
+        Raises PlacementError.
+        """
         if worker.settings.gpus_per_worker:
             return ()
-        node_id, cores = self._taken.pop(worker.worker_id, ("", ()))
-        if node_id != place.node_id:
+        machine, cores = self._taken.pop(worker.worker_id, ("", ()))
+        if machine != place.machine or not {*cores} <= {*place.cores}:
             cores = self._pick(worker, place)
-        self._taken[worker.worker_id] = (place.node_id, cores)
+        self._taken[worker.worker_id] = (place.machine, cores)
         return cores
 
     def give_back(self, worker_id: str) -> None:
@@ -234,7 +237,7 @@ class CoreTable:
 
     def _pick(self, worker: PlannedWorker, place: NodePlace) -> tuple[int, ...]:
         wanted = worker.settings.cores_per_worker
-        busy = [core for node_id, cores in self._taken.values() if node_id == place.node_id for core in cores]
+        busy = [core for machine, cores in self._taken.values() if machine == place.machine for core in cores]
         if self._share:
             usable = sorted(place.cores, key=busy.count)
         else:

@@ -27,6 +27,7 @@ from engine.config import EngineConfig, HostSettings
 from engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
 from router.fleet.pairing import KvPair
 from router.front.orders import Order, OrderState
+from router.garbage import GarbageWatch
 from router.observe.fleet_use import FleetUse
 from router.observe.metrics import LimitedLatency, Within
 from router.settings import PoolHardware, RouterSettings, SharedWith
@@ -251,11 +252,6 @@ class _Head(_Service):
         return self._head
 
 
-def _freeze_objects() -> None:
-    gc.collect()
-    gc.freeze()  # vLLM's modules are 600,000 objects: to look at them all again stops every stream for 0.3 s
-
-
 class RouterService(_Head):
     """A router: the HTTP front end."""
 
@@ -272,7 +268,8 @@ class RouterService(_Head):
     ) -> str:
         """Connect to the workers, open the port, and return the URL."""
         url = str(await self._head.serve(worker_addresses, hardware, shared))
-        _freeze_objects()
+        self._garbage = GarbageWatch(lambda: 0 if self._head is None else self._head.streams)
+        self._garbage.start()
         return url
 
     async def follow_dispatcher(self, address: str) -> None:
@@ -325,7 +322,8 @@ class DispatcherService(_Head):
     async def serve(self, worker_addresses: list[str], host: str) -> str:
         """Connect to the workers, listen for routers on an interface of this node, and return host:port."""
         address = str(await self._head.serve(worker_addresses, address_here(host), 0))
-        _freeze_objects()
+        gc.collect()
+        gc.freeze()  # vLLM's modules are 600,000 objects: to look at them all again would take 0.3 s
         return address
 
 

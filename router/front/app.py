@@ -39,7 +39,7 @@ from router.front.middleware.fair_order import BoundedBodies, EarlyRefusal, Fair
 from router.front.middleware.json_cost import BoundedJson, WholeBodies
 from router.front.middleware.retry_after import RetryAfter
 from router.front.middleware.time_limits import TimeLimits
-from router.front.vllm_workarounds import app_gaps, stream_chunks
+from router.front.vllm_workarounds import app_gaps, left_streams, stream_chunks
 from router.settings import RouterSettings
 
 Layer = Callable[[Asgi], Asgi]
@@ -102,6 +102,7 @@ async def build_app(
         app = vllm_app.build_app(args, SUPPORTED_TASKS, client.model_config)
     app_gaps.install(app)
     stream_chunks.install()
+    left_streams.install()
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
     request_fields.install(app.state, gates.most_sequences)
     app_gaps.name_settings(app.state)

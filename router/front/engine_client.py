@@ -210,6 +210,7 @@ class RouterEngineClient(EngineClient):
             self._groups.pop(request_id, None)
             self._collectors.discard(collector)
             self._unread.discard(collector)
+            collector.forget_end()
             for task in () if finished else tasks:  # those that have finished are about to end by themselves
                 task.cancel()
             # By the parent's id: aborting the n children one by one would leave the parent in vLLM's table forever.

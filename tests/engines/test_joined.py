@@ -139,7 +139,6 @@ def test_serve_waits_for_the_nodes_that_the_autoscaler_starts_for_it_and_leaves_
         "--set",
         "router.resources={ridgeline_router: 1}",
     )
-    pools += ("--set", "ray.share_cores=true")  # Ray's nodes are one machine here, and its cores are counted for each
     with ray_head(short_folder, autoscaled=True) as (address, head):
         wait_answers(address, head)
         everywhere = ("--host", "0.0.0.0", "--set", "transfer.host=127.0.0.0/8")
@@ -147,6 +146,7 @@ def test_serve_waits_for_the_nodes_that_the_autoscaler_starts_for_it_and_leaves_
             serve.wait_said("placing 2 workers and the router", START_WITHIN_S)
             url = serve.wait_ready()
             assert node_types(address) == ["decode", "prefill"], "one machine of each type, and each for a demand"
+            assert sorted(row.cores for row in serve.table().values()) == ["0", "1"], "nodes of one machine"
             assert urlsplit(url).hostname != "0.0.0.0", "no client can use that"
             assert f" {LOOPBACK}:" in serve.output, "the workers' data plane is in the network of transfer.host"
             reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)

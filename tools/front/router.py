@@ -9,11 +9,11 @@ Prints its URL or address once it serves, and ends with its standard input.
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 
 import uvloop
 
+from router.garbage import GarbageWatch
 from router.server import Router
 from router.settings import RouterSettings, SharedWith
 from router.shared.dispatcher import Dispatcher
@@ -63,8 +63,8 @@ async def main(model: str, words: list[str]) -> None:
         case workers:
             running = router = Router(settings(model, 1))
             address = await router.serve(workers, {})
-    gc.collect()
-    gc.freeze()  # as `cluster.runtime.services` does
+    garbage = GarbageWatch(lambda: running.streams if isinstance(running, Router) else 0)
+    garbage.start()  # as `cluster.runtime.services` does
     sys.stdout.write(address + "\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)

@@ -1,6 +1,7 @@
 """Workarounds for vLLM's API server app; `README.md` says what each one is for and how to see that it can go.
 
 app_gaps.py       corrects answers of routes that would be wrong or missing
+left_streams.py   frees the requests of clients that have left
 no_processor.py   saves vLLM the search for a second chat template
 stream_chunks.py  encodes the chunks of streams without pydantic
 text_length.py    refuses texts that are too long to tokenise

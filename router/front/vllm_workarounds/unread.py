@@ -89,6 +89,14 @@ class BoundedCollector(RequestOutputCollector):  # type: ignore[misc]
         """End the request everywhere; if the client reads on, it gets an error."""
         self._end(why)
 
+    def forget_end(self) -> None:
+        """Let go of what ends the request, which is over and is held by that in a circle."""
+        self._end = _nothing_to_end
+
+
+def _nothing_to_end(why: Why) -> None:
+    """Do nothing: the request is over."""
+
 
 def _bytes(output: RequestOutput) -> int:
     tokens, entries = 1, 0

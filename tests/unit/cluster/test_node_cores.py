@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from cluster.node_cores import CoresTaken, hold_cores, taken_cores
+from cluster.node_cores import CoresTaken, hold_cores, taken_cores, this_machine
 
 CORES = (9001, 9002, 9003)
 """No machine has them, so nobody else holds them."""
@@ -36,3 +36,9 @@ def test_a_killed_process_holds_nothing():
     process.kill()
     process.communicate()
     assert taken_cores(CORES) == frozenset()
+
+
+def test_all_processes_of_a_machine_give_it_the_same_name():
+    code = "from cluster.node_cores import this_machine; print(this_machine())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told == f"{this_machine()}\n"

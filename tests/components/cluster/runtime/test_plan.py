@@ -28,8 +28,11 @@ def assign_cores(workers, places, **options):
     return [table.take(worker, place) for worker, place in zip(workers, places, strict=True)]
 
 
-def a_place(node="n1", cores=(0, 1, 2, 3)):
-    return NodePlace(node_id=node, host=f"host-{node}", cores=tuple(cores), pid=1)
+def a_place(node="n1", cores=(0, 1, 2, 3), machine=None):
+    """A place on a machine of its own, unless one is given."""
+    return NodePlace(
+        node_id=node, host=f"host-{node}", cores=tuple(cores), pid=1, machine=machine or f"machine of {node}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,21 @@ def test_workers_of_one_node_get_disjoint_cores_of_that_node(wanted, cores):
 def test_the_same_core_numbers_on_another_node_are_other_cores():
     workers = (a_worker("worker-0", 2), a_worker("worker-1", 2))
     assert assign_cores(workers, [a_place("n1", (4, 5)), a_place("n2", (4, 5))]) == [(4, 5), (4, 5)]
+
+
+def test_two_nodes_of_one_machine_have_the_same_cores():
+    first, second = a_place("n1", (4, 5), "m"), a_place("n2", (4, 5), "m")
+    workers = (a_worker("worker-0"), a_worker("worker-1"))
+    assert assign_cores(workers, [first, second]) == [(4,), (5,)]
+    with pytest.raises(PlacementError, match=r"worker-2 .* needs 1 cores of its own on host-n2 and 0 are left: lower"):
+        assign_cores((*workers, a_worker("worker-2")), [first, second, second])
+
+
+def test_a_worker_that_is_back_on_another_node_of_its_machine_keeps_its_cores_if_it_may_run_there():
+    table, worker = CoreTable(), a_worker("worker-0")
+    assert table.take(worker, a_place("n1", (4, 5), "m")) == (4,)
+    assert table.take(worker, replace(a_place("n2", (4, 5), "m"), taken=frozenset({4}))) == (4,)
+    assert table.take(worker, a_place("n3", (6, 7), "m")) == (6,)
 
 
 def test_cores_of_another_deployments_workers_are_left_alone_and_named_where_too_few_are_left():

@@ -48,7 +48,7 @@ async def test_what_ray_says_of_an_actor_does_not_spare_its_processes(monkeypatc
     monkeypatch.setattr("cluster.runtime.handles.actor.ray.kill", refuse)
     monkeypatch.setattr(ActorHandle, "_end_processes", end)
     handle = ActorHandle("worker-1", None, RidgelineConfig())
-    handle._place = NodePlace("node", "127.0.0.1", (0,), 1)
+    handle._place = NodePlace("node", "127.0.0.1", (0,), 1, "machine")
     with pytest.raises(ValueError, match=re.escape("not an actor")):
         await handle.kill()
     assert ended == ["worker-1"]
