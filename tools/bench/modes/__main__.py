@@ -82,7 +82,7 @@ def options() -> argparse.ArgumentParser:
     add("--rate-factors", type=_numbers, default=DEFAULTS.rate_factors, help="of the knee of the better pure mode")
     add("--rates", type=_rates, default={}, metavar="WORKLOAD=KNEE,..", help="knees that are not searched for")
     add("--requests", type=int, help="requests of a round; by default what the budget has room for")
-    add("--most-blocks", type=int, default=DEFAULTS.most_blocks, help="rounds of each arm at each rate")
+    add("--most-blocks", type=int, default=DEFAULTS.most_blocks, help="most rounds of each pure mode at each rate")
     add("--budget-s", type=float, help=f"seconds in all, start included; by default {DEFAULTS.budget_s:g}")
     add("--phase-s", type=float, default=DEFAULTS.phase_s, help="shift: seconds of a phase")
     add("--share", type=float, default=DEFAULTS.share, help="shift: load, as a share of what both workers hold")

@@ -1,7 +1,7 @@
 """Divides the time of a workload among its rounds. Pure arithmetic.
 
-A block has one round of each pure mode at each rate, and one round of the adaptive mode for each cell. Rounds have as
-many requests as fit; another block is planned only if rounds keep enough of them.
+A block has a round of each pure mode at each rate, a round of the adaptive mode for each cell, and those of the climb
+that is expected after it. Rounds have as many requests as fit; another block is planned only if rounds keep enough.
 """
 
 from __future__ import annotations

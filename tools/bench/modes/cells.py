@@ -55,6 +55,12 @@ class Cell(msgspec.Struct, frozen=True):
     winner: str
     ratio: Ratio | None
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether two arms share the highest goodput."""
+        highest = sorted((goodput.requests_per_s for goodput in self.arms.values()), reverse=True)[:2]
+        return self.best is not None and len(highest) == 2 and math.isclose(*highest)
+
     def as_row(self, arms: Iterable[str]) -> dict[str, Any]:
         """Return the cell as an entry of `cells` in summary.json."""
         return {

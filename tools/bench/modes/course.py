@@ -1,7 +1,12 @@
-"""Runs the rounds of one workload: the idle server, the knee, then blocks of rounds until its time is up."""
+"""Runs the rounds of one workload: the idle server, the knee, then blocks of rounds until its time is up.
+
+Odd blocks have rounds of every mode, in random order. Even ones are climbs: rounds of the adaptive mode alone, in cells
+where another rate may serve more, with the arrivals that the other modes had at that rate in the block before.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -38,6 +43,8 @@ T = TypeVar("T")
 SEARCH_REQUESTS: Final = 10
 FIRST_SHARE: Final = 0.8
 """The search begins at this share of what the workers are calculated to hold."""
+CLIMBING_SHARE: Final = 0.6
+"""The share of cells that are expected to have another rate to try after a block."""
 MOST_REPEATS: Final = 2
 """Repeats of a round in which a worker was lost; then the run goes on without it."""
 
@@ -126,35 +133,39 @@ class Course:
         return better_knee({arm: each for arm, each in found.items() if each})
 
     async def _blocks(self, chosen: Chosen, rounds: _Rounds, beside_s: float) -> str | None:
-        """Run blocks while there is time; return a sentence if the last one was cut."""
+        """Run blocks while there is time, each followed by the climb; return a sentence if one was cut."""
         name = self.workload.name
-        planned = self.journal.blocks(name)
         while True:
-            for block in planned:
+            for block in self.journal.blocks(name):
                 if not await self._run_block(block, rounds):
                     return f"the time was up within block {block.block}: its other rounds were left out"
-            last = self.journal.blocks(name)
-            number = last[-1].block + 1 if last else 1
-            if number > self.settings.most_blocks:
+            before = self.journal.blocks(name)
+            number = before[-1].block + 1 if before else 1
+            if number % 2 == 0:
+                planned: BlockPlanned | None = self._plan_climb(before[-1], chosen, rounds)
+            elif number > 2 * self.settings.most_blocks:
                 return None
-            next_block = self._plan_block(number, chosen, rounds, self._beside_s(beside_s))
-            if next_block is None:
-                return None if last else "the time is too short for a single block of rounds: give a larger --budget-s"
-            self.journal.add(next_block)
-            planned = [next_block]
+            else:
+                planned = self._plan_block(number, chosen, rounds, self._beside_s(beside_s))
+            if planned is None:
+                return (
+                    None if before else "the time is too short for a single block of rounds: give a larger --budget-s"
+                )
+            self.journal.add(planned)
 
     def _plan_block(self, number: int, chosen: Chosen, rounds: _Rounds, beside_s: float) -> BlockPlanned | None:
         """Draw the rounds of the next block and their order; None if there is no time for it."""
         name, rates = self.workload.name, chosen.rates
         cells = self.settings.cells if ADAPTIVE in self.settings.arms else ()
-        at = {place: next_cell_rate(rates, *rounds.counted_at(place)) for place in cells}
+        at = {place: next_cell_rate(rates, chosen.knee, *rounds.counted_at(place)) for place in cells}
         of_rounds = [rate for _ in self.settings.pure_arms for rate in rates] + list(at.values())
+        climbing = list(at.values())[: math.ceil(CLIMBING_SHARE * len(at))]
         left_s = self.ends_s - self.clock.spent_s
-        most = self.settings.most_blocks - number + 1
-        plan = plan_blocks(of_rounds, left_s, beside_s, most, self.settings.requests)
+        most = self.settings.most_blocks - number // 2
+        plan = plan_blocks([*of_rounds, *climbing], left_s, beside_s, most, self.settings.requests)
         if plan.blocks == 0:
             return None
-        windows = {rate: (number - 1) * len(rates) + place for place, rate in enumerate(rates)}
+        windows = {rate: number // 2 * len(rates) + place for place, rate in enumerate(rates)}
         specs = [
             RoundSpec(name, number, arm, rate, windows[rate], plan.requests)
             for arm in self.settings.pure_arms
@@ -165,9 +176,26 @@ class Course:
         ]
         expected_s = block_s(of_rounds, plan.requests, beside_s)
         self._say(
-            f"block {number} of {number + plan.blocks - 1}: {len(specs)} rounds of {plan.requests} requests, about "
-            f"{minutes_text(expected_s)} of the {minutes_text(left_s)} that this workload has left"
+            f"block {number}: {len(specs)} rounds of {plan.requests} requests, about {minutes_text(expected_s)} of the "
+            f"{minutes_text(left_s)} that this workload has left"
         )
+        order = shuffled(specs, f"{self.settings.seed} {name} {number}")
+        return BlockPlanned(name, number, tuple(order), self.clock.spent_s)
+
+    def _plan_climb(self, block: BlockPlanned, chosen: Chosen, rounds: _Rounds) -> BlockPlanned:
+        """Draw rounds of the adaptive mode for cells with a rate to try, with the arrivals of the block before."""
+        number, name = block.block + 1, self.workload.name
+        windows = {each.rate: each.window for each in block.rounds}
+        tried = {(each.spec.cell, each.spec.rate) for each in self.journal.rounds(name) if each.spec.arm == ADAPTIVE}
+        cells = self.settings.cells if ADAPTIVE in self.settings.arms else ()
+        at = {place: next_cell_rate(chosen.rates, chosen.knee, *rounds.counted_at(place)) for place in cells}
+        specs = [
+            RoundSpec(name, number, ADAPTIVE, rate, windows[rate], block.rounds[0].requests, place)
+            for place, rate in at.items()
+            if (place, rate) not in tried
+        ]
+        if specs:
+            self._say(f"block {number}: {len(specs)} rounds of adaptive, where it has a rate still to try")
         order = shuffled(specs, f"{self.settings.seed} {name} {number}")
         return BlockPlanned(name, number, tuple(order), self.clock.spent_s)
 

@@ -14,7 +14,7 @@ from loadtest.report.plots import ARM_COLORS, GRID, INK, MUTED
 from tools.bench.modes.cells import Cell, mean_ratio
 from tools.bench.modes.settings import ADAPTIVE, ARMS
 
-FIELD_W, FIELD_H, LEFT, TOP, FOOT = 208, 108, 128, 84, 66
+FIELD_W, FIELD_H, LEFT, TOP, FOOT = 240, 108, 128, 84, 84
 COLORS: Final[Mapping[str, str]] = dict(zip(ARMS, ARM_COLORS, strict=True))
 STRONG, PALE = 0.5, 0.16
 SHORT: Final = {"colocated": "coloc", "disaggregated": "split", ADAPTIVE: "adaptive"}
@@ -48,13 +48,13 @@ def draw(title: str, note: str, cells: Sequence[Cell], arms: Sequence[str]) -> s
 
 
 def _field(x: float, y: float, cell: Cell, arms: Sequence[str]) -> Iterator[str]:
-    best = cell.best
+    best = None if cell.is_tied else cell.best
     fill, opacity = (COLORS[best], STRONG if cell.winner == best else PALE) if best else (GRID, 1.0)
     yield (
         f'<rect x="{x + 2}" y="{y + 2}" width="{FIELD_W - 4}" height="{FIELD_H - 4}" rx="5" fill="{fill}" '
         f'fill-opacity="{opacity}"/>'
     )
-    head = best or "no request in time"
+    head = best or ("alike" if cell.is_tied else "no request in time")
     ratio = "" if cell.ratio is None or cell.ratio.ratio is None else f"x {cell.ratio.ratio:.2f}"
     yield _text(x + 12, y + 22, head, weight="bold")
     yield _text(x + FIELD_W - 12, y + 22, ratio, anchor="end", weight="bold")
@@ -75,15 +75,11 @@ def _foot(y: float, cells: Sequence[Cell], arms: Sequence[str]) -> Iterator[str]
         yield f'<rect x="{x}" y="{y - 11}" width="13" height="13" rx="2" fill="{COLORS[arm]}" fill-opacity="{STRONG}"/>'
         yield _text(x + 19, y, arm, size=12)
         x += 130
-    mean = mean_ratio(cells)
-    end = "" if mean is None else f" x: adaptive over the better of the others; geometric mean {mean:.2f}."
-    yield _text(
-        LEFT,
-        y + 24,
-        "Requests/s within both limits (interval) at the rate offered. Pale: not beyond the interval." + end,
-        size=12,
-        color=MUTED,
-    )
+    what = "Requests/s within both limits (interval) at the rate offered. Pale: not beyond the interval of the ratio."
+    yield _text(LEFT, y + 24, what, size=12, color=MUTED)
+    if (mean := mean_ratio(cells)) is not None:
+        told = f"x: adaptive over the better of the others; its geometric mean over the map is {mean:.2f}."
+        yield _text(LEFT, y + 42, told, size=12, color=MUTED)
 
 
 def _text(

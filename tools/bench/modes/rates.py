@@ -72,13 +72,16 @@ def nearest(rates: Sequence[float], wanted: float) -> float:
     return min(rates, key=lambda rate: max(rate / wanted, wanted / rate))
 
 
-def next_cell_rate(rates: Sequence[float], own: Sequence[Round], others: Mapping[str, Sequence[Round]]) -> float:
+def next_cell_rate(
+    rates: Sequence[float], knee: float, own: Sequence[Round], others: Mapping[str, Sequence[Round]]
+) -> float:
     """Return the rate at which the adaptive mode has its next round at the limits of a cell.
 
-    It starts where the better of the others served most; it goes on upwards while nearly all of its requests are in
-    time, then to that rate, then downwards if it failed; else it tells its own best rate more exactly.
+    It starts where the better of the others served most, or at the knee if none had a round yet. It goes on upwards
+    while nearly all of its requests are in time, then to that rate, then downwards if it failed; else it tells its own
+    best rate more exactly.
     """
-    best_of_others = best_rate(others)
+    best_of_others = best_rate(others) if others else knee
     start = nearest(rates, best_of_others) if best_of_others is not None else min(rates)
     shares = {rate: goodput / rate for rate, goodput in goodputs(own).items()}
     if not shares:

@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True):
     requests: int | None = None
     """Requests of a round; None: as many as the budget has room for."""
     most_blocks: int = 4
-    """Rounds at most of each arm at each rate, and of each cell."""
+    """Rounds at most of each pure mode at each rate."""
     budget_s: float = 5100.0
     phase_s: float = 60.0
     """Of the second part: seconds of each of the three phases."""

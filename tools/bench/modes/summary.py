@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.maps.grid import UNREACHABLE
 from loadtest.rate_search import Ratio
 from loadtest.run.machine import describe_machine
 from loadtest.run_folder import SUMMARY
@@ -102,7 +103,8 @@ def table_of(cells: Sequence[Cell], arms: Sequence[str], title: str) -> Table:
     table = Table(*columns, title=title)
     for cell in cells:
         shown = [_goodput_text(cell.arms.get(arm)) for arm in arms]
-        best = f"{cell.best or '-'}{'' if cell.winner == cell.best else ' (unclear)' if cell.best else ''}"
+        best = "alike" if cell.is_tied else cell.best or "-"
+        best += "" if cell.winner in (cell.best, UNREACHABLE) else " (unclear)"
         name = f" {cell.name}" if cell.name else ""
         ratio = ratio_text(cell.ratio)
         table.add_row(f"{cell.limits.ttft_ms / 1e3:.3g}", f"{cell.limits.tpot_ms:g}{name}", *shown, best, ratio)
