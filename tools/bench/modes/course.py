@@ -1,7 +1,7 @@
 """Runs the rounds of one workload: the idle server, the knee, then blocks of rounds until its time is up.
 
-Odd blocks have rounds of every mode, in random order. Even ones are climbs: rounds of the adaptive mode alone, in cells
-where another rate may serve more, with the arrivals that the other modes had at that rate in the block before.
+A whole block has rounds of every mode, in random order. It is followed by climbs: rounds of the adaptive mode alone, in
+cells where another rate may serve more, with the arrivals that the other modes had at that rate in the whole block.
 """
 
 from __future__ import annotations
@@ -133,39 +133,39 @@ class Course:
         return better_knee({arm: each for arm, each in found.items() if each})
 
     async def _blocks(self, chosen: Chosen, rounds: _Rounds, beside_s: float) -> str | None:
-        """Run blocks while there is time, each followed by the climb; return a sentence if one was cut."""
+        """Run blocks while there is time, each whole one followed by climbs; return a sentence if one was cut."""
         name = self.workload.name
         while True:
             for block in self.journal.blocks(name):
                 if not await self._run_block(block, rounds):
                     return f"the time was up within block {block.block}: its other rounds were left out"
             before = self.journal.blocks(name)
-            number = before[-1].block + 1 if before else 1
-            if number % 2 == 0:
-                planned: BlockPlanned | None = self._plan_climb(before[-1], chosen, rounds)
-            elif number > 2 * self.settings.most_blocks:
-                return None
+            if before and (before[-1].rounds or not before[-1].is_climb):
+                planned: BlockPlanned | None = self._plan_climb(before, chosen, rounds)
             else:
-                planned = self._plan_block(number, chosen, rounds, self._beside_s(beside_s))
+                planned = self._plan_block(before, chosen, rounds, self._beside_s(beside_s))
             if planned is None:
-                return (
-                    None if before else "the time is too short for a single block of rounds: give a larger --budget-s"
-                )
+                return None if before else "the time is too short for one block of rounds: give a larger --budget-s"
             self.journal.add(planned)
 
-    def _plan_block(self, number: int, chosen: Chosen, rounds: _Rounds, beside_s: float) -> BlockPlanned | None:
-        """Draw the rounds of the next block and their order; None if there is no time for it."""
+    def _plan_block(
+        self, before: Sequence[BlockPlanned], chosen: Chosen, rounds: _Rounds, beside_s: float
+    ) -> BlockPlanned | None:
+        """Draw the rounds of the next whole block and their order; None if there were enough, or there is no time."""
+        number, whole = len(before) + 1, sum(not block.is_climb for block in before)
+        if whole == self.settings.most_blocks:
+            return None
         name, rates = self.workload.name, chosen.rates
         cells = self.settings.cells if ADAPTIVE in self.settings.arms else ()
         at = {place: next_cell_rate(rates, chosen.knee, *rounds.counted_at(place)) for place in cells}
         of_rounds = [rate for _ in self.settings.pure_arms for rate in rates] + list(at.values())
         climbing = list(at.values())[: math.ceil(CLIMBING_SHARE * len(at))]
         left_s = self.ends_s - self.clock.spent_s
-        most = self.settings.most_blocks - number // 2
+        most = self.settings.most_blocks - whole
         plan = plan_blocks([*of_rounds, *climbing], left_s, beside_s, most, self.settings.requests)
         if plan.blocks == 0:
             return None
-        windows = {rate: number // 2 * len(rates) + place for place, rate in enumerate(rates)}
+        windows = {rate: whole * len(rates) + place for place, rate in enumerate(rates)}
         specs = [
             RoundSpec(name, number, arm, rate, windows[rate], plan.requests)
             for arm in self.settings.pure_arms
@@ -180,24 +180,25 @@ class Course:
             f"{minutes_text(left_s)} that this workload has left"
         )
         order = shuffled(specs, f"{self.settings.seed} {name} {number}")
-        return BlockPlanned(name, number, tuple(order), self.clock.spent_s)
+        return BlockPlanned(name, number, False, tuple(order), self.clock.spent_s)
 
-    def _plan_climb(self, block: BlockPlanned, chosen: Chosen, rounds: _Rounds) -> BlockPlanned:
-        """Draw rounds of the adaptive mode for cells with a rate to try, with the arrivals of the block before."""
-        number, name = block.block + 1, self.workload.name
-        windows = {each.rate: each.window for each in block.rounds}
-        tried = {(each.spec.cell, each.spec.rate) for each in self.journal.rounds(name) if each.spec.arm == ADAPTIVE}
+    def _plan_climb(self, before: Sequence[BlockPlanned], chosen: Chosen, rounds: _Rounds) -> BlockPlanned:
+        """Draw rounds of the adaptive mode for cells with a rate to try, with the arrivals of the last whole block."""
+        number, name = len(before) + 1, self.workload.name
+        whole = [block for block in before if not block.is_climb][-1]
+        windows = {each.rate: each.window for each in whole.rounds}
+        tried = {(each.cell, each.rate) for block in before for each in block.rounds}
         cells = self.settings.cells if ADAPTIVE in self.settings.arms else ()
         at = {place: next_cell_rate(chosen.rates, chosen.knee, *rounds.counted_at(place)) for place in cells}
         specs = [
-            RoundSpec(name, number, ADAPTIVE, rate, windows[rate], block.rounds[0].requests, place)
+            RoundSpec(name, number, ADAPTIVE, rate, windows[rate], whole.rounds[0].requests, place)
             for place, rate in at.items()
             if (place, rate) not in tried
         ]
         if specs:
             self._say(f"block {number}: {len(specs)} rounds of adaptive, where it has a rate still to try")
         order = shuffled(specs, f"{self.settings.seed} {name} {number}")
-        return BlockPlanned(name, number, tuple(order), self.clock.spent_s)
+        return BlockPlanned(name, number, True, tuple(order), self.clock.spent_s)
 
     async def _run_block(self, block: BlockPlanned, rounds: _Rounds) -> bool:
         """Run what is left of a block; return False if a round would end after this workload's time."""
@@ -239,7 +240,7 @@ class _Rounds:
         """Run a round, again if it is void, and write it down; None if it stayed void."""
         if (done := self._course.journal.done(spec)) is not None:
             return done
-        for _ in range(1 + MOST_REPEATS):
+        for _ in range(1 + MOST_REPEATS - self._course.journal.void_rounds(spec)):
             ended = await self._once(spec)
             self._tell(ended, place)
             if ended.void is None:

@@ -96,6 +96,8 @@ class BlockPlanned(msgspec.Struct, frozen=True, tag="planned"):
 
     workload: str
     block: int
+    is_climb: bool
+    """Whether it has rounds of the adaptive mode alone, at rates that it has not tried; it may have none."""
     rounds: tuple[RoundSpec, ...]
     spent_s: float
 
@@ -170,6 +172,10 @@ class Journal:
     def done(self, spec: RoundSpec) -> RoundEnded | None:
         """Return the round of this specification, if it was run."""
         return next((line for line in self.rounds(spec.workload) if line.spec == spec), None)
+
+    def void_rounds(self, spec: RoundSpec) -> int:
+        """Return how many rounds of this specification were void."""
+        return sum(isinstance(line, RoundEnded) and line.void is not None and line.spec == spec for line in self.lines)
 
     @property
     def spent_s(self) -> float:
