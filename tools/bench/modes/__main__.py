@@ -25,7 +25,7 @@ from rich.console import Console
 from cluster.commands.serve import Unfit
 from cluster.config.loader import ConfigError
 from loadtest.errors import LoadTestError
-from loadtest.run_folder import free_folder
+from loadtest.run_folder import ROUNDS, free_folder
 from tools.bench.modes.budget import share_of
 from tools.bench.modes.course import Clock, Course
 from tools.bench.modes.fleet import ORDINALS_PER_ROUND, Fleet, running
@@ -139,11 +139,18 @@ def main() -> None:
         asyncio.run(run(settings, journal, console, clock))
     except (LoadTestError, ConfigError, Unfit) as error:
         console.print(f"error: {error}", style="red", highlight=False, markup=False)
+        _tell_how_to_go_on(out, console)
         sys.exit(1)
     except KeyboardInterrupt:
-        console.print(f"stopped; to go on: python -m tools.bench.modes --resume --out {out}", markup=False)
+        _tell_how_to_go_on(out, console)
         sys.exit(130)
     console.print(f"wrote {out / 'summary.json'}", highlight=False, markup=False)
+
+
+def _tell_how_to_go_on(out: Path, console: Console) -> None:
+    if (out / ROUNDS).exists():
+        how = f"python -m tools.bench.modes --resume --out {out}"
+        console.print(f"stopped before the end; to go on: {how}", style="yellow", highlight=False, markup=False)
 
 
 def _words(text: str) -> tuple[str, ...]:
