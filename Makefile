@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-unloaded bench-step-target bench-idle bench-front power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
+.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-unloaded bench-step-target bench-idle bench-front bench-modes power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -87,6 +87,9 @@ planted: model   ## a mode against itself with a planted difference, as compare 
 
 bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two, 2,000 streams; writes runs/bench-front (about 10 minutes)
 	@$(BIN)/python -m tools.front.bench --model "$$($(BIN)/ridgeline model | tail -1)" $(BENCH)
+
+bench-modes: model  ## the map of three modes over limits of TTFT and TPOT, three workloads, on one fleet; writes runs/bench-modes (under 90 minutes; CONVERSATION=CONV.csv CODE=CODE.csv BENCH="--part shift --out runs/bench-shift")
+	@$(BIN)/python -m tools.bench.modes $(if $(CONVERSATION),--conversation-trace $(CONVERSATION)) $(if $(CODE),--code-trace $(CODE)) $(BENCH)
 
 bench-client: setup  ## the load generator against a server without a model: lag, floors, CPU a token; writes runs/bench-client (about 90 s)
 	@$(BIN)/python -m tools.bench.client

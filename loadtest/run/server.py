@@ -21,11 +21,13 @@ class Servers:
     urls: tuple[str, ...]
     key_variable: str = KEY_VARIABLE
     """The environment variable with their API key."""
+    also: tuple[tuple[str, str], ...] = ()
+    """Further HTTP headers of every request, such as the limits that it must meet."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """The HTTP header with their API key; empty without one."""
-        return key_headers(self.key_variable)
+        """The HTTP headers of every request: that with their API key, if there is one, and the further ones."""
+        return key_headers(self.key_variable) | dict(self.also)
 
     @property
     def counted(self) -> str | None:

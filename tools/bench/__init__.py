@@ -6,6 +6,7 @@ client.py              measures what our load generator adds, against a server w
 clocks.py              compares a client's clock with the server's histograms
 codec_speed.py         measures how fast KV is encoded and decoded
 idle_cpu.py            measures the CPU time of an idle deployment, by process
+modes/                 the map of three modes over limits of TTFT and TPOT, on one fleet
 null_server.py         streams tokens at a fixed pace without a model
 overload.py            sends more load than a server can take, and checks fairness
 planted.py             compares a mode with itself after planting a known difference

@@ -1,0 +1,180 @@
+"""The deployment whose mode is switched, and one round of a mode on it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
+
+from rich.console import Console
+
+from cluster.commands.serve import refuse_unfit_machine, say_with_time, started
+from cluster.commands.setup import setup_of, versions
+from cluster.config.api_keys import first_admin_key
+from cluster.config.loader import load_config
+from cluster.runtime.ray_start import ray_runtime
+from loadtest.arms import SwitchedArm
+from loadtest.errors import LoadTestError, NotDisaggregatedError, RestartedError
+from loadtest.plan import DISAGGREGATED, ComparePlan, Mode, Slo
+from loadtest.run.machine import disturbance, read_cpu
+from loadtest.run.records import RecordFile
+from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
+from loadtest.run.server import Servers, first_model
+from loadtest.run.unloaded import Unloaded, measure_unloaded
+from loadtest.run.validity import void_reasons
+from loadtest.run.warm_up import warm_up_workers
+from loadtest.run_folder import RECORDS
+from loadtest.trace.readers import load_trace
+from loadtest.trace.trace import Trace
+from loadtest.valid_rounds import require_disaggregated
+from tools.bench.modes.journal import Limits
+from tools.bench.modes.settings import Settings
+
+TTFT_HEADER, TPOT_HEADER = "x-ridgeline-ttft-ms", "x-ridgeline-tpot-ms"
+ORDINALS_PER_ROUND: Final = 512
+"""Prompts set apart for each round and each warm-up, so that no two share a prompt's beginning."""
+MEASURING_PROMPTS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """One round: what was replayed, what disturbed it, and why it is void, if it is."""
+
+    began: datetime
+    took_s: float
+    replayed: ReplayResult | None
+    disturbed: tuple[str, ...]
+    void: str | None
+
+
+@dataclass(slots=True)
+class Fleet:
+    """A running deployment. Prompts are counted here, so that every one is new to its prefix caches."""
+
+    url: str
+    folder: Path
+    setup: Mapping[str, Any]
+    max_model_tokens: int | None
+    is_alone: bool
+    """Whether other work on this machine counts as a disturbance: the deployment is this process's."""
+    admin: dict[str, str] = field(default_factory=dict)
+    next_ordinal: int = 0
+    quiet: Console = field(default_factory=lambda: Console(quiet=True))
+
+    async def check(self, arms: tuple[str, ...]) -> None:
+        """Raise LoadTestError for a mode that this deployment cannot serve."""
+        for arm in arms:
+            obstacle = await self._arm(arm).obstacle()
+            if obstacle is not None:
+                raise LoadTestError(f"this deployment cannot serve {arm} ({obstacle}): leave it out with --arms")
+
+    async def measure(self, arm: str, plan: ComparePlan) -> Unloaded:
+        """Measure what the idle server takes for the plan's requests in this mode."""
+        await self._arm(arm).ready()
+        per_round = len(load_trace(plan.trace).rows) + plan.warmup_requests
+        index = math.ceil(self.next_ordinal / per_round)
+        self.next_ordinal = (index + 1) * per_round + MEASURING_PROMPTS
+        return await measure_unloaded(self.url, plan, self.quiet, round_index=index)
+
+    async def warm_up(self, arm: str, trace: Trace, plan: ComparePlan) -> None:
+        """Let every worker make steps at the trace's sizes in this mode."""
+        await self._arm(arm).ready()
+        requests = RoundRequests(trace, ORDINALS_PER_ROUND)
+        await warm_up_workers(self.url, plan, requests, self._new_round_index(), self.quiet)
+
+    async def round(
+        self, arm: str, trace: Trace, plan: ComparePlan, limits: Limits | None, labels: Mapping[str, str | int]
+    ) -> RoundResult:
+        """Replay the trace in this mode, which is told the limits if there are any; the plan's limits judge lateness.
+
+        It ends when every request has ended or was given up. Raises LoadTestError if the server cannot be reached.
+        """
+        await self._arm(arm).ready()
+        servers = Servers((self.url,), also=() if limits is None else limit_headers(limits))
+        began, began_s = datetime.now(UTC), time.monotonic()
+        before = await asyncio.to_thread(read_cpu)
+        try:
+            replayed = await run_replay(
+                servers,
+                plan.of_warm_round(),
+                self.quiet,
+                round_index=self._new_round_index(),
+                requests=RoundRequests(trace, ORDINALS_PER_ROUND),
+                record_file=RecordFile(self.folder / RECORDS, arm=arm, **labels),
+            )
+        except RestartedError as error:
+            return RoundResult(began, time.monotonic() - began_s, None, (), str(error))
+        after = await asyncio.to_thread(read_cpu)
+        others = disturbance(before, after) if self.is_alone else None
+        disturbed = (*void_reasons(replayed, others, plan.limits), *_not_disaggregated(arm, replayed))
+        return RoundResult(began, time.monotonic() - began_s, replayed, disturbed, replayed.fleet_change)
+
+    def _arm(self, mode: str) -> SwitchedArm:
+        return SwitchedArm(self.url, cast(Mode, mode), dict(self.admin))
+
+    def _new_round_index(self) -> int:
+        index = math.ceil(self.next_ordinal / ORDINALS_PER_ROUND)
+        self.next_ordinal = (index + 1) * ORDINALS_PER_ROUND
+        return index
+
+
+def limit_headers(limits: Limits) -> tuple[tuple[str, str], ...]:
+    """Return the headers that tell a request's limits."""
+    return (TTFT_HEADER, f"{limits.ttft_ms:g}"), (TPOT_HEADER, f"{limits.tpot_ms:g}")
+
+
+def round_plan(plan: ComparePlan, tightest: Limits, deadline_s: float) -> ComparePlan:
+    """Return the plan of a round: a late client is judged by the tightest limits, and requests are given up in time."""
+    slo = Slo(ttft_ms=tightest.ttft_ms, tpot_ms=tightest.tpot_ms)
+    return plan.model_copy(update={"slo_ttft_ms": slo.ttft_ms, "slo_tpot_ms": slo.tpot_ms, "deadline_s": deadline_s})
+
+
+def hopeless_after_s(loosest: Limits, longest_output_tokens: int) -> float:
+    """Return the seconds after which a request can meet no cell's limits any more."""
+    return (loosest.ttft_ms + loosest.tpot_ms * longest_output_tokens) / 1e3
+
+
+def _not_disaggregated(arm: str, replayed: ReplayResult) -> tuple[str, ...]:
+    if arm != DISAGGREGATED or not any(record.ok for record in replayed.records):
+        return ()
+    try:
+        require_disaggregated(replayed)
+    except NotDisaggregatedError as error:
+        return (str(error),)
+    return ()
+
+
+@asynccontextmanager
+async def running(settings: Settings, folder: Path, console: Console) -> AsyncIterator[Fleet]:
+    """Start a deployment, or take the one that the settings name. Raises LoadTestError and `serve`'s errors."""
+    if settings.url is not None:
+        yield await _fleet(settings.url, folder, {"url": settings.url, "versions": versions()}, is_alone=False)
+        return
+    overrides = {"server.port": "0", "mode": settings.pure_arms[0]} | settings.overrides
+    config = load_config(settings.config, overrides).config
+    await asyncio.to_thread(refuse_unfit_machine, config)
+    keys_file = config.security.admin_keys_file
+    async with ray_runtime(config), started(config, console) as deployment:
+        watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
+        try:
+            fleet = await _fleet(deployment.url, folder, await asyncio.to_thread(setup_of, config), is_alone=True)
+            fleet.admin = {"authorization": f"Bearer {first_admin_key(keys_file)}"} if keys_file else {}
+            yield fleet
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+            if not watching.cancelled():
+                watching.result()  # raises why the deployment ended, of which requests only saw the effects
+
+
+async def _fleet(url: str, folder: Path, setup: Mapping[str, Any], *, is_alone: bool) -> Fleet:
+    async with Servers((url,)).open_first() as http:
+        card = await first_model(http)
+    return Fleet(url.rstrip("/"), folder, setup, card.max_model_len, is_alone)
