@@ -1,7 +1,8 @@
 # `make demo` and `make test` need Python 3.11 or newer and nothing else; `make help` lists the rest.
 PYTHON ?= python3
-EXTRA ?= cpu
 VENV := .venv
+# The engine that .venv has already, if it has one: `make test` must not put the CPU build over that for GPUs.
+EXTRA ?= $(or $(patsubst $(VENV)/.ready-%,%,$(firstword $(wildcard $(VENV)/.ready-*))),cpu)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(EXTRA)
 MODEL_READY := $(VENV)/.model-ready

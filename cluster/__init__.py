@@ -9,5 +9,6 @@ runtime/          what runs on Ray: actors, their start, their supervision
 model_store.py    puts the model on disk
 node_address.py   the address by which this node is reached in a network
 node_cores.py     which cores of a node belong to workers
+node_gpus.py      the GPUs of a node, as the driver describes them
 node_hardware.py  the peaks of a node: measured on a CPU, looked up for a GPU
 """

@@ -1,34 +1,23 @@
 """The peaks of the node this runs on: measured on a CPU, from the table for a known GPU.
 
-Called in processes of the workers' actors, since the node that runs the command may be another kind of machine; and by
-`ridgeline roofline --hardware host`.
+Called in processes of the workers' actors, since the node that runs the command may be another kind of machine.
+Peaks only feed metrics: a GPU that is not in the table is served all the same, and has no peak series.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.node_gpus import Gpu, NoGpus, read_gpus
 from roofline.calibration import load_or_calibrate_host
-from roofline.hardware import Hardware, hardware_by_name
+from roofline.hardware import Hardware, hardware_of_gpu
 from router.settings import PoolHardware
-
-_GPU_NAMES = (
-    ("H200", "h200-sxm"),
-    ("H100 PCIE", "h100-pcie"),
-    ("H100", "h100-sxm"),
-    ("A100 PCIE", "a100-pcie"),
-    ("A100", "a100-sxm"),
-    ("B200", "b200-sxm"),
-    ("L40S", "l40s"),
-    ("L4", "l4"),
-    ("A10G", "a10g"),
-)
 
 
 class UnknownHardware(RuntimeError):
-    """This node's GPU is not in the table, or the node has none."""
+    """No peaks are known for this node's GPUs; the message says why."""
 
 
 def cache_dir() -> Path:
@@ -36,24 +25,43 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ridgeline"
 
 
-def worker_hardware(dtype: str, cores: int, gpus: int) -> PoolHardware:
-    """Return the peaks of one worker on this node; measuring a CPU takes about 4 s the first time.
+def worker_hardware(dtype: str, cores: int, gpus: int, *, fp8: bool = False) -> PoolHardware | str:
+    """Return the peaks of one worker on this node, or a sentence that says why none are known.
 
-    Raises UnknownHardware.
+    Measuring a CPU takes about 4 s the first time. `fp8` says that the model's matrices are multiplied in FP8.
     """
-    hardware = local_gpu().times(gpus) if gpus else load_or_calibrate_host(cache_dir(), cores, dtype)
+    try:
+        hardware = _gpu_peaks(dtype, fp8).times(gpus) if gpus else load_or_calibrate_host(cache_dir(), cores, dtype)
+    except UnknownHardware as error:
+        return str(error)
     return PoolHardware(hardware.name, hardware.peak_flops, hardware.peak_bytes_per_s, hardware.source)
 
 
-def local_gpu() -> Hardware:
-    """Return the published peaks of this node's first GPU. Raises UnknownHardware."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+def _gpu_peaks(dtype: str, fp8: bool) -> Hardware:
     try:
-        name = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError) as error:
-        raise UnknownHardware(f"nvidia-smi does not name a GPU on this node ({error}): install the driver") from error
-    words = name.upper().replace("-", " ").split()
-    for known_words, known in _GPU_NAMES:
-        if set(known_words.split()) <= set(words):
-            return hardware_by_name(known)
-    raise UnknownHardware(f"no peak FLOP/s and bandwidth are known for {name!r}: add it to roofline/hardware.py")
+        gpus = read_gpus()
+    except NoGpus as error:
+        raise UnknownHardware(f"no peak FLOP/s and bandwidth are known, since {error}") from error
+    return peaks_of(gpus, dtype, fp8=fp8)
+
+
+def peaks_of(gpus: Sequence[Gpu], dtype: str, *, fp8: bool = False) -> Hardware:
+    """Return the published peaks of one of these GPUs, which must be alike. Raises UnknownHardware."""
+    names = sorted({gpu.name for gpu in gpus})
+    if len(names) > 1:
+        raise UnknownHardware(
+            f"this node has GPUs of several kinds, {' and '.join(names)}, and one peak would be wrong"
+        )
+    if any(gpu.partitioned for gpu in gpus):
+        raise UnknownHardware(f"{names[0]} is cut into MIG instances, for whose parts no peaks are published")
+    if dtype == "float32":
+        raise UnknownHardware("the table has bfloat16 and FP8 peaks of GPUs, and model.dtype is float32")
+    memory_gib = gpus[0].memory_bytes / 2**30
+    for in_fp8 in (fp8, False):  # an A100 multiplies FP8 weights in bfloat16
+        known = hardware_of_gpu(gpus[0].name, gpus[0].memory_bytes, fp8=in_fp8)
+        if known is not None:
+            return known
+    raise UnknownHardware(
+        f"no peak FLOP/s and bandwidth are known for {names[0]!r} with {memory_gib:.0f} GiB: add it to "
+        "roofline/hardware.py"
+    )

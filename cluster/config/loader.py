@@ -1,4 +1,6 @@
-"""Loads the one configuration: defaults, then a YAML file, then flags; remembers where each value came from.
+"""Loads the one configuration: defaults (those of GPUs where a pool has some), then a YAML file, then flags.
+
+It remembers where each value came from.
 
 Why: wrong keys and impossible combinations should be reported before anything starts, all at once, each with the line
 to change. Called by `cluster.cli`; everything else receives the finished `RidgelineConfig`.
@@ -15,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from rich.table import Table
 
 from cluster.config.autoscale import autoscale_conflicts
+from cluster.config.gpu_defaults import GPU_ORIGIN, gpu_defaults
 from cluster.config.models import RidgelineConfig, conflicts
 from contracts.vocabulary import Mode
 
@@ -67,6 +70,10 @@ def load_config(
             continue
         _assign(values, assignment.path, assignment.value)
         origins[leaf] = assignment.origin
+    for setting, default in gpu_defaults(values):
+        if origins[setting] == DEFAULT_ORIGIN:
+            _assign(values, setting, default)
+            origins[setting] = GPU_ORIGIN
     config = _validate(values, origins, problems)
     if config is not None:
         modes = get_args(Mode) if both_modes else (config.mode,)
@@ -88,7 +95,7 @@ def explain(loaded: LoadedConfig) -> Table:
     table.add_column("from", overflow="fold")
     values = loaded.config.model_dump()
     for path, origin in loaded.origins.items():
-        style = "dim" if origin == DEFAULT_ORIGIN else None
+        style = "dim" if origin in (DEFAULT_ORIGIN, GPU_ORIGIN) else None
         table.add_row(path, _shown(path, _look_up(values, path)), origin, style=style)
     return table
 

@@ -82,7 +82,8 @@ class ModelConfig(Section):
     )
     served_name: str | None = Field(default=None, description="name clients use in requests; null: the same as path")
     dtype: Dtype = Field(
-        default="auto", description="number format of weights and KV cache; auto: what this hardware does fast"
+        default="auto",
+        description="number format of weights and KV cache; auto: what a CPU does fast, on GPUs the checkpoint's own",
     )
     max_model_len_tokens: int = Field(default=4096, ge=2, description="longest prompt plus output of one request")
     block_size_tokens: int = Field(default=32, ge=1, description="tokens in one KV block, the unit of transfer")
@@ -159,7 +160,7 @@ class RayConfig(Section):
 
 
 class PoolConfig(Section):
-    """One pool of identical workers, each with one engine."""
+    """One pool of identical workers, each with one engine. With GPUs other defaults apply: see `gpu_defaults`."""
 
     workers: int = Field(ge=1, description="engines in this pool")
     cores_per_worker: int = Field(default=1, ge=1, description="CPU cores each engine is pinned to")
@@ -183,7 +184,8 @@ class PoolConfig(Section):
     kv_cache_bytes: Bytes | None = Field(
         default=GIB,
         ge=MIB,
-        description="KV cache of each engine, over all its ranks; null: what is left on the GPU (not on CPU)",
+        description="KV cache of each engine, over all its ranks; null: what is left on the GPU (not on CPU), "
+        "the default where a pool has GPUs",
     )
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="custom Ray resources each worker takes, to bind a pool to a node type"

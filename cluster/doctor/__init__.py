@@ -2,6 +2,7 @@
 
 checks.py         the checks, and their order
 facts.py          this machine and this model as plain values
+gpus.py           driver, memory and compiler of a GPU host
 software.py       packages, kernel settings, TLS files, keys
 heads.py          whether heads can be split over ranks
 model_support.py  whether the KV of a model can be handed over

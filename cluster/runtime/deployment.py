@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -294,17 +294,27 @@ async def _hardware(plan: Plan, workers: list[WorkerHandle], say: Say) -> dict[P
     """Measure the peaks of one worker of each pool, one after the other and before any engine makes the node busy."""
     say("reading or measuring peak FLOP/s and memory bandwidth")
     first = {worker.planned.pool: worker for worker in reversed(workers)}
-    peaks: dict[Pool, PoolHardware] = {
-        pool: await worker.call_apart(
-            "hardware", plan.dtype, worker.planned.settings.cores_per_worker, worker.planned.settings.gpus_per_worker
+    found: dict[Pool, PoolHardware | str] = {}
+    for pool, worker in first.items():
+        settings = worker.planned.settings
+        found[pool] = await worker.call_apart(
+            "hardware", plan.dtype, settings.cores_per_worker, settings.gpus_per_worker, plan.multiplies_in_fp8
         )
-        for pool, worker in first.items()
-    }
+    peaks = known_peaks(found, say)
     started_for = {worker.name: worker.planned.pool for worker in workers}
     for roles in plan.roles.by_mode.values():  # a worker has the same hardware in each of its pools
         for worker_id, role in roles.items():
-            peaks.setdefault(role.pool, peaks[started_for[worker_id]])
+            if started_for[worker_id] in peaks:
+                peaks.setdefault(role.pool, peaks[started_for[worker_id]])
     return peaks
+
+
+def known_peaks(found: Mapping[Pool, PoolHardware | str], say: Say) -> dict[Pool, PoolHardware]:
+    """Return the pools whose peaks are known, and say of the others what is left out: metrics alone need them."""
+    for pool, why_not in found.items():
+        if isinstance(why_not, str):
+            say(f"{pool}: {why_not}; until then /metrics has no peaks of this pool")
+    return {pool: peaks for pool, peaks in found.items() if not isinstance(peaks, str)}
 
 
 async def _timed_load(worker: WorkerHandle, say: Say) -> tuple[WorkerReady, float]:

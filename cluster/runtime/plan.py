@@ -20,6 +20,7 @@ from contracts.vocabulary import Pool
 from engine import passed_args
 from engine.config import EngineConfig, HostSettings
 from kv_transfer.options import TransferOptions
+from roofline.quantisation import multiplies_in_fp8
 from router.settings import RouterSettings
 
 
@@ -56,6 +57,8 @@ class Plan:
     workers: tuple[PlannedWorker, ...]
     roles: ModeRoles
     keys: KeyHashes = field(default_factory=KeyHashes)
+    multiplies_in_fp8: bool = False
+    """Whether the peak of GPUs is that of FP8; of a model that is still on the hub this is not known, and False."""
 
     def another_worker(self, worker_id: str, pool: Pool) -> PlannedWorker:
         """Return a worker that is started while the others serve."""
@@ -172,6 +175,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
         workers=workers,
         roles=roles,
         keys=key_hashes(config.security.api_keys_file, config.security.admin_keys_file),
+        multiplies_in_fp8=multiplies_in_fp8(facts.config, config.engine_args.get("quantization")),
     )
 
 

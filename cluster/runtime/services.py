@@ -103,11 +103,11 @@ class WorkerService(_Service):
 
         return failures(node_checks(config, workers))
 
-    async def hardware(self, dtype: str, cores: int, gpus: int) -> PoolHardware:
-        """Return the peaks of a worker on this node; measures them if nobody has yet."""
+    async def hardware(self, dtype: str, cores: int, gpus: int, fp8: bool) -> PoolHardware | str:
+        """Return the peaks of a worker on this node, or why none are known; measures a CPU if nobody has yet."""
         from cluster.node_hardware import worker_hardware
 
-        return worker_hardware(dtype, cores, gpus)
+        return worker_hardware(dtype, cores, gpus, fp8=fp8)
 
     async def start(
         self, config: EngineConfig, cores: tuple[int, ...], settings: HostSettings, holds_cores: bool

@@ -8,6 +8,7 @@ chunks.py               which blocks of growing prompts are final
 events.py               tells a handler about its hand-off
 layout.py               what two engines must agree on to exchange KV
 accounting.py           counts FLOPs, bytes and busy seconds of each step
+step_cost.py            what a step of this model costs, by the formats of its weights and its KV
 transferable_cache.py   whether a KV cache can be handed off
 transferable_models.py  whether a model's KV can be, before it loads
 """

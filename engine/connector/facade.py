@@ -13,7 +13,6 @@ Hooks accept **kwargs because vLLM's two model runners (CPU, CUDA) pass differen
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from engine.connector.accounting import StepAccountant
 from engine.connector.layout import kv_layout
 from engine.connector.messages import CounterStats, StepInstructions
 from engine.connector.scheduler_side import SchedulerSide
+from engine.connector.step_cost import step_cost_model
 from engine.connector.transferable_cache import by_manager_block, require_servable
 from engine.connector.worker_side import WorkerSide
 from engine.vllm_workarounds.cores import helpers_on_all_cores_of
@@ -40,15 +40,10 @@ from engine.vllm_workarounds.queue_names import forget_queue_names
 from engine.vllm_workarounds.step_limits import add_limit_steps
 from kv_transfer.memory.shared import KvCacheAllocation
 from kv_transfer.options import TransferOptions
-from roofline.cost import StepCostModel
-from roofline.errors import ModelConfigError
-from roofline.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-logger = logging.getLogger(__name__)
 
 
 class RidgelineConnector(KVConnectorBase_V1):
@@ -81,7 +76,9 @@ class RidgelineConnector(KVConnectorBase_V1):
                 block_size_tokens=vllm_config.cache_config.block_size,
                 lease_s=self._transfer.lease_s,
                 vocabulary_tokens=vllm_config.model_config.get_vocab_size(),
-                accountant=StepAccountant(step_cost_model(vllm_config)),
+                accountant=StepAccountant(
+                    step_cost_model(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+                ),
             )
 
     @classmethod
@@ -202,25 +199,3 @@ class RidgelineConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
-
-
-def step_cost_model(vllm_config: VllmConfig) -> StepCostModel | None:
-    """Build the cost model of a step; None, with a warning, for a model whose shape is not supported."""
-    try:
-        shape = model_shape(vllm_config)
-    except (ModelConfigError, TypeError, ValueError) as error:
-        logger.warning("steps are counted without FLOPs and bytes, which are not known for this model: %s", error)
-        return None
-    return StepCostModel(shape, tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size)
-
-
-def model_shape(vllm_config: VllmConfig) -> ModelShape:
-    """Return the model's shape for accounting, with the bytes that this engine uses per weight and per KV element."""
-    weight_bytes = torch.empty(0, dtype=vllm_config.model_config.dtype).element_size()
-    kv_bytes = weight_bytes if vllm_config.cache_config.cache_dtype == "auto" else 1
-    return ModelShape.from_hf_config(
-        vllm_config.model_config.hf_text_config.to_dict(),
-        weight_bytes_per_param=weight_bytes,
-        kv_bytes_per_element=kv_bytes,
-        name=str(vllm_config.model_config.model),
-    )

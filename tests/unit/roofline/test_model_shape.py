@@ -8,7 +8,7 @@ import pytest
 from roofline.errors import ModelConfigError, UnknownNameError
 from roofline.known_models import KNOWN_MODELS
 from roofline.model_shape import ModelShape, load_model_shape
-from roofline.quantisation import weight_bytes_per_param
+from roofline.quantisation import multiplies_in_fp8, weight_bytes_per_param
 
 SMOLLM2 = {
     "num_hidden_layers": 30,
@@ -181,3 +181,32 @@ def test_weight_bytes_follow_the_quantisation_scheme(scheme, expected):
 def test_a_scheme_of_unknown_size_is_refused_rather_than_guessed(config):
     with pytest.raises(ModelConfigError):
         weight_bytes_per_param(config)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "asked", "expected"),
+    [
+        ({}, None, False),
+        ({}, "fp8", True),
+        ({"quant_method": "fp8"}, None, True),
+        ({"quant_method": "awq", "bits": 4}, None, False),
+        ({"quant_method": "mxfp4"}, None, False),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, None, True),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None, False),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"0": {"input_activations": {"num_bits": 8, "type": "float"}}},
+            },
+            None,
+            True,
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"0": {"input_activations": None}}},
+            None,
+            False,
+        ),
+    ],
+)
+def test_only_schemes_with_activations_in_fp8_multiply_in_fp8(scheme, asked, expected):
+    assert multiplies_in_fp8({"quantization_config": scheme}, asked) is expected

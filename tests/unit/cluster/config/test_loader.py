@@ -298,3 +298,31 @@ def test_a_file_with_a_character_that_yaml_forbids_is_named_and_is_no_traceback(
     file.write_text("mode: \x01")
     with pytest.raises(ConfigError, match=r"control.yaml: is not valid YAML: unacceptable character"):
         load_config(file)
+
+
+# --- pools with GPUs
+
+
+def test_a_pool_with_gpus_has_the_defaults_of_gpus_and_the_others_keep_theirs():
+    loaded = load_config(None, {"pools.prefill.gpus_per_worker": "1", "pools.decode.gpus_per_worker": "1"})
+    prefill, colocated = loaded.config.pools.prefill, loaded.config.pools.colocated
+    assert (prefill.max_num_batched_tokens, prefill.kv_cache_bytes) == (8192, None)
+    assert (colocated.max_num_batched_tokens, colocated.kv_cache_bytes) == (2048, 1024**3)
+    assert loaded.config.supervision.start_timeout_s == 3600
+    assert loaded.origins["pools.decode.max_num_seqs"] == "default on GPUs"
+    assert loaded.origins["pools.colocated.max_num_seqs"] == "default"
+
+
+def test_what_is_set_beats_the_defaults_of_gpus(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("pools: {prefill: {gpus_per_worker: 1, kv_cache_bytes: 8 GiB}, decode: {gpus_per_worker: 1}}")
+    loaded = load_config(path, {"pools.prefill.max_num_batched_tokens": "4096", "supervision.start_timeout_s": "60"})
+    prefill = loaded.config.pools.prefill
+    assert (prefill.kv_cache_bytes, prefill.max_num_batched_tokens) == (8 * 1024**3, 4096)
+    assert loaded.config.supervision.start_timeout_s == 60
+
+
+def test_a_number_of_gpus_that_is_none_is_reported_and_changes_no_default():
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, {"pools.prefill.gpus_per_worker": "many"})
+    assert len(refused.value.problems) == 1

