@@ -219,6 +219,7 @@ class PoolsConfig(Section):
         return self.prefill.model_copy(
             update={
                 "workers": self.prefill.workers + self.decode.workers,
+                "step_target_ms": 0.0,
                 "max_num_seqs": max(self.prefill.max_num_seqs, self.decode.max_num_seqs),
                 "max_num_batched_tokens": max(self.prefill.max_num_batched_tokens, self.decode.max_num_seqs),
             }

@@ -36,16 +36,21 @@ class Paces:
         """Forget a sequence that has ended; unknown ids are ignored."""
         self._paces.pop(request_id, None)
 
-    def allowance_s(self, request_id: str, tokens: int, now_s: float) -> float:
+    def allowance_s(self, request_id: str, tokens: int, left_tokens: int, now_s: float, alone_s: float = 0.0) -> float:
         """Return how long the step that makes its next token may take from `now_s`; infinity without a limit.
 
         `tokens` will be made by `now_s`, from when nothing else is computed. The mean counts, so a sequence that is
-        ahead of its limit lets a long chunk through; one that is behind asks for no more than the limit itself.
+        ahead of its limit lets a long chunk through; one that is behind asks for no more than the limit itself. One
+        that would miss its limit even if each of the `left_tokens` that it may still make took only `alone_s`, a step
+        of itself alone, asks for nothing any more: it would only make prompts late.
         """
         pace = self._paces.get(request_id)
         if pace is None:
             return math.inf
         if pace.begun_s == math.inf or tokens <= pace.repeated_tokens:
             pace.begun_s, pace.begun_with_tokens = now_s, tokens
+        spent_s, made = now_s - pace.begun_s, tokens - pace.begun_with_tokens
+        if spent_s + left_tokens * alone_s > pace.limit_s * (made + left_tokens):
+            return math.inf
         allowed_s = BUFFER * pace.limit_s
-        return max(allowed_s, allowed_s * (tokens - pace.begun_with_tokens + 1) - (now_s - pace.begun_s))
+        return max(allowed_s, allowed_s * (made + 1) - spent_s)

@@ -138,13 +138,14 @@ class Bounded:
         """Return how many prompt tokens the step may have; None if nothing bounds them."""
         now_s += self._step_clock.remaining_s(now_s)
         step_s = self.step_target_s if self.step_target_s > 0.0 else math.inf
-        sequences = context_tokens = 0
-        for request in batch.sequences:
-            sequences += 1
-            context_tokens += request.num_computed_tokens
-            if self._paces:
+        sequences = [*batch.sequences]
+        context_tokens = sum(request.num_computed_tokens for request in sequences)
+        if self._paces:
+            for request in sequences:
                 made = request.num_output_tokens + request.num_output_placeholders
-                step_s = min(step_s, self._paces.allowance_s(request.request_id, made, now_s))
+                alone_s = self._step_fit.model.step_s(0, 1, request.num_computed_tokens, 0.0)
+                allowed_s = self._paces.allowance_s(request.request_id, made, request.max_tokens - made, now_s, alone_s)
+                step_s = min(step_s, allowed_s)
         if not sequences or step_s == math.inf or not (batch.prompts or self.waiting or self.kv_holding_waiting):
             return None
         fit = self._step_fit
@@ -153,7 +154,7 @@ class Bounded:
         measured = GROWTH * max(self.block_size // GROWTH, fit.longest_prefill_tokens)
         prompts = [Prompt(request.num_computed_tokens, _left(request)) for request in batch.prompts]
         prompts.append(Prompt(0, self.max_num_scheduled_tokens))  # one that waits, or none
-        fits = most_prefill_tokens(fit.model, step_s, sequences, context_tokens, prompts)
+        fits = most_prefill_tokens(fit.model, step_s, len(sequences), context_tokens, prompts)
         return min(int(measured), fits)
 
     def _schedule_within(self: Any, batch: _Batch, tokens: int, throttle_prefills: bool) -> Any:

@@ -65,7 +65,13 @@ class SequenceRequest:
     @property
     def wish(self) -> Wish:
         """What it wants before it has begun."""
-        demand = Demand(len(self.prompt_token_ids), self.sampling.max_tokens, self.client)
+        demand = Demand(
+            len(self.prompt_token_ids),
+            self.sampling.max_tokens,
+            self.client,
+            ttft_limit_s=math.inf if self.ttft_limit_s is None else self.ttft_limit_s,
+            tpot_limit_s=math.inf if self.tpot_limit_s is None else self.tpot_limit_s,
+        )
         return Wish(demand, urgent=self.canary, canary=self.canary)
 
 

@@ -212,7 +212,7 @@ def test_a_step_target_is_in_the_role_of_each_mode_and_in_the_engine_until_it_ha
     plan = planned(mode="disaggregated", pools__decode__step_target_ms="90", pools__colocated__step_target_ms="120")
     assert {
         mode: [role.step_target_s for role in roles.values()] for mode, roles in plan.router_settings().roles.items()
-    } == {"disaggregated": [0.0, 0.09], "colocated": [0.12, 0.12]}
+    } == {"disaggregated": [0.0, 0.09], "colocated": [0.12, 0.12], "adaptive": [0.0, 0.0]}
     assert [plan.engine_config(worker, "10.0.0.1").step_target_s for worker in plan.workers] == [0.0, 0.09]
 
 

@@ -10,17 +10,19 @@ from engine.steps.pace import BUFFER, Paces
 
 LIMIT_S = 0.1
 STEP_S = BUFFER * LIMIT_S
+LEFT = 100
+"""Tokens that a sequence may still make."""
 
 
 def test_a_sequence_without_a_limit_bounds_nothing():
-    assert Paces().allowance_s("a", 3, 0.0) == math.inf
+    assert Paces().allowance_s("a", 3, LEFT, 0.0) == math.inf
 
 
 def test_a_sequence_that_is_behind_asks_for_its_limit_and_no_more():
     paces = Paces()
     paces.expect("a", LIMIT_S)
-    assert paces.allowance_s("a", 1, 10.0) == pytest.approx(STEP_S)
-    assert paces.allowance_s("a", 2, 15.0) == pytest.approx(STEP_S)
+    assert paces.allowance_s("a", 1, LEFT, 10.0) == pytest.approx(STEP_S)
+    assert paces.allowance_s("a", 2, LEFT, 15.0) == pytest.approx(STEP_S)
 
 
 def test_a_sequence_that_is_ahead_lets_a_long_step_through_and_its_mean_is_still_kept():
@@ -28,9 +30,9 @@ def test_a_sequence_that_is_ahead_lets_a_long_step_through_and_its_mean_is_still
     paces.expect("a", LIMIT_S)
     now_s, tokens = 10.0, 1
     for _ in range(20):
-        paces.allowance_s("a", tokens, now_s)
+        paces.allowance_s("a", tokens, LEFT, now_s)
         now_s, tokens = now_s + 0.05, tokens + 1
-    long_s = paces.allowance_s("a", tokens, now_s)
+    long_s = paces.allowance_s("a", tokens, LEFT, now_s)
     assert long_s == pytest.approx(21 * STEP_S - 20 * 0.05)
     assert (now_s + long_s - 10.0) / (tokens + 1 - 1) == pytest.approx(STEP_S)
 
@@ -39,8 +41,8 @@ def test_tokens_that_are_only_repeated_do_not_put_a_sequence_ahead():
     paces = Paces()
     paces.expect("a", LIMIT_S, repeated_tokens=30)
     for token in range(31):
-        assert paces.allowance_s("a", token, token * 0.01) == pytest.approx(STEP_S)
-    assert paces.allowance_s("a", 31, 0.32) == pytest.approx(2 * STEP_S - 0.02)
+        assert paces.allowance_s("a", token, LEFT, token * 0.01) == pytest.approx(STEP_S)
+    assert paces.allowance_s("a", 31, LEFT, 0.32) == pytest.approx(2 * STEP_S - 0.02)
 
 
 def test_a_sequence_that_has_ended_is_forgotten():
@@ -49,3 +51,12 @@ def test_a_sequence_that_has_ended_is_forgotten():
     paces.forget("a")
     paces.forget("unknown")
     assert not paces
+
+
+def test_a_sequence_that_can_no_longer_keep_its_limit_asks_for_nothing():
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    paces.allowance_s("a", 1, 10, 0.0)
+    late_s = 9 * LIMIT_S
+    assert paces.allowance_s("a", 2, 9, late_s, alone_s=0.0) == pytest.approx(STEP_S)
+    assert paces.allowance_s("a", 2, 9, late_s, alone_s=LIMIT_S / 2) == math.inf
