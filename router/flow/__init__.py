@@ -5,6 +5,7 @@ admission.py        counts what is accepted, for these rules
 held_bodies.py      limits the bytes of bodies in memory
 intake.py           takes a few requests at a time, in fair order
 fair_queue.py       decides whose prompt is next
+client_prompts.py   decides which of a client's prompts is next
 placement.py        which workers an attempt gets, and what counts there until it ends
 prompt_queue.py     gives prompts places on workers
 choice.py           which workers the next prompt gets

@@ -1,24 +1,30 @@
-"""Decides which prompt is next: deficit round robin over clients, first come, first served within one. No clock or I/O.
+"""Decides which prompt is next: deficit round robin over clients. No clock or I/O.
 
 Clients take turns. Each turn gives a client `quantum_tokens` more prompt tokens; what it does not use, or saves up for
 a longer prompt, it keeps while it has prompts waiting. So clients get equal prompt tokens rather than equal numbers of
 prompts. A short prompt is work for router and engines too, and counts as `LEAST_TOKENS`.
 
+Whose turn it is depends on no deadline: a client cannot get more by being in a hurry. Which of its prompts goes in its
+turn does (`router.flow.client_prompts`); without deadlines they go first come, first served.
+
 A client that may not have more of what its prompts need is skipped, see `pop`.
 
 **Bound.** With Q the quantum and L the longest prompt, a prompt of t tokens that its client sends with nothing else
 waiting is popped after at most ceil(t / Q) * (Q + L) tokens of each other client, however many those have waiting.
-For a short prompt (t <= Q) that is one quantum and one prompt of each.
+For a short prompt (t <= Q) that is one quantum and one prompt of each. Deadlines change nothing of this.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
+
+from router.flow.client_prompts import ClientPrompts, Entry
 
 QUANTUM_TOKENS = 512
 LEAST_TOKENS = 64
@@ -40,16 +46,6 @@ def _everybody(_client: str) -> bool:
     return True
 
 
-@dataclass(eq=False)
-class Entry(Generic[T]):
-    """One waiting prompt."""
-
-    client: str
-    tokens: int
-    item: T
-    urgent: bool
-
-
 class Waiting(msgspec.Struct):
     """How much waits, and whose it is."""
 
@@ -65,7 +61,8 @@ class Waiting(msgspec.Struct):
         """Estimate how many waiting tokens would be popped before a prompt of `tokens` that `client` sends now.
 
         These are all of its own, and of each other client as many as it gets itself until then, plus one quantum or
-        prompt.
+        prompt. With deadlines it is what may go before: an early one passes some of its client's own prompts, and a
+        late one, or none, is passed by those that come later, which no estimate can know.
         """
         own = self.of_client.get(client, 0)
         # Of the rest of the others, what is beyond one quantum or prompt counts only as far as our own tokens go.
@@ -74,19 +71,12 @@ class Waiting(msgspec.Struct):
 
 
 @dataclass
-class _Client(Generic[T]):
-    entries: deque[Entry[T]] = field(default_factory=deque)
-    deficit_tokens: int = 0
-    has_turn: bool = False
-
-
-@dataclass
 class _Next(Generic[T]):
     """The next client: its place in the queue and its round of turns. `passed`: the clients with turns until then."""
 
     rounds: int
     place: int
-    passed: list[tuple[int, _Client[T]]]
+    passed: list[tuple[int, ClientPrompts[T]]]
 
 
 class FairQueue(Generic[T]):
@@ -96,47 +86,67 @@ class FairQueue(Generic[T]):
         self._quantum_tokens = quantum_tokens
         self._least_tokens = least_tokens
         self._urgent: deque[Entry[T]] = deque()
-        self._clients: dict[str, _Client[T]] = {}
+        self._clients: dict[str, ClientPrompts[T]] = {}
         """The clients with prompts waiting."""
         self._turns: deque[str] = deque()
+        self._pushed = 0
         self.waiting = Waiting()
         """What waits; do not change it."""
 
     def __len__(self) -> int:
         return self.waiting.prompts
 
-    def push(self, client: str, tokens: int, item: T, *, urgent: bool = False) -> Entry[T]:
-        """Add a prompt. Urgent ones go before all others, in order; they must be small and few."""
-        entry = Entry(client, tokens, item, urgent)
+    def push(
+        self,
+        client: str,
+        tokens: int,
+        item: T,
+        *,
+        urgent: bool = False,
+        deadline_s: float | None = None,
+        latest_start_s: float | None = None,
+    ) -> Entry[T]:
+        """Add a prompt. Urgent ones go before all others, in order; they must be small and few.
+
+        `deadline_s` orders it among the other prompts of its client. After `latest_start_s`, by default the deadline
+        itself, it can no longer meet it. Both are times on the clock of `peek` and `pop`. Raises ValueError if there is
+        a latest start without a deadline.
+        """
+        if deadline_s is None and latest_start_s is not None:
+            raise ValueError("a prompt with a latest start needs the deadline that it is for")
+        latest = latest_start_s if latest_start_s is not None else math.inf if deadline_s is None else deadline_s
+        entry = Entry(client, tokens, item, urgent, self._pushed, deadline_s, latest)
+        self._pushed += 1
         self._count(1, tokens)
         if urgent:
             self._urgent.append(entry)
             return entry
         if client not in self._clients:
-            self._clients[client] = _Client()
+            self._clients[client] = ClientPrompts()
             self._turns.append(client)
-        self._clients[client].entries.append(entry)
+        self._clients[client].push(entry)
         self.waiting.of_client[client] = self.waiting.of_client.get(client, 0) + tokens
         self._note_beyond(client)
         return entry
 
-    def peek(self, eligible: Callable[[str], bool] = _everybody) -> Entry[T] | None:
-        """Return what `pop` would take out now, or None if it would raise; changes nothing."""
+    def peek(self, eligible: Callable[[str], bool] = _everybody, now_s: float = -math.inf) -> Entry[T] | None:
+        """Return what `pop` would take out at this time, or None if it would raise; changes no order."""
         if self._urgent:
             return self._urgent[0]
-        found = self._next(eligible)
-        return None if found is None else self._clients[self._turns[found.place]].entries[0]
+        found = self._next(eligible, now_s)
+        return None if found is None else self._clients[self._turns[found.place]].next(now_s)
 
-    def pop(self, eligible: Callable[[str], bool] = _everybody) -> Entry[T]:
+    def pop(self, eligible: Callable[[str], bool] = _everybody, now_s: float = -math.inf) -> Entry[T]:
         """Take out the next prompt of an eligible client, or an urgent one. Raises IndexError if there is none.
 
-        A client that is skipped does not save up tokens for that.
+        A client that is skipped does not save up tokens for that. Prompts whose latest start is before `now_s` are
+        hopeless, here and in `peek`, and stay so; the default makes none hopeless that was not before.
         """
         if self._urgent:
             entry = self._urgent[0]
             self.remove(entry)
             return entry
-        found = self._next(eligible)
+        found = self._next(eligible, now_s)
         if found is None:
             raise IndexError("none waits that may go")
         for place, client in found.passed:
@@ -146,21 +156,22 @@ class FairQueue(Generic[T]):
         self._turns.rotate(-found.place)
         chosen = self._clients[self._turns[0]]
         chosen.has_turn = True
-        entry = chosen.entries[0]
+        entry = chosen.next(now_s)
         chosen.deficit_tokens -= self._weight(entry)
-        self.remove(entry)
+        chosen.goes(entry)
+        self._is_out(entry)
         return entry
 
-    def _next(self, eligible: Callable[[str], bool]) -> _Next[T] | None:
+    def _next(self, eligible: Callable[[str], bool], now_s: float) -> _Next[T] | None:
         """Find the client whose turns pay for its first prompt soonest."""
         best: tuple[int, int] | None = None
-        passed: list[tuple[int, _Client[T]]] = []
+        passed: list[tuple[int, ClientPrompts[T]]] = []
         for place, name in enumerate(self._turns):
             if not eligible(name):
                 continue
             client = self._clients[name]
             passed.append((place, client))
-            missing = self._weight(client.entries[0]) - client.deficit_tokens
+            missing = self._weight(client.next(now_s)) - client.deficit_tokens
             turns = -(-missing // self._quantum_tokens)
             rounds = 1 + max(0, turns) if client.has_turn else max(1, turns)
             if best is None or rounds < best[0]:
@@ -179,13 +190,15 @@ class FairQueue(Generic[T]):
                 self._urgent.remove(entry)
                 self._count(-1, -entry.tokens)
             return
-        client = self._clients.get(entry.client)
-        if client is None or entry not in client.entries:
-            return
-        client.entries.remove(entry)
+        if entry.waits:
+            self._clients[entry.client].remove(entry)
+            self._is_out(entry)
+
+    def _is_out(self, entry: Entry[T]) -> None:
+        """Record that this prompt, which was not urgent, no longer waits."""
         self.waiting.of_client[entry.client] -= entry.tokens
         self._count(-1, -entry.tokens)
-        if not client.entries:  # its savings are lost: only waiting clients have credit
+        if not self._clients[entry.client]:  # its savings are lost: only waiting clients have credit
             del self._clients[entry.client], self.waiting.of_client[entry.client]
             self._turns.remove(entry.client)
         self._note_beyond(entry.client)
@@ -197,7 +210,7 @@ class FairQueue(Generic[T]):
     def _note_beyond(self, name: str) -> None:
         """Note by how much a client, whose prompts have changed, has more waiting than one quantum or prompt."""
         client = self._clients.get(name)
-        one = 0 if client is None else max(self._quantum_tokens, client.entries[0].tokens)
+        one = 0 if client is None else max(self._quantum_tokens, client.next_as_of_the_last_look().tokens)
         beyond = self.waiting.of_client.get(name, 0) - one
         if beyond > 0:
             self.waiting.beyond[name] = beyond

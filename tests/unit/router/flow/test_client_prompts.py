@@ -1,0 +1,318 @@
+"""Which of a client's prompts is next when they have deadlines, by simulation with a clock of its own."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.flow.client_prompts import FEW, ClientPrompts
+from router.flow.fair_queue import FairQueue
+
+QUANTUM = 512
+LEAST = 64
+
+
+def popped(queue, now_s=0.0):
+    return [queue.pop(now_s=now_s).item for _ in range(len(queue))]
+
+
+def test_the_earliest_deadline_goes_first_and_those_without_one_behind_in_the_order_they_came():
+    queue = FairQueue()
+    for item, deadline_s in [("whenever", None), ("late", 9.0), ("soon", 3.0), ("any time", None), ("next", 5.0)]:
+        queue.push("a", 100, item, deadline_s=deadline_s)
+    assert popped(queue) == ["soon", "next", "late", "whenever", "any time"]
+
+
+def test_of_one_deadline_the_first_that_came_goes_first():
+    queue = FairQueue()
+    for number in range(6):
+        queue.push("a", 100, number, deadline_s=4.0)
+    assert popped(queue) == list(range(6))
+
+
+def test_one_that_cannot_meet_its_deadline_any_more_costs_none_that_can():
+    queue = FairQueue()
+    queue.push("a", 100, "hopeless", deadline_s=5.0, latest_start_s=2.0)
+    queue.push("a", 100, "whenever")
+    queue.push("a", 100, "hopeful", deadline_s=6.0, latest_start_s=3.0)
+    assert queue.peek(now_s=2.0).item == "hopeless", "at its latest start it may still start"
+    assert popped(queue, now_s=2.5) == ["hopeful", "whenever", "hopeless"]
+
+
+def test_without_a_latest_start_hope_ends_with_the_deadline_and_does_not_come_back():
+    queue = FairQueue()
+    queue.push("a", 100, "over", deadline_s=5.0)
+    queue.push("a", 100, "later", deadline_s=6.0)
+    assert queue.peek(now_s=5.5).item == "later"
+    assert queue.peek().item == "later"
+    assert popped(queue, now_s=5.5) == ["later", "over"]
+
+
+def test_hopeless_ones_are_in_the_order_they_came():
+    queue = FairQueue()
+    for item, deadline_s in [("first", 3.0), ("second", 1.0), ("third", 2.0)]:
+        queue.push("a", 100, item, deadline_s=deadline_s)
+    assert popped(queue, now_s=9.0) == ["first", "second", "third"]
+
+
+def test_a_latest_start_is_for_a_deadline():
+    with pytest.raises(ValueError, match="deadline"):
+        FairQueue().push("a", 100, None, latest_start_s=3.0)
+
+
+def test_what_is_urgent_goes_before_every_deadline():
+    queue = FairQueue()
+    queue.push("a", 100, "in a hurry", deadline_s=0.1)
+    queue.push("canary", 40, "canary", urgent=True)
+    assert popped(queue) == ["canary", "in a hurry"]
+
+
+def test_being_in_a_hurry_gets_a_client_nothing_from_others():
+    hurried, patient = FairQueue(), FairQueue()
+    for number in range(60):
+        hurried.push("a", 300, None, deadline_s=number / 7 % 3)
+        patient.push("a", 300, None)
+        for queue in (hurried, patient):
+            queue.push("b", 200, None)
+    assert [hurried.pop(now_s=1.0).client for _ in range(120)] == [patient.pop().client for _ in range(120)]
+
+
+@given(
+    first=st.lists(st.sampled_from(["hopeless", "undated"]), min_size=1, max_size=12),
+    coming=st.lists(st.lists(st.sampled_from(["timely", "undated", "hopeless"]), max_size=3), max_size=80),
+)
+def test_of_any_five_that_go_one_is_the_oldest_hopeless_and_one_the_oldest_without_a_deadline(first, coming):
+    """`coming` is what arrives before each grant, beside one more that can meet its deadline."""
+    deadlines = {"hopeless": 1.0, "timely": 100.0, "undated": None}
+    queue, waiting, passed = FairQueue(), {"hopeless": deque(), "undated": deque(), "timely": deque()}, Counter()
+
+    def push(kind):
+        waiting[kind].append(queue.push("a", 100, kind, deadline_s=deadlines[kind]))
+
+    for kind in first:
+        push(kind)
+    for arrivals in coming:
+        for kind in [*arrivals, "timely"]:
+            push(kind)
+        entry = queue.pop(now_s=2.0)
+        assert waiting[entry.item].popleft() is entry, "the oldest of its kind"
+        for kind in ("hopeless", "undated"):
+            passed[kind] = passed[kind] + 1 if waiting[kind] and kind != entry.item else 0
+            assert passed[kind] < 5
+
+
+def test_no_prompt_waits_forever_behind_its_clients_own_later_ones():
+    queue = FairQueue()
+    old = [queue.push("a", 100, "old", deadline_s=0.5) for _ in range(3)]
+    undated = queue.push("a", 100, "undated")
+    granted = []
+    for now_s in range(1, 20):
+        for _ in range(5):
+            queue.push("a", 100, "new", deadline_s=now_s + 2.0, latest_start_s=now_s + 1.0)
+        granted.append(queue.pop(now_s=float(now_s)))
+    assert all(entry in granted for entry in [*old, undated])
+
+
+# --- the same, and clients, as the rules define it
+
+
+@dataclass(eq=False)
+class Waiter:
+    client: str
+    tokens: int
+    number: int
+    deadline_s: float | None
+    latest_start_s: float
+    hopeless: bool = False
+
+
+@dataclass
+class NaiveClient:
+    waiting: list = field(default_factory=list)
+    deficit: int = 0
+    has_turn: bool = False
+    passed: Counter = field(default_factory=Counter)
+
+    def kind(self, kind):
+        of_kind = {
+            "timely": [one for one in self.waiting if one.deadline_s is not None and not one.hopeless],
+            "undated": [one for one in self.waiting if one.deadline_s is None],
+            "hopeless": [one for one in self.waiting if one.hopeless],
+        }[kind]
+        return sorted(of_kind, key=lambda one: (one.deadline_s if kind == "timely" else 0, one.number))
+
+    def next(self):
+        due = [kind for kind, after in (("hopeless", 4), ("undated", 3)) if self.passed[kind] >= after]
+        return next(of_kind[0] for kind in [*due, "timely", "undated", "hopeless"] if (of_kind := self.kind(kind)))
+
+    def goes(self, chosen):
+        for kind in ("hopeless", "undated"):
+            of_kind = self.kind(kind)
+            self.passed[kind] = self.passed[kind] + 1 if of_kind and chosen not in of_kind else 0
+        self.waiting.remove(chosen)
+
+
+class NaiveQueue:
+    """Walks from turn to turn, and looks at every prompt each time."""
+
+    def __init__(self):
+        self.clients, self.turns, self.number = {}, deque(), 0
+
+    def push(self, client, tokens, deadline_s, latest_start_s):
+        if client not in self.clients:
+            self.clients[client] = NaiveClient()
+            self.turns.append(client)
+        one = Waiter(client, tokens, self.number, deadline_s, latest_start_s)
+        self.number += 1
+        self.clients[client].waiting.append(one)
+        return one
+
+    def removed(self, client):
+        if not self.clients[client].waiting:
+            del self.clients[client]
+            self.turns.remove(client)
+
+    def remove(self, one):
+        self.clients[one.client].waiting.remove(one)
+        self.removed(one.client)
+
+    def pop(self, eligible, now_s):
+        may = [name for name in self.turns if name in eligible]
+        if not may:
+            return None
+        for client in self.clients.values():
+            for one in client.waiting:
+                one.hopeless = one.hopeless or one.latest_start_s < now_s
+        while True:
+            name = self.turns[0]
+            client = self.clients[name]
+            if name in may:
+                if not client.has_turn:
+                    client.has_turn = True
+                    client.deficit += QUANTUM
+                one = client.next()
+                if (weight := max(one.tokens, LEAST)) <= client.deficit:
+                    client.deficit -= weight
+                    client.goes(one)
+                    self.removed(name)
+                    return one
+            client.has_turn = False
+            self.turns.rotate(-1)
+
+
+CLIENTS = "abc"
+WHO = st.frozensets(st.sampled_from(CLIENTS))
+DEADLINES = st.one_of(st.none(), st.integers(0, 40))
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), st.sampled_from(CLIENTS), st.integers(1, 3000), DEADLINES, st.integers(0, 10)),
+        st.tuples(st.just("pop"), st.one_of(WHO, st.just(frozenset(CLIENTS)))),
+        st.tuples(st.just("remove"), st.integers(0, 99)),
+        st.tuples(st.just("wait"), st.integers(1, 8)),
+    ),
+    max_size=150,
+)
+
+
+@given(steps=STEPS)
+def test_the_order_is_that_of_the_rules_whatever_comes_goes_and_passes(steps):
+    naive, queue, inside, now_s = NaiveQueue(), FairQueue(QUANTUM, LEAST), {}, 0.0
+
+    def pop_both(eligible):
+        expected = naive.pop(eligible, now_s)
+        looked = queue.peek(eligible.__contains__, now_s)
+        if expected is None:
+            assert looked is None
+            return
+        assert queue.pop(eligible.__contains__, now_s) is looked
+        assert inside.pop(looked) is expected
+
+    for step, *rest in steps:
+        if step == "push":
+            client, tokens, deadline_s, work_s = rest
+            latest_s = None if deadline_s is None else deadline_s - work_s
+            entry = queue.push(client, tokens, None, deadline_s=deadline_s, latest_start_s=latest_s)
+            inside[entry] = naive.push(client, tokens, deadline_s, math.inf if latest_s is None else latest_s)
+        elif step == "remove" and inside:
+            entry = list(inside)[rest[0] % len(inside)]
+            naive.remove(inside.pop(entry))
+            queue.remove(entry)
+            queue.remove(entry)
+        elif step == "wait":
+            now_s += rest[0]
+        elif step == "pop":
+            pop_both(rest[0])
+        assert (len(queue), queue.waiting.tokens) == (len(inside), sum(entry.tokens for entry in inside))
+    while inside:
+        pop_both(frozenset(CLIENTS))
+    assert not queue.waiting.of_client
+
+
+@given(
+    floods=st.lists(
+        st.lists(st.tuples(st.integers(1, 4000), DEADLINES), min_size=1, max_size=20), min_size=1, max_size=4
+    ),
+    tokens=st.integers(1, 3000),
+    deadline_s=DEADLINES,
+    new=st.lists(DEADLINES, min_size=1, max_size=9),
+)
+def test_a_lone_prompt_waits_no_longer_because_others_have_deadlines(floods, tokens, deadline_s, new):
+    queue = FairQueue(QUANTUM)
+    for number, flood in enumerate(floods):
+        for size, when_s in flood:
+            queue.push(f"flood-{number}", size, None, deadline_s=when_s)
+    mine = queue.push("mine", tokens, None, deadline_s=deadline_s)
+    ahead, grants = Counter(), 0
+    while (entry := queue.pop(now_s=grants / 3)) is not mine:
+        ahead[entry.client] += entry.tokens
+        grants += 1
+        again_s = new[grants % len(new)]
+        queue.push(entry.client, entry.tokens, None, deadline_s=None if again_s is None else grants / 3 + again_s)
+    for number, flood in enumerate(floods):
+        longest = max(size for size, _ in flood)
+        assert ahead[f"flood-{number}"] <= -(-tokens // QUANTUM) * (QUANTUM + longest)
+
+
+@given(
+    waiting=st.lists(st.tuples(st.sampled_from(CLIENTS), st.integers(1, 3000), DEADLINES), max_size=25),
+    asked=st.tuples(st.sampled_from(CLIENTS + "z"), st.integers(1, 3000), DEADLINES),
+    now_s=st.integers(0, 40),
+)
+def test_the_tokens_that_admission_expects_ahead_are_at_least_those_of_what_waits_already(waiting, asked, now_s):
+    """At least for prompts of some length: shorter ones cost their client more than their tokens."""
+    queue = FairQueue(QUANTUM, least_tokens=1)
+    for client, tokens, deadline_s in waiting:
+        queue.push(client, tokens, None, deadline_s=deadline_s)
+    client, tokens, deadline_s = asked
+    expected = queue.waiting.tokens_ahead(client, tokens)
+    own_before = queue.waiting.of_client.get(client, 0)
+    others = {name: max(size for who, size, _ in waiting if who == name) for name, *_ in waiting if name != client}
+    mine = queue.push(client, tokens, "mine", deadline_s=deadline_s)
+    ahead = 0
+    while (entry := queue.pop(now_s=now_s)) is not mine:
+        ahead += entry.tokens
+    # Their first prompt and one that they saved up for may be longer than the one that was counted.
+    assert ahead <= expected + sum(QUANTUM + longest for longest in others.values())
+    if not others:
+        assert ahead <= expected == own_before
+
+
+# --- thousands
+
+
+def test_what_is_removed_from_the_middle_is_not_kept():
+    queue = FairQueue()
+    first = [queue.push("a", 100, "first"), queue.push("a", 100, "first", deadline_s=1.0, latest_start_s=0.5)]
+    for _ in range(5_000):
+        queue.remove(queue.push("a", 100, "gone"))
+        queue.remove(queue.push("a", 100, "gone", deadline_s=2.0))
+    prompts = queue._clients["a"]
+    assert isinstance(prompts, ClientPrompts)
+    heaps = (prompts._dated.timely, prompts._dated.latest_starts, prompts._dated.hopeless)
+    assert max(len(prompts.entries), *(len(heap._heap) for heap in heaps)) <= 2 * len(first) + FEW + 1
+    assert [entry.item for entry in first] == popped(queue)
