@@ -35,6 +35,7 @@ from engine.connector.scheduler_side import SchedulerSide
 from engine.connector.transferable_cache import by_manager_block, require_servable
 from engine.connector.worker_side import WorkerSide
 from engine.vllm_workarounds.cores import helpers_on_all_cores_of
+from engine.vllm_workarounds.early_stats import find_output_queue, send_at_once
 from engine.vllm_workarounds.orphan_watch import exit_with_parent
 from engine.vllm_workarounds.queue_names import forget_queue_names
 from engine.vllm_workarounds.step_limits import add_limit_steps
@@ -75,6 +76,7 @@ class RidgelineConnector(KVConnectorBase_V1):
         )
         if role is KVConnectorRole.SCHEDULER:
             add_limit_steps()
+            find_output_queue()
             if self._has_ranks:
                 forget_queue_names()
             self._scheduler = SchedulerSide(
@@ -82,6 +84,7 @@ class RidgelineConnector(KVConnectorBase_V1):
                 lease_s=self._transfer.lease_s,
                 vocabulary_tokens=vllm_config.model_config.get_vocab_size(),
                 accountant=StepAccountant(step_cost_model(vllm_config)),
+                send_at_once=send_at_once,
             )
 
     @classmethod
