@@ -378,7 +378,7 @@ class LeaseRead:
     def wait(self, more_than: int, timeout_s: float, in_last_step: int | None = None) -> PublishedBlocks:
         """Wait until there are more than this many blocks, or all of them; at most `timeout_s`.
 
-        If `in_last_step` is given, it is also enough that the prompt's last step runs and `all_block_ids` has that many.
+        If `in_last_step` is given, it is also enough that the prompt's last step runs, with that many blocks in all.
         Raises TransferFailed(`withdrawn`) if the prefill withdrew the blocks: what was read of them is void.
         """
         return self._table.wait_blocks(self._lease, more_than, timeout_s, in_last_step)

@@ -4,7 +4,7 @@ Two disaggregated deployments are up at once, one with `transfer.overlap` and on
 The gaps after the second token are those of the same streams, so what the first gap is longer by is the hand-over's
 price. Under load prompts arrive at random and keep prefill busy for a given share of the time.
 
-usage: python -m tools.bench.hand_over [--alone 10] [--loaded 24] [--rounds 2] [--busy 0.6] [--set transfer.transport=grpc]
+usage: python -m tools.bench.hand_over [--alone 10] [--loaded 24] [--rounds 2] [--busy 0.6] [--set NAME=VALUE]
 """
 
 from __future__ import annotations
