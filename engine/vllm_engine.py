@@ -63,6 +63,9 @@ class EngineStats(StatLoggerBase):
         self.stall.moved()
         if scheduler_stats is None:
             return
+        if (scheduler_stats.kv_connector_stats or {}).keys() == {NOTICES}:  # sent at once, and nothing else is in it
+            self.notices.deliver(scheduler_stats.kv_connector_stats[NOTICES])
+            return
         self.running = scheduler_stats.num_running_reqs
         self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         self.kv_usage = scheduler_stats.kv_cache_usage

@@ -53,7 +53,7 @@ class RouterSettings:
     request_deadline_s: float
     max_outstanding_requests: int
     overlap: bool
-    """Whether decode may fetch the KV of a long prompt while its later chunks are computed."""
+    """Whether decode may admit a prompt, and fetch its KV, while it is computed."""
     min_remote_prefill_tokens: int
     prefill_window_tokens: Mapping[Pool, int]
     """Prompt tokens that a worker of each pool gets at a time; further prompts wait in the router, in fair order."""

@@ -254,7 +254,8 @@ class TransferConfig(Section):
         default=None, description="for tests: makes fetches fail on purpose, as in seed=7,drop=0.02,corrupt=0.05"
     )
     overlap: bool = Field(
-        default=True, description="fetch the KV of a long prompt's first chunks while the later ones are prefilled"
+        default=True,
+        description="admit a prompt to decode when its prefill begins, and fetch a long one's KV chunk by chunk",
     )
     host: Annotated[str, AfterValidator(_host_or_network)] | None = Field(
         default=None,

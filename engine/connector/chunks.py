@@ -1,17 +1,23 @@
 """Which blocks of prompts that are still being computed are final. Used by `engine.connector.scheduler_side`.
 
-A long prompt is computed in chunks, one per engine step. Once a step has its outputs, the KV of its tokens never
-changes again, so its whole blocks can travel while the next chunk is computed (overlap). Steps may overlap too: on GPUs
-vLLM schedules the next one before the last one's outputs are there. Only finished steps count.
+A prompt can be fetched from the moment its first step is scheduled, when no block of it is final yet: decode admits it
+meanwhile. A long one is computed in chunks, one per engine step. Once a step has its outputs, the KV of its tokens
+never changes again, so its whole blocks can travel while the next chunk is computed (overlap). Steps may overlap too:
+on GPUs vLLM schedules the next one before the last one's outputs are there. Only finished steps count. A block that was
+in the prefix cache counts with its prompt's own first step, because another prompt of that step may compute it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from engine.connector.messages import Grow
+
+MOST_GROWING: Final = 16
+"""Prompts that can be fetched before they are computed, at a time. Each has a stream and a thread at both ends, of
+which a source must have some left for complete hand-offs."""
 
 
 @dataclass
@@ -19,8 +25,10 @@ class _Prompt:
     handoff_id: str
     num_tokens: int
     block_ids: list[int] = field(default_factory=list)
+    announced: bool = False
     final_tokens: int = 0
-    offered_blocks: int = 0
+    offered_blocks: int | None = None
+    """Blocks that readers know of; None before the hand-off exists for them."""
 
 
 class GrowingPrompts:
@@ -37,8 +45,11 @@ class GrowingPrompts:
         """Register a prompt of `num_tokens`."""
         self._prompts[request_id] = _Prompt(handoff_id, num_tokens)
 
-    def begin(self, step: int, scheduled: Any) -> None:
-        """Record that step number `step` was scheduled; `scheduled` is vLLM's SchedulerOutput."""
+    def begin(self, step: int, scheduled: Any) -> list[str]:
+        """Record that step number `step` was scheduled; `scheduled` is vLLM's SchedulerOutput.
+
+        Returns the requests whose hand-offs can be fetched from this step on.
+        """
         for request_id in scheduled.preempted_req_ids or ():
             self._restart(request_id)
         reached: dict[str, int] = {}
@@ -65,30 +76,22 @@ class GrowingPrompts:
             for request_id, tokens in reached.items()
             if tokens >= (prompt := self._prompts[request_id]).num_tokens
         }
+        return self._announce([new.req_id for new in scheduled.scheduled_new_reqs])
 
-    def end(self, step: int) -> list[str]:
-        """Record that this step and all before it have their outputs.
-
-        Returns the requests that can be fetched from now on.
-        """
-        begun = []
+    def end(self, step: int) -> None:
+        """Record that this step and all before it have their outputs."""
         while self._in_flight and self._in_flight[0][0] <= step:
             for request_id, tokens in self._in_flight.popleft()[1].items():
                 prompt = self._prompts.get(request_id)
-                if prompt is None:
-                    continue
-                fresh = self._final_blocks(prompt) == 0
-                prompt.final_tokens = tokens
-                if fresh and self._final_blocks(prompt):
-                    begun.append(request_id)
-        return begun
+                if prompt is not None:
+                    prompt.final_tokens = tokens
 
     def take(self) -> list[Grow]:
-        """Return the blocks that became final since the last call."""
+        """Return the announced hand-offs that are new or have more final blocks than at the last call."""
         grown = []
         for request_id, prompt in self._prompts.items():
             count = self._final_blocks(prompt)
-            if count > prompt.offered_blocks:
+            if prompt.announced and (prompt.offered_blocks is None or count > prompt.offered_blocks):
                 prompt.offered_blocks = count
                 grown.append(Grow(request_id, prompt.handoff_id, prompt.block_ids[:count]))
         return grown
@@ -115,8 +118,15 @@ class GrowingPrompts:
     def drop(self, request_id: str) -> None:
         """Stop tracking a prompt that ended without a hand-off, and withdraw the blocks it has offered."""
         prompt = self._prompts.pop(request_id, None)
-        if prompt is not None and prompt.offered_blocks:
+        if prompt is not None and prompt.offered_blocks is not None:
             self._withdrawn.append(prompt.handoff_id)
+
+    def _announce(self, scheduled: list[str]) -> list[str]:
+        room = MOST_GROWING - sum(prompt.announced for prompt in self._prompts.values())
+        chosen = [request_id for request_id in scheduled if request_id in self._prompts][: max(0, room)]
+        for request_id in chosen:
+            self._prompts[request_id].announced = True
+        return chosen
 
     def _restart(self, request_id: str) -> None:
         """Drop a preempted prompt, which lost its blocks: its fetches fail, and its second attempt has no overlap."""
@@ -127,5 +137,5 @@ class GrowingPrompts:
     def _final_blocks(self, prompt: _Prompt) -> int:
         """Return how many blocks to offer; no more once the prompt is computed, because `publish` comes next."""
         if prompt.final_tokens >= prompt.num_tokens:
-            return prompt.offered_blocks
+            return prompt.offered_blocks or 0
         return prompt.final_tokens // self._block_size_tokens

@@ -1,7 +1,8 @@
 """Messages from the connector to the handler of a running request, beside the token stream.
 
-The connector runs in the engine's process, so its messages travel with the statistics that vLLM sends after each step.
-They tell a prefill handler that its hand-off can be fetched (overlap), and a decode handler that such a fetch failed.
+The connector runs in the engine's process, so its messages travel with the statistics that vLLM sends after each step,
+or go out before one. They tell a prefill handler that its hand-off can be fetched (overlap), and a decode handler that
+such a fetch failed.
 """
 
 from __future__ import annotations

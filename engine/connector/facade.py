@@ -35,6 +35,7 @@ from engine.connector.step_cost import step_cost_model
 from engine.connector.transferable_cache import by_manager_block, require_servable
 from engine.connector.worker_side import WorkerSide
 from engine.vllm_workarounds.cores import helpers_on_all_cores_of
+from engine.vllm_workarounds.early_stats import find_output_queue, send_at_once
 from engine.vllm_workarounds.orphan_watch import exit_with_parent
 from engine.vllm_workarounds.queue_names import forget_queue_names
 from engine.vllm_workarounds.step_limits import add_limit_steps
@@ -70,6 +71,7 @@ class RidgelineConnector(KVConnectorBase_V1):
         )
         if role is KVConnectorRole.SCHEDULER:
             add_limit_steps()
+            find_output_queue()
             if self._has_ranks:
                 forget_queue_names()
             self._scheduler = SchedulerSide(
@@ -79,6 +81,7 @@ class RidgelineConnector(KVConnectorBase_V1):
                 accountant=StepAccountant(
                     step_cost_model(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
                 ),
+                send_at_once=send_at_once,
             )
 
     @classmethod

@@ -41,13 +41,23 @@ class SchedulerSide:
     """The state of all requests whose KV is handed off, on either end."""
 
     def __init__(
-        self, block_size_tokens: int, lease_s: float, vocabulary_tokens: int, accountant: StepAccountant
+        self,
+        block_size_tokens: int,
+        lease_s: float,
+        vocabulary_tokens: int,
+        accountant: StepAccountant,
+        send_at_once: Callable[[dict[str, Any]], bool] = lambda stats: False,
     ) -> None:
-        """`vocabulary_tokens` is the vocabulary's size: a first token sent by a peer must be below it."""
+        """`vocabulary_tokens` is the vocabulary's size: a first token sent by a peer must be below it.
+
+        `send_at_once` sends statistics to the front end before the step that is being scheduled, and returns False if
+        it cannot: they then go out with the step's.
+        """
         self._block_size_tokens = block_size_tokens
         self._vocabulary_tokens = vocabulary_tokens
         self._lease_s = lease_s
         self._accountant = accountant
+        self._send_at_once = send_at_once
         self._endpoints: list[Endpoint] = []
         self._step = 0
         self._next = StepInstructions(step=1)
@@ -164,7 +174,7 @@ class SchedulerSide:
         self._forbid_placeholders(scheduled)
         self._accountant.begin(scheduled)
         self._step += 1
-        self._growing.begin(self._step, scheduled)
+        self._announce(self._growing.begin(self._step, scheduled))
         instructions, self._next = self._next, StepInstructions(step=self._step + 1)
         instructions.withdraw = self._growing.take_withdrawn()
         instructions.grow = self._growing.take()
@@ -204,8 +214,7 @@ class SchedulerSide:
             self._receipts[request_id] = join_receipts(self._receipts.get(request_id), receipt)
         if report.step is not None:
             self._accountant.end()
-            for request_id in self._growing.end(report.step):
-                self._announce(request_id)
+            self._growing.end(report.step)
 
     def _fetched(self, request_id: str, receipt: FetchReceipt | None) -> None:
         if request_id in self._following:
@@ -259,11 +268,16 @@ class SchedulerSide:
 
     # --- hand-offs that are fetched while their prompt is computed
 
-    def _announce(self, request_id: str) -> None:
-        """Prefill: notify the handler that the first chunk of a long prompt is final."""
-        handoff_id, num_tokens = self._growing.describe(request_id)
-        handoff = self._handoff(handoff_id, num_tokens, complete=False)
-        self._notices.append(Notice(handoff_id=handoff_id, handoff=handoff))
+    def _announce(self, request_ids: list[str]) -> None:
+        """Prefill: notify the handlers that this step begins these prompts, before it is run."""
+        if not request_ids:
+            return
+        for request_id in request_ids:
+            handoff_id, num_tokens = self._growing.describe(request_id)
+            handoff = self._handoff(handoff_id, num_tokens, complete=False)
+            self._notices.append(Notice(handoff_id=handoff_id, handoff=handoff))
+        if self._send_at_once({NOTICES: [msgspec.to_builtins(notice) for notice in self._notices]}):
+            self._notices.clear()
 
     def _complete(self, request_id: str, receipt: FetchReceipt | None) -> None:
         """Decode: the fetch has ended.

@@ -6,6 +6,7 @@ gloo_device.py       keeps the process groups of a lone rank from waking a threa
 forked.py            has engine processes forked and not started afresh
 one_tokenizer.py     keeps an engine's front end from copying its tokenizer
 orphan_watch.py      ends a child process whose parent is gone
+early_stats.py       sends statistics before a step instead of after it
 step_limits.py       changes the limits of an engine's steps while it runs
 cores.py             decides which cores a CPU engine computes on
 """

@@ -16,8 +16,9 @@ from kv_transfer.interfaces import Pull
 
 MAX_CONCURRENT_FETCHES: Final = 8
 """Concurrent pulls of complete hand-offs; each holds at most one frame in memory."""
-MAX_CONCURRENT_OVERLAPS: Final = 8
-"""Concurrent pulls that overlap their prefill; each needs as much memory. Further pulls wait for a thread."""
+MAX_CONCURRENT_OVERLAPS: Final = 32
+"""Concurrent pulls that overlap their prefill; each needs as much memory once blocks come. Further pulls wait for a
+thread, behind prefills that may take long: two prefill workers may announce so many prompts at a time."""
 
 
 class FetchThreads:

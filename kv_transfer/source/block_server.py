@@ -71,7 +71,7 @@ class BlockRead:
         first, stop = self._request.first_block, self._request.first_block + self._request.num_blocks
         sent = first
         while wanted():
-            blocks = self._lease.wait(sent, _WAIT_SLICE_S)
+            blocks = self._lease.wait(sent, _WAIT_SLICE_S, stop if by_layer and sent < stop else None)
             if blocks.complete and len(blocks.block_ids) < stop:
                 raise errors.TransferFailed(errors.BAD_REQUEST, f"blocks {first} to {stop} of {len(blocks.block_ids)}")
             ready = min(stop, len(blocks.block_ids))

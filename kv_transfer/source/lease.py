@@ -97,6 +97,7 @@ class LeaseTable:
     def grow(self, handoff_id: str, owner: str, block_ids: Sequence[int]) -> None:
         """Offer blocks, in token order from the first, that are final while the owner computes the next ones.
 
+        There may be none yet: the hand-off can be read from now on, and its reader waits.
         Does nothing if the hand-off was released in the meantime, because nobody reads it.
         """
         with self._changed:
@@ -121,6 +122,8 @@ class LeaseTable:
                 if lease is not None and not lease.blocks.complete:
                     lease.all_block_ids, lease.final_layers = _extended(lease.blocks, block_ids, handoff_id), 0
                     self._in_last_step.append(lease)
+            if self._in_last_step:
+                self._changed.notify_all()
 
     def end_layer(self, final_layers: int) -> None:
         """Record that the running step has computed this many layers. Costs nothing if it is nobody's last step."""
@@ -241,13 +244,15 @@ class LeaseTable:
                 lambda: handoff_id in self._open or handoff_id in self._endings, timeout=timeout_s
             )
 
-    def wait_blocks(self, lease: _Lease, more_than: int, timeout_s: float) -> PublishedBlocks:
+    def wait_blocks(self, lease: _Lease, more_than: int, timeout_s: float, in_last_step: int | None) -> PublishedBlocks:
         """Wait as `LeaseRead.wait` describes."""
+
+        def enough() -> bool:
+            in_step = in_last_step is not None and len(lease.all_block_ids) >= in_last_step
+            return in_step or len(lease.blocks.block_ids) > more_than or lease.blocks.complete
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: len(lease.blocks.block_ids) > more_than or lease.blocks.complete or lease.withdrawn,
-                timeout=timeout_s,
-            )
+            self._changed.wait_for(lambda: enough() or lease.withdrawn, timeout=timeout_s)
             _require_not_withdrawn(lease)
             return lease.blocks
 
@@ -370,12 +375,13 @@ class LeaseRead:
         """The blocks that are final at this moment."""
         return self._lease.blocks
 
-    def wait(self, more_than: int, timeout_s: float) -> PublishedBlocks:
+    def wait(self, more_than: int, timeout_s: float, in_last_step: int | None = None) -> PublishedBlocks:
         """Wait until there are more than this many blocks, or all of them; at most `timeout_s`.
 
+        If `in_last_step` is given, it is also enough that the prompt's last step runs, with that many blocks in all.
         Raises TransferFailed(`withdrawn`) if the prefill withdrew the blocks: what was read of them is void.
         """
-        return self._table.wait_blocks(self._lease, more_than, timeout_s)
+        return self._table.wait_blocks(self._lease, more_than, timeout_s, in_last_step)
 
     @property
     def all_block_ids(self) -> tuple[int, ...]:

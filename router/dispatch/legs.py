@@ -1,8 +1,8 @@
 """The legs of an attempt, on the workers of its place. The first token goes out before the KV moves.
 
-If prefill computes a prompt in several steps, its transfer overlaps with its computation. The decode leg then begins
-after the first step, reserves its blocks, and fetches those that are final while the rest is computed; the first token
-reaches it with the last blocks. If that fails, the leg begins again after prefill, as for a short prompt.
+The decode leg begins when prefill begins the prompt (overlap). It reserves its blocks and fetches those that are final
+while the rest is computed; the first token reaches it with the last blocks. So when prefill ends, decode has admitted
+the request already. If that fails, or decode has no room for it, the leg begins after prefill.
 """
 
 from __future__ import annotations

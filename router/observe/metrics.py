@@ -110,7 +110,8 @@ class RequestMetrics:
         )
         self.overlapped = counter(
             "ridgeline_followed_handoffs",
-            "Prompts of several chunks: ok if their KV was transferred while prefill went on, otherwise why it was not",
+            "Prompts that prefill announced before it had computed them: ok if decode admitted them meanwhile and got "
+            "their KV, otherwise why it did not",
             ("result",),
         )
         self.retries = counter(

@@ -401,6 +401,29 @@ class TransportConformance:
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                 np.testing.assert_array_equal(ours[targets], theirs[ids])
 
+    async def test_a_handoff_is_followed_before_any_block_of_it_is_final(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            ids, targets = [7, 3, 9], [20, 4, 22]
+            handoff = msgspec.structs.replace(prefill.announce(ids), complete=False)
+            prefill.leases.grow(handoff.handoff_id, "a", [])
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, targets, decode.pool))
+            await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
+            prefill.leases.publish(handoff.handoff_id, "a", ids, 12, LEASE_S, first_token=77)
+            receipt = await asyncio.wait_for(task, PATIENCE_S)
+            assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
+            for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
+                np.testing.assert_array_equal(ours[targets], theirs[ids])
+
+    async def test_a_handoff_withdrawn_before_any_block_is_final_fails_whoever_follows_it(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff = msgspec.structs.replace(prefill.announce([1, 2]), complete=False)
+            prefill.leases.grow(handoff.handoff_id, "a", [])
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5], decode.pool))
+            await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
+            prefill.leases.withdraw(handoff.handoff_id)
+            receipt = await asyncio.wait_for(task, PATIENCE_S)
+            assert (receipt.outcome, receipt.reason, receipt.num_bytes) == ("failed", errors.WITHDRAWN, 0), receipt
+
     async def test_a_withdrawn_handoff_fails_whoever_follows_it(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             handoff = msgspec.structs.replace(prefill.announce([1, 2, 3]), complete=False)
@@ -583,6 +606,20 @@ class FrameConformance:
         prefill.leases.end_layer(1)
         await eventually(lambda: np.array_equal(decode.layers[0][[22, 5]], prefill.layers[0][[9, 1]]))
         return handoff, task
+
+    async def test_a_prompt_of_one_step_travels_layer_by_layer_from_its_first_block(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff = msgspec.structs.replace(prefill.announce([7, 3]), complete=False)
+            prefill.leases.grow(handoff.handoff_id, "a", [])
+            prefill.leases.begin_last_step({handoff.handoff_id: [7, 3]})
+            prefill.leases.end_layer(1)
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [20, 4], decode.pool))
+            await eventually(lambda: np.array_equal(decode.layers[0][[20, 4]], prefill.layers[0][[7, 3]]))
+            assert not np.array_equal(decode.layers[1][[20, 4]], prefill.layers[1][[7, 3]])
+            prefill.leases.end_layer(NUM_LAYERS)
+            prefill.leases.publish(handoff.handoff_id, "a", [7, 3], 8, LEASE_S, first_token=77)
+            receipt = await asyncio.wait_for(task, PATIENCE_S)
+            assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
 
     async def test_blocks_of_the_last_step_travel_layer_by_layer_as_they_are_computed(self, harness):
         async with self.nodes(harness) as (prefill, decode):

@@ -15,9 +15,11 @@ from vllm.v1.request import RequestStatus
 from contracts.handoff import FetchReceipt, KvHandoff
 from engine.connector import scheduler_side
 from engine.connector.accounting import StepAccountant
+from engine.connector.chunks import MOST_GROWING
 from engine.connector.facade import RidgelineConnector
 from engine.connector.messages import CounterStats, Endpoint, FetchReceipts, join_receipts
 from engine.connector.scheduler_side import SchedulerSide
+from kv_transfer.source.grpc_source import MAX_CONCURRENT_FETCHES
 from roofline.cost import StepCostModel
 from roofline.model_shape import load_model_shape
 from tests.support.samples import LAYOUT, make_handoff
@@ -402,15 +404,15 @@ def grown(instructions):
     return [(grow.handoff_id, grow.block_ids) for grow in instructions.grow]
 
 
-def test_blocks_of_a_chunk_are_offered_when_its_step_has_ended(side):
+def test_a_prompt_is_announced_with_no_block_and_those_of_a_chunk_are_offered_when_its_step_has_ended(side):
     request = a_long_prefill(side)
     first = side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 80)]))
-    assert (grown(first), side.take_notices()) == ([], [])
-    report(side, step=first.step)
+    assert grown(first) == [("handoff-r", [])]
     [notice] = side.take_notices()
     assert notice["handoff_id"] == "handoff-r"
     announced = KvHandoff.from_params(notice["handoff"])
     assert (announced.complete, announced.num_tokens, announced.num_blocks) == (False, 200, 7)
+    report(side, step=first.step)
     second = side.build_connector_meta(a_step(cached=[("r", [7, 8], 80, 80)]))
     assert grown(second) == [("handoff-r", [4, 5])], "80 tokens fill two blocks of 32"
     report(side, step=second.step)
@@ -446,12 +448,85 @@ def test_a_step_that_still_runs_makes_nothing_final(side):
     assert grown(side.build_connector_meta(IDLE)) == [("handoff-r", [4, 5])]
 
 
-def test_a_prompt_of_one_step_is_not_announced(side):
-    a_long_prefill(side, prompt=70)
+def a_side_that_sends_at_once(sends=True):
+    sent = []
+
+    def send_at_once(stats):
+        if sends:
+            sent.append(stats)
+        return sends
+
+    side = SchedulerSide(32, 30.0, VOCABULARY_TOKENS, StepAccountant(MODEL), send_at_once)
+    side.set_xfer_handshake_metadata({0: Endpoint("127.0.0.1:7001", LAYOUT.compatibility_hash(), 100, 2048)})
+    return side, sent
+
+
+def test_a_prompt_of_one_step_is_announced_before_that_step_and_its_blocks_come_when_it_has_ended():
+    side, sent = a_side_that_sends_at_once()
+    request = a_long_prefill(side, prompt=70)
     step = side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 70)]))
+    assert [notice["handoff_id"] for stats in sent for notice in stats["notices"]] == ["handoff-r"]
+    assert (grown(step), step.last_step) == ([("handoff-r", [])], {"handoff-r": [4, 5, 6]})
     report(side, step=step.step)
-    assert side.take_notices() == []
-    assert grown(side.build_connector_meta(IDLE)) == []
+    end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [4, 5, 6])
+    last = side.build_connector_meta(IDLE)
+    assert (grown(last), [publish.handoff_id for publish in last.publish]) == ([], ["handoff-r"])
+    assert side.take_notices() == [], "once is enough"
+    assert len(sent) == 1
+
+
+def test_what_cannot_be_sent_at_once_is_sent_with_the_steps_statistics():
+    side, _ = a_side_that_sends_at_once(sends=False)
+    a_long_prefill(side, prompt=70)
+    side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 70)]))
+    assert [notice["handoff_id"] for notice in side.get_kv_connector_stats().data["notices"]] == ["handoff-r"]
+
+
+def test_a_step_that_begins_no_prompt_of_ours_sends_nothing_at_once():
+    side, sent = a_side_that_sends_at_once()
+    side.on_new_request(a_request("other"))
+    side.build_connector_meta(a_step(new=[("other", [1, 2, 3], 70)]))
+    a_long_prefill(side)
+    side.build_connector_meta(IDLE)
+    assert sent == [], "one is no hand-off, the other waits for a step"
+
+
+@pytest.mark.parametrize(
+    "status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_STOPPED]
+)
+def test_a_prompt_that_ends_without_a_handoff_before_its_first_step_has_ended_is_withdrawn(side, status):
+    request = a_long_prefill(side, prompt=70)
+    side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 70)]))
+    end(side, request, status)
+    assert side.build_connector_meta(IDLE).withdraw == ["handoff-r"]
+
+
+def test_a_prompt_preempted_in_its_first_step_is_withdrawn(side):
+    a_long_prefill(side)
+    side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 80)]))
+    assert side.build_connector_meta(a_step(preempted={"r"})).withdraw == ["handoff-r"]
+
+
+def test_a_prompt_that_was_never_scheduled_withdraws_nothing(side):
+    request = a_long_prefill(side)
+    end(side, request)
+    assert side.build_connector_meta(IDLE).withdraw == []
+
+
+def test_no_more_prompts_are_announced_at_a_time_than_leave_room_for_complete_handoffs(side):
+    names = [f"r{number}" for number in range(MOST_GROWING + 2)]
+    requests = [a_request(name, do_remote_decode=True) for name in names]
+    for request in requests:
+        side.on_new_request(request)
+    step = side.build_connector_meta(a_step(new=[(name, [1, 2, 3], 70) for name in names]))
+    assert len(side.take_notices()) == len(grown(step)) == MOST_GROWING < MAX_CONCURRENT_FETCHES
+    report(side, step=step.step)
+    for request in requests:
+        end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
+    last = side.build_connector_meta(IDLE)
+    assert len(last.publish) == MOST_GROWING + 2, "the others are handed over when they are complete"
+    side.on_new_request(a_request("next", do_remote_decode=True))
+    assert grown(side.build_connector_meta(a_step(new=[("next", [1, 2, 3], 70)]))) == [("handoff-next", [])]
 
 
 def test_a_preempted_prefill_is_withdrawn_before_its_blocks_are_used_again_and_published_at_its_end(side):

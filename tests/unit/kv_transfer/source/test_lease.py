@@ -203,6 +203,31 @@ def test_a_growing_handoff_gives_its_blocks_as_they_become_final(leases):
     assert leases.take_finished() == {"r"}
 
 
+def test_a_handoff_can_be_read_before_any_block_of_it_is_final(leases):
+    leases.grow("h", "r", [])
+    assert leases.wait_published("h", 0.0)
+    with leases.reading("h") as read:
+        assert read.wait(0, 0.01).block_ids == ()
+        threading.Timer(0.02, lambda: leases.publish("h", "r", [4, 5], 60, 10.0, first_token=42)).start()
+        assert read.wait(0, PATIENCE_S).block_ids == (4, 5)
+
+
+@pytest.mark.parametrize("ends", ["withdraw", "release"])
+def test_a_handoff_that_ends_before_any_block_is_final_leaves_nothing(leases, ends):
+    leases.grow("h", "r", [])
+    getattr(leases, ends)("h")
+    assert (leases.stats().open_leases, leases.take_finished()) == (0, set())
+
+
+def test_a_reader_that_waits_is_woken_when_the_last_step_begins(leases):
+    leases.grow("h", "r", [])
+    with leases.reading("h") as read:
+        threading.Timer(0.02, leases.begin_last_step, [{"h": [4, 5]}]).start()
+        assert read.wait(0, PATIENCE_S, in_last_step=2).complete is False
+        assert read.all_block_ids == (4, 5)
+        assert read.wait(0, 0.01, in_last_step=3).block_ids == (), "it asks for more blocks than there are"
+
+
 def test_in_its_last_step_a_growing_handoff_becomes_final_layer_by_layer(leases):
     leases.grow("h", "r", [4, 5])
     with leases.reading("h") as read:
