@@ -165,7 +165,7 @@ class StepCostModel:
 
 def _flops_per_query_key_pair(shape: ModelShape) -> tuple[float, float]:
     """Return FLOPs over all layers for one query and one key, on plain and on latent ("absorbed") keys."""
-    per_head = 2.0 * shape.num_layers * shape.num_q_heads
+    per_head = 2.0 * shape.num_layers * shape.num_q_heads * shape.kv_states_per_token
     if not shape.is_mla:
         return 2 * per_head * shape.head_dim, 2 * per_head * shape.head_dim
     plain = per_head * (shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim)

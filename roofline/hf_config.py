@@ -3,9 +3,10 @@
 This is separate from `ModelShape` because model families spell the same quantity differently, which is knowledge about
 files and not about arithmetic. Called by `roofline.model_shape`.
 
-Known limits, all of which make the figures an upper bound: sliding windows are counted as full attention, and draft
-(MTP) layers, vision towers, projection biases and query/key norms are not counted. Layers without attention (Mamba,
-linear attention) are refused, because their cache does not grow with the context.
+Known limits: sliding windows are counted as full attention, and so is every compressed entry of DeepSeek-V4, of which
+some layers choose a few; both make the figures an upper bound. Draft (MTP) layers, vision towers, projection biases,
+query/key norms, and what compresses and chooses (2 % of DeepSeek-V4's active weights) are not counted. Layers without
+attention (Mamba, linear attention) are refused, because their cache does not grow with the context.
 """
 
 from collections.abc import Mapping
@@ -40,6 +41,9 @@ class ShapeFields(TypedDict):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    o_lora_rank: int
+    o_groups: int
+    kv_states_per_token: float
 
 
 class _MoeFields(TypedDict):
@@ -74,6 +78,8 @@ def shape_fields(config: Mapping[str, Any]) -> ShapeFields:
     hidden_size = _required(config, "hidden_size")
     num_q_heads = _required(config, "num_attention_heads")
     mla = _mla_fields(config)
+    if config.get("compress_ratios"):  # its queries are of low rank as MLA's are, and its keys are not
+        mla["q_lora_rank"] = _required(config, "q_lora_rank")
     mla_head_dim = mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"] if mla["kv_lora_rank"] else 0
     return ShapeFields(
         num_layers=num_layers,
@@ -88,7 +94,23 @@ def shape_fields(config: Mapping[str, Any]) -> ShapeFields:
         mlp_matrices=2 if config.get("model_type") in _UNGATED_MLP_MODEL_TYPES else 3,
         **_moe_fields(config, num_layers),
         **mla,
+        o_lora_rank=_optional(config, "o_lora_rank"),
+        o_groups=_optional(config, "o_groups"),
+        kv_states_per_token=_states_per_token(config, num_layers),
     )
+
+
+def _states_per_token(config: Mapping[str, Any], num_layers: int) -> float:
+    """Return how many entries of the cache a token adds, averaged over the layers: below 1 where they are compressed.
+
+    A ratio of 0 is a window alone, whose few entries do not grow with the context.
+    """
+    ratios = config.get("compress_ratios")
+    if not ratios:
+        return 1.0
+    if len(ratios) < num_layers:
+        raise ModelConfigError("compress_ratios", f"has {len(ratios)} entries for {num_layers} layers")
+    return float(sum(1 / ratio for ratio in ratios[:num_layers] if ratio) / num_layers)
 
 
 def _moe_fields(config: Mapping[str, Any], num_layers: int) -> _MoeFields:

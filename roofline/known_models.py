@@ -1,7 +1,9 @@
 """Shapes of well-known models, so that a roofline needs no download.
 
 Each entry has exactly the keys of the model's Hugging Face `config.json` that `hf_config` reads. So there is only one
-way to make a shape, and an entry can be checked against the published file.
+way to make a shape, and an entry can be checked against the published file: its source is `config.json` of the
+repository of that name on huggingface.co, whose organisation stands beside the entry. A test compares the totals with
+those that the model cards give.
 Used by `roofline.model_shape`.
 """
 
@@ -41,6 +43,43 @@ def _deepseek(heads: int, experts: int, dense_layers: int, vocab: int) -> dict[s
     }
 
 
+def _deepseek_v4(
+    layers: int, hidden: int, heads: int, experts: int, expert_mlp: int, q_rank: int, groups: int, first: int
+) -> dict[str, Any]:
+    """Return DeepSeek-V4's structure: one vector a token that is key and value, kept for 4 or 128 tokens together.
+
+    `first` is the ratio of the first two layers (0: a window alone); then ratios 4 and 128 alternate.
+    """
+    ratios = [first, first] + [4 if layer % 2 == 0 else 128 for layer in range(2, layers)]
+    return _mixture(_dense(layers, hidden, heads, 1, expert_mlp, 129280, head_dim=512), experts, 6, expert_mlp) | {
+        "n_shared_experts": 1,
+        "q_lora_rank": q_rank,
+        "o_lora_rank": 1024,
+        "o_groups": groups,
+        "compress_ratios": ratios,
+    }
+
+
+def _glm_dsa() -> dict[str, Any]:
+    """Return GLM-5's structure: DeepSeek-V3.2's with other counts; its indexer is left out."""
+    return _mixture(_dense(78, 6144, 64, 64, 12288, 154880), 256, 8, 2048) | {
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+    }
+
+
+def _glm_moe(layers: int, hidden: int, mlp: int, experts: int, expert_mlp: int, dense_layers: int) -> dict[str, Any]:
+    return _mixture(_dense(layers, hidden, 96, 8, mlp, 151552, head_dim=128), experts, 8, expert_mlp) | {
+        "n_shared_experts": 1,
+        "first_k_dense_replace": dense_layers,
+    }
+
+
 KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "smollm2-135m": _dense(30, 576, 9, 3, 1536, 49152, tied=True),
     "smollm2-360m": _dense(32, 960, 15, 5, 2560, 49152, tied=True),
@@ -61,4 +100,22 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt-oss-120b": _mixture(_dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880),
     "deepseek-v3": _deepseek(heads=128, experts=256, dense_layers=3, vocab=129280),
     "kimi-k2": _deepseek(heads=64, experts=384, dense_layers=1, vocab=163840),
+    "deepseek-v4-pro": _deepseek_v4(61, 7168, 128, 384, 3072, 1536, 16, first=128),  # deepseek-ai
+    "deepseek-v4-flash": _deepseek_v4(43, 4096, 64, 256, 2048, 1024, 8, first=0),  # deepseek-ai
+    "glm-4.5": _glm_moe(92, 5120, 12288, 160, 1536, dense_layers=3),  # zai-org
+    "glm-4.5-air": _glm_moe(46, 4096, 10944, 128, 1408, dense_layers=1),  # zai-org
+    "glm-5": _glm_dsa(),  # zai-org
+    "minimax-m2": _mixture(_dense(62, 3072, 48, 8, 1536, 200064, head_dim=128), 256, 8, 1536),  # MiniMaxAI
+    "llama-4-scout": _mixture(_dense(48, 5120, 40, 8, 16384, 202048), 16, 1, 8192)
+    | {"n_shared_experts": 1},  # meta-llama
+    "qwen3-1.7b": _dense(28, 2048, 16, 8, 6144, 151936, head_dim=128, tied=True),  # Qwen
+    "qwen3-4b": _dense(36, 2560, 32, 8, 9728, 151936, head_dim=128, tied=True),  # Qwen
+    "qwen3-14b": _dense(40, 5120, 40, 8, 17408, 151936, head_dim=128),  # Qwen
+    "qwen3-coder-480b-a35b": _mixture(_dense(62, 6144, 96, 8, 8192, 151936, head_dim=128), 160, 8, 2560),  # Qwen
+    "gpt-oss-20b": _mixture(_dense(24, 2880, 64, 8, 2880, 201088, head_dim=64), 32, 4, 2880),  # openai
+    "gemma-3-4b": _dense(34, 2560, 8, 4, 10240, 262208, head_dim=256, tied=True),  # google
+    "gemma-3-12b": _dense(48, 3840, 16, 8, 15360, 262208, head_dim=256, tied=True),  # google
+    "gemma-3-27b": _dense(62, 5376, 32, 16, 21504, 262208, head_dim=128, tied=True),  # google
+    "mistral-small-24b": _dense(40, 5120, 32, 8, 32768, 131072, head_dim=128),  # mistralai
+    "mixtral-8x22b": _mixture(_dense(56, 6144, 48, 8, 16384, 32768), 8, 2, 16384),  # mistralai
 }

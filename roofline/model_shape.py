@@ -48,6 +48,11 @@ class ModelShape:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    o_lora_rank: int = 0
+    """Rank of each of `o_groups` groups of the output projection; above 0 (DeepSeek-V4) a key is also its value."""
+    o_groups: int = 0
+    kv_states_per_token: float = 1.0
+    """Entries that a token adds to a layer's cache, on average: below 1 where one stands for several tokens."""
 
     def __post_init__(self) -> None:
         if not self.is_mla and self.num_q_heads % self.num_kv_heads:
@@ -85,20 +90,26 @@ class ModelShape:
 
     @property
     def kv_elements_per_token_layer(self) -> int:
-        """KV elements of one token in one layer: K and V of each KV head, or MLA's latent vector and rotary key."""
+        """KV elements of an entry in one layer: K and V of each head, K alone, or MLA's latent vector and rope."""
         if self.is_mla:
             return self.kv_lora_rank + self.qk_rope_head_dim
+        if self.o_lora_rank:
+            return self.num_kv_heads * self.head_dim
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def kv_bytes_per_token(self) -> float:
         """KV bytes of one token over all layers: 2 * layers * kv_heads * head_dim * bytes (PagedAttention paper)."""
-        return self.num_layers * self.kv_elements_per_token_layer * self.kv_bytes_per_element
+        return self.num_layers * self.kv_elements_per_token_layer * self.kv_states_per_token * self.kv_bytes_per_element
 
     @property
     def attention_matrix_params(self) -> int:
         """Weights of one layer's attention projections that take part in matrix products."""
         hidden, heads = self.hidden_size, self.num_q_heads
+        if self.o_lora_rank:
+            width = heads * self.head_dim
+            query = (hidden + width) * self.q_lora_rank
+            return query + hidden * self.head_dim + (width + self.o_groups * hidden) * self.o_lora_rank
         if not self.is_mla:
             return hidden * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
         query_width = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)

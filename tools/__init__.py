@@ -5,4 +5,5 @@ chaos/         faults under load: what is lost, what stays behind
 differential/  random requests to Ridgeline and to plain vLLM, compared
 front/         what the router can carry, with workers that need no engine
 fuzz/          malformed requests, messages and frames
+gpu/           what a machine with one GPU can prove in minutes, with torch alone
 """

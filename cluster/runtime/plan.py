@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cluster.config.api_keys import KeyHashes, key_hashes
 from cluster.config.models import PoolConfig, RidgelineConfig
@@ -22,6 +22,9 @@ from engine.config import EngineConfig, HostSettings
 from kv_transfer.options import TransferOptions
 from roofline.quantisation import multiplies_in_fp8
 from router.settings import RouterSettings
+
+TEXT_ONLY: Final[dict[str, Any]] = {"language_model_only": True}
+"""Images are refused, so that engines of models that could see need not load what sees. Others ignore it."""
 
 
 class PlacementError(RuntimeError):
@@ -170,7 +173,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
         model_path=prepare_model(config.model.path),
         dtype=dtype,
         served_name=config.model.served_name or config.model.path,
-        engine_args=_with_whole_paths(config.engine_args),
+        engine_args=TEXT_ONLY | _with_whole_paths(config.engine_args),
         server_args=_server_args(config),
         workers=workers,
         roles=roles,

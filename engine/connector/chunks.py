@@ -52,6 +52,9 @@ class GrowingPrompts:
         """
         for request_id in scheduled.preempted_req_ids or ():
             self._restart(request_id)
+        self._ending = {}
+        if not self._prompts:
+            return  # decode engines track none, and their batches have hundreds of sequences
         reached: dict[str, int] = {}
         for new in scheduled.scheduled_new_reqs:
             prompt = self._prompts.get(new.req_id)

@@ -181,7 +181,7 @@ class RidgelineConnector(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         instructions = self._get_connector_metadata()
         assert isinstance(instructions, StepInstructions)
-        return self.worker.get_transfer_results(idle=instructions.idle)
+        return self.worker.get_transfer_results(may_wait=instructions.quiet)
 
     def build_connector_worker_meta(self) -> Any:
         instructions = self._get_connector_metadata()

@@ -61,6 +61,9 @@ class StepInstructions(KVConnectorMetadata):
 
     step: int = 0
     idle: bool = False
+    """Whether this step computes nothing."""
+    quiet: bool = False
+    """Whether no other step runs beside this idle one, so that to wait for a transfer holds no token back."""
     withdraw: list[str] = field(default_factory=list)
     """Hand-offs whose blocks this step may overwrite."""
     grow: list[Grow] = field(default_factory=list)

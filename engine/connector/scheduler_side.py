@@ -60,6 +60,10 @@ class SchedulerSide:
         self._send_at_once = send_at_once
         self._endpoints: list[Endpoint] = []
         self._step = 0
+        self._last_computing = 0
+        """The newest step that computes anything."""
+        self._last_ended = 0
+        """The newest step whose outputs are there. On GPUs vLLM schedules the next one before it reads them."""
         self._next = StepInstructions(step=1)
         self._incoming: dict[str, KvHandoff] = {}
         """Requests whose KV is on another worker, until their fetch has been issued."""
@@ -180,6 +184,9 @@ class SchedulerSide:
         instructions.grow = self._growing.take()
         instructions.last_step = self._growing.take_ending()
         instructions.idle = scheduled.total_num_scheduled_tokens == 0
+        if not instructions.idle:
+            self._last_computing = self._step
+        instructions.quiet = self._last_computing <= self._last_ended
         return instructions
 
     def _forbid_placeholders(self, scheduled: Any) -> None:
@@ -213,6 +220,7 @@ class SchedulerSide:
         for request_id, receipt in report.by_request.items():  # the ranks of one request may report in different steps
             self._receipts[request_id] = join_receipts(self._receipts.get(request_id), receipt)
         if report.step is not None:
+            self._last_ended = max(self._last_ended, report.step)
             self._accountant.end()
             self._growing.end(report.step)
 

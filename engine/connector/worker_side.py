@@ -26,6 +26,8 @@ IDLE_WAIT_S = 0.02
 Without it vLLM would spin at 1 kHz and send statistics to the front end each time, which on a small machine takes the
 CPU time that the copy needs. The end of a transfer ends the wait at once; a new request may wait this long.
 """
+GPU_IDLE_WAIT_S = 0.001
+"""The same beside a GPU, whose whole prefill may take less than the other, and whose host has cores to spare."""
 
 
 WARM_UP_BLOCKS = 17
@@ -52,7 +54,8 @@ class WorkerSide:
         """Whether a layer is in the cache when its call returns; on a GPU the write is only queued then."""
         self._service = TransferService(layers, layout, options, shared, rank)
         self._service.start()
-        if not options.faults:  # it would hit the faults and leave its hand-offs to their leases
+        self._idle_wait_s = IDLE_WAIT_S if self._writes_at_once else GPU_IDLE_WAIT_S
+        if warms_up(options, first.device):
             self._warm_up()
         self._after_warm_up = self._service.stats()
         """The counters so far, to be subtracted: no request's KV was moved."""
@@ -140,10 +143,10 @@ class WorkerSide:
         """Report that the running step has written this layer; on a GPU this has no effect."""
         self._service.end_layer(self._layers[layer_name])
 
-    def get_transfer_results(self, *, idle: bool) -> KVConnectorTransferResults:
-        """Return what ended since the last call, each id exactly once."""
-        if idle:
-            self._service.wait(IDLE_WAIT_S)
+    def get_transfer_results(self, *, may_wait: bool) -> KVConnectorTransferResults:
+        """Return what ended since the last call, each id exactly once; `may_wait` a little for something to end."""
+        if may_wait:
+            self._service.wait(self._idle_wait_s)
         done = self._service.poll()
         self._receipts = FetchReceipts(dict(done.receipts))
         return KVConnectorTransferResults(
@@ -175,3 +178,12 @@ class WorkerSide:
     def shutdown(self) -> None:
         """Stop the service's thread; open leases end with it."""
         self._service.close()
+
+
+def warms_up(options: TransferOptions, device: torch.device) -> bool:
+    """Return whether blocks can be handed off to ourselves.
+
+    Not with faults, which it would hit and leave its hand-offs to their leases; nor over NCCL, which refuses a group of
+    two ranks on one GPU.
+    """
+    return not options.faults and not (options.transport == "collective" and device.type == "cuda")

@@ -31,6 +31,7 @@ from torch import distributed
 
 from contracts import errors
 from contracts.rpc.address import join_host_port
+from kv_transfer.memory.device import TRANSFER_PRIORITY
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -265,10 +266,11 @@ class _Nccl(_GroupEnd):
         backend = _c10d.ProcessGroupNCCL
         options = backend.Options()
         options._timeout = timedelta(seconds=_WATCHDOG_S)
+        options.is_high_priority_stream = True  # of another pool than the engine's streams: see memory/device.py
         with _errors_are_ours():
             self._group = backend(store, rank, 2, options)
         self._peer = 1 - rank
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=TRANSFER_PRIORITY)  # type: ignore[no-untyped-call]
 
     def post_send(self, tensor: torch.Tensor) -> Any:
         with torch.cuda.stream(self._stream):

@@ -1,7 +1,9 @@
 """Blocks in a GPU's memory: gathered or scattered there by index, then moved to or from the host in one copy.
 
-Each transferring thread has its own lane: a CUDA stream and reusable buffers, page-locked on the host. So threads share
-nothing, and no copy queues behind the engine's kernels. Only the lane's stream is synchronised:
+Each transferring thread has its own lane: reusable buffers, page-locked on the host, and one of a few CUDA streams. The
+streams have high priority, because torch hands out 32 of each priority in turn: a stream for each of our threads would
+soon be one that the engine has too, and then copies queue behind its kernels, or its kernels behind a copy. A thread
+waits for its own copies only, with an event, and does not spin meanwhile: the engine may need the core.
 
 - A read need not wait for the engine. Blocks are offered after their request has finished, which the engine learns from
   a sampled token that is already on the host; the kernels that wrote the blocks ran before it on the same stream.
@@ -12,14 +14,42 @@ On tensors in host memory the same code runs without streams, for tests.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from kv_transfer.memory.host import BlockMemory, ByteMatrix
+
+STREAMS: Final = 4
+"""Enough to keep both copy engines and a kernel busy; more threads than that share them."""
+TRANSFER_PRIORITY: Final = -1
+WORD_BYTES: Final = 8
+
+
+class Streams:
+    """The streams of one device for transfers, made at their first use and shared by all threads."""
+
+    def __init__(self, device: torch.device, make: Callable[..., Any] = torch.cuda.Stream) -> None:
+        self._device = device
+        self._make = make
+        self._made: list[Any] = []
+        self._turn = itertools.count()
+        self._lock = threading.Lock()
+
+    def take(self) -> Any:
+        """Return the next stream in turn; None for a device that has none."""
+        if self._device.type != "cuda":
+            return None
+        with self._lock:
+            number = next(self._turn) % STREAMS
+            if number == len(self._made):
+                self._made.append(self._make(self._device, priority=TRANSFER_PRIORITY))
+            return self._made[number]
 
 
 class DeviceMemory(BlockMemory):
@@ -33,13 +63,14 @@ class DeviceMemory(BlockMemory):
         self.shapes = tuple(tuple(layer.shape) for layer in layers)
         self.device = layers[0].device if layers else torch.device("cpu")
         self._lanes = threading.local()
+        self._streams = Streams(self.device)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         rows = self._layers[layer]
         lane = self._lane()
         with lane.running():
             on_device, on_host = lane.buffers(len(block_ids), rows.shape[1])
-            torch.index_select(rows, 0, lane.indices(block_ids), out=on_device)
+            gather_rows(rows, lane.indices(block_ids), on_device)
             on_host.copy_(on_device, non_blocking=True)
         blocks: ByteMatrix = on_host.numpy()
         return [memoryview(block) for block in blocks]
@@ -51,18 +82,19 @@ class DeviceMemory(BlockMemory):
             on_device, on_host = lane.buffers(len(block_ids), rows.shape[1])
             np.copyto(on_host.numpy(), source)
             on_device.copy_(on_host, non_blocking=True)
-            rows.index_copy_(0, lane.indices(block_ids), on_device)
+            scatter_rows(rows, lane.indices(block_ids), on_device)
 
     def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
         lane = self._lane()
         with lane.running():
             blocks = lane.tensor(len(block_ids), self._layers[layer].shape[1])
-            return torch.index_select(self._layers[layer], 0, lane.indices(block_ids), out=blocks)
+            gather_rows(self._layers[layer], lane.indices(block_ids), blocks)
+            return blocks
 
     def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
         lane = self._lane()
         with lane.running():
-            self._layers[layer].index_copy_(0, lane.indices(block_ids), source)
+            scatter_rows(self._layers[layer], lane.indices(block_ids), source)
 
     def staging(self, num_blocks: int) -> torch.Tensor:
         lane = self._lane()
@@ -76,6 +108,7 @@ class DeviceMemory(BlockMemory):
     def part(self, start: int, num_bytes: int) -> DeviceMemory:
         narrowed = DeviceMemory([layer[:, start : start + num_bytes] for layer in self._layers])
         narrowed._lanes = self._lanes  # a thread's stream and page-locked buffers serve all parts
+        narrowed._streams = self._streams
         return narrowed
 
     def commit(self) -> None:
@@ -84,8 +117,30 @@ class DeviceMemory(BlockMemory):
     def _lane(self) -> _Lane:
         lane: _Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
-            lane = self._lanes.lane = _Lane(self._layers[0].device)
+            lane = self._lanes.lane = _Lane(self._layers[0].device, self._streams.take())
         return lane
+
+
+def gather_rows(rows: torch.Tensor, indices: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy these rows of bytes into `into`, in words of eight bytes where both allow it: fewer, wider accesses."""
+    rows, into = _in_words(rows, into)
+    torch.index_select(rows, 0, indices, out=into)
+
+
+def scatter_rows(rows: torch.Tensor, indices: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the rows of `source` into these distinct rows, in words where both allow it."""
+    rows, source = _in_words(rows, source)
+    rows.index_copy_(0, indices, source)
+
+
+def _in_words(*matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """View byte matrices as int64 if rows, strides and addresses of all are multiples of eight bytes."""
+    for matrix in matrices:
+        if matrix.shape[1] % WORD_BYTES or matrix.stride(0) % WORD_BYTES or matrix.stride(1) != 1:
+            return matrices
+        if matrix.storage_offset() % WORD_BYTES or matrix.data_ptr() % WORD_BYTES:
+            return matrices
+    return tuple(matrix.view(torch.int64) for matrix in matrices)
 
 
 def weighted_sum(tensor: torch.Tensor) -> int:
@@ -102,11 +157,11 @@ def weighted_sum(tensor: torch.Tensor) -> int:
 
 
 class _Lane:
-    """One thread's stream and buffers. The buffers grow to the largest frame and are kept."""
+    """One thread's buffers, and the stream it uses. The buffers grow to the largest frame and are kept."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: Any) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = stream
         self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
         self._on_host = torch.empty(0, dtype=torch.uint8)
 
@@ -124,7 +179,9 @@ class _Lane:
                 try:
                     yield
                 finally:
-                    self._stream.synchronize()
+                    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                    done.record(self._stream)
+                    done.synchronize()
 
     def buffers(self, num_blocks: int, block_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uint8 [num_blocks, block_bytes] on the device and on the host. Call it only while `running`."""

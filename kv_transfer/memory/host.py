@@ -15,7 +15,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 ByteMatrix: TypeAlias = npt.NDArray[np.uint8]
 """One layer's blocks: uint8 [num_blocks, block_bytes]."""
@@ -89,6 +88,8 @@ class HostMemory(BlockMemory):
         return torch.empty((num_blocks, self.shapes[0][1]), dtype=torch.uint8)
 
     def checksum(self, blocks: torch.Tensor) -> int:
+        import xxhash  # here, because `tools.gpu.check` runs this package where there is torch and numpy alone
+
         return xxhash.xxh3_64_intdigest(blocks.numpy().data)
 
     def part(self, start: int, num_bytes: int) -> HostMemory:

@@ -43,12 +43,69 @@ def test_parameter_counts_equal_the_published_checkpoints_exactly(name, num_para
 
 @pytest.mark.parametrize(
     ("name", "billions", "active_billions"),
-    [("deepseek-v3", 671, 37.5), ("qwen3-30b-a3b", 30.5, 3.3), ("qwen3-235b-a22b", 235, 22), ("kimi-k2", 1026, 32.8)],
+    [
+        ("deepseek-v3", 671, 37.5),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235, 22),
+        ("kimi-k2", 1026, 32.8),
+    ],
 )
 def test_a_mixture_of_experts_has_its_advertised_total_and_active_parameters(name, billions, active_billions):
     shape = load_model_shape(name)
     assert shape.num_params / 1e9 == pytest.approx(billions, rel=0.01)
     assert shape.num_active_params / 1e9 == pytest.approx(active_billions, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active_billions"),
+    [
+        ("deepseek-v4-pro", 1600, 49),
+        ("deepseek-v4-flash", 284, 13),
+        ("glm-4.5", 355, 32),
+        ("glm-4.5-air", 106, 12),
+        ("glm-5", 744, 40),
+        ("minimax-m2", 230, 10),
+        ("llama-4-scout", 109, 17),
+        ("qwen3-coder-480b-a35b", 480, 35),
+        ("gpt-oss-20b", 20.9, 3.6),
+        ("gpt-oss-120b", 117, 5.1),
+        ("mixtral-8x22b", 141, 39),
+    ],
+)
+def test_so_it_has_where_cards_round_and_count_an_input_embedding_or_not(name, billions, active_billions):
+    shape = load_model_shape(name)
+    assert shape.num_params / 1e9 == pytest.approx(billions, rel=0.02)
+    least = shape.num_active_params - shape.embedding_params
+    assert least / 1e9 < active_billions * 1.07
+    assert shape.num_active_params / 1e9 > active_billions * 0.97
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-1.7b", 1.72),
+        ("qwen3-4b", 4.02),
+        ("qwen3-14b", 14.8),
+        ("gemma-3-4b", 3.88),
+        ("gemma-3-12b", 11.8),
+        ("gemma-3-27b", 27.0),
+        ("mistral-small-24b", 23.6),
+    ],
+)
+def test_a_dense_model_has_its_advertised_parameters(name, billions):
+    assert load_model_shape(name).num_params / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_deepseek_v4_keeps_one_vector_for_four_or_for_128_tokens():
+    shape = load_model_shape("deepseek-v4-pro")
+    assert shape.kv_bytes_per_token == pytest.approx((30 / 4 + 31 / 128) * 512 * 2)
+    plain = load_model_shape("deepseek-v3").kv_bytes_per_token
+    assert shape.kv_bytes_per_token / plain == pytest.approx(0.113, abs=0.001)  # its authors: 10 % of V3.2's
+
+
+def test_ratios_that_do_not_cover_the_layers_are_refused():
+    with pytest.raises(ModelConfigError, match="compress_ratios"):
+        from_config(dict(KNOWN_MODELS["deepseek-v4-pro"], compress_ratios=[4, 128]))
 
 
 def test_all_parameters_of_a_dense_model_are_active():

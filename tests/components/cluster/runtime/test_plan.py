@@ -331,7 +331,7 @@ def test_router_and_engines_get_the_same_arguments_of_the_models_and_each_pool_i
         server_args__tool_call_parser="of_the_plugin",
     )
     router = plan.router_settings()
-    assert router.engine_args == {"max_logprobs": 7}
+    assert router.engine_args == {"language_model_only": True, "max_logprobs": 7}
     assert router.server_args == {
         "enable_auto_tool_choice": True,
         "chat_template": "{{ messages }}",
@@ -339,7 +339,8 @@ def test_router_and_engines_get_the_same_arguments_of_the_models_and_each_pool_i
         "tool_call_parser": "of_the_plugin",
     }
     prefill, decode = (plan.engine_config(worker, "h").passed for worker in plan.workers)
-    assert prefill == {"max_logprobs": 7, "quantization": "fp8", "numa_bind": False}
+    text_only = {"language_model_only": True}  # what a model sees with is not loaded: images are refused
+    assert prefill == {**text_only, "max_logprobs": 7, "quantization": "fp8", "numa_bind": False}
     assert decode == {**prefill, "numa_bind": True}
 
 

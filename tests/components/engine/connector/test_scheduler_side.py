@@ -205,6 +205,16 @@ def test_a_step_without_tokens_is_told_to_be_idle(side):
     assert side.build_connector_meta(busy).idle is False
 
 
+def test_an_idle_step_may_wait_only_while_no_other_one_runs(side):
+    """Asynchronous scheduling: vLLM runs an empty step before it reads the outputs of the one with the first token."""
+    assert side.build_connector_meta(IDLE).quiet is True
+    busy = side.build_connector_meta(a_step(cached=[("r", None, 5, 1)]))
+    assert busy.quiet is False
+    assert side.build_connector_meta(IDLE).quiet is False
+    report(side, step=busy.step)
+    assert side.build_connector_meta(IDLE).quiet is True
+
+
 def test_the_receipt_of_a_fetch_is_told_when_the_request_ends(side):
     request = a_fetching_request()
     start_fetch(side, request)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.connector.worker_side import WorkerSide
+from engine.connector.worker_side import GPU_IDLE_WAIT_S, IDLE_WAIT_S, WorkerSide, warms_up
 from kv_transfer.options import TransferOptions
 from kv_transfer.service import TransferStats
 from tests.support.samples import kv_layout
@@ -32,3 +32,21 @@ def test_figures_since_a_moment_keep_what_is_open_and_subtract_what_grows():
     before = TransferStats(1, 2, 3, 4, 5, 100, 200, {"ok": 4, "timeout": 1})
     now = TransferStats(6, 7, 8, 9, 10, 150, 300, {"ok": 6, "timeout": 1, "busy": 2})
     assert now.since(before) == TransferStats(6, 7, 5, 9, 10, 50, 100, {"ok": 2, "busy": 2})
+
+
+def test_nccl_is_not_warmed_up_because_it_refuses_one_gpu_as_both_ends():
+    collective, auto = (TransferOptions(host="127.0.0.1", transport=name) for name in ("collective", "auto"))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [warms_up(options, device) for options in (collective, auto) for device in (gpu, cpu)] == [
+        False, True, True, True,
+    ]  # fmt: skip
+    assert not warms_up(TransferOptions(host="127.0.0.1", faults="seed=1,drop=0.5"), cpu)
+
+
+def test_a_step_that_may_not_wait_does_not_and_one_that_may_waits_its_time(worker_side, monkeypatch):
+    waited: list[float] = []
+    monkeypatch.setattr(worker_side._service, "wait", waited.append)
+    worker_side.get_transfer_results(may_wait=False)
+    worker_side.get_transfer_results(may_wait=True)
+    assert waited == [IDLE_WAIT_S]
+    assert GPU_IDLE_WAIT_S <= 0.001

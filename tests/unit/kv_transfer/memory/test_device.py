@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.memory.blocks import BlockPool, byte_rows
-from kv_transfer.memory.device import DeviceMemory
+from kv_transfer.memory.device import STREAMS, DeviceMemory, Streams, gather_rows, scatter_rows
 from tests.support.patience import PATIENCE_S
 
 NUM_LAYERS, NUM_BLOCKS, HEADS, TOKENS, CHANNELS = 3, 9, 2, 4, 6
@@ -101,3 +101,39 @@ def test_committing_changes_nothing():
     storage, layers = make_layers("LBNHC")
     device_pool(layers).commit()
     assert torch.equal(storage, make_layers("LBNHC")[0])
+
+
+@given(st.integers(0, 2), st.sampled_from([16, 24, 20]), st.sampled_from([0, 8, 4]), st.randoms())
+def test_rows_are_the_same_whether_copied_in_words_or_in_bytes(margin, block_bytes, gap, random):
+    """Aligned ones go in words of eight bytes; any odd start, size or distance of blocks goes in single ones."""
+    stride = block_bytes + gap
+    storage = torch.randint(0, 256, (margin * 4 + NUM_BLOCKS * stride,), dtype=torch.uint8)
+    rows = storage[margin * 4 :].as_strided((NUM_BLOCKS, block_bytes), (stride, 1), margin * 4)
+    ids = random.sample(range(NUM_BLOCKS), 4)
+    into = torch.empty(4, block_bytes, dtype=torch.uint8)
+    gather_rows(rows, torch.tensor(ids), into)
+    assert torch.equal(into, rows[ids])
+    before, expected = storage.clone(), storage.clone()
+    view = expected.as_strided((NUM_BLOCKS, block_bytes), (stride, 1), margin * 4)
+    view[ids] = 255 - into
+    scatter_rows(rows, torch.tensor(ids), 255 - into)
+    assert torch.equal(storage, expected)
+    assert not torch.equal(storage, before)
+
+
+def test_however_many_threads_copy_there_are_a_few_streams_and_they_have_high_priority():
+    made: list[tuple[torch.device, int]] = []
+
+    def make(device, priority):
+        made.append((device, priority))
+        return len(made)
+
+    streams = Streams(torch.device("cuda", 3), make)
+    with ThreadPoolExecutor(44) as threads:
+        taken = list(threads.map(lambda _: streams.take(), range(44)))
+    assert made == [(torch.device("cuda", 3), -1)] * STREAMS
+    assert {taken.count(stream) for stream in range(1, STREAMS + 1)} == {44 // STREAMS}
+
+
+def test_memory_of_the_host_has_no_streams():
+    assert Streams(torch.device("cpu")).take() is None

@@ -1,0 +1,130 @@
+"""Blocks of real caches, gathered and scattered by the product's own code: every bit, and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kv_transfer.memory.blocks import BlockPool, byte_rows
+from kv_transfer.memory.device import DeviceMemory
+from tools.gpu.machine import Machine, wall_seconds
+from tools.gpu.result import Row
+
+SECTION = "blocks, bit for bit"
+SPEED = "GB/s of blocks"
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """A cache as vLLM lays it out on a GPU for one rank: layers x blocks x heads x tokens x content (LBHNC)."""
+
+    name: str
+    layers: int
+    heads: int
+    tokens: int
+    content: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in one layer."""
+        return self.heads * self.tokens * self.content * torch.empty(0, dtype=self.dtype).element_size()
+
+
+SHAPES = (
+    CacheShape("Llama-3.1-8B, bfloat16, blocks of 32", 32, 8, 32, 256, torch.bfloat16),
+    CacheShape("Llama-3.1-70B, bfloat16, 1 of 8 ranks", 80, 1, 32, 256, torch.bfloat16),
+    CacheShape("Qwen3-8B, fp8", 36, 8, 32, 256, torch.float8_e4m3fn),
+    CacheShape("gpt-oss-120b, bfloat16, heads of 64", 36, 8, 16, 128, torch.bfloat16),
+    CacheShape("DeepSeek-V3 (MLA), bfloat16, blocks of 64", 61, 1, 64, 576, torch.bfloat16),
+    CacheShape("DeepSeek-V3 (MLA), fp8 with scales", 61, 1, 64, 656, torch.uint8),
+    CacheShape("odd size: rows that are no words of 8 bytes", 3, 1, 5, 3, torch.bfloat16),
+)
+
+
+def make_layers(machine: Machine, shape: CacheShape, num_blocks: int) -> list[torch.Tensor]:
+    """Return a cache's layers with any bits, as views of one storage."""
+    cache = machine.noise(shape.layers, num_blocks, shape.heads, shape.tokens, shape.content, dtype=shape.dtype)
+    machine.synchronize()  # the pool waits for no kernel of others: in an engine, a token on the host is the proof
+    return list(cache)
+
+
+def pool_of(layers: list[torch.Tensor]) -> BlockPool:
+    """Return the pool for a GPU's memory, in a dry run too."""
+    return BlockPool(DeviceMemory([byte_rows(index, layer) for index, layer in enumerate(layers)]))
+
+
+def check(machine: Machine) -> Iterator[Row]:
+    """Check each shape: what is read is there, what is written arrives, and nothing else changes."""
+    for shape in SHAPES:
+        layers, blocks = machine.size(shape.layers, 2), machine.size(64, 8)
+        small = CacheShape(shape.name, layers, shape.heads, shape.tokens, shape.content, shape.dtype)
+        wrong = problems(machine, small, blocks)
+        yield Row(SECTION, shape.name, note="; ".join(wrong) or f"{layers} layers, {shape.block_bytes} B a block",
+                  ok=not wrong)  # fmt: skip
+
+
+def problems(machine: Machine, shape: CacheShape, num_blocks: int) -> list[str]:
+    """Return what is wrong with reads, writes, gathers, scatters and parts of blocks; by other means than theirs."""
+    source, target = (make_layers(machine, shape, num_blocks) for _ in range(2))
+    before = [_bytes(layer) for layer in target]
+    ids = torch.randperm(num_blocks)[: num_blocks // 2].tolist()
+    places = torch.randperm(num_blocks)[: num_blocks // 2].tolist()
+    from_pool, to_pool = pool_of(source), pool_of(target)
+    found = []
+    for layer, tensor in enumerate(source):
+        wanted = _bytes(tensor)[ids]
+        if b"".join(from_pool.read(layer, ids)) != wanted.numpy().tobytes():
+            found.append(f"read of layer {layer}")
+        gathered = from_pool.gather(layer, ids)
+        if not torch.equal(gathered.cpu(), wanted):
+            found.append(f"gather of layer {layer}")
+        if layer % 2:
+            to_pool.scatter(layer, places, gathered)
+        else:
+            to_pool.write(layer, places, memoryview(wanted.numpy().tobytes()))
+        expected = before[layer].clone()
+        expected[places] = wanted
+        if not torch.equal(_bytes(target[layer]), expected):
+            found.append(f"write of layer {layer}")
+    if shape.block_bytes % 2 == 0:
+        half = shape.block_bytes // 2
+        read = b"".join(from_pool.part(half, half).read(0, ids))
+        if read != _bytes(source[0])[ids][:, half:].contiguous().numpy().tobytes():
+            found.append("the second half of each block, as for one of two ranks")
+    return found
+
+
+def _bytes(layer: torch.Tensor) -> torch.Tensor:
+    """Return a layer's blocks as bytes on the host, without the pool's code."""
+    return layer.cpu().contiguous().view(torch.uint8).reshape(layer.shape[0], -1)
+
+
+def speeds(machine: Machine, copy_bytes_per_s: float) -> Iterator[Row]:
+    """Measure blocks of a Llama-3.1-8B in one copy of each size, against the device's own copies."""
+    shape = SHAPES[0]
+    num_blocks = machine.size(512, 16)
+    layers = make_layers(machine, CacheShape(shape.name, 2, shape.heads, shape.tokens, shape.content, shape.dtype),
+                         num_blocks)  # fmt: skip
+    pool = pool_of(layers)
+    for count in (16, 128) if not machine.dry else (4,):  # 2 MiB, as a frame has today, and 16 MiB
+        ids = torch.randperm(num_blocks)[:count].tolist()
+        yield from _speeds_of(machine, pool, ids, copy_bytes_per_s)
+
+
+def _speeds_of(machine: Machine, pool: BlockPool, ids: list[int], copy_bytes_per_s: float) -> Iterator[Row]:
+    size = len(ids) * pool.block_bytes
+    payload = memoryview(bytearray(size))
+    staged = pool.gather(0, ids)
+    work: dict[str, Callable[[], object]] = {
+        "to the host (what gRPC sends)": lambda: pool.read(0, ids),
+        "from the host (what gRPC gets)": lambda: pool.write(0, ids, payload),
+        "gathered on the device": lambda: pool.gather(0, ids),
+        "scattered on the device": lambda: pool.scatter(1, ids, staged),
+    }
+    for what, one in work.items():
+        rate = size / wall_seconds(machine, one)
+        note = f"{100 * 2 * rate / copy_bytes_per_s:.0f} % of the device's copies" if "device" in what else ""
+        yield Row(SPEED, f"{size / 2**20:.3g} MiB {what}", rate / 1e9, "GB/s", note)
