@@ -150,13 +150,15 @@ async def run_shift(fleet: Fleet, settings: Settings, journal: Journal, clock: C
     of_round = round_plan(plan, limits, hopeless_after_s(limits, longest))
     for arm in settings.pure_arms:
         await fleet.warm_up(arm, shifting_trace(rates, settings.phase_s, settings.seed), of_round)
+    note: str | None = None
     for block in range(1, settings.most_blocks + 1):
         trace = shifting_trace(rates, settings.phase_s, settings.seed + block)
         for arm in shuffled(settings.arms, f"{settings.seed} shift {block}"):
             each = RoundSpec(NAME, block, arm, trace.mean_rate or 0.0, block, len(trace.rows))
             if journal.done(each) is not None:
                 continue
-            if clock.spent_s + trace.span_s > settings.budget_s:
+            if trace.span_s > clock.left_s:
+                note = f"the time was up within block {block}: the rounds after it were left out"
                 break
             ended = await _one_round(fleet, journal, clock, each, trace, of_round, limits)
             left = minutes_text(max(0.0, clock.left_s))
@@ -167,8 +169,11 @@ async def run_shift(fleet: Fleet, settings: Settings, journal: Journal, clock: C
                 highlight=False,
                 markup=False,
             )
+        if note is not None:
+            console.print(note, style="yellow", highlight=False)
+            break
         _write(fleet, settings, journal, limits, rates)
-    journal.add(Ended(NAME, None, clock.spent_s))
+    journal.add(Ended(NAME, note, clock.spent_s))
     summary = _write(fleet, settings, journal, limits, rates)
     console.print(_table(summary["phases"], settings.arms))
 
