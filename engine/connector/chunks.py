@@ -54,7 +54,7 @@ class GrowingPrompts:
             self._restart(request_id)
         self._ending = {}
         if not self._prompts:
-            return  # decode engines track none, and their batches have hundreds of sequences
+            return []  # decode engines track none, and their batches have hundreds of sequences
         reached: dict[str, int] = {}
         for new in scheduled.scheduled_new_reqs:
             prompt = self._prompts.get(new.req_id)
