@@ -39,55 +39,76 @@ class Choice:
 class Chooser(Protocol):
     """Chooses the workers of the prompt that is next."""
 
-    def __call__(self, demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
+    def choose(self, demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
         """Return the choice; None to wait for a worker that has no room now, which only an `urgent` prompt never does.
 
         `waited_s` is the time since the request's arrival; `roomy` is not empty.
         """
         ...
 
-
-def by_score(pool: Pool) -> Chooser:
-    """Return the chooser of a pool whose workers are scored."""
-
-    def choose_one(demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice:
-        return Choice(_scored(pool, demand, roomy))
-
-    return choose_one
+    def least_s(self, demand: Demand) -> float | None:
+        """Return the seconds that a prompt takes at least; None if prompts do not go by their limits on TTFT."""
+        ...
 
 
-def _scored(pool: Pool, demand: Demand, roomy: Roomy) -> Worker:
-    chosen = pick(demand, (load for _, load in roomy), PROMPT_SCORERS[pool])
-    return next(worker for worker, load in roomy if load.worker_id == chosen)
+class ByScore:
+    """Chooses by the scores of the workers that have room."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._scorer = PROMPT_SCORERS[pool]
+
+    def choose(self, demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice:
+        """Return the best worker with room."""
+        chosen = pick(demand, (load for _, load in roomy), self._scorer)
+        return Choice(next(worker for worker, load in roomy if load.worker_id == chosen))
+
+    def least_s(self, demand: Demand) -> float | None:
+        """Return None: prompts go first come, first served."""
+        return None
 
 
-def by_prediction(pool: Pool, workers: Callable[[], Sequence[Worker]], learned: Learned) -> Chooser:
-    """Return the chooser of a pool whose workers may get any part of a request; `workers` returns all of them."""
+class ByPrediction:
+    """Chooses by what is predicted for each worker, and by score until any worker has a model of its steps."""
 
-    def choose_some(demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
-        models = [model for worker in workers() if (model := worker.step_model) is not None]
-        if not models:
-            return Choice(_scored(pool, demand, roomy))
+    def __init__(self, pool: Pool, workers: Callable[[], Sequence[Worker]], learned: Learned) -> None:
+        """`workers` returns those of the pool, each of which may get any part of a request."""
+        self._workers = workers
+        self._learned = learned
+        self._by_score = ByScore(pool)
+
+    def choose(self, demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
+        """Return the best workers, or None if the one for the prompt has no room now."""
+        model = self._any_model()
+        if model is None:
+            return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
         open_ids = {load.worker_id for _, load in roomy}
-        by_id: dict[str, Worker] = {}
-        loads = []
-        for worker in workers():
+        by_id, loads = {}, []
+        for worker in self._workers():
             load = worker.load()
             if load.takes_work and load.worker_id not in demand.avoided and (load.worker_id in open_ids or not urgent):
                 by_id[load.worker_id] = worker
-                loads.append(_load_of(worker, load, worker.step_model or models[0], demand))
-        wanted = _wanted(demand, waited_s, learned)
+                loads.append(_load_of(worker, load, worker.step_model or model, demand))
         prompt_bytes = demand.prompt_tokens * _kv_bytes_per_token(roomy[0][0])
-        decision = choose(wanted, loads, lambda source, sink: prompt_bytes / learned.bytes_per_s(source, sink))
+        decision = choose(
+            _wanted(demand, waited_s, self._learned),
+            loads,
+            lambda source, sink: prompt_bytes / self._learned.bytes_per_s(source, sink),
+        )
         if decision is None:
-            return Choice(_scored(pool, demand, roomy))
+            return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
         chosen = decision.chosen
         if chosen.prompt_worker not in open_ids:
             return None
         decode = by_id[chosen.decode_worker] if chosen.splits else None
         return Choice(by_id[chosen.prompt_worker], decode, decision)
 
-    return choose_some
+    def least_s(self, demand: Demand) -> float | None:
+        """Return the seconds of the prompt alone on an idle worker; 0 while no model is known."""
+        model = self._any_model()
+        return model.step_s(demand.prompt_tokens, 0, 0, attended(demand.prompt_tokens)) if model else 0.0
+
+    def _any_model(self) -> StepModel | None:
+        return next((model for worker in self._workers() if (model := worker.step_model) is not None), None)
 
 
 def _wanted(demand: Demand, waited_s: float, learned: Learned) -> Wanted:

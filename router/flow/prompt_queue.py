@@ -14,6 +14,7 @@ Called by `router.flow.placement`; `router.flow.admission` reads how long a prom
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -35,7 +36,8 @@ from router.fleet.policy import (
     pools_of,
     prompt_blocks,
 )
-from router.flow.choice import Choice, Chooser, by_prediction, by_score
+from router.flow.choice import ByPrediction, ByScore, Choice, Chooser
+from router.flow.client_prompts import Entry
 from router.flow.decode_slots import DecodeSlot, DecodeSlots
 from router.flow.fair_queue import FairQueue, Waiting
 from router.flow.learned import Learned
@@ -213,11 +215,11 @@ class PromptQueue:
         slots: DecodeSlots,
         clock: Callable[[], float] = time.monotonic,
         has_substitute: Callable[[], bool] = lambda: False,
-        choose: Chooser | None = None,
+        chooser: Chooser | None = None,
     ) -> None:
-        """`has_substitute` says whether the workers of another pool can serve whole requests now; `choose` chooses a
-        prompt's workers, by default by their scores."""
-        self._choose = choose or by_score(pool)
+        """`has_substitute` says whether the workers of another pool can serve whole requests now; `chooser`
+        chooses a prompt's workers, by default by their scores."""
+        self._chooser = chooser or ByScore(pool)
         self.pool: Pool = pool
         self._has_substitute = has_substitute
         self._workers = workers
@@ -242,7 +244,7 @@ class PromptQueue:
         """
         granted: asyncio.Future[PromptTurn] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(demand, decodes_here, granted, self._clock(), urgent)
-        entry = self._queue.push(demand.client, demand.prompt_tokens, waiting, urgent=urgent)
+        entry = self._push(waiting)
         self.dispatch()
         try:
             turn = await granted
@@ -263,7 +265,7 @@ class PromptQueue:
         """
         while len(self._queue) and (roomy := self._with_room()):
             may_start = self._slots.as_of_now()
-            entry = self._queue.peek(may_start)
+            entry = self._queue.peek(may_start, self._clock())
             if entry is None:  # all waiting clients are over their share of decode
                 break
             if entry.item.granted.done():  # its client has left: do not choose a worker for it
@@ -271,10 +273,10 @@ class PromptQueue:
                 continue
             asked = entry.item
             waited_s = asked.demand.waited_s + self._clock() - asked.pushed_s
-            choice = self._choose(asked.demand, waited_s, roomy, urgent=asked.urgent)
+            choice = self._chooser.choose(asked.demand, waited_s, roomy, urgent=asked.urgent)
             if choice is None:  # it waits for a worker that has no room now
                 break
-            self._queue.pop(may_start)
+            self._queue.pop(may_start, self._clock())
             self._grant(asked, choice)
         self._watch_outage()
 
@@ -348,6 +350,22 @@ class PromptQueue:
             if load.takes_work and load.outstanding_prompt_tokens < self._window_tokens
         ]
 
+    def _push(self, waiting: _Waiting) -> Entry[_Waiting]:
+        """Put a prompt into the queue, with the time by which it must start if its first token is to be in time."""
+        demand, deadline_s, latest_s = waiting.demand, None, None
+        least_s = self._chooser.least_s(demand)
+        if least_s is not None and math.isfinite(demand.ttft_limit_s):
+            deadline_s = waiting.pushed_s - demand.waited_s + demand.ttft_limit_s
+            latest_s = deadline_s - least_s
+        return self._queue.push(
+            demand.client,
+            demand.prompt_tokens,
+            waiting,
+            urgent=waiting.urgent,
+            deadline_s=deadline_s,
+            latest_start_s=latest_s,
+        )
+
     def _full(self, worker: Worker) -> bool:
         return worker.load().outstanding_prompt_tokens >= self._window_tokens
 
@@ -417,7 +435,7 @@ def prompt_queues(fleet: Fleet, settings: RouterSettings, learned: Learned | Non
             settings.recovery_timeout_s,
             slots,
             has_substitute=partial(another_serves, pool),
-            choose=by_prediction(pool, partial(fleet.pool, pool), learned) if pool == "adaptive" else None,
+            chooser=ByPrediction(pool, partial(fleet.pool, pool), learned) if pool == "adaptive" else None,
         )
         for pool in fleet.pools
     }
