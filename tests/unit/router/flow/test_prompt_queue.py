@@ -1,6 +1,7 @@
 """Who gets a place on a worker, and that no way out of the queue loses one."""
 
 import asyncio
+import math
 import random
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from contracts.workers import WorkerStatus
 from router.fleet.fleet import Worker
 from router.fleet.policy import PROMPT_SCORERS, Demand, NoWorker
+from router.flow.choice import Choice
 from router.flow.decode_slots import DecodeSlots
 from router.flow.prompt_queue import PromptQueue
 from tests.support.clock import FakeClock
@@ -35,24 +37,28 @@ async def settle():
 class Bench:
     """A queue over workers, and prompts that hold their places until told."""
 
-    def __init__(self, workers=1, recovery_timeout_s=60.0):
+    def __init__(self, workers=1, recovery_timeout_s=60.0, chooser=None):
         self.clock = FakeClock()
         self.workers = [a_worker(f"prefill-{index}") for index in range(workers)]
         self.decodes = [a_worker("decode-0")]
         self.slots = DecodeSlots(lambda: self.decodes)
-        self.queue = PromptQueue("prefill", lambda: self.workers, WINDOW, recovery_timeout_s, self.slots, self.clock)
+        self.queue = PromptQueue(
+            "prefill", lambda: self.workers, WINDOW, recovery_timeout_s, self.slots, self.clock, chooser=chooser
+        )
         self.started = []
         self.tasks = {}
         self.turns = {}
         self._done = {}
 
-    async def send(self, name, tokens, client="a", urgent=False):
+    async def send(self, name, tokens, client="a", urgent=False, limit_s=math.inf, waited_s=0.0):
         self._done[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._hold(name, tokens, client, urgent))
+        self.tasks[name] = asyncio.create_task(
+            self._hold(name, Demand(tokens, client=client, ttft_limit_s=limit_s, waited_s=waited_s), urgent)
+        )
         await settle()
 
-    async def _hold(self, name, tokens, client, urgent):
-        async with self.queue.turn(Demand(tokens, client=client), decodes_here=False, urgent=urgent) as turn:
+    async def _hold(self, name, demand, urgent):
+        async with self.queue.turn(demand, decodes_here=False, urgent=urgent) as turn:
             self.started.append(name)
             self.turns[name] = turn
             await self._done[name].wait()
@@ -391,3 +397,39 @@ async def test_a_worker_that_is_usable_again_takes_what_waits_without_being_told
     bench.workers[1].client.connected = True
     await eventually(lambda: bench.started == ["one", "two"])
     await bench.end()
+
+
+class Patient:
+    """A chooser that goes by limits, and always takes the first worker that it is shown."""
+
+    def __init__(self):
+        self.asked = []
+
+    def choose(self, demand, waited_s, roomy, *, urgent):
+        self.asked.append((demand.client, waited_s))
+        return None if demand.client == "picky" else Choice(roomy[0][0])
+
+    def least_s(self, demand):
+        return 1.0
+
+
+async def test_a_clients_prompts_go_by_their_limits_and_the_late_ones_last():
+    bench = Bench(chooser=Patient())
+    await bench.send("fills", WINDOW)
+    await bench.send("late", 10, limit_s=2.0)
+    await bench.send("relaxed", 10, limit_s=60.0)
+    await bench.send("hurried", 10, limit_s=20.0)
+    await bench.send("whenever", 10)
+    bench.clock.now_s += 5
+    await bench.finish("fills")
+    assert bench.started == ["fills", "hurried", "relaxed", "whenever", "late"]
+
+
+async def test_a_chooser_is_told_how_long_a_request_has_waited_and_may_have_it_wait_on():
+    chooser = Patient()
+    bench = Bench(chooser=chooser)
+    await bench.send("one", 10, client="picky", waited_s=3.0)
+    bench.clock.now_s += 4
+    bench.queue.dispatch()
+    assert bench.started == []
+    assert chooser.asked[-1] == ("picky", 7.0)

@@ -1,0 +1,144 @@
+"""Mode `adaptive` over two workers with fake engines and real gRPC: who gets what, and what becomes of its limits."""
+
+import asyncio
+
+from prometheus_client import CollectorRegistry
+from vllm.sampling_params import SamplingParams
+
+from contracts.workers import StepModel
+from engine.request.sampling import TPOT_LIMIT
+from router.dispatch.orchestrator import Orchestrator
+from router.dispatch.request import SequenceRequest
+from router.flow.learned import Learned
+from router.flow.placement import LocalPlacement
+from router.flow.prompt_queue import prompt_queues
+from router.front.sampling import sampling_of
+from router.observe.metrics import RequestMetrics
+from tests.components.router.dispatch.test_modes import LAYOUTS, ROLES, addresses
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.samples import next_token, router_settings
+from tests.support.small_fleet import a_fleet, hosts
+
+MODEL = StepModel(
+    base_s=0.04,
+    per_prefill_token_s=0.02,
+    per_sequence_s=0.002,
+    per_context_token_s=1e-6,
+    per_attended_token_s=1e-7,
+    steps=100,
+)
+PROMPT = list(range(70))
+
+
+def expected(tokens):
+    context = list(PROMPT)
+    for _ in range(tokens):
+        context.append(next_token(context))
+    return context[len(PROMPT) :]
+
+
+class Serving:
+    """A router's inner half in mode adaptive; its engines make a step only when told."""
+
+    def __init__(self, started, fleet):
+        self.engines = [host._engine for host in started]
+        for engine in self.engines:
+            engine._stepping = "manual"
+        self.fleet = fleet
+        settings, learned = router_settings(), Learned()
+        self.queues = prompt_queues(fleet, settings, learned)
+        self.registry = CollectorRegistry()
+        placement = LocalPlacement(fleet, self.queues, settings, learned)
+        metrics = RequestMetrics(self.registry)
+        self.orchestrator = Orchestrator(fleet, placement, settings, metrics, lambda handoff, after_s: None)
+        self.number = 0
+
+    async def learn(self):
+        for engine in self.engines:
+            engine.stats.step_model = MODEL
+        await self.fleet.refresh()
+
+    def ask(self, tokens=5, **limits):
+        self.number += 1
+        sent = []
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        request = SequenceRequest(f"r{self.number}", PROMPT, sampling_of(params), reasoning_ended=True, **limits)
+        return sent, asyncio.create_task(self.orchestrator.run(request, lambda delta: sent.extend(delta.token_ids)))
+
+    async def step_until(self, ending):
+        while not ending.done():
+            for engine in self.engines:
+                engine.step()
+            await asyncio.sleep(0.001)
+        await ending
+
+    def decisions(self):
+        counted = (sample for family in self.registry.collect() for sample in family.samples)
+        return {
+            (one.labels["choice"], one.labels["reason"]): one.value
+            for one in counted
+            if one.name == "ridgeline_decisions_total"
+        }
+
+
+async def adaptive(started, fleet):
+    await fleet.change_mode("adaptive")
+    return Serving(started, fleet)
+
+
+async def test_before_any_steps_are_known_requests_go_whole_to_the_least_loaded_worker():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        asked = [serving.ask(), serving.ask()]
+        await eventually(lambda: [len(engine.running) for engine in serving.engines] == [1, 1])
+        await asyncio.gather(*(serving.step_until(ending) for _, ending in asked))
+        assert [sent for sent, _ in asked] == [expected(5)] * 2
+        assert serving.decisions() == {}
+
+
+async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_elsewhere():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        await serving.learn()
+        limits = {"ttft_limit_s": 10.0, "tpot_limit_s": 0.2}
+        first = serving.ask(40, **limits)
+        await eventually(lambda: sum(len(engine.running) for engine in serving.engines) == 1)
+        decoder = next(engine for engine in serving.engines if engine.running)
+        other = next(engine for engine in serving.engines if engine is not decoder)
+        decoder.step()
+        await eventually(lambda: first[0])
+        second = serving.ask(40, **limits)
+        await eventually(lambda: other.running)
+        other.step()
+        await eventually(lambda: len(decoder.running) == 2)
+        assert not other.running
+        await asyncio.gather(serving.step_until(first[1]), serving.step_until(second[1]))
+        assert first[0] == second[0] == expected(40)
+        assert serving.decisions() == {("whole", "within_limits"): 1, ("split", "within_limits"): 1}
+        assert all(worker.outstanding == type(worker.outstanding)() for worker in fleet.workers), "nothing stays held"
+
+
+async def test_the_engine_gets_the_limit_on_tpot_in_this_mode_alone():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        await serving.learn()
+        for mode in ("adaptive", "colocated", "disaggregated"):
+            await fleet.change_mode(mode)
+            _, ending = serving.ask(3, tpot_limit_s=0.2)
+            await serving.step_until(ending)
+        limits = [(call.params.extra_args or {}).get(TPOT_LIMIT) for engine in serving.engines for call in engine.calls]
+        assert sorted(limits, key=str) == [0.2, None, None, None]
+
+
+async def test_a_worker_that_dies_loses_no_answer():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        await serving.learn()
+        sent, ending = serving.ask(10)
+        await eventually(lambda: sum(len(engine.running) for engine in serving.engines) == 1)
+        at = next(index for index, engine in enumerate(serving.engines) if engine.running)
+        serving.engines[at].step()
+        await eventually(lambda: sent)
+        await started[at].stop()
+        await serving.step_until(ending)
+        assert sent == expected(10)
