@@ -1,8 +1,9 @@
 """The workers that this router is connected to.
 
-worker.py   one worker: its status, and what is outstanding there
-fleet.py    all workers
-roles.py    which worker is for what, in each mode
-pairing.py  which workers can exchange KV
-policy.py   which path and which worker a request gets
+worker.py    one worker: its status, and what is outstanding there
+fleet.py     all workers
+roles.py     which worker is for what, in each mode
+pairing.py   which workers can exchange KV
+policy.py    which path and which worker a request gets
+prefixes.py  which worker has the beginning of a prompt
 """
