@@ -76,6 +76,10 @@ class _Copy:
         self._source = source
         self._stream = stream
         self._done = 0
+        self._layers_done = 0
+        """Layers copied of the segment that prefill still computes."""
+        self._computed: list[int] = []
+        """The source's blocks of that segment."""
         self._safe_until_s = 0.0
 
     def within_lease(self) -> bool:
@@ -90,28 +94,34 @@ class _Copy:
             pinned = grpc_methods.read_answer(_decode_pinned, message, self._pull.address)
             if pinned.incarnation != self._pull.source.incarnation:
                 raise errors.TransferFailed(errors.STALE_PAIRING, f"{self._pull.address} is another process now")
-            self._copy(pinned.block_ids)
+            self._copy(pinned.block_ids, pinned.final_layers)
             if pinned.complete:
                 self._check_whole()
                 self._pull.progress.first_token = pinned.first_token
                 return
         raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address} ended the pin")
 
-    def _copy(self, block_ids: list[int]) -> None:
+    def _copy(self, block_ids: list[int], final_layers: int | None) -> None:
+        num_layers = self._pull.pool.num_layers
+        layers = range(self._layers_done, num_layers if final_layers is None else final_layers)
         targets = self._pull.target_block_ids[self._done : self._done + len(block_ids)]
+        if self._layers_done and block_ids != self._computed:
+            raise errors.TransferFailed(errors.CORRUPTED, "other blocks came before all layers of the last ones")
         if len(targets) != len(block_ids):
             raise errors.TransferFailed(errors.CORRUPTED, "more blocks were pinned than were asked for")
         self._pull.progress.first_byte()
         try:
-            for num_bytes in self._pull.pool.copies_from(self._source, block_ids, targets):
+            for num_bytes in self._pull.pool.copies_from(self._source, block_ids, targets, layers):
                 self._pull.progress.landed(num_bytes)
                 self._stream.raise_if_cancelled()
         except ValueError as error:
             raise errors.TransferFailed(errors.CORRUPTED, str(error)) from error
-        self._done += len(block_ids)
+        self._layers_done, self._computed = layers.stop % num_layers, block_ids
+        if self._layers_done == 0:
+            self._done += len(block_ids)
         self._pull.progress.segment_ends()
 
     def _check_whole(self) -> None:
         wanted = len(self._pull.target_block_ids)
-        if self._done != wanted:
+        if self._done != wanted or self._layers_done:
             raise errors.TransferFailed(errors.CORRUPTED, f"{self._done} of {wanted} blocks were pinned")

@@ -132,12 +132,17 @@ class BlockPool:
         """
         return self._memory.checksum(blocks)
 
-    def copies_from(self, source: BlockPool, source_ids: Sequence[int], block_ids: Sequence[int]) -> Iterator[int]:
+    def copies_from(
+        self, source: BlockPool, source_ids: Sequence[int], block_ids: Sequence[int], layers: range | None = None
+    ) -> Iterator[int]:
         """Copy blocks from another pool that this process maps, each byte once; both pools are in host memory.
 
         The copying happens during iteration, which yields the number of bytes after each step of a few milliseconds.
-        Raises ValueError if the pools or the ids do not match.
+        Only these `layers` are copied, if given. Raises ValueError if the pools, the ids or the layers do not match.
         """
+        wanted = range(self.num_layers) if layers is None else layers
+        if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.num_layers:
+            raise ValueError(f"{wanted} of {self.num_layers} layers")
         source.check_block_ids(source_ids)
         self.check_block_ids(block_ids)
         if (source.num_layers, source.block_bytes) != (self.num_layers, self.block_bytes):
@@ -146,10 +151,10 @@ class BlockPool:
             raise ValueError(f"{len(source_ids)} blocks for {len(block_ids)} places")
         assert isinstance(self._memory, HostMemory)
         assert isinstance(source._memory, HostMemory)
-        most = max(1, COPY_STEP_BYTES // (self.num_layers * self.block_bytes))
+        most = max(1, COPY_STEP_BYTES // (len(wanted) * self.block_bytes))
         for source_first, first, count in runs(source_ids, block_ids, most):
-            self._memory.copy_from(source._memory, source_first, first, count)
-            yield count * self.num_layers * self.block_bytes
+            self._memory.copy_from(source._memory, source_first, first, count, slice(wanted.start, wanted.stop))
+            yield count * len(wanted) * self.block_bytes
 
 
 def byte_rows(index: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -95,14 +95,14 @@ class HostMemory(BlockMemory):
     def part(self, start: int, num_bytes: int) -> HostMemory:
         return HostMemory([layer[:, start : start + num_bytes] for layer in self._layers])
 
-    def copy_from(self, source: HostMemory, source_first: int, first: int, count: int) -> None:
-        """Copy `count` adjacent blocks of all layers in one call, during which NumPy lets other threads run."""
-        if len(self._stacks) == len(source._stacks):
-            pairs = zip(self._stacks, source._stacks, strict=True)
+    def copy_from(self, source: HostMemory, source_first: int, first: int, count: int, layers: slice) -> None:
+        """Copy `count` adjacent blocks of these layers, in one call if it can be, and let other threads run."""
+        if len(self._stacks) == len(source._stacks) == 1:
+            pairs = zip([self._stacks[0][layers]], [source._stacks[0][layers]], strict=True)
         else:
             pairs = zip(
-                [layer[np.newaxis] for layer in self._layers],
-                [layer[np.newaxis] for layer in source._layers],
+                [layer[np.newaxis] for layer in self._layers[layers]],
+                [layer[np.newaxis] for layer in source._layers[layers]],
                 strict=True,
             )
         for target, from_ in pairs:

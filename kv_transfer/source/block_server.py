@@ -49,6 +49,11 @@ class Segment:
     wait_layer: LayerFinal = _at_once
     """Call this before reading each layer."""
 
+    @property
+    def by_layer(self) -> bool:
+        """Whether prefill still computes these blocks, so that `wait_layer` may wait."""
+        return self.wait_layer is not _at_once
+
 
 class BlockRead:
     """One request in progress: its blocks stay readable until the read ends."""

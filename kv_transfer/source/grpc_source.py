@@ -148,20 +148,26 @@ class GrpcKvSource(KvSource):
                 return  # the call is already over, so nothing would end the wait below
             request = parse(_decode_request, message)
             with self.server.read(request, context.is_active) as read:
-                for segment in read.segments(context.is_active):
-                    self.server.count_sent(len(segment.block_ids) * read.pool.block_bytes * read.pool.num_layers)
-                    yield self._pinned(segment)
+                for segment in read.segments(context.is_active, by_layer=True):
+                    yield from self._pinned(segment, read.pool)
                 closed.wait(LONGEST_FETCH_S)
 
-    def _pinned(self, segment: Segment) -> bytes:
-        return _encode(
-            grpc_methods.PinnedBlocks(
-                incarnation=self.server.incarnation,
-                block_ids=list(segment.block_ids),
-                complete=segment.last,
-                first_token=segment.first_token,
-            )
+    def _pinned(self, segment: Segment, pool: BlockPool) -> Iterator[bytes]:
+        pinned = grpc_methods.PinnedBlocks(
+            incarnation=self.server.incarnation,
+            block_ids=list(segment.block_ids),
+            complete=segment.last,
+            first_token=segment.first_token,
         )
+        layer_bytes = len(segment.block_ids) * pool.block_bytes
+        if not segment.by_layer:
+            self.server.count_sent(layer_bytes * pool.num_layers)
+            yield _encode(pinned)
+            return
+        for layer in range(pool.num_layers):
+            segment.wait_layer(layer)
+            self.server.count_sent(layer_bytes)
+            yield _encode(msgspec.structs.replace(pinned, final_layers=layer + 1))
 
     @contextmanager
     def _slot(self, context: grpc.ServicerContext) -> Iterator[None]:

@@ -65,12 +65,17 @@ class Release(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PinnedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """One segment of a pin: where the next blocks lie. They stay there until the reader closes the stream."""
+    """One segment of a pin: where the next blocks lie. They stay there until the reader closes the stream.
+
+    A segment that prefill still computes comes as a message for each layer that has become final.
+    """
 
     incarnation: str
     block_ids: list[int]
     complete: bool
     first_token: int | None = None
+    final_layers: int | None = None
+    """How many layers of these blocks can be read; None: all."""
 
 
 def server_options(largest_message_bytes: int) -> GrpcOptions:

@@ -246,5 +246,9 @@ def prompt_blocks(demand: Demand, block_size_tokens: int) -> int:
 
 
 def room_to_overlap(load: WorkerLoad, needed_blocks: int) -> bool:
-    """Return whether a prompt may hold blocks on the decode worker during its prefill without starving decode."""
-    return load.kv_blocks_free - needed_blocks >= SPARE_FRACTION * load.kv_blocks_total
+    """Return whether a prompt may hold blocks on the decode worker during its prefill without starving decode.
+
+    Many prompts can begin between two reports of a worker, so what was promised there counts as held.
+    """
+    held = max(needed_blocks, load.kv_blocks_promised)
+    return load.kv_blocks_free - held >= SPARE_FRACTION * load.kv_blocks_total

@@ -564,35 +564,8 @@ class TransportConformance:
         return receipt.outcome == "ok" and equal
 
 
-class FrameConformance:
-    """For transports that send frames: what is damaged on the way is noticed."""
-
-    @pytest.mark.parametrize("position", [0, 4, 9, 13, 17, 21, frames.HEADER_BYTES - 1, frames.HEADER_BYTES, -1])
-    async def test_a_flipped_bit_anywhere_is_detected(self, harness, position):
-        def flip(index: int, frame: bytes) -> Iterator[bytes]:
-            damaged = bytearray(frame)
-            if index == 1:
-                damaged[position] ^= 0x10
-            yield bytes(damaged)
-
-        await self._expect_corrupted(harness, flip)
-
-    @pytest.mark.parametrize("fault", ["drop", "double", "cut", "lengthen", "end_early"])
-    async def test_lost_doubled_or_cut_frames_are_detected(self, harness, fault):
-        def spoil(index: int, frame: bytes) -> Iterator[bytes]:
-            faults = {
-                "drop": [],
-                "double": [frame, frame],
-                "cut": [frame[:-1]],
-                "lengthen": [frame + b"x"],
-                "end_early": [],
-            }
-            if index != (NUM_LAYERS - 1 if fault == "end_early" else 1):
-                yield frame
-            else:
-                yield from faults[fault]
-
-        await self._expect_corrupted(harness, spoil)
+class LayerConformance:
+    """For transports that take the blocks of a prompt's last step layer by layer, as they are computed."""
 
     async def in_last_step(self, prefill: Node, decode: Node) -> tuple[KvHandoff, asyncio.Task[Any]]:
         """A fetch of blocks 7, 3, 9 and 1, of which two are there and the others computed, one layer so far."""
@@ -657,6 +630,37 @@ class FrameConformance:
             with pytest.raises(asyncio.CancelledError):
                 await task
             await eventually(lambda: lease.active_reads == 0)
+
+
+class FrameConformance(LayerConformance):
+    """For transports that send frames: what is damaged on the way is noticed."""
+
+    @pytest.mark.parametrize("position", [0, 4, 9, 13, 17, 21, frames.HEADER_BYTES - 1, frames.HEADER_BYTES, -1])
+    async def test_a_flipped_bit_anywhere_is_detected(self, harness, position):
+        def flip(index: int, frame: bytes) -> Iterator[bytes]:
+            damaged = bytearray(frame)
+            if index == 1:
+                damaged[position] ^= 0x10
+            yield bytes(damaged)
+
+        await self._expect_corrupted(harness, flip)
+
+    @pytest.mark.parametrize("fault", ["drop", "double", "cut", "lengthen", "end_early"])
+    async def test_lost_doubled_or_cut_frames_are_detected(self, harness, fault):
+        def spoil(index: int, frame: bytes) -> Iterator[bytes]:
+            faults = {
+                "drop": [],
+                "double": [frame, frame],
+                "cut": [frame[:-1]],
+                "lengthen": [frame + b"x"],
+                "end_early": [],
+            }
+            if index != (NUM_LAYERS - 1 if fault == "end_early" else 1):
+                yield frame
+            else:
+                yield from faults[fault]
+
+        await self._expect_corrupted(harness, spoil)
 
     async def test_a_slow_reader_holds_the_source_back(self, harness):
         layout = make_layout(num_layers=48, block_bytes=1 << 20)

@@ -16,6 +16,7 @@ from tests.conformance.check_transport import (
     LONG,
     NUM_LAYERS,
     FrameConformance,
+    LayerConformance,
     TransportConformance,
     eventually,
     make_layout,
@@ -87,7 +88,7 @@ class TestGrpcOverTls(FrameConformance, TransportConformance):
         return TlsHarness("grpc", slow_frames)
 
 
-class TestShm(FollowingConformance, TransportConformance):
+class TestShm(FollowingConformance, LayerConformance, TransportConformance):
     @pytest.fixture
     def harness(self):
         return Harness("shm", slow_copies)

@@ -23,6 +23,7 @@ from router.fleet.policy import (
     pools_of,
     prompt_blocks,
     room_then_fewest_running,
+    room_to_overlap,
     route_for,
 )
 from tests.support.samples import worker_description
@@ -154,6 +155,13 @@ def test_a_nearer_decode_worker_may_run_a_tenth_more_and_an_idle_one_is_always_t
 def test_room_comes_before_nearness():
     near, far = but("near", distance=0, kv_blocks_free=1), but("far", distance=2, kv_blocks_free=60, running=20)
     assert pick(blocks(10), [near, far], room_then_fewest_running) == "far"
+
+
+def test_prompts_hold_blocks_during_their_prefill_only_while_a_quarter_stays_free_for_decode():
+    assert room_to_overlap(but("free", kv_blocks_free=35), 10)
+    assert not room_to_overlap(but("short", kv_blocks_free=34), 10)
+    assert room_to_overlap(but("promised", kv_blocks_promised=75), 10)
+    assert not room_to_overlap(but("begun since its last report", kv_blocks_promised=76), 10)
 
 
 def test_decode_goes_where_the_blocks_are_and_not_where_fewest_run():
