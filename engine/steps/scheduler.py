@@ -159,7 +159,11 @@ class Bounded:
 
     def _schedule_within(self: Any, batch: _Batch, tokens: int, throttle_prefills: bool) -> Any:
         """Schedule with at most so many prompt tokens, and a token for everything that decodes or joins."""
-        limits = self.max_num_scheduled_tokens, self.scheduler_config.long_prefill_token_threshold
+        limits = (
+            self.max_num_scheduled_tokens,
+            self.scheduler_config.long_prefill_token_threshold,
+            self.adaptive_long_prefill_threshold,
+        )
         decoded = sum(_left(request) for request in batch.decoding)
         per_joining = 1 + self.num_spec_tokens
         self.running[:] = [*batch.decoding, *batch.prompts]  # vLLM hands the budget out in this order
@@ -167,11 +171,16 @@ class Bounded:
             self._keep_prompts_within(batch.prompts, tokens)
             threshold = max(tokens, per_joining)
             self.scheduler_config.long_prefill_token_threshold = min(limits[1] or threshold, threshold)
+            self.adaptive_long_prefill_threshold = False  # else vLLM would raise it to a share of the whole budget
         self.max_num_scheduled_tokens = min(limits[0], decoded + per_joining * len(batch.joining) + tokens)
         try:
             return super().schedule(throttle_prefills)  # type: ignore[misc]
         finally:
-            self.max_num_scheduled_tokens, self.scheduler_config.long_prefill_token_threshold = limits
+            (
+                self.max_num_scheduled_tokens,
+                self.scheduler_config.long_prefill_token_threshold,
+                self.adaptive_long_prefill_threshold,
+            ) = limits
 
     def _keep_prompts_within(self: Any, prompts: list[Request], tokens: int) -> None:
         """Keep prompts out of the next step that would take more than is left of `tokens`; the first one may stay."""
