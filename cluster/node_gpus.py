@@ -92,5 +92,9 @@ def _number(text: str) -> int:
 
 
 def _is_visible(row: Sequence[str], visible: Sequence[str]) -> bool:
-    index, uuid = row[0], row[1]
-    return any(name and (name == index or uuid.startswith(name)) for name in map(str.strip, visible))
+    """Return whether one of these names means this GPU, or an instance of it: nvidia-smi does not list those here."""
+    index, uuid, mig = row[0], row[1], row[-1]
+    for name in filter(None, map(str.strip, visible)):
+        if name == index or uuid.startswith(name) or (name.startswith("MIG-") and mig == "Enabled"):
+            return True
+    return False

@@ -43,16 +43,38 @@ def model_obstacle(config: Mapping[str, Any], *, max_model_len_tokens: int, hand
     kinds = set(text.get("layer_types") or ())
     if config.get("is_encoder_decoder"):
         return "it has an encoder, whose output the decoder reads, and which is not in the KV blocks"
+    other = _other_cache_obstacle(text, kinds)
+    if other is not None:
+        return other
     strange = sorted(kinds - ATTENTION)
     if strange or (not kinds and any(text.get(key) for key in RECURRENT_KEYS)):
         named = ", ".join(strange) or next(key for key in RECURRENT_KEYS if text.get(key))
         return f"some of its layers keep a recurrent state instead of each token's keys and values ({named})"
+    return _window_obstacle(text, kinds, max_model_len_tokens) if hands_over else None
+
+
+def _other_cache_obstacle(text: Mapping[str, Any], kinds: set[str]) -> str | None:
+    """Return an obstacle if layers keep KV in other shapes than one block of a token's heads in each."""
+    if text.get("compress_ratios") or text.get("compress_rates"):
+        return "its layers keep one entry for several tokens, and not all for as many, in groups of blocks of their own"
     if text.get("index_topk"):
         return (
             f"its sparse attention (index_topk {text['index_topk']}) keeps an index beside the KV, in blocks of "
             "another size"
         )
-    return _window_obstacle(text, kinds, max_model_len_tokens) if hands_over else None
+    sizes = _head_sizes(text, kinds)
+    if len(sizes) > 1:
+        named = " and ".join(map(str, sorted(sizes)))
+        return f"its layers have heads of different sizes ({named}), and so blocks of different sizes"
+    return None
+
+
+def _head_sizes(text: Mapping[str, Any], kinds: set[str]) -> set[int]:
+    """Return the sizes of KV heads where layers differ in them (Gemma 4), else at most one."""
+    own = {layer.get("head_dim") for layer in (text.get("per_layer_config") or {}).values()}
+    if len(kinds) > 1:
+        own.add(text.get("global_head_dim"))
+    return {size for size in (*own, text.get("head_dim")) if size}
 
 
 def _window_obstacle(text: Mapping[str, Any], kinds: set[str], max_model_len_tokens: int) -> str | None:

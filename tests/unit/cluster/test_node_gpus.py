@@ -31,6 +31,14 @@ def test_only_the_gpus_that_the_environment_leaves_count(visible, indices):
     assert [gpu.index for gpu in read_gpus(lambda: TWO_H100, {"CUDA_VISIBLE_DEVICES": visible})] == indices
 
 
+def test_an_instance_of_a_partitioned_gpu_is_one_that_may_be_used():
+    cut = TWO_H100.replace("Disabled", "Enabled")
+    gpus = read_gpus(lambda: cut, {"CUDA_VISIBLE_DEVICES": "MIG-8a4b"})
+    assert all(gpu.partitioned for gpu in gpus)
+    with pytest.raises(NoGpus):
+        read_gpus(lambda: TWO_H100, {"CUDA_VISIBLE_DEVICES": "MIG-8a4b"})
+
+
 @pytest.mark.parametrize(
     ("answer", "visible", "sentence"),
     [

@@ -11,6 +11,7 @@ with warnings.catch_warnings():
     import transformers
 
 from engine.connector.transferable_models import model_obstacle
+from tests.support.model_families import FAMILIES_TABLE, MODELS, families_table
 
 MIXTURE = ["sliding_attention", "full_attention"]
 
@@ -53,6 +54,36 @@ def test_recurrent_layers_are_refused_by_their_name_in_every_mode(name: str, han
     sentence = obstacle(getattr(transformers, name)(), hands_over=hands_over)
     assert sentence is not None
     assert "recurrent state" in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("DeepseekV32Config", "keeps an index beside the KV"),
+        ("GlmMoeDsaConfig", "keeps an index beside the KV"),
+        ("DeepseekV4Config", "keep one entry for several tokens"),
+        ("Gemma4TextConfig", "heads of different sizes (256 and 512)"),
+    ],
+)
+@pytest.mark.parametrize("hands_over", [True, False])
+def test_other_shapes_of_kv_are_refused_by_what_they_are_and_not_as_recurrent_states(name, sentence, hands_over):
+    said = obstacle(getattr(transformers, name)(), hands_over=hands_over)
+    assert said is not None
+    assert sentence in said
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"compress_ratios": [128, 128, 4, 128], "index_topk": 1024, "head_dim": 512}, "one entry for several tokens"),
+        (
+            {"layer_types": MIXTURE, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512},
+            "heads of different sizes (256 and 512)",
+        ),
+    ],
+)
+def test_so_they_are_in_the_files_of_their_checkpoints(config, sentence):
+    assert sentence in (obstacle(config) or "")
 
 
 def test_layers_of_a_kind_that_nobody_knows_here_are_refused_too():
@@ -105,3 +136,9 @@ def test_an_encoder_is_refused_by_name():
 
 def test_nothing_is_said_of_a_model_of_which_nothing_is_known():
     assert obstacle({}) is None
+
+
+def test_the_table_of_families_is_what_the_checks_say():
+    table = FAMILIES_TABLE.search(MODELS.read_text())
+    assert table is not None
+    assert table[0] == families_table(), "run `python -m tests.support.model_families` to write it anew"
