@@ -6,7 +6,6 @@ import json
 from contextlib import AsyncExitStack
 from urllib.parse import urlsplit
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from cluster.runtime.handlers import HANDLERS
