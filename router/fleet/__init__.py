@@ -1,16 +1,11 @@
 """The workers that this router is connected to.
 
-worker.py   one worker: its status, and what is outstanding there
-fleet.py    all workers
-roles.py    which worker is for what, in each mode
-pairing.py  which workers can exchange KV
-policy.py   which path and which worker a request gets
+worker.py      one worker: its status, and what is outstanding there
+fleet.py       all workers
+roles.py       which worker is for what, in each mode
+pairing.py     which workers can exchange KV
+policy.py      which path and which worker a request gets
 adaptive.py    the same in mode adaptive: predicts, then chooses
 prediction.py  what a prompt or an answer would take on a worker
-worker.py    one worker: its status, and what is outstanding there
-fleet.py     all workers
-roles.py     which worker is for what, in each mode
-pairing.py   which workers can exchange KV
-policy.py    which path and which worker a request gets
-prefixes.py  which worker has the beginning of a prompt
+prefixes.py    which worker has the beginning of a prompt
 """
