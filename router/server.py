@@ -258,7 +258,9 @@ class Router:
                 self._args,
                 self._settings,
                 self._client,
-                admin_routes(self._fleet, self._decisions.modes, self.orders),
+                admin_routes(
+                    self._fleet, self._decisions.modes, self.orders, self._decisions.placement.forget_prefixes
+                ),
                 self._readiness,
                 self._gates,
                 metrics_endpoint(self._refresh_metrics, REGISTRY),

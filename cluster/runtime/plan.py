@@ -78,6 +78,7 @@ class Plan:
             host=config.server.host,
             port=config.server.port,
             mode=config.mode,
+            block_size_tokens=config.model.block_size_tokens,
             routers=config.router.processes,
             request_deadline_s=config.router.request_deadline_s,
             max_outstanding_requests=config.router.max_outstanding_requests,

@@ -50,7 +50,7 @@ class Legs:
                 await self._whole(attempt, place)
             else:
                 await self._split(attempt, place, place.decode_worker)
-            place.answered(attempt.progress.timeline.num_output_tokens, *attempt.progress.timeline.moved)
+            place.answered(attempt.answer())
 
     @asynccontextmanager
     async def _place(self, attempt: Attempt) -> AsyncIterator[Place]:
@@ -67,7 +67,9 @@ class Legs:
         """Run the whole request on one worker, with the reason why prefill did not compute the prompt."""
         task = attempt.whole_task(place.route.recompute_reason)
         leg = partial(place.prompt_worker.client.run_task, task)
-        await self._stream(leg, place.prompt_worker.pool, attempt, place.prompt_done)
+        await self._stream(
+            leg, place.prompt_worker.pool, attempt, lambda delta: place.prompt_done(_cached_tokens(delta))
+        )
 
     async def _split(self, attempt: Attempt, place: Place, decode: Worker) -> None:
         """Compute the prompt on a prefill worker, send its first token on, and get the rest from a decode worker."""
@@ -113,7 +115,7 @@ class Legs:
                 return False
             made.append(delta)
             progress.timeline.prefill_timing = delta.timing
-            place.prompt_done()
+            place.prompt_done(_cached_tokens(delta))
             return True
 
         try:
@@ -131,21 +133,21 @@ class Legs:
         if early is not None:
             try:
                 progress.timeline.overlapped = True
-                fetched = await self._stream(early.pass_on, decode.pool, attempt, place.decode_began)
+                fetched = await self._stream(early.pass_on, decode.pool, attempt, lambda _: place.decode_began())
                 progress.metrics.overlapped.labels("ok").inc()
                 return fetched
             except HandoffLost as lost:
                 progress.timeline.overlapped = False
                 progress.metrics.overlapped.labels(lost.reason).inc()
         leg = partial(decode.client.run_task, task)
-        return await self._stream(leg, decode.pool, attempt, place.decode_began)
+        return await self._stream(leg, decode.pool, attempt, lambda _: place.decode_began())
 
     async def _stream(
         self,
         leg: Callable[[OnDelta], Awaitable[None]],
         pool: Pool,
         attempt: Attempt,
-        on_first: Callable[[], None],
+        on_first: Callable[[TokenDelta], None],
     ) -> bool:
         """Stream one decode leg on a worker of `pool`. Returns whether it made a token, and so has the KV."""
         progress, produced = attempt.progress, False
@@ -155,13 +157,18 @@ class Legs:
             if not produced:
                 produced = True
                 progress.advance("decoding")
-                on_first()
+                on_first(delta)
             if delta.timing is not None:
                 progress.timeline.decode_reported(delta.timing)
             return progress.send(delta, pool)
 
         await leg(send)
         return produced
+
+
+def _cached_tokens(delta: TokenDelta) -> int | None:
+    """Return what the engine had of the prompt in its prefix cache; None if it did not look there."""
+    return delta.num_cached_tokens if delta.prompt_logprobs is None else None
 
 
 class OverlappedLeg:

@@ -104,7 +104,7 @@ class Orchestrator:
         number, fruitless, losses = 0, 0, 0
         while True:
             try:
-                await self._legs.run(Attempt(request, progress, number))
+                await self._legs.run(Attempt(request, progress, number, self._settings.block_size_tokens))
                 return
             except tuple(CAUSES) as error:
                 if progress.ended:  # the client has everything; only the clean-up failed

@@ -12,7 +12,8 @@ from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import FirstToken, Leg, Pool
 from router.client_identity import ANONYMOUS
 from router.fleet.policy import Demand
-from router.flow.placement import Wish
+from router.fleet.prefixes import BlockHashes, block_hashes
+from router.flow.placement import Answer, Wish
 from router.observe.metrics import RequestMetrics
 from router.observe.timeline import RequestState, RequestTimeline
 
@@ -133,16 +134,20 @@ class RequestProgress:
 class Attempt:
     """One pass of a request through the workers, from the client's last token on: the tasks for its legs."""
 
-    def __init__(self, request: SequenceRequest, progress: RequestProgress, number: int) -> None:
+    def __init__(
+        self, request: SequenceRequest, progress: RequestProgress, number: int, block_size_tokens: int
+    ) -> None:
         self.request = request
         self.progress = progress
         first = request.wish
+        self._block_size_tokens = block_size_tokens
         prompt_tokens = len(request.prompt_token_ids) + len(progress.token_ids)
         self.wish = Wish(
             demand=replace(
                 first.demand,
                 prompt_tokens=prompt_tokens,  # what the client already has counts as prompt
                 ttft_limit_s=math.inf if progress.token_ids else first.demand.ttft_limit_s,
+                prefix=self._prefix(),
                 waited_s=progress.timeline.clock() - progress.timeline.arrived_s,
             ),
             urgent=first.urgent or number > 0,  # its client has waited once, and may have half of its answer
@@ -152,6 +157,17 @@ class Attempt:
         self.engine_keeps_limits = False
         """Whether the engines bound their steps by this request's limit on TPOT."""
         self._suffix = f"-again{number}" if number else ""
+
+    def answer(self) -> Answer:
+        """Return what can be learned from the complete answer."""
+        timeline = self.progress.timeline
+        return Answer(timeline.num_output_tokens, *timeline.moved, prefix=self._prefix())
+
+    def _prefix(self) -> BlockHashes:
+        """Return the hashes of the blocks of the prompt and of the tokens that the client has."""
+        request = self.request
+        tokens = [*request.prompt_token_ids, *self.progress.token_ids]
+        return block_hashes(tokens, self._block_size_tokens, request.cache_salt)
 
     def whole_task(self, recompute_reason: str) -> GenerateTask:
         """Return the task for one worker that computes everything."""

@@ -75,6 +75,8 @@ class Option(msgspec.Struct, frozen=True):
     """Seconds of any worker that it takes."""
     latency_s: float
     """Its whole latency, and what it adds to the latencies of others."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that its worker is expected to have."""
 
     @property
     def splits(self) -> bool:
@@ -205,4 +207,5 @@ def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Optio
         broken=decode.breaks + prompt.late + too_slow,
         work_s=prompt.computes_s + prompt.begins_s + decode.decode_s + gap_s,
         latency_s=prompt.ttft_s + wanted.output_tokens * per_token_s + delays_s,
+        cached_tokens=prompt.load.cached_tokens,
     )

@@ -18,6 +18,7 @@ from typing import Literal
 from contracts.vocabulary import Mode, Pool
 from contracts.workers import WorkerDescription
 from router.client_identity import ANONYMOUS
+from router.fleet.prefixes import BlockHashes
 
 Path = Literal["disaggregated", "fallback", "decode_only", "colocated"]
 """The path of a request. `disaggregated`: prefill on one worker, decode on another. `decode_only`: decode computes the
@@ -88,6 +89,8 @@ class Demand:
     """The time per output token that its client allows."""
     waited_s: float = 0.0
     """Time from its arrival until it wished to start."""
+    prefix: BlockHashes = ()
+    """The hashes of its prompt's blocks."""
 
 
 Scorer = Callable[[Demand, WorkerLoad], tuple[float, ...]]

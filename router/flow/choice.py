@@ -87,13 +87,16 @@ class ByPrediction:
             load = worker.load()
             if load.takes_work and load.worker_id not in demand.avoided and (load.worker_id in open_ids or not urgent):
                 by_id[load.worker_id] = worker
-                loads.append(_load_of(worker, load, worker.step_model or model, demand))
-        prompt_bytes = demand.prompt_tokens * _kv_bytes_per_token(roomy[0][0])
-        decision = choose(
-            _wanted(demand, waited_s, self._learned),
-            loads,
-            lambda source, sink: prompt_bytes / self._learned.bytes_per_s(source, sink),
-        )
+                cached = min(self._learned.cached_tokens(worker.description, demand.prefix), demand.prompt_tokens - 1)
+                loads.append(_load_of(worker, load, worker.step_model or model, demand, cached))
+        cached_by_id = {one.worker_id: one.cached_tokens for one in loads}
+        bytes_per_token = _kv_bytes_per_token(roomy[0][0])
+
+        def handover_s(source: str, sink: str) -> float:
+            moved_bytes = (demand.prompt_tokens - cached_by_id[sink]) * bytes_per_token
+            return moved_bytes / self._learned.bytes_per_s(source, sink)
+
+        decision = choose(_wanted(demand, waited_s, self._learned), loads, handover_s)
         if decision is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
         chosen = decision.chosen
@@ -121,7 +124,7 @@ def _wanted(demand: Demand, waited_s: float, learned: Learned) -> Wanted:
     )
 
 
-def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand) -> Load:
+def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand, cached_tokens: int) -> Load:
     now, role = worker.outstanding, worker.role
     left = load.kv_blocks_free - load.kv_blocks_promised - blocks_needed(demand, load.block_size_tokens)
     empty = Load(
@@ -134,6 +137,7 @@ def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand)
         tpot_limit_s=worker.tpot_limit_s,
         step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
         room=left >= 0 and load.running < load.max_running,
+        cached_tokens=cached_tokens,
     )
     prompts, for_s = worker.prompts_ahead()
     if not prompts:

@@ -1,11 +1,18 @@
-"""What predictions need that no worker reports: how long answers become, and how fast KV moves between two workers.
+"""What predictions need that no worker reports: how long answers become, how fast KV moves between two workers, and
+which worker has the beginning of which prompt.
 
-Told by `router.flow.placement` when an answer is complete; read by `router.flow.choice`.
+Told by `router.flow.placement` of first tokens and complete answers; read by `router.flow.choice`.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Final
+
+from contracts.workers import WorkerDescription
+from router.fleet.prefixes import BlockHashes, PrefixIndex
+
+logger = logging.getLogger(__name__)
 
 WEIGHT: Final = 0.05
 """The weight of the newest answer or hand-off in a mean."""
@@ -20,9 +27,12 @@ LEAST_LINK_S: Final = 1e-4
 
 
 class Learned:
-    """Means over the latest answers; one object per placement."""
+    """Means over the latest answers, and a record of prompts; one object per placement."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size_tokens: int) -> None:
+        self.prefixes = PrefixIndex(block_size_tokens)
+        self._incarnations: dict[str, str] = {}
+        """The incarnations of which prefixes are known, by worker id."""
         self._part = UNKNOWN_PART
         self._output_tokens = float(UNKNOWN_OUTPUT_TOKENS)
         self._bytes_per_s: dict[tuple[str, str], float] = {}
@@ -47,6 +57,28 @@ class Learned:
         """Return how fast KV moves from one worker to the other."""
         return self._bytes_per_s.get((source, sink), UNKNOWN_BYTES_PER_S)
 
-    def forget(self, worker_id: str) -> None:
-        """Forget the links of a worker that has left."""
-        self._bytes_per_s = {pair: rate for pair, rate in self._bytes_per_s.items() if worker_id not in pair}
+    def cached_tokens(self, worker: WorkerDescription, prefix: BlockHashes) -> int:
+        """Return how many of a prompt's first tokens a worker has, as far as known."""
+        if not prefix or self._incarnations.get(worker.worker_id) != worker.incarnation:
+            return 0
+        return self.prefixes.cached_tokens(worker.worker_id, prefix)
+
+    def computed(self, worker: WorkerDescription, prefix: BlockHashes) -> None:
+        """Record that a worker has these blocks in its KV cache."""
+        if prefix:
+            self._incarnations[worker.worker_id] = worker.incarnation
+            self.prefixes.computed(worker.worker_id, worker.incarnation, prefix, worker.num_kv_blocks)
+
+    def had(self, worker: WorkerDescription, prefix: BlockHashes, cached_tokens: int, expected_tokens: int) -> None:
+        """Correct the record by what a worker had of a prompt, of which `expected_tokens` were expected."""
+        if not self.prefixes.corrected(worker.worker_id, prefix, cached_tokens, expected_tokens):
+            logger.warning(
+                "%s has less than half of the prefixes that it should have: it is chosen by load until more is known",
+                worker.worker_id,
+            )
+
+    def forget_prefixes(self) -> None:
+        """Forget all prefixes, because the workers' caches were emptied."""
+        for worker_id in self._incarnations:
+            self.prefixes.forget(worker_id)
+        self._incarnations.clear()

@@ -11,6 +11,8 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from contracts.errors import WorkerDraining, WorkerLost
 from contracts.vocabulary import Pool
 from router.fleet.adaptive import Decision
@@ -27,6 +29,7 @@ from router.fleet.policy import (
     distance,
     pick,
 )
+from router.fleet.prefixes import BlockHashes
 from router.flow.learned import Learned
 from router.flow.prompt_queue import DecodeSeat, PromptQueue, PromptTurn
 from router.settings import RouterSettings
@@ -41,6 +44,18 @@ class Wish:
     """Whether it goes before all others."""
     canary: bool = False
     """Whether it goes through prefill however short it is."""
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What is learned from a complete answer."""
+
+    output_tokens: int
+    kv_bytes: int = 0
+    """Of its hand-off, if it was whole."""
+    wire_s: float = 0.0
+    """The seconds that took."""
+    prefix: BlockHashes = ()
+    """The blocks of prompt and answer together, which the worker that decoded has now."""
 
 
 class Place(Protocol):
@@ -66,8 +81,11 @@ class Place(Protocol):
         """Why these workers, if they were chosen by prediction."""
         ...
 
-    def prompt_done(self) -> None:
-        """Record that the first token has arrived, so that another prompt may start. May be called twice."""
+    def prompt_done(self, cached_tokens: int | None = None) -> None:
+        """Record that the first token has arrived, so that another prompt may start. May be called twice.
+
+        `cached_tokens` of the prompt were in the prefix cache of the worker that computed it; None if not known.
+        """
         ...
 
     def prompt_left(self) -> None:
@@ -78,8 +96,8 @@ class Place(Protocol):
         """Record that the worker that decodes has sent a token, and so reports its blocks. May be called twice."""
         ...
 
-    def answered(self, output_tokens: int, kv_bytes: int, wire_s: float) -> None:
-        """Record a complete answer: its length, and its hand-off's bytes and seconds (0 without a whole one)."""
+    def answered(self, answer: Answer) -> None:
+        """Record a complete answer."""
         ...
 
 
@@ -88,6 +106,10 @@ class Placement(Protocol):
 
     def route_of(self, wish: Wish) -> Route:
         """Return which way it would go at this moment."""
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Forget which worker has which prompts, because the workers' prefix caches were emptied."""
         ...
 
     def place(self, wish: Wish) -> AbstractAsyncContextManager[Place]:
@@ -112,9 +134,13 @@ class LocalPlacement:
         """`learned` is told of complete answers."""
         self._fleet = fleet
         self._queues = queues
-        self._learned = learned or Learned()
+        self._learned = learned or Learned(settings.block_size_tokens)
         self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
         self._recovery_timeout_s = settings.recovery_timeout_s
+
+    def forget_prefixes(self) -> None:
+        """Forget which worker has which prompts."""
+        self._learned.forget_prefixes()
 
     def route_of(self, wish: Wish) -> Route:
         """Return which way it would go at this moment."""
@@ -198,9 +224,13 @@ class _LocalPlace:
         self._turn = turn
         self._decode = decode
 
-    def prompt_done(self) -> None:
+    def prompt_done(self, cached_tokens: int | None = None) -> None:
         """Record that the first token has arrived."""
         self._turn.prompt_done()
+        worker, prefix = self.prompt_worker.description, self._turn.demand.prefix
+        if cached_tokens is not None and self.decision is not None:
+            self._learned.had(worker, prefix, cached_tokens, self.decision.chosen.cached_tokens)
+        self._learned.computed(worker, prefix)
 
     def prompt_left(self) -> None:
         """Record that the sequence has left the worker that computed its prompt."""
@@ -211,8 +241,10 @@ class _LocalPlace:
         if self._decode is not None:
             self._decode.began()
 
-    def answered(self, output_tokens: int, kv_bytes: int, wire_s: float) -> None:
+    def answered(self, answer: Answer) -> None:
         """Record a complete answer."""
-        self._learned.answered(self._turn.longest_tokens, output_tokens)
-        if self._decode is not None:
-            self._learned.moved(self.prompt_worker.worker_id, self._decode.worker.worker_id, kv_bytes, wire_s)
+        self._learned.answered(self._turn.demand.output_tokens, answer.output_tokens)
+        decoded = self.decode_worker or self.prompt_worker
+        self._learned.computed(decoded.description, answer.prefix)
+        if self.decode_worker is not None:
+            self._learned.moved(self.prompt_worker.worker_id, decoded.worker_id, answer.kv_bytes, answer.wire_s)

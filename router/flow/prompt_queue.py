@@ -98,8 +98,7 @@ class PromptTurn:
         """`decode_worker` is the worker that decodes, as far as it is known: `worker` itself if it gets all."""
         self.worker = worker
         self.prompt_tokens = demand.prompt_tokens
-        self.longest_tokens = demand.output_tokens
-        """Largest number of tokens in the answer; 0 if not given."""
+        self.demand = demand
         self.decision = decision
         """Why these workers, if they were chosen by prediction."""
         self._queue = queue
@@ -122,7 +121,6 @@ class PromptTurn:
             slot.on(worker)
         elif decode_worker is not None:
             self._decode = DecodeSeat(decode_worker, demand, self._take_slot())
-        self._demand = demand
         self._open = True
 
     def prompt_done(self) -> None:
@@ -148,7 +146,7 @@ class PromptTurn:
 
     def decode_on(self, worker: Worker) -> DecodeSeat:
         """Return a place on this worker, which decodes. Call it at most once; the caller must close it."""
-        return DecodeSeat(worker, self._demand, self._take_slot())
+        return DecodeSeat(worker, self.demand, self._take_slot())
 
     def take_decode(self) -> DecodeSeat:
         """Return the place on the worker that was chosen for decode. Call it once; the caller must close it."""
@@ -421,7 +419,7 @@ def prompt_queues(fleet: Fleet, settings: RouterSettings, learned: Learned | Non
 
     Predictions use what `learned` has been told.
     """
-    learned = learned or Learned()
+    learned = learned or Learned(settings.block_size_tokens)
     slots = DecodeSlots(fleet.answering)
 
     def another_serves(pool: Pool) -> bool:

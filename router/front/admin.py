@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -80,8 +81,10 @@ class RestartBody(BaseModel):
     """Time that requests running on a worker still get before it is started again; then they go on elsewhere."""
 
 
-def admin_routes(fleet: Fleet, modes: AnyModes, orders: OrderBook) -> APIRouter:
-    """Return the routes below /ridgeline."""
+def admin_routes(
+    fleet: Fleet, modes: AnyModes, orders: OrderBook, on_forgotten: Callable[[], None] = lambda: None
+) -> APIRouter:
+    """Return the routes below /ridgeline; `on_forgotten` is called when prefix caches have been emptied."""
     routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
 
     routes.include_router(_order_routes(modes, orders))
@@ -114,7 +117,9 @@ def admin_routes(fleet: Fleet, modes: AnyModes, orders: OrderBook) -> APIRouter:
     @routes.post("/forget_prefixes")
     async def forget_prefixes() -> dict[str, Any]:
         """Empty the workers' prefix caches, for measurements; False for one whose cache is in use."""
-        return {"forgotten": {worker.worker_id: await _forget(worker) for worker in fleet.workers}}
+        forgotten = {worker.worker_id: await _forget(worker) for worker in fleet.workers}
+        on_forgotten()
+        return {"forgotten": forgotten}
 
     return routes
 

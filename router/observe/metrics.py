@@ -309,8 +309,8 @@ def _step_models(workers: list[WorkerView]) -> Iterator[Metric]:
     """Yield what the workers' engines have learned about how long their steps take."""
     error = GaugeMetricFamily(
         "ridgeline_step_model_error_ratio",
-        "Median of |predicted - measured| / measured over the latest steps of a worker's engine, predicted before they "
-        "were known",
+        "Median of the relative errors, without their signs, over the latest steps of a worker's engine, predicted "
+        "before they were known",
         labels=["pool", "worker"],
     )
     coefficients = GaugeMetricFamily(

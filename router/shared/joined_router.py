@@ -23,6 +23,7 @@ from router.shared.messages import (
     Doubts,
     Down,
     Downs,
+    Forgets,
     Granted,
     Happened,
     Holds,
@@ -77,6 +78,8 @@ class JoinedRouter:
                 self._keep(message)
             case Happened() | Answered():
                 self._record(message)
+            case Forgets():
+                self._placement.forget_prefixes()
             case Leaves():
                 self._leave(message.number)
             case Doubts():
@@ -126,7 +129,9 @@ class JoinedRouter:
         if place is None:
             return
         if isinstance(message, Answered):
-            place.answered(message.output_tokens, message.kv_bytes, message.wire_s)
+            place.answered(message.answer)
+        elif message.step == "prompt_done":
+            place.prompt_done(message.cached_tokens)
         else:
             getattr(place, message.step)()
 
@@ -185,6 +190,7 @@ def _wish_of(asked: Asked) -> Wish:
         asked.ttft_limit_s,
         asked.tpot_limit_s,
         asked.waited_s,
+        asked.prefix,
     )
     return Wish(demand, urgent=asked.urgent, canary=asked.canary)
 

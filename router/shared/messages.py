@@ -13,6 +13,7 @@ from router.fleet.pairing import KvPair
 from router.fleet.policy import Path
 from router.fleet.worker import Outstanding
 from router.flow.admission import Holdings
+from router.flow.placement import Answer
 from router.flow.prompt_queue import QueueNow
 
 SERVICE = "ridgeline.Dispatcher"
@@ -43,6 +44,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     ttft_limit_s: float = math.inf
     tpot_limit_s: float = math.inf
     waited_s: float = 0.0
+    prefix: tuple[int, ...] = ()
 
 
 # router to dispatcher
@@ -79,15 +81,19 @@ class Happened(msgspec.Struct, frozen=True, tag="happened"):
 
     number: int
     step: Step
+    cached_tokens: int | None = None
+    """Of `prompt_done`."""
 
 
 class Answered(msgspec.Struct, frozen=True, tag="answered"):
     """An answer is complete, see `router.flow.placement.Place.answered`."""
 
     number: int
-    output_tokens: int
-    kv_bytes: int
-    wire_s: float
+    answer: Answer
+
+
+class Forgets(msgspec.Struct, frozen=True, tag="forgets"):
+    """The workers' prefix caches were emptied, through this router."""
 
 
 class Leaves(msgspec.Struct, frozen=True, tag="leaves"):
@@ -115,7 +121,7 @@ class Counted(msgspec.Struct, frozen=True, tag="counted"):
     samples: Samples
 
 
-Up = Joins | Wants | Keeps | Happened | Answered | Leaves | Doubts | Holds | Counted
+Up = Joins | Wants | Keeps | Happened | Answered | Forgets | Leaves | Doubts | Holds | Counted
 
 
 class Ups(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from itertools import count
 from contracts.errors import EngineFailed, TaskRejected, WorkerDraining, WorkerLost
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.policy import NoWorker, Route
-from router.flow.placement import Place, Wish
+from router.flow.placement import Answer, Place, Wish
 from router.settings import RouterSettings
 from router.shared.link import Link
 from router.shared.messages import (
@@ -18,6 +18,7 @@ from router.shared.messages import (
     Asked,
     Denied,
     Doubts,
+    Forgets,
     Granted,
     Happened,
     Keeps,
@@ -73,6 +74,10 @@ class SharedPlacement:
             wished.close()
             self._link.send(Leaves(number))
 
+    def forget_prefixes(self) -> None:
+        """Have the dispatcher forget which worker has which prompts."""
+        self._link.send(Forgets())
+
     def state(self) -> list[Up]:
         """Return all wishes and places, for a dispatcher that does not know them."""
         return [wished.message(number) for number, wished in self._wishes.items()]
@@ -100,6 +105,7 @@ class SharedPlacement:
             demand.ttft_limit_s,
             demand.tpot_limit_s,
             demand.waited_s,
+            demand.prefix,
         )
 
     async def _granted(self, wished: _Wished) -> Granted:
@@ -173,9 +179,9 @@ class _SharedPlace:
         self._number = number
         self._wished = wished
 
-    def prompt_done(self) -> None:
+    def prompt_done(self, cached_tokens: int | None = None) -> None:
         """Tell that the first token has arrived."""
-        self._tell("prompt_done")
+        self._tell("prompt_done", cached_tokens)
 
     def prompt_left(self) -> None:
         """Tell that the sequence has left the worker that computed its prompt."""
@@ -185,11 +191,11 @@ class _SharedPlace:
         """Tell that the worker that decodes has sent a token."""
         self._tell("decode_began")
 
-    def answered(self, output_tokens: int, kv_bytes: int, wire_s: float) -> None:
+    def answered(self, answer: Answer) -> None:
         """Tell that the answer is complete."""
-        self._link.send(Answered(self._number, output_tokens, kv_bytes, wire_s))
+        self._link.send(Answered(self._number, answer))
 
-    def _tell(self, step: Step) -> None:
+    def _tell(self, step: Step, cached_tokens: int | None = None) -> None:
         if step not in self._wished.steps:
             self._wished.steps.append(step)
-            self._link.send(Happened(self._number, step))
+            self._link.send(Happened(self._number, step, cached_tokens))

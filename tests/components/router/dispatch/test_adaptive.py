@@ -30,11 +30,11 @@ MODEL = StepModel(
 PROMPT = list(range(70))
 
 
-def expected(tokens):
-    context = list(PROMPT)
+def expected(tokens, prompt=PROMPT):
+    context = list(prompt)
     for _ in range(tokens):
         context.append(next_token(context))
-    return context[len(PROMPT) :]
+    return context[len(prompt) :]
 
 
 class Serving:
@@ -45,24 +45,27 @@ class Serving:
         for engine in self.engines:
             engine._stepping = "manual"
         self.fleet = fleet
-        settings, learned = router_settings(), Learned()
+        settings, learned = router_settings(), Learned(32)
         self.queues = prompt_queues(fleet, settings, learned)
         self.registry = CollectorRegistry()
-        placement = LocalPlacement(fleet, self.queues, settings, learned)
+        self.placement = placement = LocalPlacement(fleet, self.queues, settings, learned)
         metrics = RequestMetrics(self.registry)
         self.orchestrator = Orchestrator(fleet, placement, settings, metrics, lambda handoff, after_s: None)
         self.number = 0
+
+    def engine_of(self, worker):
+        return next(engine for engine in self.engines if engine.config.worker_id == worker.worker_id)
 
     async def learn(self):
         for engine in self.engines:
             engine.stats.step_model = MODEL
         await self.fleet.refresh()
 
-    def ask(self, tokens=5, **limits):
+    def ask(self, tokens=5, prompt=PROMPT, **limits):
         self.number += 1
         sent = []
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        request = SequenceRequest(f"r{self.number}", PROMPT, sampling_of(params), reasoning_ended=True, **limits)
+        request = SequenceRequest(f"r{self.number}", list(prompt), sampling_of(params), reasoning_ended=True, **limits)
         return sent, asyncio.create_task(self.orchestrator.run(request, lambda delta: sent.extend(delta.token_ids)))
 
     async def step_until(self, ending):
@@ -107,13 +110,14 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
         other = next(engine for engine in serving.engines if engine is not decoder)
         decoder.step()
         await eventually(lambda: first[0])
-        second = serving.ask(40, **limits)
+        another = [token + 1 for token in PROMPT]
+        second = serving.ask(40, another, **limits)
         await eventually(lambda: other.running)
         other.step()
         await eventually(lambda: len(decoder.running) == 2)
         assert not other.running
         await asyncio.gather(serving.step_until(first[1]), serving.step_until(second[1]))
-        assert first[0] == second[0] == expected(40)
+        assert (first[0], second[0]) == (expected(40), expected(40, another))
         assert serving.decisions() == {("whole", "within_limits"): 1, ("split", "within_limits"): 1}
         assert all(worker.outstanding == type(worker.outstanding)() for worker in fleet.workers), "nothing stays held"
 
@@ -142,3 +146,24 @@ async def test_a_worker_that_dies_loses_no_answer():
         await started[at].stop()
         await serving.step_until(ending)
         assert sent == expected(10)
+
+
+async def test_a_prompt_that_a_worker_has_is_computed_there_until_caches_are_emptied():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        await serving.learn()
+        _, ending = serving.ask(3)
+        await serving.step_until(ending)
+        had = next(engine for engine in serving.engines if engine.calls)
+        for _ in range(3):
+            _, ending = serving.ask(3)
+            await serving.step_until(ending)
+        assert len(had.calls) == 4
+        with next(worker for worker in fleet.workers if serving.engine_of(worker) is had).reserve(30):
+            _, ending = serving.ask(3)
+            await serving.step_until(ending)
+            assert len(had.calls) == 5, "6 tokens are computed sooner than 70, though it has others before"
+            serving.placement.forget_prefixes()
+            _, ending = serving.ask(3)
+            await serving.step_until(ending)
+            assert len(had.calls) == 5

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from router.front.engine_client import _ask
 from tests.support.patience import PATIENCE_S, eventually
-from tests.support.series_table import documented, worker_counters
+from tests.support.series_table import STEP_MODEL, documented, worker_counters
 from tests.support.served_router import make_model, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -266,7 +266,7 @@ async def test_ready_is_a_canary_through_both_pools_and_names_the_one_that_is_st
 
 async def test_every_series_that_a_router_publishes_is_in_the_documented_table_and_no_other(served):
     http, prefill, _ = served
-    prefill.stats.counters = worker_counters()
+    prefill.stats.counters, prefill.stats.step_model = worker_counters(), STEP_MODEL
     stepper = asyncio.create_task(stepping(prefill))
     assert (await send(http))[0] == 200
     stepper.cancel()
