@@ -97,14 +97,16 @@ class Decision(msgspec.Struct, frozen=True):
 def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Decision | None:
     """Return the best option; None without any worker.
 
-    A worker without room for the sequence does not decode it, unless none has room.
+    A worker without room for the sequence does not decode it, unless none has room. While a worker computes the same
+    prompt, for another sequence of a request with n > 1, no other one computes it too.
     """
     views = [_view(wanted, load) for load in _short_list(loads)]
+    computing = [view for view in views if view.load.shares] or views
     fits = [view for view in views if view.load.room] or views
     if not fits:
         return None
-    options = [_option(wanted, view, view, 0.0) for view in fits]
-    for prompt in sorted(views, key=lambda view: (view.late, view.ttft_s))[:CONSIDERED]:
+    options = [_option(wanted, view, view, 0.0) for view in fits if view in computing]
+    for prompt in sorted(computing, key=lambda view: (view.late, view.ttft_s))[:CONSIDERED]:
         for decode in sorted(fits, key=lambda view: (view.breaks, view.decode_s, view.load.decodes))[:CONSIDERED]:
             if prompt is not decode:
                 gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + decode.step_s / 2
@@ -118,7 +120,11 @@ def _short_list(loads: Sequence[Load]) -> Sequence[Load]:
     if len(loads) <= 3 * SHORT_LIST:
         return loads
     prompts = nsmallest(SHORT_LIST, loads, key=lambda load: (load.prompt_tokens, load.decodes))
-    cached = nsmallest(SHORT_LIST, (load for load in loads if load.cached_tokens), key=lambda load: -load.cached_tokens)
+    cached = nsmallest(
+        SHORT_LIST,
+        (load for load in loads if load.cached_tokens),
+        key=lambda load: (not load.shares, -load.cached_tokens),
+    )
     fits = [load for load in loads if load.room]
     decodes = nsmallest(SHORT_LIST, fits, key=lambda load: (not load.decodes, load.decodes))
     return list({load.worker_id: load for load in (*prompts, *cached, *decodes)}.values())

@@ -50,6 +50,8 @@ class Load:
     """Whether its KV blocks and its batch have room for one more sequence."""
     cached_tokens: int = 0
     """Tokens of the prompt that is asked about whose KV it has."""
+    shares: bool = False
+    """Whether it computes the same prompt now for another sequence."""
 
     @property
     def decoding_context_tokens(self) -> float:

@@ -236,14 +236,16 @@ class Worker:
         *,
         decode_context_tokens: int = 0,
         tpot_limit_s: float = math.inf,
+        last_block: int | None = None,
     ) -> Iterator[PromptReservation]:
         """Count a sequence against this worker while the block runs.
 
         Prompt tokens and promised blocks count until `prompt_done`, the held blocks of its prompt until the end. If the
         worker will decode it, `decode_context_tokens` are its context's, half of its answer included.
+        `last_block` is the hash of the last whole block of the prompt.
         """
         now, decodes = self.outstanding, decode_context_tokens > 0
-        reservation = PromptReservation(self, prompt_tokens, promised_blocks, decodes=decodes)
+        reservation = PromptReservation(self, prompt_tokens, promised_blocks, decodes=decodes, last_block=last_block)
         now.running += 1
         now.held_blocks += held_blocks
         now.decodes += decodes
@@ -278,6 +280,10 @@ class Worker:
         tokens = [prompt.prompt_tokens for prompt in self._prompts]
         return tokens, time.monotonic() - self._head_since_s if tokens else 0.0
 
+    def computes(self, last_block: int) -> bool:
+        """Return whether it is computing a prompt with the same blocks now, so that another one can share them."""
+        return any(prompt.last_block == last_block for prompt in self._prompts)
+
     def begin_prompt(self, prompt: PromptReservation) -> None:
         """Count the prompt as the last one to be computed, for `PromptReservation`."""
         if not self._prompts:
@@ -297,8 +303,17 @@ class Worker:
 class PromptReservation:
     """Prompt tokens that a worker still has to compute for us, and blocks that it will need for them."""
 
-    def __init__(self, worker: Worker, prompt_tokens: int, promised_blocks: int = 0, *, decodes: bool = False) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        prompt_tokens: int,
+        promised_blocks: int = 0,
+        *,
+        decodes: bool = False,
+        last_block: int | None = None,
+    ) -> None:
         """`decodes`: whether the worker decodes the sequence from its first token on."""
+        self.last_block = last_block
         self.prompt_tokens = prompt_tokens
         self._worker = worker
         self._promised_blocks = promised_blocks

@@ -87,8 +87,7 @@ class ByPrediction:
             load = worker.load()
             if load.takes_work and load.worker_id not in demand.avoided and (load.worker_id in open_ids or not urgent):
                 by_id[load.worker_id] = worker
-                cached = min(self._learned.cached_tokens(worker.description, demand.prefix), demand.prompt_tokens - 1)
-                loads.append(_load_of(worker, load, worker.step_model or model, demand, cached))
+                loads.append(self._seen(_load_of(worker, load, worker.step_model or model, demand), worker, demand))
         cached_by_id = {one.worker_id: one.cached_tokens for one in loads}
         bytes_per_token = _kv_bytes_per_token(roomy[0][0])
 
@@ -110,6 +109,16 @@ class ByPrediction:
         model = self._any_model()
         return model.step_s(demand.prompt_tokens, 0, 0, attended(demand.prompt_tokens)) if model else 0.0
 
+    def _seen(self, load: Load, worker: Worker, demand: Demand) -> Load:
+        """Add what the worker has of the prompt, or will have once another one is computed that is the same."""
+        prefix = demand.prefix
+        if not prefix:
+            return load
+        shares = worker.computes(prefix[-1])
+        known = self._learned.cached_tokens(worker.description, prefix)
+        cached = len(prefix) * worker.description.block_size_tokens if shares else known
+        return replace(load, shares=shares, cached_tokens=min(cached, demand.prompt_tokens - 1)) if cached else load
+
     def _any_model(self) -> StepModel | None:
         return next((model for worker in self._workers() if (model := worker.step_model) is not None), None)
 
@@ -124,7 +133,7 @@ def _wanted(demand: Demand, waited_s: float, learned: Learned) -> Wanted:
     )
 
 
-def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand, cached_tokens: int) -> Load:
+def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand) -> Load:
     now, role = worker.outstanding, worker.role
     left = load.kv_blocks_free - load.kv_blocks_promised - blocks_needed(demand, load.block_size_tokens)
     empty = Load(
@@ -137,7 +146,6 @@ def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand,
         tpot_limit_s=worker.tpot_limit_s,
         step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
         room=left >= 0 and load.running < load.max_running,
-        cached_tokens=cached_tokens,
     )
     prompts, for_s = worker.prompts_ahead()
     if not prompts:

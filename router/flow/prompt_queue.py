@@ -113,6 +113,7 @@ class PromptTurn:
                 blocks,
                 decode_context_tokens=context_tokens(demand) if decodes_here else 0,
                 tpot_limit_s=demand.tpot_limit_s,
+                last_block=demand.prefix[-1] if demand.prefix else None,
             )
         )
         self._slot: DecodeSlot | None = slot
@@ -262,19 +263,19 @@ class PromptQueue:
         Call it when the fleet has changed; the queue calls it itself when a place is freed.
         """
         while len(self._queue) and (roomy := self._with_room()):
-            may_start = self._slots.as_of_now()
-            entry = self._queue.peek(may_start, self._clock())
+            may_start, now_s = self._slots.as_of_now(), self._clock()
+            entry = self._queue.peek(may_start, now_s)
             if entry is None:  # all waiting clients are over their share of decode
                 break
             if entry.item.granted.done():  # its client has left: do not choose a worker for it
                 self._queue.remove(entry)
                 continue
             asked = entry.item
-            waited_s = asked.demand.waited_s + self._clock() - asked.pushed_s
+            waited_s = asked.demand.waited_s + now_s - asked.pushed_s
             choice = self._chooser.choose(asked.demand, waited_s, roomy, urgent=asked.urgent)
             if choice is None:  # it waits for a worker that has no room now
                 break
-            self._queue.pop(may_start, self._clock())
+            self._queue.pop(may_start, now_s)
             self._grant(asked, choice)
         self._watch_outage()
 

@@ -167,3 +167,13 @@ async def test_a_prompt_that_a_worker_has_is_computed_there_until_caches_are_emp
             _, ending = serving.ask(3)
             await serving.step_until(ending)
             assert len(had.calls) == 5
+
+
+async def test_sequences_of_one_prompt_that_come_together_go_where_the_first_one_is_computed():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        await serving.learn()
+        asked = [serving.ask(2) for _ in range(4)]
+        await eventually(lambda: sum(len(engine.calls) for engine in serving.engines) == 4)
+        assert sorted(len(engine.calls) for engine in serving.engines) == [0, 4]
+        await asyncio.gather(*(serving.step_until(ending) for _, ending in asked))
