@@ -7,7 +7,7 @@ Each field is an option of the commands, and its description is the help text (`
 
 import math
 import re
-from typing import Final, Literal, cast
+from typing import Final, Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -15,6 +15,7 @@ Mode = Literal["colocated", "disaggregated", "adaptive"]
 COLOCATED: Mode = "colocated"
 DISAGGREGATED: Mode = "disaggregated"
 ADAPTIVE: Mode = "adaptive"
+MODES: tuple[Mode, ...] = get_args(Mode)
 OPPONENT: Final = "opponent"
 """The kind of an arm that somebody else runs."""
 SECONDS_OF_A_ROUND = 60.0
@@ -178,8 +179,8 @@ class ComparePlan(ReplayPlan):
 
     arms: str = Field(
         f"{COLOCATED},{DISAGGREGATED}",
-        description="the two modes to compare, separated by a comma; the same one twice is an A/A run; "
-        "with --opponent, a single mode, or with --find-rate one or two",
+        description="the two modes to compare, of colocated, disaggregated and adaptive, separated by a comma; the "
+        "same one twice is an A/A run; with --opponent, a single mode, or with --find-rate one or two",
     )
     pairs: int = Field(
         MOST_PAIRS, description="most pairs of rounds; the result is looked at after 6, 9, 12, 16 and the last"
@@ -289,8 +290,8 @@ class ComparePlan(ReplayPlan):
     @classmethod
     def _known_modes(cls, value: str) -> str:
         modes = [mode.strip() for mode in value.split(",")]
-        if len(modes) > 2 or not set(modes) <= {COLOCATED, DISAGGREGATED}:
-            raise ValueError(f"must be two of {COLOCATED} and {DISAGGREGATED}, separated by a comma, not {value!r}")
+        if len(modes) > 2 or not set(modes) <= {*MODES}:
+            raise ValueError(f"must be two of {', '.join(MODES)}, separated by a comma, not {value!r}")
         return ",".join(modes)
 
     @field_validator("opponent")
@@ -318,7 +319,7 @@ class ComparePlan(ReplayPlan):
     @field_validator("opponent_name")
     @classmethod
     def _own_name(cls, value: str) -> str:
-        if not value.strip() or value in (COLOCATED, DISAGGREGATED):
+        if not value.strip() or value in MODES:
             raise ValueError(f"must be a name that no mode has, not {value!r}")
         return value
 
@@ -331,7 +332,7 @@ class ComparePlan(ReplayPlan):
             )
         if self.opponent is None and len(self.modes) != 2:
             raise ValueError(
-                f"arms must be two of {COLOCATED} and {DISAGGREGATED}, separated by a comma, not {self.arms!r}; "
+                f"arms must be two of {', '.join(MODES)}, separated by a comma, not {self.arms!r}; "
                 "one is for a comparison with an opponent"
             )
         given = sorted(name for name in self.model_fields_set if name.startswith("opponent_"))

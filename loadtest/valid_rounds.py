@@ -19,13 +19,14 @@ from rich.console import Console
 
 from loadtest.arms import Arm
 from loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
-from loadtest.plan import DISAGGREGATED, ComparePlan
+from loadtest.plan import ADAPTIVE, DISAGGREGATED, ComparePlan
 from loadtest.preparation import Prepared
 from loadtest.report.pools import disaggregated_fraction, recomputes
 from loadtest.report.rounds import ArmLabel, Round, labels_of
 from loadtest.run.machine import Disturbance, disturbance, read_cpu
 from loadtest.run.records import RecordFile
 from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
+from loadtest.run.server import Servers, told_limits
 from loadtest.run.server_metrics import until_whole
 from loadtest.run.validity import void_reasons
 from loadtest.run.warm_up import warm_up_workers
@@ -144,6 +145,11 @@ class RoundRunner:
                     raise ServerError(f"a round of {self.labels[side]} was void {lost} times: {'; '.join(reasons)}")
                 self.cold |= set(self.arms)
 
+    def _told_limits(self, arm: Arm, server: str | Servers) -> str | Servers:
+        """Return the server, told the plan's limits if it serves by them."""
+        limits = self.plan.limits
+        return told_limits(server, limits.ttft_ms, limits.tpot_ms) if arm.mode == ADAPTIVE else server
+
     async def _round(
         self, side: Side, requests: RoundRequests, title: str, record_file: RecordFile
     ) -> tuple[ReplayResult | None, Disturbance | None, tuple[str, ...]]:
@@ -157,7 +163,7 @@ class RoundRunner:
         before = await asyncio.to_thread(read_cpu, reached.processes)
         try:
             result = await run_replay(
-                reached.server,
+                self._told_limits(arm, reached.server),
                 self.plan.of_warm_round().model_copy(update=dict(reached.plan_changes)),
                 self.console,
                 label=title,

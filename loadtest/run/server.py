@@ -4,7 +4,7 @@ Called by `loadtest.run.replay`, `loadtest.run.unloaded` and `cluster.commands.t
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 import msgspec
@@ -12,6 +12,8 @@ import msgspec
 from loadtest.errors import ServerError
 
 KEY_VARIABLE = "RIDGELINE_API_KEY"
+TTFT_HEADER, TPOT_HEADER = "x-ridgeline-ttft-ms", "x-ridgeline-tpot-ms"
+"""With these a request tells its limits to Ridgeline, which serves by them in mode adaptive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class Servers:
 def as_servers(server: str | Servers) -> Servers:
     """Return a single base URL as servers with Ridgeline's key."""
     return Servers((server,)) if isinstance(server, str) else server
+
+
+def told_limits(server: str | Servers, ttft_ms: float, tpot_ms: float) -> Servers:
+    """Return the servers, with these limits told in every request."""
+    return replace(as_servers(server), also=((TTFT_HEADER, f"{ttft_ms:g}"), (TPOT_HEADER, f"{tpot_ms:g}")))
 
 
 class ModelCard(msgspec.Struct):

@@ -26,7 +26,7 @@ from loadtest.plan import DISAGGREGATED, ComparePlan, Mode, Slo
 from loadtest.run.machine import disturbance, read_cpu
 from loadtest.run.records import RecordFile
 from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
-from loadtest.run.server import Servers, first_model
+from loadtest.run.server import Servers, as_servers, first_model, told_limits
 from loadtest.run.unloaded import Unloaded, measure_unloaded
 from loadtest.run.validity import void_reasons
 from loadtest.run.warm_up import warm_up_workers
@@ -37,7 +37,6 @@ from loadtest.valid_rounds import require_disaggregated
 from tools.bench.modes.journal import Limits
 from tools.bench.modes.settings import Settings
 
-TTFT_HEADER, TPOT_HEADER = "x-ridgeline-ttft-ms", "x-ridgeline-tpot-ms"
 ORDINALS_PER_ROUND: Final = 512
 """Prompts set apart for each round and each warm-up, so that no two share a prompt's beginning."""
 MEASURING_PROMPTS: Final = 1024
@@ -97,7 +96,7 @@ class Fleet:
         It ends when every request has ended or was given up. Raises LoadTestError if the server cannot be reached.
         """
         await self._arm(arm).ready()
-        servers = Servers((self.url,), also=() if limits is None else limit_headers(limits))
+        servers = as_servers(self.url) if limits is None else told_limits(self.url, limits.ttft_ms, limits.tpot_ms)
         began, began_s = datetime.now(UTC), time.monotonic()
         before = await asyncio.to_thread(read_cpu)
         try:
@@ -123,11 +122,6 @@ class Fleet:
         index = math.ceil(self.next_ordinal / ORDINALS_PER_ROUND)
         self.next_ordinal = (index + 1) * ORDINALS_PER_ROUND
         return index
-
-
-def limit_headers(limits: Limits) -> tuple[tuple[str, str], ...]:
-    """Return the headers that tell a request's limits."""
-    return (TTFT_HEADER, f"{limits.ttft_ms:g}"), (TPOT_HEADER, f"{limits.tpot_ms:g}")
 
 
 def round_plan(plan: ComparePlan, tightest: Limits, deadline_s: float) -> ComparePlan:

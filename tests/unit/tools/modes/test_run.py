@@ -5,11 +5,11 @@ from datetime import UTC, datetime
 import pytest
 
 from loadtest.errors import LoadTestError
-from loadtest.run.server import Servers
+from loadtest.run.server import told_limits
 from loadtest.run.unloaded import Unloaded
 from loadtest.trace.readers import load_trace
 from tools.bench.modes.__main__ import options, settings_of
-from tools.bench.modes.fleet import hopeless_after_s, limit_headers
+from tools.bench.modes.fleet import hopeless_after_s
 from tools.bench.modes.journal import Chosen, Journal, Limits, Outcome, RoundEnded, RoundSpec, read_journal
 from tools.bench.modes.settings import Settings, save, saved
 from tools.bench.modes.shift import PHASES, attainments, limits_from, phase_rate, shifting_trace, slices
@@ -118,7 +118,7 @@ def test_a_request_is_given_up_when_it_can_meet_no_limits_any_more():
 
 def test_limits_travel_as_headers_of_every_request(monkeypatch):
     monkeypatch.delenv("RIDGELINE_API_KEY", raising=False)
-    servers = Servers(("http://127.0.0.1:1",), also=limit_headers(Limits(10200.0, 112.5)))
+    servers = told_limits("http://127.0.0.1:1", 10200.0, 112.5)
     assert servers.headers == {"x-ridgeline-ttft-ms": "10200", "x-ridgeline-tpot-ms": "112.5"}
 
 
