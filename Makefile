@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-unloaded bench-step-target bench-idle bench-front bench-modes power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
+.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-unloaded bench-step-target bench-hand-over bench-idle bench-front bench-modes power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -75,8 +75,13 @@ test-all: test   ## `make test`, then everything else: faults, chaos, hostile cl
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
 	@$(BIN)/python -m tools.bench.unloaded_ttft
 
+<<<<<<< HEAD
 bench-step-target: model  ## one engine under Poisson load, without a step target and with three: TPOT, longest gap, throughput (about 20 minutes; BENCH="--rounds 1")
 	@$(BIN)/python -m tools.bench.step_target $(BENCH)
+=======
+bench-hand-over: model  ## first to second token with and without overlap, alone and under load, in alternation (about 10 minutes)
+	@$(BIN)/python -m tools.bench.hand_over $(BENCH)
+>>>>>>> handover
 
 bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)
 	@$(BIN)/python -m tools.bench.idle_cpu

@@ -175,6 +175,10 @@ class TransferService:
         self._leases.expire()
         return self._board.take(self._leases.take_finished())
 
+    def arrived(self) -> dict[str, FetchReceipt]:
+        """Return only the fetches that have succeeded since the last call or `poll`, which names them no more."""
+        return self._board.take_arrived()
+
     def wait(self, timeout_s: float) -> None:
         """Wait until `poll` has something, at most `timeout_s`; for steps in which the engine has no work."""
         self._board.wait(timeout_s)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -29,7 +30,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from engine.connector.accounting import StepAccountant
 from engine.connector.layout import kv_layout
-from engine.connector.messages import CounterStats, StepInstructions
+from engine.connector.messages import CounterStats, StepInstructions, add_arrived
 from engine.connector.scheduler_side import SchedulerSide
 from engine.connector.step_cost import step_cost_model
 from engine.connector.transferable_cache import by_manager_block, require_servable
@@ -124,6 +125,12 @@ class RidgelineConnector(KVConnectorBase_V1):
         return self.scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        # vLLM has asked for results when the layers were computed. What came while it sampled, up to a fifth of a
+        # decode step, would else wait for the end of the next step. Only a lone rank is in this process.
+        if has_kv_transfer_group():
+            here = get_kv_transfer_group()
+            assert isinstance(here, RidgelineConnector)
+            add_arrived(connector_output, here.worker.take_arrived())
         self.scheduler.update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

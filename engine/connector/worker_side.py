@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from contracts.handoff import KvHandoff, KvLayout, new_handoff_id
+from contracts.handoff import FetchReceipt, KvHandoff, KvLayout, new_handoff_id
 from engine.connector.messages import BYTES, LINGERING, CounterStats, Endpoint, FetchReceipts, StepInstructions
 from kv_transfer.memory.shared import SharedOffer
 from kv_transfer.options import TransferOptions
@@ -152,6 +152,10 @@ class WorkerSide:
         return KVConnectorTransferResults(
             finished_sending=set(done.sent), finished_recving=set(done.received), failed_recving=set(done.failed)
         )
+
+    def take_arrived(self) -> dict[str, FetchReceipt]:
+        """Return the fetches that have succeeded since `get_transfer_results`, which does not return them again."""
+        return self._service.arrived()
 
     def build_connector_worker_meta(self, step: int | None) -> FetchReceipts | None:
         """Return the receipts that belong to the last `get_transfer_results`, for this step; None if there are none."""

@@ -109,6 +109,14 @@ class CompletionBoard:
         failed = {request_id for request_id, receipt in receipts.items() if receipt.outcome != "ok"}
         return Completed(sent=sent, received=set(receipts), failed=failed, receipts=receipts)
 
+    def take_arrived(self) -> dict[str, FetchReceipt]:
+        """Return the receipts of the fetches that succeeded and were not taken before; leave the failed ones."""
+        with self._changed:
+            arrived = {request_id: receipt for request_id, receipt in self._receipts.items() if receipt.outcome == "ok"}
+            for request_id in arrived:
+                del self._receipts[request_id]
+        return arrived
+
     def wait(self, timeout_s: float) -> None:
         """Wait until there is something to poll for, at most `timeout_s`."""
         with self._changed:

@@ -76,15 +76,13 @@ class OneEngine:
         decode = self._decode(prompt, first, wish, handoff=self._told[prefill]["handoff"])
         return [*first, *self._answer(decode)], self._told[decode]["receipt"]
 
-    def followed(self, prompt: list[int], wish: Any) -> tuple[list[int], dict[str, Any]] | None:
-        """The same, with decode's leg begun after the first step of a prompt of several; None if it took only one."""
+    def followed(self, prompt: list[int], wish: Any) -> tuple[list[int], dict[str, Any]]:
+        """The same, with decode's leg begun after the prompt's first step, on the hand-off announced before it."""
         from engine.connector.messages import FIRST_TOKEN_FOLLOWS
 
         self._notices.clear()
         prefill = self._prefill(prompt, wish)
         while not self._notices:
-            if prefill in self._told:
-                return None
             self._step()
         follows = {"handoff": self._notices[0]["handoff"], FIRST_TOKEN_FOLLOWS: True}
         decode = self._decode(prompt, prompt[-1:], wish, **follows)

@@ -17,7 +17,7 @@ from engine.connector import scheduler_side
 from engine.connector.accounting import StepAccountant
 from engine.connector.chunks import MOST_GROWING
 from engine.connector.facade import RidgelineConnector
-from engine.connector.messages import CounterStats, Endpoint, FetchReceipts, join_receipts
+from engine.connector.messages import CounterStats, Endpoint, FetchReceipts, add_arrived, join_receipts
 from engine.connector.scheduler_side import SchedulerSide
 from kv_transfer.source.grpc_source import MAX_CONCURRENT_FETCHES
 from roofline.cost import StepCostModel
@@ -336,6 +336,23 @@ def test_the_receipt_of_an_aborted_fetch_is_forgotten(side):
 
 
 # --- what vLLM must never hear
+
+
+@pytest.mark.parametrize("told", [None, FetchReceipts({"a": OK}, step=1)], ids=["an idle step", "a step"])
+def test_kv_that_arrives_after_a_steps_layers_is_reported_with_that_step(side, told):
+    for name in "ab":
+        start_fetch(side, a_fetching_request(name, handoff=make_handoff(f"h-{name}")))
+    output = KVConnectorOutput(finished_recving={"a"} if told else None, kv_connector_worker_meta=told)
+    add_arrived(output, {"b": OK})
+    side.update_connector_output(output)
+    assert output.finished_recving == ({"a", "b"} if told else {"b"})
+    assert end(side, a_request("b"))[1] == {"receipt": msgspec.to_builtins(OK)}
+
+
+def test_a_step_after_which_nothing_arrived_reports_what_it_did(side):
+    output = KVConnectorOutput()
+    add_arrived(output, {})
+    assert (output.finished_recving, output.kv_connector_worker_meta) == (None, None)
 
 
 def test_ids_that_are_not_expected_are_taken_out_of_the_report(side):
