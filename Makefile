@@ -75,13 +75,11 @@ test-all: test   ## `make test`, then everything else: faults, chaos, hostile cl
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
 	@$(BIN)/python -m tools.bench.unloaded_ttft
 
-<<<<<<< HEAD
 bench-step-target: model  ## one engine under Poisson load, without a step target and with three: TPOT, longest gap, throughput (about 20 minutes; BENCH="--rounds 1")
 	@$(BIN)/python -m tools.bench.step_target $(BENCH)
-=======
+
 bench-hand-over: model  ## first to second token with and without overlap, alone and under load, in alternation (about 10 minutes)
 	@$(BIN)/python -m tools.bench.hand_over $(BENCH)
->>>>>>> handover
 
 bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)
 	@$(BIN)/python -m tools.bench.idle_cpu
