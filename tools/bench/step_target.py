@@ -18,6 +18,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, quantiles
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -26,13 +27,16 @@ from cluster.config.loader import load_config
 from cluster.runtime.actors import engine_environment
 from cluster.runtime.plan import make_plan
 from contracts.tasks import GenerateTask
-from engine.vllm_engine import VllmEngine
+
+if TYPE_CHECKING:
+    from engine.vllm_engine import VllmEngine
 
 MAX_NUM_SEQS = 32
 MAX_NUM_BATCHED_TOKENS = 2048
 FACTORS = (0.0, 1.5, 2.0, 3.0)
 """Targets in unloaded decode steps; 0: none."""
 WARM_UP_TOKENS = 24
+START_WITHIN_S = 300.0
 TPOT_OVER = 1.05
 GAP_OVER = 1.3
 THROUGHPUT_UNDER = 0.95
@@ -134,6 +138,9 @@ class OneEngine:
 @asynccontextmanager
 async def one_engine(core: int) -> AsyncIterator[OneEngine]:
     """Start an engine for whole requests on one core; this process stays off it if there is another."""
+    os.environ.update(engine_environment(1, START_WITHIN_S, on_cpu=True))
+    from engine.vllm_engine import VllmEngine  # torch reads the number of its threads when it is imported
+
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS, "workers": 1}
     settings = {f"pools.colocated.{name}": str(value) for name, value in limits.items()}
     config = load_config("deploy/local.yaml", {"mode": "colocated", "fixed_mode": "true", **settings}).config
@@ -246,7 +253,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--same-tokens", action="store_true", help="only compare answers with and without a target")
     options = parser.parse_args()
-    os.environ.update(engine_environment(1, 300, on_cpu=True))
     sys.exit(asyncio.run(run(options)))
 
 
