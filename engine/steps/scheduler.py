@@ -137,8 +137,8 @@ class Bounded:
     def _allowed_tokens(self: Any, batch: _Batch, now_s: float) -> int | None:
         """Return how many prompt tokens the step may have; None if nothing bounds them."""
         now_s += self._step_clock.remaining_s(now_s)
-        step_s = self.step_target_s if self.step_target_s > 0.0 else math.inf
         sequences = [*batch.sequences]
+        step_s = self.step_target_s if sequences and self.step_target_s > 0.0 else math.inf
         context_tokens = sum(request.num_computed_tokens for request in sequences)
         if self._paces:
             for request in sequences:
@@ -146,7 +146,9 @@ class Bounded:
                 alone_s = self._step_fit.model.step_s(0, 1, request.num_computed_tokens, 0.0)
                 allowed_s = self._paces.allowance_s(request.request_id, made, request.max_tokens - made, now_s, alone_s)
                 step_s = min(step_s, allowed_s)
-        if not sequences or step_s == math.inf or not (batch.prompts or self.waiting or self.kv_holding_waiting):
+            for request in self.kv_holding_waiting:
+                step_s = min(step_s, self._paces.arrival_s(request.request_id))
+        if step_s == math.inf or not (batch.prompts or self.waiting or self.kv_holding_waiting):
             return None
         fit = self._step_fit
         if not fit.known:

@@ -13,7 +13,7 @@ from tests.engines.harness import Engines, Figure, Increase
 
 pytestmark = [pytest.mark.engines, pytest.mark.core, pytest.mark.asyncio(loop_scope="session")]
 
-CHANGES = 4
+CHANGES = ("colocated", "adaptive", "disaggregated", "adaptive")
 PER_CHANGE = 3
 """Answers between two changes."""
 CLIENTS = 4
@@ -57,21 +57,26 @@ async def test_the_mode_changes_under_load_and_nothing_fails_and_every_token_is_
     async with asyncio.TaskGroup() as group:
         for number in range(CLIENTS):
             group.create_task(client(number))
-        for number in range(CHANGES):
+        for mode in CHANGES:
             async with moved:
                 enough = len(answers) + PER_CHANGE
                 await moved.wait_for(lambda enough=enough: len(answers) >= enough)
             began_s = time.monotonic()
-            assert (await change(engines, ("colocated", "disaggregated")[number % 2]))["mode"]
+            assert (await change(engines, mode))["mode"] == mode
             took.append(time.monotonic() - began_s)
+        async with moved:
+            enough = len(answers) + PER_CHANGE
+            await moved.wait_for(lambda: len(answers) >= enough)
         stop.set()
     figure(
-        f"{CHANGES} changes under {CLIENTS} clients, the longest took {max(took) * 1000:.0f} ms; {len(answers)} answers"
+        f"{len(CHANGES)} changes under {CLIENTS} clients, the longest took {max(took) * 1000:.0f} ms; "
+        f"{len(answers)} answers"
     )
     counted = Increase(before, await engines.metrics())
     paths = counted.by_label("ridgeline_requests_total", "path")
     assert paths["colocated"] > 0
     assert paths["disaggregated"] > 0
+    assert counted.sum("ridgeline_decisions_total") > 0, "workers were chosen by prediction"
     assert counted.sum("ridgeline_requests_total", outcome="finished") == len(answers)
     assert counted.sum("ridgeline_retries_total") == 0
     for prompt, answer in answers:
@@ -92,5 +97,33 @@ async def test_the_limits_of_a_step_change_while_the_engine_serves(changing: Eng
 
 async def test_a_server_says_which_modes_it_can_serve_and_refuses_others(changing: Engines):
     told = (await changing.http.get("/ridgeline/mode")).json()
-    assert told == {"mode": "disaggregated", "modes": ["disaggregated", "colocated"], "why_not": {}}
-    assert (await changing.http.post("/ridgeline/mode", json={"mode": "adaptive"})).status_code in (400, 422)
+    assert told == {"mode": "disaggregated", "modes": ["disaggregated", "colocated", "adaptive"], "why_not": {}}
+    assert (await changing.http.post("/ridgeline/mode", json={"mode": "mixed"})).status_code in (400, 422)
+
+
+async def test_in_mode_adaptive_answers_within_limits_are_the_models_whole_or_split(
+    changing: Engines, text: list[int], figure: Figure
+):
+    engines = changing
+    await change(engines, "adaptive")
+    before = await engines.metrics()
+    limits = {"x-ridgeline-ttft-ms": "60000", "x-ridgeline-tpot-ms": "2000"}
+    prompts = [text[11_000 + 400 * number : 11_200 + 400 * number] for number in range(8)]
+
+    async def ask(prompt: list[int]) -> list[int]:
+        body = {"model": engines.model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+        response = await engines.http.post("/v1/completions", json=body, headers=limits)
+        assert response.status_code == 200, response.text
+        token_ids: list[int] = response.json()["choices"][0]["token_ids"]
+        return token_ids
+
+    answers = await asyncio.gather(*map(ask, prompts))
+    counted = Increase(before, await engines.metrics())
+    choices = counted.by_label("ridgeline_decisions_total", "choice")
+    figure(f"8 answers of 24 tokens: {choices}")
+    assert counted.sum("ridgeline_decisions_total", reason="within_limits") == len(prompts)
+    assert choices["split"] > 0, "answers gather on one worker, and the other one computes prompts"
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == 24
+        assert all(engines.is_tie(nat) for nat in await engines.behind_best_nats(prompt, answer))
+    assert await engines.becomes_idle() == {}

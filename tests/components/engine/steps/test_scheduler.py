@@ -183,7 +183,7 @@ def mean_tpot(engine: Stepping, name: str) -> float:
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
-def test_a_sequence_ahead_of_its_limit_lets_a_long_chunk_through_and_keeps_its_mean(make: Make):
+def test_a_sequence_ahead_of_its_limit_lets_a_longer_chunk_through_and_keeps_its_mean(make: Make):
     limit_s = 2.0 * DECODE_S
     engine = warmed(make())
     engine.add("limited", 250, 60, **{TPOT_LIMIT: limit_s})
@@ -191,7 +191,7 @@ def test_a_sequence_ahead_of_its_limit_lets_a_long_chunk_through_and_keeps_its_m
         engine.step()
     engine.add("long", 2000, 1)
     engine.run()
-    assert max(gaps(engine, "limited")) > 5.0 * limit_s
+    assert 1.5 * limit_s < max(gaps(engine, "limited")) <= 2.0 * limit_s
     assert mean_tpot(engine, "limited") <= limit_s
 
 

@@ -25,16 +25,27 @@ def test_a_sequence_that_is_behind_asks_for_its_limit_and_no_more():
     assert paces.allowance_s("a", 2, LEFT, 15.0) == pytest.approx(STEP_S)
 
 
-def test_a_sequence_that_is_ahead_lets_a_long_step_through_and_its_mean_is_still_kept():
+def test_a_sequence_that_is_ahead_lets_a_longer_step_through_and_its_mean_is_still_kept():
     paces = Paces()
     paces.expect("a", LIMIT_S)
-    now_s, tokens = 10.0, 1
-    for _ in range(20):
-        paces.allowance_s("a", tokens, LEFT, now_s)
-        now_s, tokens = now_s + 0.05, tokens + 1
-    long_s = paces.allowance_s("a", tokens, LEFT, now_s)
-    assert long_s == pytest.approx(21 * STEP_S - 20 * 0.05)
-    assert (now_s + long_s - 10.0) / (tokens + 1 - 1) == pytest.approx(STEP_S)
+    paces.allowance_s("a", 1, LEFT, 10.0)
+    long_s = paces.allowance_s("a", 2, LEFT, 10.03)
+    assert long_s == pytest.approx(2 * STEP_S - 0.03)
+    assert (0.03 + long_s) / 2 == pytest.approx(STEP_S)
+
+
+def test_however_far_a_sequence_is_ahead_its_reader_sees_no_gap_of_more_than_two_limits():
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    paces.allowance_s("a", 1, LEFT, 10.0)
+    assert paces.allowance_s("a", 50, LEFT, 11.0) == pytest.approx(2 * STEP_S)
+
+
+def test_a_sequence_whose_kv_is_on_its_way_finds_no_step_that_is_longer():
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    assert paces.arrival_s("a") == pytest.approx(2 * STEP_S)
+    assert paces.arrival_s("another") == math.inf
 
 
 def test_tokens_that_are_only_repeated_do_not_put_a_sequence_ahead():
