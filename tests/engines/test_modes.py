@@ -106,24 +106,33 @@ async def test_in_mode_adaptive_answers_within_limits_are_the_models_whole_or_sp
 ):
     engines = changing
     await change(engines, "adaptive")
-    before = await engines.metrics()
     limits = {"x-ridgeline-ttft-ms": "60000", "x-ridgeline-tpot-ms": "2000"}
-    prompts = [text[11_000 + 400 * number : 11_200 + 400 * number] for number in range(8)]
+    prompts = [text[11_000 + 400 * number : 11_200 + 400 * number] for number in range(7)]
+    began = asyncio.Event()
 
-    async def ask(prompt: list[int]) -> list[int]:
-        body = {"model": engines.model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
-        response = await engines.http.post("/v1/completions", json=body, headers=limits)
-        assert response.status_code == 200, response.text
-        token_ids: list[int] = response.json()["choices"][0]["token_ids"]
-        return token_ids
+    async def ask(prompt: list[int], tokens: int = 24) -> list[int]:
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        answer: list[int] = []
+        async for _, event in engines.stream("/v1/completions", body, limits):
+            answer += event["choices"][0]["token_ids"]
+            began.set()
+        return answer
 
-    answers = await asyncio.gather(*map(ask, prompts))
+    start, number = await engines.metrics(), 0
+    while not Increase(start, await engines.metrics()).sum("ridgeline_decisions_total"):  # until steps are known
+        await ask(text[20_000 + 100 * number : 20_040 + 100 * number])
+        number += 1
+    before = await engines.metrics()
+    began.clear()
+    first = asyncio.create_task(ask(prompts[0], 64))
+    await began.wait()
+    answers = [*await asyncio.gather(*map(ask, prompts[1:])), await first]
     counted = Increase(before, await engines.metrics())
     choices = counted.by_label("ridgeline_decisions_total", "choice")
-    figure(f"8 answers of 24 tokens: {choices}")
+    figure(f"an answer of 64 tokens, and 6 of 24 that come while it is made: {choices}")
     assert counted.sum("ridgeline_decisions_total", reason="within_limits") == len(prompts)
-    assert choices["split"] > 0, "answers gather on one worker, and the other one computes prompts"
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert len(answer) == 24
+    assert choices["split"] > 0, "an answer joins the first one, and its prompt is computed by the idle worker"
+    assert choices["whole"] > 0
+    for prompt, answer in zip([*prompts[1:], prompts[0]], answers, strict=True):
         assert all(engines.is_tie(nat) for nat in await engines.behind_best_nats(prompt, answer))
     assert await engines.becomes_idle() == {}
