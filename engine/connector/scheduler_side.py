@@ -126,6 +126,10 @@ class SchedulerSide:
         if params.get("recompute_reason"):
             self._accountant.count(f"recompute_total.{params['recompute_reason']}")
 
+    def awaits_kv(self, request_id: str) -> bool:
+        """Return whether a request's KV is to be fetched, which begins once it has blocks."""
+        return request_id in self._incoming
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local prefix cache will arrive, and that they arrive asynchronously.
 

@@ -39,6 +39,14 @@ class _Batch:
     """Sequences whose KV has arrived: vLLM takes them from its queue after all that run, and before other prompts."""
     prompts: list[Request] = field(default_factory=list)
     """Prompts that are computed in part."""
+    arrives: bool = False
+    """Whether a sequence needs blocks, so that its KV can be fetched. vLLM gives it some, and no token, if the prompts
+    that run leave a part of the budget."""
+
+    @property
+    def needs_a_share(self) -> bool:
+        """Whether prompts must leave a part of the budget to what comes after them."""
+        return bool(self.joining) or self.arrives
 
     @property
     def sequences(self) -> Iterator[Request]:
@@ -83,6 +91,11 @@ class Bounded:
         if (limit_s := float(extra.get(TPOT_LIMIT, 0.0))) > 0.0:
             self._paces.expect(request.request_id, limit_s, len(extra.get(FORCED, ())))
         super().add_request(request)  # type: ignore[misc]
+        if limit_s > 0.0 and self.connector is not None and self.connector.scheduler.awaits_kv(request.request_id):
+            # It must not wait for the prompts that came before it, since its fetch begins when it has its blocks. vLLM
+            # takes requests of this queue first.
+            self.waiting.remove_request(request)
+            self.kv_holding_waiting.add_request(request)
 
     def schedule(self: Any, throttle_prefills: bool = False) -> Any:
         """Schedule a step as vLLM does, within what the targets allow."""
@@ -126,6 +139,8 @@ class Bounded:
                 break
             if self._joins(request):
                 batch.joining.append(request)
+            elif request.status == RequestStatus.WAITING and not request.num_computed_tokens:
+                batch.arrives = True
         return batch
 
     def _joins(self: Any, request: Request) -> bool:
@@ -168,13 +183,15 @@ class Bounded:
         )
         decoded = sum(_left(request) for request in batch.decoding)
         per_joining = 1 + self.num_spec_tokens
+        share = per_joining * (len(batch.joining) + batch.arrives)
+        tokens = min(tokens, max(1, limits[0] - decoded - share))
         self.running[:] = [*batch.decoding, *batch.prompts]  # vLLM hands the budget out in this order
-        if batch.joining:  # they come after the prompts that run, which must leave them their share
+        if batch.needs_a_share:  # they come after the prompts that run, which must leave it to them
             self._keep_prompts_within(batch.prompts, tokens)
             threshold = max(tokens, per_joining)
             self.scheduler_config.long_prefill_token_threshold = min(limits[1] or threshold, threshold)
             self.adaptive_long_prefill_threshold = False  # else vLLM would raise it to a share of the whole budget
-        self.max_num_scheduled_tokens = min(limits[0], decoded + per_joining * len(batch.joining) + tokens)
+        self.max_num_scheduled_tokens = min(limits[0], decoded + share + tokens)
         try:
             return super().schedule(throttle_prefills)  # type: ignore[misc]
         finally:

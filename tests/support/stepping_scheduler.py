@@ -12,7 +12,9 @@ import pytest
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 # isort: split
+import msgspec
 import torch
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -23,6 +25,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from contracts.workers import StepModel
+from kv_transfer.options import TransferOptions
 
 BLOCK_TOKENS = 32
 SHAPE = {
@@ -43,6 +46,20 @@ MACHINE = StepModel(
     per_sequence_s=0.001,
     per_context_token_s=1e-6,
     per_attended_token_s=1e-6,
+)
+
+
+CONNECTOR = KVTransferConfig(
+    kv_connector="RidgelineConnector",
+    kv_connector_module_path="engine.connector.facade",
+    kv_role="kv_both",
+    kv_load_failure_policy="recompute",
+    kv_connector_extra_config={
+        "transfer": msgspec.to_builtins(TransferOptions(host="127.0.0.1", transport="grpc", lease_s=30.0)),
+        "hands_over": True,
+        "share_kv_cache": False,
+        "step_target_s": 0.0,
+    },
 )
 
 
@@ -149,8 +166,12 @@ def make(
     max_num_batched_tokens: int = 2048,
     max_num_seqs: int = 16,
     machine: StepModel = MACHINE,
+    hands_over: bool = False,
 ) -> Stepping:
-    """Make a scheduler whose clock stands still but for its steps; `directory` gets the shape of a model."""
+    """Make a scheduler whose clock stands still but for its steps; `directory` gets the shape of a model.
+
+    With `hands_over` it has our connector's scheduler side.
+    """
     (directory / "config.json").write_text(json.dumps(SHAPE))
     init_none_hash(sha256)
     config = EngineArgs(
@@ -163,6 +184,7 @@ def make(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=True,
         kv_cache_memory_bytes=1 << 20,
+        kv_transfer_config=CONNECTOR if hands_over else None,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=16, dtype=torch.float32)

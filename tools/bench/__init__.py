@@ -13,6 +13,7 @@ overload.py            sends more load than a server can take, and checks fairne
 planted.py             compares a mode with itself after planting a known difference
 power.py               prints how often simulated comparisons find what is there
 served.py              serves an application from a process of its own, for the two that need it
+simulated_modes.py     simulates the three modes on two workers, to choose the weights of mode adaptive
 slow_proxy.py          slows a server's streamed answers down by an exact amount
 step_target.py         compares one engine with and without a step target, under Poisson load
 unloaded_ttft.py       measures TTFT of both modes without load, in alternation

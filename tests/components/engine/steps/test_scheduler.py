@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from tests.support import stepping_scheduler
+from tests.support.samples import make_handoff
 from tests.support.stepping_scheduler import MACHINE, Stepping
 
 # isort: split
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
+from engine.connector.scheduler_side import FETCH
 from engine.request.sampling import FORCED, TPOT_LIMIT
 from engine.steps.scheduler import BoundedAsyncScheduler, BoundedScheduler, bound_steps
 
@@ -293,3 +296,39 @@ def test_a_class_that_vllm_needs_for_a_kind_of_model_stays(make: Make):
     config.scheduler_cls = "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
     bound_steps(config)
     assert config.scheduler_cls == "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
+
+
+def fetching(handoff_id: str, prompt_tokens: int) -> dict[str, Any]:
+    """The parameters of a leg whose prompt's KV lies with another worker."""
+    return {"kv_transfer_params": {FETCH: True, "handoff": make_handoff(handoff_id, prompt_tokens - 1).to_params()}}
+
+
+def test_a_sequence_whose_kv_must_be_fetched_gets_its_blocks_at_once_however_many_prompts_came_before_it(make: Make):
+    engine = warmed(make(max_num_batched_tokens=512, hands_over=True))
+    engine.add("decodes", 64, 200, **{TPOT_LIMIT: 2.0 * DECODE_S})
+    engine.step()
+    for name in ("computed", "waits", "waits too"):
+        engine.add(name, 2000, 5)
+    engine.step()
+    leg = engine.add("leg", 513, 40, **fetching("h1", 513), **{TPOT_LIMIT: 2.0 * DECODE_S})
+    engine.step()
+    assert leg.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.scheduler.requests["computed"].num_computed_tokens < 2000
+
+
+def test_a_sequence_without_a_limit_waits_for_its_turn_as_in_vllm(make: Make):
+    engine = warmed(make(max_num_batched_tokens=512, hands_over=True))
+    for name in ("computed", "waits"):
+        engine.add(name, 2000, 5)
+    engine.step()
+    leg = engine.add("leg", 513, 40, **fetching("h1", 513))
+    engine.step()
+    assert leg.status == RequestStatus.WAITING
+
+
+def test_a_leg_that_is_aborted_before_it_has_blocks_leaves_no_queue_behind(make: Make):
+    engine = warmed(make(max_num_batched_tokens=512, hands_over=True))
+    engine.add("leg", 513, 40, **fetching("h1", 513), **{TPOT_LIMIT: 2.0 * DECODE_S})
+    engine.scheduler.finish_requests("leg", RequestStatus.FINISHED_ABORTED)
+    assert not engine.scheduler.has_unfinished_requests()
+    assert not engine.scheduler.kv_holding_waiting

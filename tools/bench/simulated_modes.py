@@ -1,0 +1,311 @@
+"""Simulates two workers in each of the three modes, to choose the weights of mode adaptive in seconds instead of hours.
+
+Everything that it prints is simulated. Its steps take what a step model says, without any noise; the choice of workers,
+the order of late prompts and the bound of a step are the product's own code (`router.fleet.adaptive`,
+`engine.steps.pace`, `engine.steps.bound`). `make bench-modes` measures the same on real engines.
+
+usage: python -m tools.bench.simulated_modes [--prompt-tokens 512] [--output-tokens 64] [--requests 150] [--seeds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Final
+
+from contracts.vocabulary import Mode
+from contracts.workers import StepModel
+from engine.steps.bound import Prompt, most_prefill_tokens
+from engine.steps.pace import Paces
+from router.fleet.adaptive import Wanted, choose
+from router.fleet.prediction import Load, attended, prompt_s
+
+MACHINE: Final = StepModel(
+    base_s=0.045,
+    per_prefill_token_s=0.0036,
+    per_sequence_s=0.003,
+    per_context_token_s=1e-6,
+    per_attended_token_s=2e-7,
+    steps=100,
+)
+"""About what SmolLM2-135M takes in float32 on one core with AVX2 alone."""
+HANDOVER_S: Final = 0.03
+STEP_TOKENS: Final[dict[Mode, int]] = {"colocated": 2048, "disaggregated": 512, "adaptive": 512}
+WINDOW_STEPS: Final = 2
+TTFT_FACTORS: Final = (2.0, 3.5, 5.0, 12.0)
+TPOT_FACTORS: Final = (1.3, 2.0, 3.0, 4.0)
+RATES: Final = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+MODES: Final[tuple[Mode, ...]] = ("colocated", "disaggregated", "adaptive")
+AT_MOST_DONE: Final = 0.95
+"""As in `router.flow.choice`."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request must keep, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(eq=False)
+class Request:
+    """One request and what has become of it."""
+
+    number: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int = 0
+    granted_s: float = 0.0
+    first_s: float = math.inf
+    end_s: float = math.inf
+    made: int = 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of its context now."""
+        return self.prompt_tokens + self.made
+
+    def within(self, limits: Limits) -> bool:
+        """Return whether it kept both limits."""
+        tpot_s = (self.end_s - self.first_s) / max(1, self.output_tokens - 1)
+        return self.first_s - self.arrival_s <= limits.ttft_s and tpot_s <= limits.tpot_s
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker: prompts in order, and what decodes."""
+
+    name: str
+    step_tokens: int
+    prompts: list[Request] = field(default_factory=list)
+    decoding: list[Request] = field(default_factory=list)
+    assigned: dict[int, Request] = field(default_factory=dict)
+    """What decodes there or will."""
+    paces: Paces = field(default_factory=Paces)
+    head_since_s: float = 0.0
+    steps: bool = False
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Prompt tokens that it was given and whose first token has not come."""
+        return sum(request.prompt_tokens for request in self.prompts)
+
+    def begin_step(self, now_s: float) -> tuple[float, list[Request]]:
+        """Compute a step; return its seconds, and the requests whose prompts end in it."""
+        context_tokens = sum(request.context_tokens for request in self.decoding)
+        left, prefilled, attends, ended = self._prompt_tokens(now_s, context_tokens), 0, 0.0, []
+        for request in self.prompts:
+            chunk = min(left, request.prompt_tokens - request.computed_tokens)
+            if chunk <= 0:
+                break
+            attends += chunk * (request.computed_tokens + chunk / 2)
+            request.computed_tokens += chunk
+            left, prefilled = left - chunk, prefilled + chunk
+            if request.computed_tokens == request.prompt_tokens:
+                ended.append(request)
+        return MACHINE.step_s(prefilled, len(self.decoding), context_tokens, attends), ended
+
+    def _prompt_tokens(self, now_s: float, context_tokens: int) -> int:
+        """Return how many prompt tokens the step may have, as `engine.steps.scheduler` bounds them."""
+        free, sequences = self.step_tokens - len(self.decoding), len(self.decoding)
+        allowed_s = min((self._allowed_s(request, now_s) for request in self.assigned.values()), default=math.inf)
+        if allowed_s == math.inf:
+            return free
+        prompts = [Prompt(one.computed_tokens, one.prompt_tokens - one.computed_tokens) for one in self.prompts]
+        return min(free, most_prefill_tokens(MACHINE, allowed_s, sequences, context_tokens, prompts))
+
+    def _allowed_s(self, request: Request, now_s: float) -> float:
+        name = str(request.number)
+        if request in self.decoding:
+            alone_s = MACHINE.step_s(0, 1, request.context_tokens, 0)
+            return self.paces.allowance_s(name, request.made, request.output_tokens - request.made, now_s, alone_s)
+        return math.inf if request in self.prompts else self.paces.arrival_s(name)
+
+    def load(self, now_s: float, limits: Limits) -> Load:
+        """Return what the router would know of it."""
+        empty = Load(
+            self.name,
+            MACHINE,
+            self.step_tokens,
+            decoding=len(self.decoding),
+            decodes=len(self.assigned),
+            context_tokens=sum(one.prompt_tokens + one.output_tokens / 2 for one in self.assigned.values()),
+            tpot_limit_s=limits.tpot_s if self.assigned else math.inf,
+        )
+        if not self.prompts:
+            return empty
+        first = self.prompts[0]
+        taken_s = now_s - max(self.head_since_s, first.granted_s)
+        part = min(AT_MOST_DONE, taken_s / prompt_s(empty, first.prompt_tokens, attended(first.prompt_tokens)))
+        done = part * first.prompt_tokens
+        attends = sum(attended(request.prompt_tokens) for request in self.prompts) - attended(done)
+        return replace(empty, prompt_tokens=self.outstanding_tokens - done, prompt_attended=attends)
+
+
+class Simulation:
+    """Two workers, one router, and requests at known times."""
+
+    def __init__(self, mode: Mode, limits: Limits) -> None:
+        self._mode = mode
+        self._limits = limits
+        self._workers = [Worker(name, STEP_TOKENS[mode]) for name in ("w0", "w1")]
+        self._by_name = {worker.name: worker for worker in self._workers}
+        self._decodes_on: dict[int, Worker] = {}
+        self._waiting: list[Request] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._now_s = 0.0
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Serve all of them."""
+        for request in requests:
+            self._at(request.arrival_s, lambda request=request: self._arrives(request))  # type: ignore[misc]
+        while self._events:
+            self._now_s, _, happen = heapq.heappop(self._events)
+            happen()
+            for worker in self._workers:
+                if not worker.steps and (worker.prompts or worker.decoding):
+                    self._step(worker)
+
+    def _at(self, when_s: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when_s, next(self._numbers), happen))
+
+    def _arrives(self, request: Request) -> None:
+        self._waiting.append(request)
+        self._dispatch()
+
+    def _step(self, worker: Worker) -> None:
+        worker.steps, decoding = True, list(worker.decoding)
+        took_s, ended = worker.begin_step(self._now_s)
+        self._at(self._now_s + took_s, lambda: self._step_ends(worker, decoding, ended))
+
+    def _step_ends(self, worker: Worker, decoding: list[Request], ended: list[Request]) -> None:
+        worker.steps = False
+        for request in decoding:
+            request.made += 1
+            if request.made >= request.output_tokens:
+                self._finish(request, worker)
+        for request in ended:
+            worker.prompts.remove(request)
+            worker.head_since_s = request.first_s = self._now_s
+            request.made = 1
+            self._hand_over(request, worker)
+        if ended:
+            self._dispatch()
+
+    def _hand_over(self, request: Request, worker: Worker) -> None:
+        decode = self._decodes_on[request.number]
+        if request.output_tokens == 1:
+            self._finish(request, decode)
+        elif decode is worker:
+            decode.decoding.append(request)
+        else:
+            self._at(self._now_s + HANDOVER_S, lambda: decode.decoding.append(request))
+
+    def _finish(self, request: Request, worker: Worker) -> None:
+        request.end_s = self._now_s
+        if request in worker.decoding:
+            worker.decoding.remove(request)
+        worker.assigned.pop(request.number)
+        worker.paces.forget(str(request.number))
+
+    def _dispatch(self) -> None:
+        window = WINDOW_STEPS * STEP_TOKENS[self._mode]
+        while self._waiting:
+            room = [worker for worker in self._workers if worker.outstanding_tokens < window]
+            pick = {"colocated": self._least_loaded, "disaggregated": self._split, "adaptive": self._predicted}
+            granted = pick[self._mode](room) if room else None
+            if granted is None:
+                return
+            self._grant(*granted)
+
+    def _least_loaded(self, room: list[Worker]) -> tuple[Request, Worker, Worker] | None:
+        worker = min(room, key=lambda one: (one.outstanding_tokens, len(one.assigned)))
+        return self._waiting[0], worker, worker
+
+    def _split(self, room: list[Worker]) -> tuple[Request, Worker, Worker] | None:
+        prefill, decode = self._workers
+        return (self._waiting[0], prefill, decode) if prefill in room else None
+
+    def _predicted(self, room: list[Worker]) -> tuple[Request, Worker, Worker] | None:
+        request = next((one for one in self._waiting if self._may_be_in_time(one)), self._waiting[0])
+        waited_s = self._now_s - request.arrival_s
+        wanted = Wanted(
+            request.prompt_tokens, request.output_tokens, self._limits.ttft_s, self._limits.tpot_s, waited_s
+        )
+        loads = [worker.load(self._now_s, self._limits) for worker in self._workers]
+        decision = choose(wanted, loads, lambda _source, _sink: HANDOVER_S)
+        assert decision is not None
+        prompt = self._by_name[decision.chosen.prompt_worker]
+        return (request, prompt, self._by_name[decision.chosen.decode_worker]) if prompt in room else None
+
+    def _may_be_in_time(self, request: Request) -> bool:
+        alone_s = MACHINE.step_s(request.prompt_tokens, 0, 0, attended(request.prompt_tokens))
+        return self._now_s - request.arrival_s + alone_s <= self._limits.ttft_s
+
+    def _grant(self, request: Request, prompt: Worker, decode: Worker) -> None:
+        self._waiting.remove(request)
+        request.granted_s = self._now_s
+        prompt.prompts.append(request)
+        decode.assigned[request.number] = request
+        self._decodes_on[request.number] = decode
+        if self._mode == "adaptive":
+            decode.paces.expect(str(request.number), self._limits.tpot_s)
+
+
+def arrivals(rate: float, number: int, seed: int, prompt_tokens: int, output_tokens: int) -> list[Request]:
+    """Return requests of one size at Poisson arrivals of `rate` a second."""
+    draw, now_s, made = random.Random(seed), 0.0, []
+    for index in range(number):
+        now_s += draw.expovariate(rate)
+        made.append(Request(index, now_s, prompt_tokens, output_tokens))
+    return made
+
+
+def goodput(
+    mode: Mode, rate: float, limits: Limits, *, requests: int, seeds: int, prompt_tokens: int, output_tokens: int
+) -> float:
+    """Return the simulated requests/s within limits at a rate."""
+    within, took_s = 0, 0.0
+    for seed in range(1, seeds + 1):
+        served = arrivals(rate, requests, seed, prompt_tokens, output_tokens)
+        Simulation(mode, limits).run(served)
+        within += sum(request.within(limits) for request in served)
+        took_s += served[-1].arrival_s
+    return within / took_s
+
+
+def unloaded(prompt_tokens: int) -> tuple[float, float]:
+    """Return the seconds of a prompt and of a decode step on an idle worker."""
+    return (
+        MACHINE.step_s(prompt_tokens, 0, 0, attended(prompt_tokens)),
+        MACHINE.step_s(0, 1, prompt_tokens, 0),
+    )
+
+
+def main() -> None:
+    """Print the simulated map."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("prompt-tokens", 512), ("output-tokens", 64), ("requests", 150), ("seeds", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    prompt, step = unloaded(asked.prompt_tokens)
+    print(f"SIMULATED: {asked.prompt_tokens} tokens in, {asked.output_tokens} out, on two workers")  # noqa: T201
+    for ttft in TTFT_FACTORS:
+        for tpot in TPOT_FACTORS:
+            limits = Limits(ttft * prompt, tpot * step)
+            best = {mode: max(goodput(mode, rate, limits, **vars(asked)) for rate in RATES) for mode in MODES}
+            ratio = best["adaptive"] / max(best["colocated"], best["disaggregated"])
+            figures = "  ".join(f"{mode} {value:.3f}" for mode, value in best.items())
+            print(f"TTFT <= {ttft:4g} TPOT <= {tpot:3g} unloaded: {figures} requests/s; {ratio:.2f} times")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
