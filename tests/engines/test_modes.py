@@ -122,6 +122,7 @@ async def test_in_mode_adaptive_answers_within_limits_are_the_models_whole_or_sp
     while not Increase(start, await engines.metrics()).sum("ridgeline_decisions_total"):  # until steps are known
         await ask(text[20_000 + 100 * number : 20_040 + 100 * number])
         number += 1
+        assert number < 30, "no worker reports a model of its steps"
     before = await engines.metrics()
     began.clear()
     first = asyncio.create_task(ask(prompts[0], 64))
