@@ -250,7 +250,8 @@ class Worker:
         now.held_blocks += held_blocks
         now.decodes += decodes
         now.context_tokens += decode_context_tokens
-        self._tpot_limits_s[tpot_limit_s] += decodes
+        if decodes:
+            self._tpot_limits_s[tpot_limit_s] += 1
         try:
             yield reservation
         finally:
@@ -258,7 +259,8 @@ class Worker:
             now.held_blocks -= held_blocks
             now.decodes -= decodes
             now.context_tokens -= decode_context_tokens
-            self._tpot_limits_s[tpot_limit_s] -= decodes
+            if decodes:
+                self._tpot_limits_s[tpot_limit_s] -= 1
             if not self._tpot_limits_s[tpot_limit_s]:
                 del self._tpot_limits_s[tpot_limit_s]
             reservation.close()

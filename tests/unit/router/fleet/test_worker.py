@@ -1,0 +1,46 @@
+"""What a router counts against a worker, as predictions read it."""
+
+import math
+
+from router.fleet.worker import Worker
+from tests.support.samples import LAYOUT, worker_description
+
+
+class Client:
+    connected = True
+    failed_s = float("-inf")
+
+
+def a_worker():
+    return Worker(Client(), worker_description(worker_id="worker-0", pool="adaptive", layout=LAYOUT))
+
+
+def test_a_worker_is_bound_by_the_least_limit_of_what_it_decodes_and_by_none_of_what_it_only_prefills():
+    worker = a_worker()
+    with worker.reserve(100, tpot_limit_s=0.01), worker.reserve(decode_context_tokens=50, tpot_limit_s=0.2):
+        assert worker.tpot_limit_s == 0.2
+        with worker.reserve(decode_context_tokens=50, tpot_limit_s=0.1):
+            assert (worker.tpot_limit_s, worker.outstanding.decodes) == (0.1, 2)
+        assert worker.tpot_limit_s == 0.2
+    assert (worker.tpot_limit_s, worker.outstanding.decodes) == (math.inf, 0)
+
+
+def test_a_sequence_decodes_from_its_first_token_on():
+    worker = a_worker()
+    with worker.reserve(100, decode_context_tokens=120) as reservation:
+        assert (worker.outstanding.decodes, worker.outstanding.decoding) == (1, 0)
+        reservation.prompt_done()
+        reservation.prompt_done()
+        assert (worker.outstanding.decoding, worker.outstanding.prompt_tokens) == (1, 0)
+    assert worker.outstanding.decoding == 0
+
+
+def test_prompts_are_known_in_their_order_and_by_their_last_block_until_their_first_token():
+    worker = a_worker()
+    with worker.reserve(100, last_block=7) as first, worker.reserve(30, last_block=8):
+        assert worker.prompts_ahead()[0] == [100, 30]
+        assert worker.computes(7)
+        first.prompt_done()
+        assert worker.prompts_ahead()[0] == [30]
+        assert not worker.computes(7)
+    assert worker.prompts_ahead() == ([], 0.0)
