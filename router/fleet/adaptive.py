@@ -49,6 +49,8 @@ class Wanted(msgspec.Struct, frozen=True):
     tpot_limit_s: float = math.inf
     waited_s: float = 0.0
     """Time since it arrived."""
+    may_split: bool = True
+    """Whether two workers may share it; not if its prompt is shorter than `router.min_remote_prefill_tokens`."""
 
     @property
     def limited(self) -> bool:
@@ -105,10 +107,10 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
     fits = [view for view in views if view.load.room] or views
     if not fits:
         return None
-    options = [_option(wanted, view, view, 0.0) for view in fits if view in computing]
+    options = [_option(wanted, view, view, 0.0) for view in fits if view in computing or not wanted.may_split]
     for prompt in sorted(computing, key=lambda view: (view.late, view.ttft_s))[:CONSIDERED]:
         for decode in sorted(fits, key=lambda view: (view.breaks, view.decode_s, view.load.decodes))[:CONSIDERED]:
-            if prompt is not decode:
+            if wanted.may_split and prompt is not decode:
                 gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + decode.step_s / 2
                 options.append(_option(wanted, prompt, decode, gap_s))
     return _within_limits(options) if wanted.limited else _least_latency(options)

@@ -70,9 +70,17 @@ class ByScore:
 class ByPrediction:
     """Chooses by what is predicted for each worker, and by score until any worker has a model of its steps."""
 
-    def __init__(self, pool: Pool, workers: Callable[[], Sequence[Worker]], learned: Learned) -> None:
-        """`workers` returns those of the pool, each of which may get any part of a request."""
+    def __init__(
+        self,
+        pool: Pool,
+        workers: Callable[[], Sequence[Worker]],
+        learned: Learned,
+        min_remote_prefill_tokens: int = 0,
+    ) -> None:
+        """`workers` returns those of the pool, each of which may get any part of a request; one with a shorter prompt
+        than `min_remote_prefill_tokens` goes whole to one of them."""
         self._workers = workers
+        self._min_remote_prefill_tokens = min_remote_prefill_tokens
         self._learned = learned
         self._by_score = ByScore(pool)
 
@@ -81,10 +89,11 @@ class ByPrediction:
         model = self._any_model()
         if model is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
-        open_ids = {load.worker_id for _, load in roomy}
+        loads_of = dict(roomy)
+        open_ids = {load.worker_id for load in loads_of.values()}
         by_id, loads = {}, []
         for worker in self._workers():
-            load = worker.load()
+            load = loads_of.get(worker) or worker.load()
             if load.takes_work and load.worker_id not in demand.avoided and (load.worker_id in open_ids or not urgent):
                 by_id[load.worker_id] = worker
                 loads.append(self._seen(_load_of(worker, load, worker.step_model or model, demand), worker, demand))
@@ -95,7 +104,7 @@ class ByPrediction:
             moved_bytes = (demand.prompt_tokens - cached_by_id[sink]) * bytes_per_token
             return moved_bytes / self._learned.bytes_per_s(source, sink)
 
-        decision = choose(_wanted(demand, waited_s, self._learned), loads, handover_s)
+        decision = choose(self._wanted(demand, waited_s), loads, handover_s)
         if decision is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
         chosen = decision.chosen
@@ -119,18 +128,18 @@ class ByPrediction:
         cached = len(prefix) * worker.description.block_size_tokens if shares else known
         return replace(load, shares=shares, cached_tokens=min(cached, demand.prompt_tokens - 1)) if cached else load
 
+    def _wanted(self, demand: Demand, waited_s: float) -> Wanted:
+        return Wanted(
+            prompt_tokens=demand.prompt_tokens,
+            output_tokens=self._learned.output_tokens(demand.output_tokens),
+            ttft_limit_s=demand.ttft_limit_s,
+            tpot_limit_s=demand.tpot_limit_s,
+            waited_s=waited_s,
+            may_split=demand.prompt_tokens >= self._min_remote_prefill_tokens,
+        )
+
     def _any_model(self) -> StepModel | None:
         return next((model for worker in self._workers() if (model := worker.step_model) is not None), None)
-
-
-def _wanted(demand: Demand, waited_s: float, learned: Learned) -> Wanted:
-    return Wanted(
-        prompt_tokens=demand.prompt_tokens,
-        output_tokens=learned.output_tokens(demand.output_tokens),
-        ttft_limit_s=demand.ttft_limit_s,
-        tpot_limit_s=demand.tpot_limit_s,
-        waited_s=waited_s,
-    )
 
 
 def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand) -> Load:

@@ -97,7 +97,6 @@ class PromptTurn:
     ) -> None:
         """`decode_worker` is the worker that decodes, as far as it is known: `worker` itself if it gets all."""
         self.worker = worker
-        self.prompt_tokens = demand.prompt_tokens
         self.demand = demand
         self.decision = decision
         """Why these workers, if they were chosen by prediction."""
@@ -297,7 +296,7 @@ class PromptQueue:
             self._rate.dropped(worker_id)
             self.dispatch()
             return
-        self._rate.finished(worker_id, turn.prompt_tokens)
+        self._rate.finished(worker_id, turn.demand.prompt_tokens)
         self.dispatch()
         if turn.worker.load().outstanding_prompt_tokens:
             self._rate.begin(worker_id, self._full(turn.worker))
@@ -415,6 +414,12 @@ class PromptQueue:
         return failed
 
 
+def _chooser(pool: Pool, fleet: Fleet, settings: RouterSettings, learned: Learned) -> Chooser:
+    if pool != "adaptive":
+        return ByScore(pool)
+    return ByPrediction(pool, partial(fleet.pool, pool), learned, settings.min_remote_prefill_tokens)
+
+
 def prompt_queues(fleet: Fleet, settings: RouterSettings, learned: Learned | None = None) -> dict[Pool, PromptQueue]:
     """Create a queue for each pool that may compute prompts, in every mode that the deployment can serve.
 
@@ -434,7 +439,7 @@ def prompt_queues(fleet: Fleet, settings: RouterSettings, learned: Learned | Non
             settings.recovery_timeout_s,
             slots,
             has_substitute=partial(another_serves, pool),
-            chooser=ByPrediction(pool, partial(fleet.pool, pool), learned) if pool == "adaptive" else None,
+            chooser=_chooser(pool, fleet, settings, learned),
         )
         for pool in fleet.pools
     }

@@ -40,12 +40,12 @@ def expected(tokens, prompt=PROMPT):
 class Serving:
     """A router's inner half in mode adaptive; its engines make a step only when told."""
 
-    def __init__(self, started, fleet):
+    def __init__(self, started, fleet, **overrides):
         self.engines = [host._engine for host in started]
         for engine in self.engines:
             engine._stepping = "manual"
         self.fleet = fleet
-        settings, learned = router_settings(), Learned(32)
+        settings, learned = router_settings(**overrides), Learned(32)
         self.queues = prompt_queues(fleet, settings, learned)
         self.registry = CollectorRegistry()
         self.placement = placement = LocalPlacement(fleet, self.queues, settings, learned)
@@ -84,9 +84,9 @@ class Serving:
         }
 
 
-async def adaptive(started, fleet):
+async def adaptive(started, fleet, **overrides):
     await fleet.change_mode("adaptive")
-    return Serving(started, fleet)
+    return Serving(started, fleet, **overrides)
 
 
 async def test_before_any_steps_are_known_requests_go_whole_to_the_least_loaded_worker():
@@ -120,6 +120,15 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
         assert (first[0], second[0]) == (expected(40), expected(40, another))
         assert serving.decisions() == {("whole", "within_limits"): 1, ("split", "within_limits"): 1}
         assert all(worker.outstanding == type(worker.outstanding)() for worker in fleet.workers), "nothing stays held"
+
+
+async def test_a_prompt_that_is_too_short_for_a_hand_off_is_not_split():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet, min_remote_prefill_tokens=1000)
+        await serving.learn()
+        asked = [serving.ask(3, [token + 100 * number for token in PROMPT]) for number in range(4)]
+        await asyncio.gather(*(serving.step_until(ending) for _, ending in asked))
+        assert serving.decisions() == {("whole", "least_latency"): 4}
 
 
 async def test_the_engine_gets_the_limit_on_tpot_in_this_mode_alone():

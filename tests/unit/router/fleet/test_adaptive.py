@@ -154,6 +154,14 @@ def test_a_worker_without_room_gets_no_sequence_unless_none_has_room():
     assert choose(wanted(10, 0.5), [], fast) is None
 
 
+def test_a_prompt_that_is_too_short_to_be_handed_over_goes_whole_to_one_worker():
+    loads = [decoding("w0", 3, tpot_limit_s=0.2), a_load("w1")]
+    assert choose(wanted(10, 0.2), loads, fast).chosen.splits
+    decision = choose(wanted(10, 0.2, may_split=False), loads, fast)
+    assert not decision.chosen.splits
+    assert not any(option.splits for option in decision.others)
+
+
 def test_a_decision_names_what_else_there_was():
     decision = choose(wanted(10, 0.2), [a_load("w0"), a_load("w1"), a_load("w2")], fast)
     assert decision.others
