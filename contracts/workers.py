@@ -49,6 +49,13 @@ MIN_FITTED_STEPS = 16
 """A model that was fitted to fewer steps is not used."""
 
 
+TPOT_LIMIT_USED = 0.95
+"""The part of a limit on TPOT that engines use, and routers predict with; the rest is for steps that take longer than
+predicted."""
+LEAST_PROMPT_SHARE = 0.1
+"""Prompts may always lengthen a step by this share of its decode part, so that they go on whatever limits there are."""
+
+
 class Role(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is for at present. The router decides, and may change it while the worker serves.
 

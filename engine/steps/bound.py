@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
-from contracts.workers import StepModel
-
-LEAST_SHARE: Final = 0.1
-"""Prompts may always lengthen a step by this share of its decode part, so that they progress whatever the target."""
+from contracts.workers import LEAST_PROMPT_SHARE, StepModel
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ def most_prefill_tokens(
     `sequences` decode in it and have `context_tokens` together.
     """
     decode_s = model.step_s(0, sequences, context_tokens, 0.0)
-    step_s = max(step_s, (1.0 + LEAST_SHARE) * decode_s)
+    step_s = max(step_s, (1.0 + LEAST_PROMPT_SHARE) * decode_s)
     line_s = model.base_s + model.per_sequence_s * sequences + model.per_context_token_s * context_tokens
     tokens = 0
     for prompt in prompts:

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from contracts.workers import TPOT_LIMIT_USED
+
 MOST: Final = 2.0
 """A step takes at most so many limits, however far all sequences are ahead."""
-BUFFER: Final = 0.95
-"""Of a limit; the rest is for what a step takes longer than predicted."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Paces:
         spent_s, made = now_s - pace.begun_s, tokens - pace.begun_with_tokens
         if spent_s + left_tokens * alone_s > pace.limit_s * (made + left_tokens):
             return math.inf
-        allowed_s = BUFFER * pace.limit_s
+        allowed_s = TPOT_LIMIT_USED * pace.limit_s
         return min(MOST * allowed_s, max(allowed_s, allowed_s * (made + 1) - spent_s))
 
     def arrival_s(self, request_id: str) -> float:
@@ -65,4 +65,4 @@ class Paces:
         time, since prompts that are computed in many small steps beside nothing that decodes take longer.
         """
         pace = self._paces.get(request_id)
-        return math.inf if pace is None else MOST * BUFFER * pace.limit_s
+        return math.inf if pace is None else MOST * TPOT_LIMIT_USED * pace.limit_s

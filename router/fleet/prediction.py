@@ -3,23 +3,24 @@
 Used by `router.fleet.adaptive`. In the formulas, n sequences with c tokens of context decode on the worker, L is the
 least time per output token that one of them may take, and step(P, n, c, A) is `contracts.workers.StepModel`:
 
-- s = step(0, n, c, 0) is a step without prompts. While n > 0, the engine lets a step take T = max(`USED` L, s): it
-  computes as many prompt tokens as fit (`engine.steps`), or as many as its limit says if no sequence has an L.
+- s = step(0, n, c, 0) is a step without prompts. While n > 0, the engine lets a step take
+  T = max(`TPOT_LIMIT_USED` L, s): it computes as many prompt tokens as fit (`engine.steps`), or as many as its limit
+  says if no sequence has an L. While all sequences are ahead of their limits it lets steps take longer, and prompts end
+  sooner than predicted.
 - a prompt of p tokens behind q others takes w = (p + q) times the time per prompt token, with its attention, and
-  k = max(w / max(T - s, `LEAST_SHARE` s), (p + q) / tokens of a step) steps: w + k s in all.
+  k = max(w / max(T - s, `LEAST_PROMPT_SHARE` s), (p + q) / tokens of a step) steps: w + k s in all.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from contracts.workers import StepModel
+from contracts.workers import LEAST_PROMPT_SHARE, TPOT_LIMIT_USED, StepModel
 
-USED = 0.95
-"""The part of a TPOT limit that engines use, since a step may take longer than was predicted."""
-LEAST_SHARE = 0.1
-"""Prompts may lengthen a step by this share of its decode part even if there is no time for them."""
+AT_MOST_DONE = 0.95
+"""The part of a prompt that may be taken as computed while its first token has not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,6 @@ class Load:
     """The least time per output token that one of them may take."""
     step_target_s: float = math.inf
     """The time that a step may take by the worker's role, while something decodes."""
-    open: bool = True
-    """Whether it would take a prompt now."""
     room: bool = True
     """Whether its KV blocks and its batch have room for one more sequence."""
     cached_tokens: int = 0
@@ -84,9 +83,9 @@ def prompt_s(load: Load, tokens: float, attends: float) -> float:
     if not load.decoding:
         return work_s + steps * load.model.base_s
     alone_s = load.model.step_s(0, load.decoding, load.decoding_context_tokens, 0)
-    allowed_s = min(USED * load.tpot_limit_s, load.step_target_s) - alone_s
+    allowed_s = min(TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s) - alone_s
     if math.isfinite(allowed_s):
-        steps = max(steps, math.ceil(work_s / max(allowed_s, LEAST_SHARE * alone_s)))
+        steps = max(steps, math.ceil(work_s / max(allowed_s, LEAST_PROMPT_SHARE * alone_s)))
     return work_s + steps * alone_s
 
 
@@ -98,4 +97,17 @@ def tpot_s(load: Load, context_tokens: float, output_tokens: float, after_prompt
     alone_s = step_s(load, 1, context_tokens)
     left_s = max(0.0, compute_s(load, load.prompt_tokens, load.prompt_attended) - after_prompts_s)
     mixed_s = alone_s + left_s / max(1.0, output_tokens)
-    return max(alone_s, min(mixed_s, USED * load.tpot_limit_s, load.step_target_s))
+    return max(alone_s, min(mixed_s, TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s))
+
+
+def with_prompts(load: Load, prompts_tokens: Sequence[int], first_for_s: float) -> Load:
+    """Return the load with these prompts to compute, of which the first has been computed for `first_for_s`."""
+    if not prompts_tokens:
+        return load
+    first = prompts_tokens[0]
+    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, prompt_s(load, first, attended(first))))
+    return replace(
+        load,
+        prompt_tokens=sum(prompts_tokens) - done,
+        prompt_attended=sum(map(attended, prompts_tokens)) - attended(done),
+    )

@@ -15,12 +15,9 @@ from contracts.vocabulary import Pool
 from contracts.workers import StepModel
 from router.fleet.adaptive import Decision, Wanted, choose
 from router.fleet.policy import PROMPT_SCORERS, Demand, WorkerLoad, blocks_needed, pick
-from router.fleet.prediction import Load, attended, prompt_s
+from router.fleet.prediction import Load, attended, with_prompts
 from router.fleet.worker import Worker
 from router.flow.learned import Learned
-
-AT_MOST_DONE = 0.95
-"""The part of a prompt that may be taken as computed while its first token has not come."""
 
 Roomy = Sequence[tuple[Worker, WorkerLoad]]
 """Workers that would take a prompt now, with their loads."""
@@ -145,7 +142,7 @@ class ByPrediction:
 def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand) -> Load:
     now, role = worker.outstanding, worker.role
     left = load.kv_blocks_free - load.kv_blocks_promised - blocks_needed(demand, load.block_size_tokens)
-    empty = Load(
+    idle = Load(
         worker_id=load.worker_id,
         model=model,
         step_tokens=role.max_num_batched_tokens if role else demand.prompt_tokens,
@@ -156,16 +153,7 @@ def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand)
         step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
         room=left >= 0 and load.running < load.max_running,
     )
-    prompts, for_s = worker.prompts_ahead()
-    if not prompts:
-        return empty
-    first = prompts[0]
-    done = first * min(AT_MOST_DONE, for_s / max(1e-9, prompt_s(empty, first, attended(first))))
-    return replace(
-        empty,
-        prompt_tokens=sum(prompts) - done,
-        prompt_attended=sum(map(attended, prompts)) - attended(done),
-    )
+    return with_prompts(idle, *worker.prompts_ahead())
 
 
 def _kv_bytes_per_token(worker: Worker) -> float:

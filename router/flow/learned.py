@@ -21,7 +21,9 @@ UNKNOWN_PART: Final = 0.5
 UNKNOWN_OUTPUT_TOKENS: Final = 128
 """The expected length of an answer that names no longest length, before one has ended."""
 UNKNOWN_BYTES_PER_S: Final = 1e9
-"""How fast KV is expected to move between two workers before it has."""
+"""How fast KV is expected to move between two workers before that has been measured. It is measured only for hand-offs
+that were fetched whole after prefill (`transfer.overlap` off, or no room to overlap): of the others, only the last
+segment is timed."""
 LEAST_LINK_S: Final = 1e-4
 """Hand-offs in less time say nothing of the rate."""
 

@@ -14,7 +14,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
@@ -23,7 +23,7 @@ from contracts.workers import StepModel
 from engine.steps.bound import Prompt, most_prefill_tokens
 from engine.steps.pace import Paces
 from router.fleet.adaptive import Wanted, choose
-from router.fleet.prediction import Load, attended, prompt_s
+from router.fleet.prediction import Load, attended, with_prompts
 
 MACHINE: Final = StepModel(
     base_s=0.045,
@@ -41,8 +41,6 @@ TTFT_FACTORS: Final = (2.0, 3.5, 5.0, 12.0)
 TPOT_FACTORS: Final = (1.3, 2.0, 3.0, 4.0)
 RATES: Final = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 MODES: Final[tuple[Mode, ...]] = ("colocated", "disaggregated", "adaptive")
-AT_MOST_DONE: Final = 0.95
-"""As in `router.flow.choice`."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class Worker:
 
     def load(self, now_s: float, limits: Limits) -> Load:
         """Return what the router would know of it."""
-        empty = Load(
+        idle = Load(
             self.name,
             MACHINE,
             self.step_tokens,
@@ -139,14 +137,8 @@ class Worker:
             context_tokens=sum(one.prompt_tokens + one.output_tokens / 2 for one in self.assigned.values()),
             tpot_limit_s=limits.tpot_s if self.assigned else math.inf,
         )
-        if not self.prompts:
-            return empty
-        first = self.prompts[0]
-        taken_s = now_s - max(self.head_since_s, first.granted_s)
-        part = min(AT_MOST_DONE, taken_s / prompt_s(empty, first.prompt_tokens, attended(first.prompt_tokens)))
-        done = part * first.prompt_tokens
-        attends = sum(attended(request.prompt_tokens) for request in self.prompts) - attended(done)
-        return replace(empty, prompt_tokens=self.outstanding_tokens - done, prompt_attended=attends)
+        begun_s = max(self.head_since_s, self.prompts[0].granted_s) if self.prompts else now_s
+        return with_prompts(idle, [request.prompt_tokens for request in self.prompts], now_s - begun_s)
 
 
 class Simulation:

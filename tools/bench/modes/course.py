@@ -33,7 +33,6 @@ from tools.bench.modes.journal import (
     Place,
     RoundEnded,
     RoundSpec,
-    outcome_of,
 )
 from tools.bench.modes.rates import better_knee, next_cell_rate, next_search_rate
 from tools.bench.modes.settings import ADAPTIVE, Settings
@@ -266,18 +265,7 @@ class _Rounds:
         if limits is not None:
             labels |= {"ttft_limit_ms": f"{limits.ttft_ms:g}", "tpot_limit_ms": f"{limits.tpot_ms:g}"}
         found: RoundResult = await course.fleet.round(spec.arm, trace, self._plan, limits, labels)
-        records = found.replayed.records if found.replayed else ()
-        ended = RoundEnded(
-            number=number,
-            spec=spec,
-            began=found.began,
-            took_s=found.took_s,
-            outcomes=tuple(outcome_of(record) for record in records),
-            disturbed=found.disturbed,
-            void=found.void,
-            spent_s=course.clock.spent_s,
-            next_ordinal=course.fleet.next_ordinal,
-        )
+        ended = found.ended(number, spec, course.clock.spent_s, course.fleet.next_ordinal)
         journal.add(ended)
         return ended
 

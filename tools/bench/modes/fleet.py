@@ -34,7 +34,7 @@ from loadtest.run_folder import RECORDS
 from loadtest.trace.readers import load_trace
 from loadtest.trace.trace import Trace
 from loadtest.valid_rounds import require_disaggregated
-from tools.bench.modes.journal import Limits
+from tools.bench.modes.journal import Limits, RoundEnded, RoundSpec, outcome_of
 from tools.bench.modes.settings import Settings
 
 ORDINALS_PER_ROUND: Final = 512
@@ -51,6 +51,21 @@ class RoundResult:
     replayed: ReplayResult | None
     disturbed: tuple[str, ...]
     void: str | None
+
+    def ended(self, number: int, spec: RoundSpec, spent_s: float, next_ordinal: int) -> RoundEnded:
+        """Return what the journal keeps of it."""
+        records = self.replayed.records if self.replayed else ()
+        return RoundEnded(
+            number=number,
+            spec=spec,
+            began=self.began,
+            took_s=self.took_s,
+            outcomes=tuple(outcome_of(record) for record in records),
+            disturbed=self.disturbed,
+            void=self.void,
+            spent_s=spent_s,
+            next_ordinal=next_ordinal,
+        )
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from loadtest.statistics.proportions import PairedCounts, paired_score_interval
 from loadtest.trace.trace import Trace, TraceRow
 from tools.bench.modes.course import Clock, shuffled
 from tools.bench.modes.fleet import Fleet, hopeless_after_s, round_plan
-from tools.bench.modes.journal import Ended, Journal, Limits, Measured, RoundEnded, RoundSpec, outcome_of
+from tools.bench.modes.journal import Ended, Journal, Limits, Measured, RoundEnded, RoundSpec
 from tools.bench.modes.settings import ADAPTIVE, Settings
 from tools.bench.modes.summary import common, round_row, write
 from tools.bench.modes.workloads import plan_of
@@ -190,18 +190,7 @@ async def _one_round(
     number = journal.next_number
     told = limits if spec.arm == ADAPTIVE else None
     found = await fleet.round(spec.arm, trace, plan, told, {"round": number, "workload": NAME, "block": spec.block})
-    records = found.replayed.records if found.replayed else ()
-    ended = RoundEnded(
-        number=number,
-        spec=spec,
-        began=found.began,
-        took_s=found.took_s,
-        outcomes=tuple(outcome_of(record) for record in records),
-        disturbed=found.disturbed,
-        void=found.void,
-        spent_s=clock.spent_s,
-        next_ordinal=fleet.next_ordinal,
-    )
+    ended = found.ended(number, spec, clock.spent_s, fleet.next_ordinal)
     journal.add(ended)
     return ended
 

@@ -9,10 +9,12 @@ from prometheus_client import generate_latest
 from contracts.vocabulary import Pool
 from router.fleet.policy import NoWorker
 from router.fleet.roles import ModeImpossible
+from router.fleet.worker import Outstanding
 from router.flow.admission_rules import Ask, Refused
 from tests.components.router.dispatch.test_modes import ROLES
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, next_token, router_settings
+from tests.support.series_table import STEP_MODEL
 from tests.support.several_routers import PROMPT_TOKENS, a_dispatcher, routers
 from tests.support.small_fleet import hosts
 
@@ -206,6 +208,25 @@ async def test_a_clients_share_counts_at_all_routers_together():
                 pair[1].admission.admit("a", Ask(1, 8, 8))
             pair[1].admission.admit("b", Ask(1, 8, 8)).release()
             permits.clear()
+
+
+async def test_in_mode_adaptive_the_dispatcher_chooses_by_prediction_for_both_routers_and_the_tokens_are_one_engines():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        for host in started:
+            host._engine.stats.step_model = STEP_MODEL
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(2, addresses, at, SETTINGS) as pair:
+            await pair[0].decisions.modes.change("adaptive")
+            await dispatcher.fleet.refresh()
+            asked = [router.ask(tokens=6) for _ in range(6) for router in pair]
+            for sent, request in asked:
+                await request
+                assert sent == expected(6)
+            counted = generate_latest(pair[0].registry).decode() + generate_latest(pair[1].registry).decode()
+            assert 'ridgeline_decisions_total{choice="' in counted
+            use = await dispatcher.use()
+            assert [(worker.running, worker.kv_blocks_used) for worker in use.workers] == [(0, 0), (0, 0)]
+            assert all(worker.outstanding == Outstanding() for worker in dispatcher.fleet.workers)
 
 
 async def test_a_change_of_mode_at_one_router_changes_it_at_all():

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from engine.steps.pace import BUFFER, Paces
+from contracts.workers import TPOT_LIMIT_USED
+from engine.steps.pace import Paces
 
 LIMIT_S = 0.1
-STEP_S = BUFFER * LIMIT_S
+STEP_S = TPOT_LIMIT_USED * LIMIT_S
 LEFT = 100
 """Tokens that a sequence may still make."""
 
