@@ -39,7 +39,10 @@ from tools.bench.modes.settings import ADAPTIVE, Settings
 from tools.bench.modes.workloads import Workload
 
 T = TypeVar("T")
-SEARCH_REQUESTS: Final = 10
+LEAST_SEARCH_REQUESTS: Final = 10
+SEARCH_SPAN: Final = 4.0
+"""Arrivals of a round of the search last this many limits of TTFT: a shorter burst is over before a queue at a rate
+beyond the knee has grown to the limit."""
 FIRST_SHARE: Final = 0.8
 """The search begins at this share of what the workers are calculated to hold."""
 CLIMBING_SHARE: Final = 0.6
@@ -120,13 +123,14 @@ class Course:
         """Run small rounds of each pure mode at rates that bracket the knee of the better one."""
         found: dict[str, list[Round]] = {arm: [] for arm in self.settings.pure_arms}
         balanced = self.settings.balanced
+        limits = rounds.limits[balanced]
         while (rate := next_search_rate({arm: each for arm, each in found.items() if each}, start)) is not None:
             tried = len(next(iter(found.values())))
             for arm in shuffled(self.settings.pure_arms, f"{self.settings.seed} search {tried}"):
-                spec = RoundSpec(self.workload.name, SEARCH, arm, rate, tried, SEARCH_REQUESTS)
+                spec = RoundSpec(self.workload.name, SEARCH, arm, rate, tried, search_requests(rate, limits))
                 ended = await rounds.run(spec)
                 if ended is not None:
-                    found[arm] += counted([ended], arm, balanced, rounds.limits[balanced])
+                    found[arm] += counted([ended], arm, balanced, limits)
             if not all(found.values()):
                 break
         return better_knee({arm: each for arm, each in found.items() if each})
@@ -231,7 +235,7 @@ class _Rounds:
 
     async def warm_up(self) -> None:
         """Let every worker make steps in each pure mode."""
-        trace = self._course.workload.round_trace(0, SEARCH_REQUESTS, 1.0, self._course.fleet.max_model_tokens)
+        trace = self._course.workload.round_trace(0, LEAST_SEARCH_REQUESTS, 1.0, self._course.fleet.max_model_tokens)
         for arm in self._course.settings.pure_arms:
             await self._course.fleet.warm_up(arm, trace, self._plan)
 
@@ -284,6 +288,11 @@ class _Rounds:
             f"disturbed: {'; '.join(ended.disturbed)}" if ended.disturbed and not ended.void else "",
         ]
         course._say(", ".join(word for word in words if word))
+
+
+def search_requests(rate: float, limits: Limits) -> int:
+    """Return the requests of a round of the search at this rate, in requests/s."""
+    return max(LEAST_SEARCH_REQUESTS, math.ceil(rate * SEARCH_SPAN * limits.ttft_ms / 1e3))
 
 
 def shuffled(items: Sequence[T], seed: str) -> list[T]:

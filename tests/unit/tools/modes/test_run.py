@@ -9,6 +9,7 @@ from loadtest.run.server import told_limits
 from loadtest.run.unloaded import Unloaded
 from loadtest.trace.readers import load_trace
 from tools.bench.modes.__main__ import options, settings_of
+from tools.bench.modes.course import search_requests
 from tools.bench.modes.fleet import hopeless_after_s
 from tools.bench.modes.journal import Chosen, Journal, Limits, Outcome, RoundEnded, RoundSpec, read_journal
 from tools.bench.modes.settings import Settings, save, saved
@@ -55,6 +56,11 @@ def test_a_void_round_does_not_count_and_is_run_again(tmp_path):
     assert journal.done(_spec()) is None
     assert not journal.rounds()
     assert journal.next_number == 1
+
+
+@pytest.mark.parametrize(("rate", "requests"), [(0.1, 10), (1.2, 20), (3.0, 48)])
+def test_a_round_of_the_search_lasts_until_a_queue_at_its_rate_has_grown_to_the_limit(rate, requests):
+    assert search_requests(rate, Limits(ttft_ms=4_000, tpot_ms=70)) == requests
 
 
 def test_settings_are_read_back_as_they_were_given(tmp_path):
