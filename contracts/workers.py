@@ -52,7 +52,9 @@ MIN_FITTED_STEPS = 16
 TPOT_LIMIT_USED = 0.95
 """The part of a limit on TPOT that engines use, and routers predict with; the rest is for steps that take longer than
 predicted."""
-LEAST_PROMPT_SHARE = 0.1
+MOST_LIMITS = 2.0
+"""A step takes at most so many limits on TPOT, however far all sequences are ahead: a reader sees the gap."""
+LEAST_PROMPT_SHARE = 0.02
 """Prompts may always lengthen a step by this share of its decode part, so that they go on whatever limits there are."""
 
 

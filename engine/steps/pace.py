@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
 
-from contracts.workers import TPOT_LIMIT_USED
-
-MOST: Final = 2.0
-"""A step takes at most so many limits, however far all sequences are ahead."""
+from contracts.workers import MOST_LIMITS, TPOT_LIMIT_USED
 
 
 @dataclass
@@ -42,10 +38,9 @@ class Paces:
         """Return how long the step that makes its next token may take from `now_s`; infinity without a limit.
 
         `tokens` will be made by `now_s`, from when nothing else is computed. The mean counts, so a sequence that is
-        ahead of its limit lets a longer chunk through, up to `MOST` limits, since a reader sees the gap; one that is
-        behind asks for no more than the limit itself. One
-        that would miss its limit even if each of the `left_tokens` that it may still make took only `alone_s`, a step
-        of itself alone, asks for nothing any more: it would only make prompts late.
+        ahead of its limit lets a longer chunk through, up to `MOST_LIMITS` limits; one that is behind asks for no more
+        than the limit itself. One that would miss its limit even if each of the `left_tokens` that it may still make
+        took only `alone_s`, a step of itself alone, asks for nothing any more: it would only make prompts late.
         """
         pace = self._paces.get(request_id)
         if pace is None:
@@ -56,7 +51,7 @@ class Paces:
         if spent_s + left_tokens * alone_s > pace.limit_s * (made + left_tokens):
             return math.inf
         allowed_s = TPOT_LIMIT_USED * pace.limit_s
-        return min(MOST * allowed_s, max(allowed_s, allowed_s * (made + 1) - spent_s))
+        return min(MOST_LIMITS * allowed_s, max(allowed_s, allowed_s * (made + 1) - spent_s))
 
     def arrival_s(self, request_id: str) -> float:
         """Return how long a step may take while the sequence's KV is on its way; infinity without a limit.
@@ -65,4 +60,4 @@ class Paces:
         time, since prompts that are computed in many small steps beside nothing that decodes take longer.
         """
         pace = self._paces.get(request_id)
-        return math.inf if pace is None else MOST * TPOT_LIMIT_USED * pace.limit_s
+        return math.inf if pace is None else MOST_LIMITS * TPOT_LIMIT_USED * pace.limit_s

@@ -21,15 +21,19 @@ from heapq import nsmallest
 
 import msgspec
 
-from router.fleet.prediction import Load, attended, compute_s, prompt_s, step_s, tpot_s
+from router.fleet.prediction import Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
 
 ABOUT = 0.1
 """Options that lose only this much more than the best one are about equal to it."""
 TTFT_MISSED = (0.95, 1.1)
 """Below the first of these parts of a limit on TTFT it is certain to be kept, above the second to be missed, and in
 between as likely as it is near: predictions err."""
-TPOT_MISSED = (1.0, 1.2)
-"""The same for TPOT. It is predicted for the present sequences, of which some end before the answer does."""
+TPOT_MISSED = 1.2
+"""The same for TPOT, where it is certain to be kept up to the limit itself, or beyond it by `TPOT_SLACK`."""
+TPOT_SLACK = 0.1
+"""The part of a limit by which a prediction for an answer of `LONG_ANSWER_TOKENS` may exceed it: sequences end before
+the answer does, and those that take their places are chosen with the limit in view. For shorter answers it is less."""
+LONG_ANSWER_TOKENS = 50
 CONSIDERED = 3
 """Workers that are considered for each half of a request that is split."""
 SHORT_LIST = 3
@@ -109,9 +113,10 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
         return None
     options = [_option(wanted, view, view, 0.0) for view in fits if view in computing or not wanted.may_split]
     for prompt in sorted(computing, key=lambda view: (view.late, view.ttft_s))[:CONSIDERED]:
-        for decode in sorted(fits, key=lambda view: (view.breaks, view.decode_s, view.load.decodes))[:CONSIDERED]:
+        for decode in sorted(fits, key=_decode_rank)[:CONSIDERED]:
             if wanted.may_split and prompt is not decode:
-                gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + decode.step_s / 2
+                waits_s = joined_step_s(decode.load, wanted.tpot_limit_s) / 2
+                gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + waits_s
                 options.append(_option(wanted, prompt, decode, gap_s))
     return _within_limits(options) if wanted.limited else _least_latency(options)
 
@@ -162,16 +167,8 @@ class _View(msgspec.Struct):
     """What the prompt adds to the steps there."""
     begins_s: float
     """What steps take that would not be without the prompt."""
-    step_s: float
-    """A step of what decodes there or will."""
-    decode_s: float
-    """Its share of the steps in which its answer is made. A step for few sequences takes nearly as long as one for
-    many, so that answers gather where there are some; what one adds, given the others, would let them spread."""
-    delays_s: float
-    """What the answer adds to the latencies of the others there."""
-    breaks: float
-    """Others that miss their limit on TPOT because of it: half of those whose steps become too long, since on average
-    they have half of their tokens already."""
+    steps_after_s: float
+    """A step of what decodes there or will, and of the answer."""
 
 
 def _view(wanted: Wanted, load: Load) -> _View:
@@ -179,8 +176,6 @@ def _view(wanted: Wanted, load: Load) -> _View:
     attends = attended(wanted.prompt_tokens, load.cached_tokens)
     took_s = prompt_s(load, tokens, attends)
     ttft_s = wanted.waited_s + took_s
-    before_s, after_s = step_s(load), step_s(load, 1, wanted.context_tokens)
-    before, after = (_missed(one / load.tpot_limit_s, TPOT_MISSED) for one in (before_s, after_s))
     return _View(
         load=load,
         took_s=took_s,
@@ -188,11 +183,15 @@ def _view(wanted: Wanted, load: Load) -> _View:
         late=_missed(ttft_s / wanted.ttft_limit_s, TTFT_MISSED),
         computes_s=compute_s(load, tokens, attends),
         begins_s=0.0 if load.decoding else math.ceil(tokens / load.step_tokens) * load.model.base_s,
-        step_s=before_s,
-        decode_s=wanted.output_tokens * after_s / (load.decodes + 1),
-        delays_s=load.decodes * wanted.output_tokens * max(0.0, after_s - before_s),
-        breaks=load.decodes * max(0.0, after - before) / 2,
+        steps_after_s=step_s(load, 1, wanted.context_tokens),
     )
+
+
+def _decode_rank(view: _View) -> tuple[float, float, float]:
+    """Return by which of them to choose a worker to decode, smallest first, before the prompt's worker is known."""
+    load = view.load
+    over = max(0.0, view.steps_after_s / load.tpot_limit_s - 1.0)
+    return load.decodes * over, view.steps_after_s / (load.decodes + 1), load.decodes
 
 
 def _missed(part: float, certain: tuple[float, float]) -> float:
@@ -201,19 +200,47 @@ def _missed(part: float, certain: tuple[float, float]) -> float:
     return min(1.0, max(0.0, (part - kept) / (missed - kept)))
 
 
+class _Answer(msgspec.Struct):
+    """What is predicted for the answer on the worker that decodes it."""
+
+    tpot_s: float
+    decode_s: float
+    """Its share of the steps in which it is made. A step for few sequences takes nearly as long as one for many, so
+    that answers gather where there are some; what one adds, given the others, would let them spread."""
+    delays_s: float
+    """What it adds to the latencies of the others there."""
+    breaks: float
+    """Limits on TPOT that are likely to be missed because of it: its own, and of the others half of those whose steps
+    become too long, since on average they have half of their tokens already."""
+
+
+def _answer(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> _Answer:
+    """Predict the answer, which begins once the prompt is computed: until then some of those that decode will end."""
+    then = later(decode.load, prompt.took_s, wanted.output_tokens)
+    before_s, after_s = step_s(then), step_s(then, 1, wanted.context_tokens)
+    steps_s = tpot_s(then, wanted.context_tokens, wanted.output_tokens, prompt.took_s)
+    per_token_s = steps_s + gap_s / max(1.0, wanted.output_tokens - 1)
+    certain = (1.0 + TPOT_SLACK * min(1.0, wanted.output_tokens / LONG_ANSWER_TOKENS), TPOT_MISSED)
+    before, after = (_missed(one / then.tpot_limit_s, certain) for one in (before_s, after_s))
+    return _Answer(
+        tpot_s=per_token_s,
+        decode_s=wanted.output_tokens * after_s / (then.decodes + 1),
+        delays_s=then.decodes * wanted.output_tokens * max(0.0, after_s - before_s),
+        breaks=_missed(per_token_s / wanted.tpot_limit_s, certain) + then.decodes * max(0.0, after - before) / 2,
+    )
+
+
 def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Option:
     """Predict one option; `gap_s` is what a hand-over adds between the first two tokens."""
-    steps_s = tpot_s(decode.load, wanted.context_tokens, wanted.output_tokens, prompt.took_s)
-    per_token_s = steps_s + gap_s / max(1.0, wanted.output_tokens - 1)
-    too_slow = _missed(per_token_s / wanted.tpot_limit_s, TPOT_MISSED)
-    delays_s = prompt.load.decoding * prompt.computes_s + decode.delays_s
+    answer = _answer(wanted, prompt, decode, gap_s)
+    delays_s = prompt.load.decoding * prompt.computes_s + answer.delays_s
     return Option(
         prompt_worker=prompt.load.worker_id,
         decode_worker=decode.load.worker_id,
         ttft_s=prompt.ttft_s,
-        tpot_s=per_token_s,
-        broken=decode.breaks + prompt.late + too_slow,
-        work_s=prompt.computes_s + prompt.begins_s + decode.decode_s + gap_s,
-        latency_s=prompt.ttft_s + wanted.output_tokens * per_token_s + delays_s,
+        tpot_s=answer.tpot_s,
+        broken=prompt.late + answer.breaks,
+        work_s=prompt.computes_s + prompt.begins_s + answer.decode_s + gap_s,
+        latency_s=prompt.ttft_s + wanted.output_tokens * answer.tpot_s + delays_s,
         cached_tokens=prompt.load.cached_tokens,
     )

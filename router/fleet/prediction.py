@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from contracts.workers import LEAST_PROMPT_SHARE, TPOT_LIMIT_USED, StepModel
+from contracts.workers import LEAST_PROMPT_SHARE, MOST_LIMITS, TPOT_LIMIT_USED, StepModel
 
 AT_MOST_DONE = 0.95
 """The part of a prompt that may be taken as computed while its first token has not come."""
@@ -35,9 +35,9 @@ class Load:
     """Prompt tokens that it has to compute before those of a prompt that comes now."""
     prompt_attended: float = 0.0
     """What they attend to, see `attended`."""
-    decoding: int = 0
+    decoding: float = 0
     """Sequences that decode there now."""
-    decodes: int = 0
+    decodes: float = 0
     """Those and the ones that will, once their prompts are computed, here or elsewhere."""
     context_tokens: float = 0.0
     """Tokens of the latter's contexts."""
@@ -67,6 +67,35 @@ def step_s(load: Load, more_sequences: int = 0, more_context_tokens: float = 0.0
     """Return the seconds of a step of all that decode or will, and of some more; 0 without any."""
     sequences = load.decodes + more_sequences
     return load.model.step_s(0, sequences, load.context_tokens + more_context_tokens, 0) if sequences else 0.0
+
+
+def later(load: Load, after_s: float, output_tokens: float) -> Load:
+    """Return the load once `after_s` seconds have passed, when some of the sequences that decode now will have ended.
+
+    They are taken to have answers of this length, of which any part may be left. Those that do not decode yet, because
+    their prompts are still to be computed, stay.
+    """
+    if not load.decoding:
+        return load
+    ended = load.decoding * min(1.0, after_s / step_s(load) / max(1.0, output_tokens))
+    decodes = load.decodes - ended
+    return replace(
+        load,
+        decoding=load.decoding - ended,
+        decodes=decodes,
+        context_tokens=load.context_tokens * decodes / load.decodes,
+    )
+
+
+def joined_step_s(load: Load, tpot_limit_s: float) -> float:
+    """Return the seconds of the step that runs when the KV of a sequence with this limit arrives.
+
+    While its KV is on its way, the engine lets a step that computes prompts take `MOST_LIMITS` limits.
+    """
+    alone_s = step_s(load)
+    mixed_s = alone_s + compute_s(load, load.prompt_tokens, load.prompt_attended)
+    limit_s = MOST_LIMITS * TPOT_LIMIT_USED * min(load.tpot_limit_s, tpot_limit_s)
+    return max(alone_s, min(mixed_s, limit_s, load.step_target_s))
 
 
 def compute_s(load: Load, tokens: float, attends: float) -> float:

@@ -104,20 +104,20 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
         serving = await adaptive(started, fleet)
         await serving.learn()
         limits = {"ttft_limit_s": 10.0, "tpot_limit_s": 0.2}
-        first = serving.ask(40, **limits)
+        first = serving.ask(120, **limits)
         await eventually(lambda: sum(len(engine.running) for engine in serving.engines) == 1)
         decoder = next(engine for engine in serving.engines if engine.running)
         other = next(engine for engine in serving.engines if engine is not decoder)
         decoder.step()
         await eventually(lambda: first[0])
         another = [token + 1 for token in PROMPT]
-        second = serving.ask(40, another, **limits)
+        second = serving.ask(120, another, **limits)
         await eventually(lambda: other.running)
         other.step()
         await eventually(lambda: len(decoder.running) == 2)
         assert not other.running
         await asyncio.gather(serving.step_until(first[1]), serving.step_until(second[1]))
-        assert (first[0], second[0]) == (expected(40), expected(40, another))
+        assert (first[0], second[0]) == (expected(120), expected(120, another))
         assert serving.decisions() == {("whole", "within_limits"): 1, ("split", "within_limits"): 1}
         assert all(worker.outstanding == type(worker.outstanding)() for worker in fleet.workers), "nothing stays held"
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from contracts.workers import StepModel
+from contracts.workers import LEAST_PROMPT_SHARE, StepModel
 from router.fleet.adaptive import Wanted, choose
-from router.fleet.prediction import Load, attended, compute_s, prompt_s, step_s, tpot_s
+from router.fleet.prediction import Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
 
 MODEL = StepModel(
     base_s=0.04,
@@ -77,7 +77,7 @@ def test_beside_sequences_with_a_limit_a_prompt_is_spread_over_the_steps_that_it
 
 def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks():
     busy = decoding("w", 10, tpot_limit_s=0.01)
-    steps = (UNLOADED_S - MODEL.base_s) / (0.1 * step_s(busy))
+    steps = (UNLOADED_S - MODEL.base_s) / (LEAST_PROMPT_SHARE * step_s(busy))
     assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(
         UNLOADED_S - MODEL.base_s + steps * step_s(busy), rel=0.1
     )
@@ -116,13 +116,13 @@ def test_when_the_prompts_of_one_worker_take_too_long_the_worker_that_decodes_co
 
 
 def test_when_the_steps_of_the_worker_that_decodes_are_as_long_as_they_may_be_the_other_one_decodes_too():
-    full = decoding("w0", 70, tpot_limit_s=step_s(decoding("w0", 70)))
+    full = decoding("w0", 70, tpot_limit_s=step_s(decoding("w0", 56)))
     decision = choose(wanted(10, 0.2), [full, a_load("w1")], fast)
     assert pair_of(decision) == ("w1", "w1")
 
 
 def test_a_request_that_misses_its_limit_anyway_takes_nobody_else_along():
-    loads = [decoding("w0", 29, tpot_limit_s=step_s(decoding("w0", 29)) * 0.95), decoding("w1", 3, tpot_limit_s=0.2)]
+    loads = [decoding("w0", 29, tpot_limit_s=step_s(decoding("w0", 29)) * 0.78), decoding("w1", 3, tpot_limit_s=0.2)]
     decision = choose(wanted(0.1, 0.2), loads, fast)
     assert decision.reason == "fewest_broken"
     assert decision.chosen.decode_worker == "w1"
@@ -130,10 +130,32 @@ def test_a_request_that_misses_its_limit_anyway_takes_nobody_else_along():
 
 
 def test_the_time_that_a_request_has_waited_counts():
-    loads = [decoding("w0", 3, tpot_limit_s=0.2), with_prompts("w1", 1)]
-    assert pair_of(choose(wanted(5 * UNLOADED_S, 0.2), loads, fast))[0] == "w1"
-    late = wanted(5 * UNLOADED_S, 0.2, waited_s=3 * UNLOADED_S)
-    assert choose(late, loads, fast).chosen.ttft_s >= 3 * UNLOADED_S
+    loads = [with_prompts("w0", 2), with_prompts("w1", 1)]
+    soon = choose(wanted(4 * UNLOADED_S, 0.2), loads, fast).chosen
+    late = choose(wanted(4 * UNLOADED_S, 0.2, waited_s=3 * UNLOADED_S), loads, fast).chosen
+    assert (soon.prompt_worker, soon.broken) == ("w1", 0)
+    assert late.ttft_s >= soon.ttft_s + 2 * UNLOADED_S
+    assert late.broken >= 1
+
+
+def test_sequences_that_will_have_ended_before_the_answer_begins_do_not_count_against_it():
+    load = decoding("w0", 40)
+    then = later(load, 20 * step_s(load), 40)
+    assert (then.decoding, then.decodes, then.context_tokens) == (20, 20, load.context_tokens / 2)
+    assert later(load, 100 * step_s(load), 40).decodes == 0
+    busy = decoding("w0", 40, tpot_limit_s=step_s(decoding("w0", 30)))
+    at_once, after = (choose(wanted(30, 0.2), [busy, with_prompts("w1", prompts)], fast) for prompts in (0, 4))
+    assert at_once.chosen.decode_worker == "w1"
+    assert pair_of(after)[1] == "w0"
+
+
+def test_a_sequence_whose_kv_arrives_beside_prompts_waits_for_a_longer_step():
+    alone, beside = decoding("w0", 3), with_prompts("w0", 3, decodes=3, decoding=3, context_tokens=1632)
+    assert joined_step_s(alone, 0.2) == step_s(alone)
+    assert joined_step_s(beside, 0.2) == pytest.approx(2 * 0.95 * 0.2)
+    assert joined_step_s(beside, math.inf) == pytest.approx(
+        step_s(beside) + compute_s(beside, beside.prompt_tokens, beside.prompt_attended)
+    )
 
 
 def test_without_limits_the_least_latency_counts_that_of_others_included():
