@@ -5,6 +5,7 @@ answers.py             prints a server's answers to a fixed set of requests, for
 client.py              measures what our load generator adds, against a server without a model
 clocks.py              compares a client's clock with the server's histograms
 codec_speed.py         measures how fast KV is encoded and decoded
+decision_cost.py       measures what a decision of mode adaptive costs the router
 hand_over.py           measures the gap between the first two tokens with and without overlap, alone and under load
 idle_cpu.py            measures the CPU time of an idle deployment, by process
 modes/                 the map of three modes over limits of TTFT and TPOT, on one fleet

@@ -1,0 +1,116 @@
+"""Measures what a decision of mode adaptive costs the router: the product's own rules over its own count of what workers do.
+
+There are no engines and no network: 32 workers decode 2,000 streams, every one of them computes two prompts, and a
+decision chooses the workers of one more.
+
+usage: python -m tools.bench.decision_cost [--workers 32] [--streams 2000] [--decisions 3000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from contextlib import ExitStack
+from typing import Any, Final, cast
+
+from contracts.handoff import KvLayout
+from contracts.workers import StepModel, WorkerDescription, WorkerStatus
+from router.fleet.policy import Demand
+from router.fleet.worker import Worker
+from router.flow.choice import ByPrediction
+from router.flow.learned import Learned
+
+MODEL: Final = StepModel(
+    base_s=0.008,
+    per_prefill_token_s=5e-5,
+    per_sequence_s=5e-5,
+    per_context_token_s=1.5e-8,
+    per_attended_token_s=2e-9,
+    steps=100,
+)
+"""Steps about as long as an 8B model's on one GPU."""
+LAYOUT: Final = KvLayout(
+    model="m",
+    dtype="bfloat16",
+    kv_dtype="auto",
+    block_size_tokens=16,
+    num_layers=32,
+    num_kv_heads=8,
+    block_bytes=65_536,
+    layout="NHD",
+    isa="cuda",
+    engine_version="v",
+    tensor_parallel_size=1,
+)
+PROMPT_TOKENS: Final = 2_000
+LONGEST_ANSWER_TOKENS: Final = 400
+TPOT_LIMITS_S: Final = (0.02, 0.03, 0.05)
+
+
+class _Connected:
+    """Stands in for the connection to a worker, of which a decision only asks whether it is there."""
+
+    connected = True
+    failed_s = float("-inf")
+
+
+def _worker(number: int) -> Worker:
+    worker_id = f"worker-{number}"
+    described = WorkerDescription(
+        worker_id=worker_id,
+        incarnation="i",
+        pool="adaptive",
+        pid=number,
+        host="host",
+        layout=LAYOUT,
+        transfer_addresses=["address"],
+        num_kv_blocks=100_000,
+        block_size_tokens=16,
+        max_model_len_tokens=8_192,
+        max_num_seqs=256,
+    )
+    worker = Worker(cast(Any, _Connected()), described)
+    worker.status = WorkerStatus(worker_id=worker_id, kv_blocks_free=90_000, step_model=MODEL)
+    return worker
+
+
+def measure(workers: int, streams: int, decisions: int) -> list[float]:
+    """Return the microseconds of each decision, in order of their length."""
+    fleet, draw, took_us = [_worker(number) for number in range(workers)], random.Random(1), []
+    rules = ByPrediction("adaptive", lambda: fleet, Learned(16))
+    with ExitStack() as held:
+        for _ in range(streams):
+            context = draw.randrange(100, 4_000)
+            reserve = draw.choice(fleet).reserve(decode_context_tokens=context, tpot_limit_s=draw.choice(TPOT_LIMITS_S))
+            held.enter_context(reserve).prompt_done()
+        for worker in fleet:
+            for _ in range(2):
+                held.enter_context(worker.reserve(draw.randrange(100, 4_000)))
+        for _ in range(decisions):
+            roomy = [(worker, worker.load()) for worker in fleet]
+            demand = Demand(PROMPT_TOKENS, LONGEST_ANSWER_TOKENS, ttft_limit_s=1.0, tpot_limit_s=0.03)
+            began_s = time.perf_counter()
+            choice = rules.choose(demand, 0.01, roomy, urgent=False)
+            took_us.append((time.perf_counter() - began_s) * 1e6)
+            assert choice is not None, "every worker has room"
+            assert choice.decision is not None, "every worker has a model of its steps"
+    return sorted(took_us)
+
+
+def main() -> None:
+    """Print the median and the 99th percentile."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("workers", 32), ("streams", 2_000), ("decisions", 3_000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    took_us = measure(asked.workers, asked.streams, asked.decisions)
+    print(  # noqa: T201
+        f"{asked.workers} workers, {asked.streams} streams: a decision takes {statistics.median(took_us):.0f} us, "
+        f"p99 {took_us[int(0.99 * len(took_us))]:.0f} us ({len(took_us)} decisions)"
+    )
+
+
+if __name__ == "__main__":
+    main()
