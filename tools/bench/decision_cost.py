@@ -1,4 +1,4 @@
-"""Measures what a decision of mode adaptive costs the router: the product's own rules over its own count of what workers do.
+"""Measures what a decision of mode adaptive costs the router: its own rules over its own count of what workers do.
 
 There are no engines and no network: 32 workers decode 2,000 streams, every one of them computes two prompts, and a
 decision chooses the workers of one more.
