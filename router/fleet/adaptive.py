@@ -34,7 +34,7 @@ TPOT_SLACK = 0.1
 """The part of a limit by which a prediction for an answer of `LONG_ANSWER_TOKENS` may exceed it: sequences end before
 the answer does, and those that take their places are chosen with the limit in view. For shorter answers it is less."""
 LONG_ANSWER_TOKENS = 50
-CONSIDERED = 3
+CONSIDERED = 2
 """Workers that are considered for each half of a request that is split."""
 SHORT_LIST = 3
 """In a large fleet, workers that are looked at by each of three rules of thumb."""
@@ -106,22 +106,24 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
     A worker without room for the sequence does not decode it, unless none has room. While a worker computes the same
     prompt, for another sequence of a request with n > 1, no other one computes it too.
     """
-    views = [_view(wanted, load) for load in _short_list(loads)]
+    views = [_view(wanted, load) for load in short_list(loads)]
     computing = [view for view in views if view.load.shares] or views
     fits = [view for view in views if view.load.room] or views
     if not fits:
         return None
     options = [_option(wanted, view, view, 0.0) for view in fits if view in computing or not wanted.may_split]
-    for prompt in sorted(computing, key=lambda view: (view.late, view.ttft_s))[:CONSIDERED]:
-        for decode in sorted(fits, key=_decode_rank)[:CONSIDERED]:
-            if wanted.may_split and prompt is not decode:
-                waits_s = joined_step_s(decode.load, wanted.tpot_limit_s) / 2
-                gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + waits_s
-                options.append(_option(wanted, prompt, decode, gap_s))
+    if wanted.may_split:
+        prompts = nsmallest(CONSIDERED, computing, key=lambda view: (view.late, view.ttft_s))
+        for decode in nsmallest(CONSIDERED, fits, key=_decode_rank):
+            waits_s = joined_step_s(decode.load, wanted.tpot_limit_s) / 2
+            for prompt in prompts:
+                if prompt is not decode:
+                    gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + waits_s
+                    options.append(_option(wanted, prompt, decode, gap_s))
     return _within_limits(options) if wanted.limited else _least_latency(options)
 
 
-def _short_list(loads: Sequence[Load]) -> Sequence[Load]:
+def short_list(loads: Sequence[Load]) -> Sequence[Load]:
     """Return the workers worth a prediction: those with the fewest prompts, with the most of this one, and with the
     fewest answers of those that have any, which are the cheapest to add to."""
     if len(loads) <= 3 * SHORT_LIST:

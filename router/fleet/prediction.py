@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from contracts.workers import LEAST_PROMPT_SHARE, MOST_LIMITS, TPOT_LIMIT_USED, StepModel
 
@@ -23,8 +25,7 @@ AT_MOST_DONE = 0.95
 """The part of a prompt that may be taken as computed while its first token has not come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """What a worker has to do, as far as predictions need it."""
 
     worker_id: str
@@ -32,7 +33,7 @@ class Load:
     step_tokens: int
     """Tokens that one step computes at most."""
     prompt_tokens: float = 0.0
-    """Prompt tokens that it has to compute before those of a prompt that comes now."""
+    """Prompt tokens that it has to compute before those of a prompt that comes now; `with_prompts` says it exactly."""
     prompt_attended: float = 0.0
     """What they attend to, see `attended`."""
     decoding: float = 0
@@ -79,12 +80,8 @@ def later(load: Load, after_s: float, output_tokens: float) -> Load:
         return load
     ended = load.decoding * min(1.0, after_s / step_s(load) / max(1.0, output_tokens))
     decodes = load.decodes - ended
-    return replace(
-        load,
-        decoding=load.decoding - ended,
-        decodes=decodes,
-        context_tokens=load.context_tokens * decodes / load.decodes,
-    )
+    context_tokens = load.context_tokens * decodes / load.decodes
+    return replace(load, decoding=load.decoding - ended, decodes=decodes, context_tokens=context_tokens)
 
 
 def joined_step_s(load: Load, tpot_limit_s: float) -> float:
@@ -133,8 +130,8 @@ def with_prompts(load: Load, prompts_tokens: Sequence[int], first_for_s: float) 
     """Return the load with these prompts to compute, of which the first has been computed for `first_for_s`."""
     if not prompts_tokens:
         return load
-    first = prompts_tokens[0]
-    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, prompt_s(load, first, attended(first))))
+    first, bare = prompts_tokens[0], replace(load, prompt_tokens=0.0, prompt_attended=0.0)
+    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, prompt_s(bare, first, attended(first))))
     return replace(
         load,
         prompt_tokens=sum(prompts_tokens) - done,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from contracts.vocabulary import Pool
 from contracts.workers import StepModel
-from router.fleet.adaptive import Decision, Wanted, choose
+from router.fleet.adaptive import Decision, Wanted, choose, short_list
 from router.fleet.policy import PROMPT_SCORERS, Demand, WorkerLoad, blocks_needed, pick
 from router.fleet.prediction import Load, attended, with_prompts
 from router.fleet.worker import Worker
@@ -94,6 +96,7 @@ class ByPrediction:
             if load.takes_work and load.worker_id not in demand.avoided and (load.worker_id in open_ids or not urgent):
                 by_id[load.worker_id] = worker
                 loads.append(self._seen(_load_of(worker, load, worker.step_model or model, demand), worker, demand))
+        loads = [with_prompts(load, *by_id[load.worker_id].prompts_ahead()) for load in short_list(loads)]
         cached_by_id = {one.worker_id: one.cached_tokens for one in loads}
         bytes_per_token = _kv_bytes_per_token(roomy[0][0])
 
@@ -142,10 +145,11 @@ class ByPrediction:
 def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand) -> Load:
     now, role = worker.outstanding, worker.role
     left = load.kv_blocks_free - load.kv_blocks_promised - blocks_needed(demand, load.block_size_tokens)
-    idle = Load(
+    return Load(
         worker_id=load.worker_id,
         model=model,
         step_tokens=role.max_num_batched_tokens if role else demand.prompt_tokens,
+        prompt_tokens=now.prompt_tokens,
         decoding=now.decoding,
         decodes=now.decodes,
         context_tokens=now.context_tokens,
@@ -153,7 +157,6 @@ def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand)
         step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
         room=left >= 0 and load.running < load.max_running,
     )
-    return with_prompts(idle, *worker.prompts_ahead())
 
 
 def _kv_bytes_per_token(worker: Worker) -> float:
