@@ -119,7 +119,8 @@ async def test_the_end_of_the_process_is_seen_at_once_also_if_it_has_forked_and_
 
 async def test_a_service_whose_loop_is_blocked_still_answers_what_is_off_the_loop():
     ours, theirs = socket.socketpair()
-    server, loop = CallServer(theirs, Example(), on_gone=lambda: None), asyncio.new_event_loop()
+    has_gone = threading.Event()
+    server, loop = CallServer(theirs, Example(), on_gone=has_gone.set), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
@@ -130,6 +131,8 @@ async def test_a_service_whose_loop_is_blocked_still_answers_what_is_off_the_loo
         assert await client.call("pulse") == "alive"
         assert await blocked == "freed"
         await client.close()
+        # The server's thread reads until the client has gone; a socket that is closed under it would be an error there.
+        assert await asyncio.to_thread(has_gone.wait, PATIENCE_S)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
