@@ -8,6 +8,7 @@ import pytest
 from contracts.workers import LEAST_PROMPT_SHARE, StepModel
 from router.fleet.adaptive import Wanted, choose
 from router.fleet.prediction import Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
+from router.fleet.prediction import with_prompts as seat_prompts
 
 MODEL = StepModel(
     base_s=0.04,
@@ -81,6 +82,12 @@ def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks
     assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(
         UNLOADED_S - MODEL.base_s + steps * step_s(busy), rel=0.1
     )
+
+
+def test_the_first_prompt_is_as_far_computed_as_it_would_be_alone_whatever_waits_behind_it():
+    from_nothing = seat_prompts(a_load(), [PROMPT, PROMPT], UNLOADED_S / 2)
+    assert from_nothing.prompt_tokens == pytest.approx(1.5 * PROMPT)
+    assert seat_prompts(a_load(prompt_tokens=2 * PROMPT), [PROMPT, PROMPT], UNLOADED_S / 2) == from_nothing
 
 
 def test_what_is_cached_is_neither_computed_nor_attended_from():
