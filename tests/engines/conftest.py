@@ -32,7 +32,6 @@ OWN_DEPLOYMENT = (
     "test_several_routers.py",
     "test_chaos.py",
     "test_differential.py",
-    "test_step_target.py",
 )
 
 

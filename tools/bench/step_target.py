@@ -1,8 +1,7 @@
 """What a step target does: one engine on one core under Poisson load, without a target and with three, in alternation.
 
 Targets are multiples of the engine's own unloaded decode step, and the load is a share of what it computes unloaded, so
-that the figures mean the same on every machine. Run it with `make bench-step-target`; `--same-tokens` only checks that
-a target changes no token.
+that the figures mean the same on every machine. Run it with `make bench-step-target`.
 """
 
 from __future__ import annotations
@@ -159,23 +158,6 @@ async def one_engine(core: int) -> AsyncIterator[OneEngine]:
         engine.close()
 
 
-async def same_tokens(one: OneEngine) -> int:
-    """Print how many of some answers that overlap are the same with a target and without; return what to exit with."""
-    lengths = (40, 300, 150, 700, 60, 500)
-    _, step_s = await one.unloaded(100)
-    answers = []
-    shortened = []
-    for target_s in (0.0, 1.5 * step_s):
-        await one.limit(target_s)
-        await one.engine.reset_prefix_cache()
-        before = one.engine.stats.counters.get("shortened_chunks_total", 0.0)
-        answers.append(await asyncio.gather(*(one.answer(seed, length, 24) for seed, length in enumerate(lengths))))
-        shortened.append(one.engine.stats.counters["shortened_chunks_total"] - before)
-    equal = sum(free[0] == bounded[0] for free, bounded in zip(*answers, strict=True))
-    sys.stdout.write(f"{equal} of {len(lengths)} answers equal, {shortened[1]:.0f} chunks shortened\n")
-    return 0 if equal == len(lengths) and shortened[0] == 0 < shortened[1] else 1
-
-
 async def compare(one: OneEngine, options: argparse.Namespace) -> int:
     """Print the table, and what does not hold; return what to exit with."""
     console = Console(width=160)
@@ -239,7 +221,7 @@ def report(console: Console, rounds: dict[float, list[Round]], errors: dict[floa
 async def run(options: argparse.Namespace) -> int:
     """Start the engine and measure."""
     async with one_engine(max(os.sched_getaffinity(0))) as one:
-        return await (same_tokens(one) if options.same_tokens else compare(one, options))
+        return await compare(one, options)
 
 
 def main() -> None:
@@ -251,7 +233,6 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--same-tokens", action="store_true", help="only compare answers with and without a target")
     options = parser.parse_args()
     sys.exit(asyncio.run(run(options)))
 
