@@ -36,6 +36,7 @@ from tests.engines.serve_process import (
     still_there,
 )
 from tests.engines.test_processes import ONE_REPLICA
+from tests.support.symptoms import is_quoted
 
 RAY = Path(sys.executable).parent / "ray"
 HEAD_WITHIN_S = 60.0
@@ -174,10 +175,17 @@ def test_two_deployments_on_one_ray_have_cores_and_a_name_of_their_own(
             with serving(*joined, "--name", "first") as refused:
                 assert refused.wait_exit(60) == 1
                 assert "a deployment named 'first' runs on this Ray cluster already" in refused.output
+                assert is_quoted(refused.output)
             with serving(*joined, "--name", "second") as second:
                 urls.append(second.wait_ready())
                 cores = [row.cores for serve in (first, second) for row in serve.table().values()]
                 assert sorted(cores) == ["0", "1"]
+                briefly = ("--set", "ray.placement_timeout_s=12")
+                with serving(*joined, "--name", "third", *briefly) as third:
+                    assert third.wait_exit(60) == 1
+                    waits = [line for line in third.lines if "waiting for Ray to place worker-0" in line]
+                    assert waits
+                    assert is_quoted(third.output), third.output
                 for url in urls:
                     reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
                     assert reply.json()["usage"]["completion_tokens"] == 5

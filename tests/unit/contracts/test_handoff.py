@@ -8,6 +8,7 @@ import pytest
 from contracts import errors
 from contracts.handoff import KvHandoff, KvLayout, explain_mismatch, new_handoff_id
 from tests.support.samples import kv_layout
+from tests.support.symptoms import is_quoted
 
 LAYOUT = kv_layout(kv_dtype="auto", num_layers=30, block_bytes=24576, engine_version="0.32.0")
 HANDOFF = KvHandoff(
@@ -25,6 +26,11 @@ def test_equal_layouts_have_equal_hashes_and_nothing_to_explain():
     twin = msgspec.structs.replace(LAYOUT)
     assert twin.compatibility_hash() == LAYOUT.compatibility_hash()
     assert explain_mismatch(LAYOUT, twin) is None
+
+
+def test_the_guide_quotes_what_is_said_of_two_revisions_of_a_model():
+    other = msgspec.structs.replace(LAYOUT, weights=f"{LAYOUT.weights}x")
+    assert is_quoted(explain_mismatch(LAYOUT, other))
 
 
 @pytest.mark.parametrize("field", sorted({*KvLayout.__struct_fields__} - {"tensor_parallel_size", "block_bytes"}))

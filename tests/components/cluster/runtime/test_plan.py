@@ -14,6 +14,7 @@ from cluster.runtime.actors import NodePlace
 from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, dtype_of_nodes, make_plan
 from cluster.runtime.roles import KEPT
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+from tests.support.symptoms import is_quoted
 
 
 def a_worker(name="worker-0", cores=1, gpus=0, pool="decode"):
@@ -99,8 +100,9 @@ def test_cores_of_another_deployments_workers_are_left_alone_and_named_where_too
     beside = replace(a_place("n1", (0, 1, 2)), taken=frozenset({0, 2}))
     assert assign_cores((a_worker("worker-0", 1),), [beside]) == [(1,)]
     sentence = "needs 2 cores of its own on host-n1 and 1 are left beside 2 that workers of another deployment have"
-    with pytest.raises(PlacementError, match=sentence):
+    with pytest.raises(PlacementError, match=sentence) as refused:
         assign_cores((a_worker("worker-0", 2),), [beside])
+    assert is_quoted(str(refused.value))
 
 
 def test_a_worker_that_comes_back_finds_the_cores_that_it_still_seems_to_have_itself():

@@ -26,6 +26,7 @@ from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, router_settings
 from tests.support.small_fleet import a_fleet, hosts
+from tests.support.symptoms import is_quoted
 from tests.support.task_deltas import task_deltas
 
 KEY = "an-admin-key"
@@ -254,8 +255,9 @@ async def test_the_command_tells_what_is_held_until_the_worker_is_gone():
 
 async def test_the_commands_failures_are_sentences_that_name_what_to_do():
     console = Console(file=io.StringIO())
-    with pytest.raises(ServerError, match="is the server running"):
+    with pytest.raises(ServerError, match="is the server running") as dead:
         await drain("http://127.0.0.1:9", "decode-0", 1, force=False, admin_key_file=None, console=console)
+    assert is_quoted(str(dead.value))
     app = FastAPI()
     async with listening(app) as url:
         with pytest.raises(ServerError, match="answers 404: is it a Ridgeline server"):

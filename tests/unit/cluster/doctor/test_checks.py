@@ -13,6 +13,7 @@ from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import checks, failures, node_checks, report, resolve_dtype
 from cluster.doctor.facts import HostFacts, ModelFacts, read_cpu_flags, read_host_facts, read_model_facts
 from cluster.node_gpus import Gpu
+from tests.support.symptoms import is_quoted
 
 GIB = 1024**3
 SMALL_MODEL = ModelFacts("ready", parameters=134_515_008, kv_values_per_token=11_520, max_positions=8192)
@@ -65,6 +66,8 @@ def test_a_node_is_checked_for_the_workers_that_are_there_and_no_others():
     assert node_failures(two_cores, {"prefill": 1, "decode": 1}) == []
     (sentence,) = node_failures(two_cores, {"decode": 3})
     assert "3 cores are needed and 2 usable" in sentence
+    (sentence,) = failures_on(but(cores=1))
+    assert is_quoted(sentence)
     assert "pools.decode." in sentence
 
 

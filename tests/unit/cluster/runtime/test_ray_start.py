@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import ray
 
+from cluster.config.loader import load_config
 from cluster.runtime.handles.actor import DeploymentFailed
-from cluster.runtime.ray_start import SYSTEM_CONFIG, start_ray
+from cluster.runtime.ray_start import SYSTEM_CONFIG, ray_runtime, start_ray
+from tests.support.symptoms import is_quoted
 
 NOT_UP = "The current node timed out during startup."
 
@@ -53,6 +55,14 @@ def test_a_raylet_that_did_not_come_up_is_started_once_more_and_nothing_of_it_is
     start_ray(num_cpus=2)
     assert one.options == [{"num_cpus": 2, "_system_config": SYSTEM_CONFIG}] * 2
     assert one.left[0].poll() is not None
+
+
+async def test_an_address_at_which_nobody_listens_is_an_error_at_once():
+    config = load_config(None, {"ray.address": "127.0.0.1:9"}).config
+    with pytest.raises(DeploymentFailed, match="nothing answers") as refused:
+        async with ray_runtime(config):
+            pass
+    assert is_quoted(str(refused.value))
 
 
 def test_python_does_not_warn_of_the_processes_of_a_start_that_came_to_nothing(monkeypatch):

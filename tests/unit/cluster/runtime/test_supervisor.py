@@ -9,6 +9,7 @@ from cluster.config.models import SupervisionConfig
 from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached
 from cluster.runtime.restart_budget import RestartBudget
 from cluster.runtime.supervisor import MAX_INTRODUCTIONS, POLL_S, Supervisor
+from tests.support.symptoms import is_quoted
 
 
 class Clock:
@@ -204,6 +205,7 @@ async def test_a_worker_for_which_there_is_no_node_is_waited_for_and_not_given_u
     await scene.play()
     assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 actor_died"]
     assert scene.said[1] == "worker-2 waits for a node: Ray found no place for worker-2 within 120 s"
+    assert is_quoted(scene.said[1])
     assert [sentence for sentence in scene.said if "waits" in sentence] == scene.said[1:2]
 
 
