@@ -8,7 +8,7 @@ nothing else uses a block at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Final
 
 import numpy as np
@@ -18,6 +18,10 @@ from kv_transfer.memory.device import DeviceMemory
 from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, runs
 
 COPY_STEP_BYTES: Final = 8 << 20
+
+
+class CannotOpen(Exception):
+    """Another process's pool cannot be reached from this one; the message says why."""
 
 
 class BlockPool:
@@ -134,7 +138,7 @@ class BlockPool:
 
     def copies_from(
         self, source: BlockPool, source_ids: Sequence[int], block_ids: Sequence[int], layers: range | None = None
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Copy blocks from another pool that this process maps, each byte once; both pools are in host memory.
 
         The copying happens during iteration, which yields the number of bytes after each step of a few milliseconds.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kv_transfer.memory.blocks import BlockPool, byte_rows
+from kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
 from kv_transfer.memory.host import HostMemory
 
 SMALLEST_BYTES: Final = 1 << 20
@@ -133,30 +133,26 @@ def host_identity() -> str:
     return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
 
 
-class CannotMap(Exception):
-    """A pool cannot be mapped; the message says why."""
-
-
 class MappedPool:
     """Another process's KV cache, read-only in this one."""
 
     def __init__(self, offer: SharedOffer) -> None:
-        """Map the pool. Raises CannotMap.
+        """Map the pool. Raises CannotOpen.
 
         Every page is entered into our page table now, so that no transfer pays for that.
         """
         if offer.host != host_identity():
-            raise CannotMap("it is on another host, or in another container")
+            raise CannotOpen("it is on another host, or in another container")
         _check_geometry(offer)
         name = f"/proc/{offer.pid}/fd/{offer.descriptor}"
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CannotMap(f"{name} cannot be opened ({error.strerror}): does it run as another user?") from error
+            raise CannotOpen(f"{name} cannot be opened ({error.strerror}): does it run as another user?") from error
         try:
             found = os.fstat(descriptor)
             if (found.st_ino, found.st_size) != (offer.inode, offer.num_bytes):
-                raise CannotMap(f"{name} is not the memory that was offered")
+                raise CannotOpen(f"{name} is not the memory that was offered")
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             self._map = mmap.mmap(descriptor, offer.num_bytes, flags=flags, prot=mmap.PROT_READ)
         finally:
@@ -174,10 +170,10 @@ class MappedPool:
 
 
 def _check_geometry(offer: SharedOffer) -> None:
-    """Raise CannotMap for numbers that would make us read outside the mapping."""
+    """Raise CannotOpen for numbers that would make us read outside the mapping."""
     span = offer.block_stride_bytes * (offer.num_blocks - 1) + offer.block_bytes
     positive = min(offer.num_blocks, offer.block_bytes, len(offer.layer_offsets_bytes)) > 0
     if not positive or offer.block_stride_bytes < offer.block_bytes:
-        raise CannotMap("its description is not of a KV cache")
+        raise CannotOpen("its description is not of a KV cache")
     if min(offer.layer_offsets_bytes) < 0 or max(offer.layer_offsets_bytes) + span > offer.num_bytes:
-        raise CannotMap("its description goes beyond its memory")
+        raise CannotOpen("its description goes beyond its memory")

@@ -164,7 +164,7 @@ def kept(node: Node) -> list[Any]:
     """Everything that its fetcher has open for later fetches."""
     fetcher = node.fetcher
     parts = [fetcher._pairings, getattr(fetcher._control, "_channels", {})]
-    parts += [getattr(puller, name, {}) for puller in fetcher._pullers.values() for name in ("_mapped", "_pairs")]
+    parts += [getattr(puller, name, {}) for puller in fetcher._pullers.values() for name in ("_opened", "_pairs")]
     return [one for part in parts for one in part]
 
 
