@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
-SettableTransport = Literal["auto", "shm", "collective", "grpc"]
+SettableTransport = Literal["auto", "shm", "cuda-ipc", "collective", "grpc"]
 TransportName = Literal[SettableTransport, "memory"]
 """The transports that a configuration may name, and the one of the tests, in which nothing leaves the process."""
 TRANSPORT_NAMES: Final = get_args(TransportName)
-AUTO: Final = ("shm", "grpc")
+AUTO: Final = ("shm", "cuda-ipc", "grpc")
 """The transports that `auto` tries with each source, best first; TLS covers each. `collective` is left out: NCCL has
 not run yet."""
 

@@ -9,11 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+import torch
+
 from contracts.handoff import KvLayout
 from kv_transfer.fetch.fetcher import KvFetcher
-from kv_transfer.interfaces import KvSource, Puller, SourceControl
+from kv_transfer.interfaces import OBSTACLE, KvSource, Puller, SourceControl
 from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.names import TRANSPORT_NAMES
+from kv_transfer.memory.ipc import CannotExport, IpcExport, export, export_shared
+from kv_transfer.memory.shared import SharedOffer
+from kv_transfer.names import TRANSPORT_NAMES, TransportName
 from kv_transfer.options import TransferOptions
 from kv_transfer.source.lease import LeaseTable
 from kv_transfer.testing.faults import FaultPlan, FaultyPuller
@@ -30,17 +35,45 @@ class RankCache:
     rank: int = 0
     """Which tensor parallel rank this is."""
     offers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """By transport, how peers reach its memory directly."""
+    """By transport, how peers reach its memory directly; see `exports`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exports:
+    """The ways in which peers can reach a cache directly. They end with this object."""
+
+    offers: Mapping[str, dict[str, Any]]
+    ipc: IpcExport | None
+    """What the offer for `cuda-ipc` describes."""
+
+
+def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transport: TransportName) -> Exports:
+    """Return how peers reach these layers: by `shared`, if they are in host memory, and on a GPU by CUDA IPC.
+
+    Host memory is exported in the second way too for a `transport` that asks for it: no configuration can.
+    """
+    offers = {} if shared is None else {"shm": msgspec.to_builtins(shared)}
+    try:
+        if layers[0].device.type == "cuda":
+            ipc = export(layers)
+        elif shared is not None and transport == "cuda-ipc":
+            ipc = export_shared(shared)
+        else:
+            return Exports(offers, None)
+    except CannotExport as error:
+        return Exports({**offers, "cuda-ipc": {OBSTACLE: str(error)}}, None)
+    return Exports({**offers, "cuda-ipc": msgspec.to_builtins(ipc.offer)}, ipc)
 
 
 def puller_classes() -> Sequence[type[Puller]]:
     """Return the pullers' classes. Importing them imports torch."""
     from kv_transfer.collective.puller import CollectivePuller
     from kv_transfer.fetch.grpc_puller import GrpcPuller
+    from kv_transfer.fetch.ipc_puller import IpcPuller
     from kv_transfer.fetch.shm_puller import ShmPuller
     from kv_transfer.testing.memory_transport import MemoryPuller
 
-    return ShmPuller, CollectivePuller, GrpcPuller, MemoryPuller
+    return ShmPuller, IpcPuller, CollectivePuller, GrpcPuller, MemoryPuller
 
 
 def puller_class(name: str) -> type[Puller]:
@@ -84,12 +117,17 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
     from kv_transfer.collective.source import CollectiveSource
     from kv_transfer.fetch.control import GrpcControl
     from kv_transfer.fetch.grpc_puller import GrpcPuller
+    from kv_transfer.fetch.ipc_puller import IpcPuller
     from kv_transfer.fetch.shm_puller import ShmPuller
     from kv_transfer.source.grpc_source import GrpcKvSource, SourceExtension
 
     control = GrpcControl(largest_frame_bytes(cache.layout), options.tls)
     extensions: list[SourceExtension] = []
     pullers: list[Puller] = [ShmPuller(control), GrpcPuller(control)]
+    if cache.pool.device.type == "cuda" or options.transport == IpcPuller.name:
+        pullers.append(
+            IpcPuller(control, cache.pool.device)
+        )  # on CPUs it would only be one more reason, always the same
     if options.tls is None or CollectivePuller.covered_by_tls:
         extensions.append(CollectiveSource(cache.pool, options.host))
         pullers.append(CollectivePuller(control, cache.pool.device, options.host))

@@ -102,11 +102,13 @@ class MeasureSettings:
                     yield f"{kind} {name!r} cannot be measured{why}: give one or more of {', '.join(known)}"
 
     def _wrong_sizes(self, memory_available_bytes: int) -> Iterator[str]:
-        if "shm" in self.transports and self.cache.num_bytes < SMALLEST_BYTES:
+        mapped = [name for name in ("shm", "cuda-ipc") if name in self.transports]
+        if mapped and self.cache.num_bytes < SMALLEST_BYTES:
             more = math.ceil(SMALLEST_BYTES / (CACHE_PER_HANDOFF * self.layers * self.block_bytes)) * BLOCK_TOKENS
             yield (
                 f"a cache of {self.cache.num_bytes} bytes is too small for shared memory, which takes at least "
-                f"{SMALLEST_BYTES} bytes: raise tokens to {more}, raise layers or block-bytes, or leave shm out"
+                f"{SMALLEST_BYTES} bytes: raise tokens to {more}, raise layers or block-bytes, or leave "
+                f"{' and '.join(mapped)} out"
             )
         needed_bytes = _COPIES_IN_MEMORY * self.num_bytes
         if needed_bytes > memory_available_bytes:

@@ -26,8 +26,8 @@ from contracts import errors
 from kv_transfer.fetch.control import GrpcControl
 from kv_transfer.fetch.stream import SourceStream
 from kv_transfer.fetch.threads import FetchThreads
-from kv_transfer.interfaces import Pull, Puller, SourceDescription
-from kv_transfer.memory.blocks import CannotOpen
+from kv_transfer.interfaces import OBSTACLE, Pull, Puller, SourceDescription
+from kv_transfer.memory.blocks import BlockPool, CannotOpen
 from kv_transfer.wire import grpc_methods
 
 _decode_pinned: Final = msgspec.msgpack.Decoder(grpc_methods.PinnedBlocks).decode
@@ -88,8 +88,11 @@ class PinnedPuller(Puller, Generic[Opened]):
             return None
         if self.name not in source.offers:
             return self.not_offered
+        offer = source.offers[self.name]
+        if (why := offer.get(OBSTACLE)) is not None:
+            return str(why)
         try:
-            self._opened[source.incarnation] = self.open(source.offers[self.name])
+            self._opened[source.incarnation] = self.open(offer)
         except (CannotOpen, msgspec.ValidationError) as error:
             return str(error)
         return None
@@ -115,6 +118,12 @@ class PinnedPuller(Puller, Generic[Opened]):
         self._threads.close()
         while self._opened:
             self.shut(self._opened.popitem()[1])
+
+
+def copy_out_of(pool: BlockPool, pull: Pull) -> Copy:
+    """Return the copy from a pool that was opened. Raises ValueError if its blocks have no such part."""
+    part = pool.part(pull.request.part_start, pull.request.part_bytes)
+    return lambda readable: pull.pool.copies_from(part, readable.source_ids, readable.target_ids, readable.layers)
 
 
 class PinnedRead:

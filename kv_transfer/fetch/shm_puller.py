@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kv_transfer.fetch.control import GrpcControl
-from kv_transfer.fetch.pinned import Copy, PinnedPuller
+from kv_transfer.fetch.pinned import Copy, PinnedPuller, copy_out_of
 from kv_transfer.interfaces import Pull
 from kv_transfer.memory.shared import MappedPool, SharedOffer
 
@@ -28,5 +28,4 @@ class ShmPuller(PinnedPuller[MappedPool]):
         return MappedPool(msgspec.convert(offer, SharedOffer))
 
     def copier(self, opened: MappedPool, pull: Pull) -> Copy:
-        part = opened.pool.part(pull.request.part_start, pull.request.part_bytes)
-        return lambda readable: pull.pool.copies_from(part, readable.source_ids, readable.target_ids, readable.layers)
+        return copy_out_of(opened.pool, pull)

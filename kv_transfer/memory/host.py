@@ -71,6 +71,11 @@ class HostMemory(BlockMemory):
         self.device = torch.device("cpu")
         self._stacks = _stacks(self._layers)
 
+    @property
+    def layers(self) -> tuple[ByteMatrix, ...]:
+        """Each layer's blocks."""
+        return self._layers
+
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         rows = self._layers[layer]
         return [memoryview(rows[block_id]) for block_id in block_ids]

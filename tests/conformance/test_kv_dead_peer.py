@@ -9,25 +9,28 @@ import pytest
 
 from contracts import errors
 from kv_transfer.bench.source_process import Cache, CacheShape, SourceProcess
+from tests.support.cuda import NEEDS_CUDA
 from tests.support.patience import PATIENCE_S
 
 SHAPE = CacheShape(num_layers=24, num_blocks=64, block_bytes=128 << 10)
 BLOCKS = list(range(SHAPE.num_blocks))
 DEADLINE_S = 4.0
 """Of the one fetch that is to end by it."""
-TRANSPORTS = ["grpc", "shm", "collective"]
+TRANSPORTS = ["grpc", "shm", "cuda-ipc", "collective", pytest.param("cuda-ipc on a GPU", marks=NEEDS_CUDA)]
 
 
 @pytest.fixture(params=TRANSPORTS)
 def peers(request):
     """(source process, our service, transport); 200 MB in the source, so that a fetch takes a while."""
-    cache = Cache(SHAPE)
-    with SourceProcess(SHAPE, [request.param], core=None) as source:
+    transport, _, on_gpu = request.param.partition(" ")
+    shape = replace(SHAPE, device="cuda:0" if on_gpu else "cpu")
+    cache = Cache(shape)
+    with SourceProcess(shape, [transport], core=None) as source:
         source.start()
-        service = cache.service(request.param, fetch_deadline_s=2 * PATIENCE_S)
+        service = cache.service(transport, fetch_deadline_s=2 * PATIENCE_S)
         service.start()
         try:
-            yield source, service, request.param
+            yield source, service, transport
         finally:
             os.kill(source.pid, signal.SIGCONT)
             service.close()
@@ -59,7 +62,7 @@ def test_a_source_killed_in_mid_fetch_is_unreachable_at_once_unless_its_memory_i
     if receipt.outcome != "ok":
         assert receipt.reason == errors.UNREACHABLE, receipt
     else:
-        assert transport == "shm", "what was mapped outlives its owner"
+        assert transport in ("shm", "cuda-ipc"), "what was mapped outlives its owner"
         assert receipt.num_bytes == SHAPE.handoff_bytes(SHAPE.num_blocks)
 
 

@@ -21,7 +21,7 @@ from tests.support.patience import PATIENCE_S
 
 LEASE_S = 2 * PATIENCE_S
 """None ends by itself."""
-TRANSPORTS = {"memory": slow_frames, "grpc": slow_frames, "shm": slow_copies}
+TRANSPORTS = {"memory": slow_frames, "grpc": slow_frames, "shm": slow_copies, "cuda-ipc": slow_copies}
 IDS, TARGETS = [7, 3, 9, 1, 12], [20, 4, 22, 5, 24]
 REASON = {
     "none": "",

@@ -94,6 +94,14 @@ class TestShm(FollowingConformance, LayerConformance, TransportConformance):
         return Harness("shm", slow_copies)
 
 
+class TestCudaIpc(FollowingConformance, LayerConformance, TransportConformance):
+    """On host memory: all of it but the handles and the streams; `test_kv_cuda_ipc` has those, where there is a GPU."""
+
+    @pytest.fixture
+    def harness(self):
+        return Harness("cuda-ipc", slow_copies)
+
+
 class TestCollective(TransportConformance):
     """Over gloo: the pool is in host memory."""
 

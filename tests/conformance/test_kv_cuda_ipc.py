@@ -1,0 +1,84 @@
+"""`cuda-ipc` between two processes on one device: a GPU where there is one, and host memory in its stead."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from contracts.handoff import KvHandoff
+from kv_transfer.bench.source_process import SOURCE_SEED, Cache, CacheShape, SourceProcess, offer
+from tests.support.cuda import NEEDS_CUDA
+from tests.support.patience import PATIENCE_S
+
+SHAPE = CacheShape(num_layers=6, num_blocks=128, block_bytes=64 << 10)
+"""50 MB: a whole cache takes more than one piece."""
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=NEEDS_CUDA)])
+def ends(request):
+    """(source process, what is in its cache, our cache, our service)."""
+    shape = replace(SHAPE, device=request.param)
+    cache, theirs = Cache(shape), Cache(replace(SHAPE, device="cpu"), SOURCE_SEED).layers
+    with SourceProcess(shape, ["cuda-ipc"], core=None) as source:
+        source.start()
+        service = cache.service("cuda-ipc", fetch_deadline_s=2 * PATIENCE_S)
+        service.start()
+        try:
+            yield source, theirs, cache, service
+        finally:
+            service.close()
+
+
+def fetched(service, handoff: KvHandoff, request_id: str, targets: list[int]):
+    service.start_fetch(request_id, handoff, 0, targets)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        service.wait(0.5)
+        if (receipt := service.poll().receipts.get(request_id)) is not None:
+            return receipt
+    raise AssertionError("no completion")
+
+
+@pytest.mark.parametrize(
+    ("name", "source_ids", "targets"),
+    [
+        ("one", [5], [9]),
+        ("scattered", [100, 7, 3, 55, 56, 57, 0], [4, 127, 9, 8, 30, 31, 2]),
+        ("adjacent", list(range(64)), list(range(127, 63, -1))),
+        ("whole", list(range(127, -1, -1)), list(range(128))),
+    ],
+)
+def test_each_block_of_each_layer_is_where_it_should_be_and_nothing_else_has_changed(ends, name, source_ids, targets):
+    source, theirs, cache, service = ends
+    expected = cache.layers.cpu()
+    expected[:, targets] = theirs[:, source_ids]
+    handoff, _ = source.publish("cuda-ipc", name, source_ids)
+    receipt = fetched(service, handoff, name, targets)
+    assert (receipt.outcome, receipt.transport) == ("ok", "cuda-ipc"), receipt
+    assert receipt.num_bytes == SHAPE.handoff_bytes(len(targets))
+    assert torch.equal(cache.layers.cpu(), expected)
+    source.wait_freed("cuda-ipc", name)
+
+
+def test_auto_picks_it_on_a_gpu_and_shared_memory_without_one(ends):
+    source, _, cache, _ = ends
+    service = cache.service("auto")
+    service.start()
+    try:
+        address = source.addresses["cuda-ipc"]
+        paired = service.pair([address]).result(PATIENCE_S)[address]
+    finally:
+        service.close()
+    assert paired.transport == ("shm" if cache.layers.device.type == "cpu" else "cuda-ipc"), paired
+
+
+def test_a_hand_off_within_one_process_copies_between_its_own_blocks(ends):
+    _, _, cache, service = ends
+    expected = cache.layers.cpu()
+    expected[:, [1, 2]] = expected[:, [77, 70]]
+    receipt = fetched(service, offer(service, "own", [77, 70], SHAPE), "own-fetch", [1, 2])
+    assert receipt.outcome == "ok", receipt
+    assert torch.equal(cache.layers.cpu(), expected)
