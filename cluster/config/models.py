@@ -243,12 +243,13 @@ class TransferConfig(Section):
     )
     transport: SettableTransport = Field(
         default="auto",
-        description="what carries the bytes: shm (one host), grpc, collective (nccl or gloo); auto: shm, else grpc",
+        description="what carries the bytes: shm (one host), cuda-ipc (GPUs of one host), grpc, collective (nccl or "
+        "gloo); auto: the first of shm, cuda-ipc and grpc that reaches a worker",
     )
     wire_dtype: WireDtype = Field(
         default="none",
         description="rounds KV to one byte an element on the wire, with a scale for each head of a block; pairs that "
-        "use shm (with auto: those on one host) copy it as it is",
+        "use shm or cuda-ipc (with auto: those on one host) copy it as it is",
     )
     faults: str | None = Field(
         default=None, description="for tests: makes fetches fail on purpose, as in seed=7,drop=0.02,corrupt=0.05"
@@ -543,6 +544,12 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
             f"pools.prefill.gpus_per_worker ({prefill.gpus_per_worker}) and pools.decode.gpus_per_worker "
             f"({decode.gpus_per_worker}) put one pool on GPUs and the other on CPUs, whose KV blocks differ inside: "
             "set both alike."
+        )
+    if config.transfer.transport == "cuda-ipc" and prefill.gpus_per_worker == decode.gpus_per_worker == 0:
+        found.append(
+            "transfer.transport cuda-ipc copies from GPU to GPU, and pools.prefill.gpus_per_worker (0) and "
+            "pools.decode.gpus_per_worker (0) leave both pools on CPUs: set transfer.transport to shm, which does the "
+            "same in the host's memory, or set both gpus_per_worker."
         )
     if max(prefill.ranks, decode.ranks) % min(prefill.ranks, decode.ranks):
         found.append(

@@ -179,6 +179,14 @@ def test_encoded_blocks_and_a_transport_without_frames_exclude_each_other_in_one
     assert "set transfer.wire_dtype to none, or transfer.transport to grpc" in problem
 
 
+def test_a_copy_from_gpu_to_gpu_without_gpus_is_refused_and_shared_memory_named_as_the_fix():
+    problem = only_problem_of(transfer__transport="cuda-ipc")
+    assert "leave both pools on CPUs: set transfer.transport to shm" in problem
+    overrides = {"transfer.transport": "cuda-ipc", **ranks_of(1, 1, gpus=True)}
+    assert load_config(None, overrides).config.transfer.transport == "cuda-ipc"
+    assert load_config(None, {"transfer.transport": "cuda-ipc", "mode": "colocated"}).config.mode == "colocated"
+
+
 @pytest.mark.parametrize(("transport", "wire_dtype"), [("auto", "int8"), ("grpc", "fp8"), ("shm", "none")])
 def test_other_transports_may_encode_and_shared_memory_may_not(transport, wire_dtype):
     overrides = {"transfer.transport": transport, "transfer.wire_dtype": wire_dtype}
