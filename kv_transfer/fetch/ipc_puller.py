@@ -7,10 +7,16 @@ See `pinned` for what keeps the blocks meanwhile.
 What the source announces is in its GPU's memory already: a block is announced when a token that was computed after it
 is on the source's host, and never in the middle of a step there (`engine.connector.worker_side`). In the other
 direction, the pin ends only after the kernels that read under it: a cancelled copy waits for them too.
+
+While a peer has it open, a GPU's memory outlives the process that allocated it, and that process's successor is to be
+loaded into it. So the puller watches each source process, and drops its memory when the process ends.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 from typing import Any
 
 import msgspec
@@ -18,8 +24,10 @@ import torch
 
 from kv_transfer.fetch.control import GrpcControl
 from kv_transfer.fetch.pinned import Copy, PinnedPuller, copy_out_of
-from kv_transfer.interfaces import Pull
+from kv_transfer.interfaces import Pull, SourceDescription
 from kv_transfer.memory.ipc import IpcOffer, OpenedPool
+
+log = logging.getLogger(__name__)
 
 
 class IpcPuller(PinnedPuller[OpenedPool]):
@@ -32,6 +40,38 @@ class IpcPuller(PinnedPuller[OpenedPool]):
         """`device` is where our own cache lies."""
         super().__init__(control, "kv-ipc")
         self._device = device
+        self._watched: dict[str, int] = {}
+        """By incarnation, a descriptor that is readable once the process has ended."""
+
+    def obstacle(self, source: SourceDescription) -> str | None:
+        why = super().obstacle(source)
+        if why is not None or source.incarnation in self._watched:
+            return why
+        try:
+            descriptor = os.pidfd_open(self._opened[source.incarnation].pid)
+        except ProcessLookupError:
+            self.forget(source)
+            return "its process has ended"
+        except OSError as error:  # a container may forbid it; then its memory is dropped when workers pair anew
+            log.info("the end of a process whose KV cache is open here will not be noticed at once: %s", error)
+            return None
+        self._watched[source.incarnation] = descriptor
+        asyncio.get_running_loop().add_reader(descriptor, self.forget, source)
+        return None
+
+    def forget(self, source: SourceDescription) -> None:
+        self._end_watch(source.incarnation)
+        super().forget(source)
+
+    async def close(self) -> None:
+        for incarnation in list(self._watched):
+            self._end_watch(incarnation)
+        await super().close()
+
+    def _end_watch(self, incarnation: str) -> None:
+        if (descriptor := self._watched.pop(incarnation, None)) is not None:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
 
     def open(self, offer: dict[str, Any]) -> OpenedPool:
         return OpenedPool(msgspec.convert(offer, IpcOffer), self._device)

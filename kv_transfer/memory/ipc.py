@@ -110,9 +110,8 @@ _exports: Final[WeakValueDictionary[bytes, IpcExport]] = WeakValueDictionary()
 def export(layers: Sequence[torch.Tensor]) -> IpcExport:
     """Export layers on one CUDA device. Raises CannotExport, or ValueError if they are not layers of blocks."""
     rows = [byte_rows(index, layer) for index, layer in enumerate(layers)]
+    _require_one_gpu(rows)
     device, strides, shapes = rows[0].device, {row.stride(0) for row in rows}, {tuple(row.shape) for row in rows}
-    if device.type != "cuda" or len({row.device for row in rows}) != 1:
-        raise CannotExport("its KV cache is not on one GPU")
     if len(strides) != 1 or len(shapes) != 1:
         raise CannotExport("its layers are laid out in different ways")
     (stride,), ((num_blocks, block_bytes),) = strides, shapes
@@ -171,6 +170,8 @@ class OpenedPool:
 
     def __init__(self, offer: IpcOffer, device: torch.device) -> None:
         """Open the pool on `device`, that of our own. Raises CannotOpen."""
+        self.pid = offer.pid
+        """The process whose pool it is."""
         require_same_host(offer.host)
         if not all(0 <= region < len(offer.regions) for region, _ in offer.layers):
             raise CannotOpen("its description names memory that it does not offer")
@@ -213,6 +214,11 @@ def require_access(theirs: str, ours: torch.device) -> None:
 def gpu_uuid(device: torch.device) -> str:
     """Return the name of a GPU that is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _require_one_gpu(rows: Sequence[torch.Tensor]) -> None:
+    if {row.device.type for row in rows} != {"cuda"} or len({row.device for row in rows}) != 1:
+        raise CannotExport("its KV cache is not on one GPU")
 
 
 def _share(storage: torch.UntypedStorage) -> CudaRegion:

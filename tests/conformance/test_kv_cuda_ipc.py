@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+import weakref
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -18,9 +22,14 @@ SHAPE = CacheShape(num_layers=6, num_blocks=128, block_bytes=64 << 10)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=NEEDS_CUDA)])
-def ends(request):
+def device(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ends(device):
     """(source process, what is in its cache, our cache, our service)."""
-    shape = replace(SHAPE, device=request.param)
+    shape = replace(SHAPE, device=device)
     cache, theirs = Cache(shape), Cache(replace(SHAPE, device="cpu"), SOURCE_SEED).layers
     with SourceProcess(shape, ["cuda-ipc"], core=None) as source:
         source.start()
@@ -30,6 +39,26 @@ def ends(request):
             yield source, theirs, cache, service
         finally:
             service.close()
+
+
+def test_the_memory_of_a_source_that_was_killed_is_dropped_though_nothing_is_fetched(device):
+    shape = replace(SHAPE, device=device)
+    cache = Cache(shape)
+    with SourceProcess(shape, ["cuda-ipc"], core=None) as source, closing(cache.service("cuda-ipc")) as service:
+        source.start()
+        service.start()
+        address = source.addresses["cuda-ipc"]
+        assert not isinstance(service.pair([address]).result(PATIENCE_S)[address], str)
+        puller = service._fetcher._pullers["cuda-ipc"]
+        (opened,) = puller._opened.values()
+        memory = weakref.ref(opened)
+        del opened
+        os.kill(source.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while memory() is not None and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert memory() is None
+        assert puller._opened == puller._watched == {}
 
 
 def fetched(service, handoff: KvHandoff, request_id: str, targets: list[int]):

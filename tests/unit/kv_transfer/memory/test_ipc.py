@@ -92,6 +92,56 @@ def test_why_a_cache_cannot_be_exported_takes_the_place_of_the_offer(monkeypatch
 
 
 @pytest.fixture
+def handles(monkeypatch):
+    """Torch's two functions for handles, made up: a handle is the number of a storage of this process."""
+    storages = []
+
+    def share(storage):
+        storages.append(storage)
+        return 0, b"%d" % (len(storages) - 1), storage.nbytes(), 0, b"counter", 3, b"event", True
+
+    def open_shared(index, handle, num_bytes, offset, counter, counter_offset, event, event_sync):
+        storage = storages[int(handle)]
+        assert (index, num_bytes, offset) == (None, storage.nbytes(), 0)
+        assert (counter, counter_offset, event, event_sync) == (b"counter", 3, b"event", True)
+        return storage
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share, raising=False)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(open_shared), raising=False)
+    monkeypatch.setattr(ipc, "_require_one_gpu", lambda _rows: None)
+    monkeypatch.setattr(ipc, "require_access", lambda _theirs, _ours: None)
+    monkeypatch.setattr(ipc, "gpu_uuid", lambda _device: "GPU-0")
+    return storages
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_each_allocation_is_exported_once_and_every_layer_is_found_in_its_own(handles, apart):
+    one = torch.randint(0, 255, (3, 16, 2, 40), dtype=torch.uint8)
+    layers = [layer.clone() for layer in one] if apart else list(one)
+    exported = export(layers)
+    assert len(exported.offer.regions) == (3 if apart else 1)
+    assert len(handles) == len(exported.offer.regions) + 1, "one more is the proof"
+    there = msgspec.convert(msgspec.to_builtins(exported.offer), IpcOffer)
+    pool = OpenedPool(there, CPU).pool
+    for number, layer in enumerate(layers):
+        assert bytes(pool.read(number, [9])[0]) == layer[9].numpy().tobytes()
+
+
+def test_what_torch_says_against_an_export_or_an_opening_is_passed_on(handles, monkeypatch):
+    exported = export([torch.zeros(4, 64)])
+
+    def cannot(*_):
+        raise RuntimeError("CUDA error: invalid argument\nCompile with ...")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(cannot))
+    with pytest.raises(CannotOpen, match=r"here \(CUDA error: invalid argument\)"):
+        OpenedPool(exported.offer, CPU)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", cannot)
+    with pytest.raises(CannotExport, match=r"\(CUDA error: invalid argument\): does PYTORCH_CUDA_ALLOC_CONF ask"):
+        export([torch.zeros(4, 64)])
+
+
+@pytest.fixture
 def driver(monkeypatch):
     """Two GPUs that this process sees as 0 and 1, which reach each other if `driver["peers"]`."""
     state = {"peers": True, "asked": []}
