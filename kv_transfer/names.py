@@ -8,7 +8,7 @@ SettableTransport = Literal["auto", "shm", "cuda-ipc", "collective", "grpc"]
 TransportName = Literal[SettableTransport, "memory"]
 """The transports that a configuration may name, and the one of the tests, in which nothing leaves the process."""
 TRANSPORT_NAMES: Final = get_args(TransportName)
-AUTO: Final = ("shm", "cuda-ipc", "grpc")
+AUTO: Final = ("cuda-ipc", "shm", "grpc")
 """The transports that `auto` tries with each source, best first; TLS covers each. `collective` is left out: NCCL has
 not run yet."""
 

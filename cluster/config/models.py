@@ -244,7 +244,7 @@ class TransferConfig(Section):
     transport: SettableTransport = Field(
         default="auto",
         description="what carries the bytes: shm (one host), cuda-ipc (GPUs of one host), grpc, collective (nccl or "
-        "gloo); auto: the first of shm, cuda-ipc and grpc that reaches a worker",
+        "gloo); auto: the first of cuda-ipc, shm and grpc that reaches a worker",
     )
     wire_dtype: WireDtype = Field(
         default="none",

@@ -2,7 +2,9 @@
 
 A child process owns the source and this one the target, both through `TransferService`, as in production. Transports
 and layouts alternate hand-off by hand-off, so that a disturbance of the machine affects all of them alike. memcpy is
-the baseline because no transfer can be faster than one copy of its bytes. `ridgeline bench transfer` prints the result.
+the baseline because no transfer can be faster than one copy of its bytes. The caches are in host memory: `cuda-ipc`
+copies them by index as it would on a GPU, and its figures say nothing about one. `ridgeline bench transfer` prints the
+result.
 """
 
 from __future__ import annotations

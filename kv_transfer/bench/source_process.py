@@ -73,8 +73,9 @@ class Cache:
             buffer = torch.zeros(shape.num_bytes, dtype=torch.int8, device=shape.device)
         self.layers = buffer.view(torch.uint8).view(shape.num_layers, shape.num_blocks, shape.block_bytes)
         """The cache as uint8 [layers, blocks, bytes of a block]."""
-        noise = torch.empty(self.layers.shape, dtype=torch.uint8)
-        self.layers.copy_(noise.random_(0, 255, generator=torch.Generator().manual_seed(seed)))
+        self.layers.random_(0, 255, generator=torch.Generator(shape.device).manual_seed(seed))
+        if self.layers.is_cuda:
+            torch.cuda.synchronize(self.layers.device)  # a pool waits for no kernel but its own
         self._shape = shape
         self._shared = allocation.offer(list(self.layers))
 

@@ -91,6 +91,7 @@ class DeviceMemory(BlockMemory):
             raise ValueError(f"blocks on {source.device} were not opened on {self.device}")
         layer_bytes = len(layers) * self.shapes[0][1]
         most = max(1, COPY_PIECE_BYTES // layer_bytes)
+        within = self._addresses() & source._addresses()  # torch refuses to copy from a tensor straight into itself
         lane = self._lane()
         with lane.selected():
             from_indices, to_indices = lane.indices(source_ids), lane.indices(block_ids)
@@ -98,7 +99,7 @@ class DeviceMemory(BlockMemory):
         try:
             for start in range(0, len(block_ids), most):
                 piece = slice(start, start + most)
-                run = _run_of(source_ids[piece])
+                run = None if within else _run_of(source_ids[piece])
                 with lane.selected():  # not during a yield: both are states of the thread, which is its caller's then
                     for target, blocks in self._pairs(source, layers):
                         chosen = blocks.index_select(1, from_indices[piece]) if run is None else blocks[:, run]
@@ -110,6 +111,9 @@ class DeviceMemory(BlockMemory):
                 yield _arrived(*under_way.popleft())
         finally:
             lane.mark().wait()
+
+    def _addresses(self) -> set[int]:
+        return {layer.untyped_storage().data_ptr() for layer in self._layers}
 
     def _pairs(self, source: DeviceMemory, layers: range) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield (target, source) as [layers, num_blocks, block bytes or words]: one pair if both are evenly spaced."""

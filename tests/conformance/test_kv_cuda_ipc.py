@@ -30,7 +30,7 @@ def device(request):
 def ends(device):
     """(source process, what is in its cache, our cache, our service)."""
     shape = replace(SHAPE, device=device)
-    cache, theirs = Cache(shape), Cache(replace(SHAPE, device="cpu"), SOURCE_SEED).layers
+    cache, theirs = Cache(shape), Cache(shape, SOURCE_SEED).layers.cpu()
     with SourceProcess(shape, ["cuda-ipc"], core=None) as source:
         source.start()
         service = cache.service("cuda-ipc", fetch_deadline_s=2 * PATIENCE_S)

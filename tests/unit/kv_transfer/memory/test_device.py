@@ -178,6 +178,19 @@ def test_parts_of_blocks_are_copied_and_the_rest_of_each_stays():
         assert torch.equal(ours[:, 0].view(torch.int16), earlier[:, 0].view(torch.int16))
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_blocks_are_copied_within_one_pool(apart):
+    _, layers = make_layers("LBHNC", seed=1)
+    layers = [layer.clone() for layer in layers] if apart else layers
+    expected = [layer.view(torch.int16).clone() for layer in layers]
+    pool = device_pool(layers)
+    sum(pool.copies_from(pool, [1, 2, 3], [6, 5, 4]))
+    sum(pool.copies_from(device_pool(layers), [7, 8], [7, 8]))
+    for layer, before in zip(layers, expected, strict=True):
+        before[[6, 5, 4]] = before[[1, 2, 3]]
+        assert torch.equal(layer.view(torch.int16), before)
+
+
 @pytest.fixture
 def marks(monkeypatch):
     """The marks on the stream, as they are made and waited for: ("made" or "waited", number)."""
