@@ -30,6 +30,7 @@ pytestmark = pytest.mark.engines
 
 STALL_TIMEOUT_S = 5
 SETTINGS = {
+    "model.dtype": "float32",  # texts are compared: in bfloat16 a batch of another size may break ties another way
     "ray.share_cores": "true",
     "supervision.stall_timeout_s": str(STALL_TIMEOUT_S),
     "model.max_model_len_tokens": "1024",
