@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contracts.handoff import KvLayout
 from kv_transfer.fetch.fetcher import KvFetcher
@@ -18,6 +18,10 @@ from kv_transfer.options import TransferOptions
 from kv_transfer.source.lease import LeaseTable
 from kv_transfer.testing.faults import FaultPlan, FaultyPuller
 from kv_transfer.wire.frames import largest_frame_bytes
+
+if TYPE_CHECKING:
+    from kv_transfer.fetch.control import GrpcControl
+    from kv_transfer.source.grpc_source import SourceExtension
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,10 @@ def puller_classes() -> Sequence[type[Puller]]:
     from kv_transfer.collective.puller import CollectivePuller
     from kv_transfer.fetch.grpc_puller import GrpcPuller
     from kv_transfer.fetch.shm_puller import ShmPuller
+    from kv_transfer.nixl.puller import NixlPuller
     from kv_transfer.testing.memory_transport import MemoryPuller
 
-    return ShmPuller, CollectivePuller, GrpcPuller, MemoryPuller
+    return ShmPuller, CollectivePuller, GrpcPuller, NixlPuller, MemoryPuller
 
 
 def puller_class(name: str) -> type[Puller]:
@@ -55,7 +60,8 @@ def make_transport(cache: RankCache, options: TransferOptions) -> tuple[KvSource
     """Build both ends. Their modules are imported only now.
 
     Raises ValueError for an unknown transport, and for options that it or these blocks do not support.
-    Every source but `memory` serves all transports; the name decides what this engine's own fetches use.
+    Every source but `memory` serves all transports, `nixl` only if it is the one named; the name decides what this
+    engine's own fetches use.
     """
     if options.transport != "auto":
         asked_for = puller_class(options.transport)
@@ -85,7 +91,7 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
     from kv_transfer.fetch.control import GrpcControl
     from kv_transfer.fetch.grpc_puller import GrpcPuller
     from kv_transfer.fetch.shm_puller import ShmPuller
-    from kv_transfer.source.grpc_source import GrpcKvSource, SourceExtension
+    from kv_transfer.source.grpc_source import GrpcKvSource
 
     control = GrpcControl(largest_frame_bytes(cache.layout), options.tls)
     extensions: list[SourceExtension] = []
@@ -93,6 +99,10 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
     if options.tls is None or CollectivePuller.covered_by_tls:
         extensions.append(CollectiveSource(cache.pool, options.host))
         pullers.append(CollectivePuller(control, cache.pool.device, options.host))
+    if options.transport == "nixl":
+        served, puller = _nixl(cache, control)
+        extensions.append(served)
+        pullers.append(puller)
     source = GrpcKvSource(
         cache.pool,
         cache.leases,
@@ -104,3 +114,14 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
         tls=options.tls,
     )
     return source, control, pullers
+
+
+def _nixl(cache: RankCache, control: GrpcControl) -> tuple[SourceExtension, Puller]:
+    from kv_transfer.nixl.library import NixlFailed
+    from kv_transfer.nixl.puller import NixlPuller
+    from kv_transfer.nixl.source import NixlSource
+
+    try:
+        return NixlSource(cache.pool), NixlPuller(control, cache.pool)
+    except NixlFailed as error:
+        raise ValueError(f"the transport nixl does not work here: {error}") from error
