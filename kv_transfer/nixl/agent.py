@@ -45,7 +45,7 @@ class Agent:
         """`device` is where its memory lies; with `answers`, it has a thread that serves readers."""
         self._nixl = load()
         self._failures = failures()
-        self._any_failure = (NixlFailed, *self._failures)
+        self._any_failure: tuple[type[Exception], ...] = (NixlFailed, *self._failures)
         self._device = device
         self._kind = self._nixl.VRAM_SEG if device.type == "cuda" else self._nixl.DRAM_SEG
         self._lock = threading.RLock()  # reentrant, as a peer may be dropped by a garbage collection in here

@@ -9,25 +9,31 @@ import pytest
 
 from contracts import errors
 from kv_transfer.bench.source_process import Cache, CacheShape, SourceProcess
+from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S
 
 SHAPE = CacheShape(num_layers=24, num_blocks=64, block_bytes=128 << 10)
 BLOCKS = list(range(SHAPE.num_blocks))
 DEADLINE_S = 4.0
 """Of the one fetch that is to end by it."""
-TRANSPORTS = ["grpc", "shm", "collective"]
+OVER_TCP = "nixl over tcp"
+TRANSPORTS = ["grpc", "shm", "collective", *(pytest.param(name, marks=needs_nixl) for name in ("nixl", OVER_TCP))]
 
 
 @pytest.fixture(params=TRANSPORTS)
-def peers(request):
+def peers(request, monkeypatch):
     """(source process, our service, transport); 200 MB in the source, so that a fetch takes a while."""
+    transport = request.param
+    if transport == OVER_TCP:
+        monkeypatch.setenv("UCX_TLS", "tcp")
+        transport = "nixl"
     cache = Cache(SHAPE)
-    with SourceProcess(SHAPE, [request.param], core=None) as source:
+    with SourceProcess(SHAPE, [transport], core=None) as source:
         source.start()
-        service = cache.service(request.param, fetch_deadline_s=2 * PATIENCE_S)
+        service = cache.service(transport, fetch_deadline_s=2 * PATIENCE_S)
         service.start()
         try:
-            yield source, service, request.param
+            yield source, service, transport
         finally:
             os.kill(source.pid, signal.SIGCONT)
             service.close()
