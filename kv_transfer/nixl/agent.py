@@ -123,7 +123,7 @@ class Agent:
 
 
 class Read:
-    """A read that was begun. Used by one thread at a time."""
+    """A read that was begun. Its methods must not run concurrently."""
 
     def __init__(self, agent: Agent, handle: int, ended: bool) -> None:
         self._agent = agent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -12,6 +13,9 @@ from kv_transfer.memory.blocks import BlockPool, CannotOpen
 from kv_transfer.nixl.agent import Descriptors, descriptors
 
 Numbers = npt.NDArray[np.uint64]
+Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 36)]
+"""Bounded, so that no sum of them exceeds 64 bits."""
 
 
 class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,13 +23,13 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: bytes
     """NIXL's own, of which this project knows nothing."""
-    device_index: int
+    device_index: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     """Of the CUDA device; 0 for host memory."""
-    num_blocks: int
-    block_bytes: int
-    layer_addresses: tuple[int, ...]
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
+    block_bytes: Size
+    layer_addresses: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1)]
     """Of the first block of each layer."""
-    layer_strides_bytes: tuple[int, ...]
+    layer_strides_bytes: tuple[Size, ...]
     """From one block to the next."""
 
     @classmethod
@@ -42,10 +46,8 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self) -> None:
-        """Raise CannotOpen for numbers that do not describe a pool."""
-        sizes = (self.num_blocks, self.block_bytes, len(self.layer_addresses))
-        alike = len(self.layer_addresses) == len(self.layer_strides_bytes)
-        if not alike or min(sizes) <= 0 or min((*self.layer_addresses, self.device_index)) < 0:
+        """Raise CannotOpen for numbers that do not describe a pool; each is in its bounds already."""
+        if len(self.layer_addresses) != len(self.layer_strides_bytes):
             raise CannotOpen("its description is not of a KV cache")
         if min(self.layer_strides_bytes) < self.block_bytes:
             raise CannotOpen("its blocks overlap")

@@ -1,5 +1,6 @@
 """Where blocks lie in a source's memory, and how reads of them are cut; nothing here needs NIXL."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -38,15 +39,23 @@ def test_blocks_that_a_source_does_not_have_are_refused(block_ids):
     "changes",
     [
         {"num_blocks": 0},
+        {"num_blocks": 1 << 40},
         {"layer_addresses": (), "layer_strides_bytes": ()},
         {"layer_strides_bytes": (10,)},
         {"layer_addresses": (-1, 5)},
+        {"layer_addresses": (1 << 63, 5)},
         {"layer_strides_bytes": (9, 10)},
+        {"layer_strides_bytes": (10, 1 << 50)},
+        {"device_index": -1},
     ],
 )
 def test_an_offer_of_no_cache_is_refused(changes):
-    with pytest.raises(CannotOpen):
-        offer(**changes).check()
+    with pytest.raises((CannotOpen, msgspec.ValidationError)):
+        msgspec.convert({**msgspec.structs.asdict(offer()), **changes}, NixlOffer).check()
+
+
+def test_an_offer_of_a_cache_is_accepted():
+    msgspec.convert(msgspec.structs.asdict(offer()), NixlOffer).check()
 
 
 @pytest.mark.parametrize(("start", "num_bytes"), [(-1, 3), (0, 11), (8, 3), (0, 0)])
