@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -23,6 +23,10 @@ from kv_transfer.options import TransferOptions
 from kv_transfer.source.lease import LeaseTable
 from kv_transfer.testing.faults import FaultPlan, FaultyPuller
 from kv_transfer.wire.frames import largest_frame_bytes
+
+if TYPE_CHECKING:
+    from kv_transfer.fetch.control import GrpcControl
+    from kv_transfer.source.grpc_source import SourceExtension
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +75,10 @@ def puller_classes() -> Sequence[type[Puller]]:
     from kv_transfer.fetch.grpc_puller import GrpcPuller
     from kv_transfer.fetch.ipc_puller import IpcPuller
     from kv_transfer.fetch.shm_puller import ShmPuller
+    from kv_transfer.nixl.puller import NixlPuller
     from kv_transfer.testing.memory_transport import MemoryPuller
 
-    return ShmPuller, IpcPuller, CollectivePuller, GrpcPuller, MemoryPuller
+    return ShmPuller, IpcPuller, CollectivePuller, GrpcPuller, NixlPuller, MemoryPuller
 
 
 def puller_class(name: str) -> type[Puller]:
@@ -88,7 +93,8 @@ def make_transport(cache: RankCache, options: TransferOptions) -> tuple[KvSource
     """Build both ends. Their modules are imported only now.
 
     Raises ValueError for an unknown transport, and for options that it or these blocks do not support.
-    Every source but `memory` serves all transports; the name decides what this engine's own fetches use.
+    Every source but `memory` serves all transports, `nixl` only if it is the one named; the name decides what this
+    engine's own fetches use.
     """
     if options.transport != "auto":
         asked_for = puller_class(options.transport)
@@ -119,7 +125,7 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
     from kv_transfer.fetch.grpc_puller import GrpcPuller
     from kv_transfer.fetch.ipc_puller import IpcPuller
     from kv_transfer.fetch.shm_puller import ShmPuller
-    from kv_transfer.source.grpc_source import GrpcKvSource, SourceExtension
+    from kv_transfer.source.grpc_source import GrpcKvSource
 
     control = GrpcControl(largest_frame_bytes(cache.layout), options.tls)
     extensions: list[SourceExtension] = []
@@ -131,6 +137,10 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
     if options.tls is None or CollectivePuller.covered_by_tls:
         extensions.append(CollectiveSource(cache.pool, options.host))
         pullers.append(CollectivePuller(control, cache.pool.device, options.host))
+    if options.transport == "nixl":
+        served, puller = _nixl(cache, control)
+        extensions.append(served)
+        pullers.append(puller)
     source = GrpcKvSource(
         cache.pool,
         cache.leases,
@@ -142,3 +152,14 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
         tls=options.tls,
     )
     return source, control, pullers
+
+
+def _nixl(cache: RankCache, control: GrpcControl) -> tuple[SourceExtension, Puller]:
+    from kv_transfer.nixl.library import NixlFailed
+    from kv_transfer.nixl.puller import NixlPuller
+    from kv_transfer.nixl.source import NixlSource
+
+    try:
+        return NixlSource(cache.pool), NixlPuller(control, cache.pool)
+    except NixlFailed as error:
+        raise ValueError(f"the transport nixl does not work here: {error}") from error

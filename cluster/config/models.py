@@ -244,7 +244,7 @@ class TransferConfig(Section):
     transport: SettableTransport = Field(
         default="auto",
         description="what carries the bytes: shm (one host), cuda-ipc (GPUs of one host), grpc, collective (nccl or "
-        "gloo); auto: the first of cuda-ipc, shm and grpc that reaches a worker",
+        "gloo), nixl (UCX; a package of its own); auto: the first of cuda-ipc, shm and grpc that reaches a worker",
     )
     wire_dtype: WireDtype = Field(
         default="none",
@@ -621,8 +621,9 @@ def _security_conflicts(config: RidgelineConfig) -> list[str]:
     if missing:
         return [f"{' and '.join(missing)} must be set as well, or none of security.tls: TLS needs all three files."]
     if not _covered_by_tls(config.transfer.transport):
+        library = "UCX" if config.transfer.transport == "nixl" else "torch.distributed"
         return [
-            f"transfer.transport {config.transfer.transport} moves KV in plain text (torch.distributed has no TLS) and "
+            f"transfer.transport {config.transfer.transport} moves KV in plain text ({library} has no TLS) and "
             "cannot be had with security.tls: set transfer.transport to auto or grpc."
         ]
     return []

@@ -17,6 +17,7 @@ FEWEST_OPEN_FILES = 1024
 COMFORTABLE_OPEN_FILES = 4096
 SUPPORTED_PYTHONS = ((3, 11), (3, 13))
 
+_NIXL_PACKAGES = ("nixl-cu13", "nixl-cu12")
 _CPU_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -75,6 +76,24 @@ def engine_package(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckRe
         yield CheckResult("vllm", False, f"{wanted} {found}", fix)
     else:
         yield CheckResult("vllm", True, f"{wanted} {found}")
+
+
+def transport_package(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+    if config.transfer.transport != "nixl":
+        return
+    for name in _NIXL_PACKAGES:
+        if name in host.packages:
+            yield CheckResult("nixl", True, f"{name} {host.packages[name]}")
+            return
+    if config.ray.address is not None:
+        yield CheckResult("nixl", True, "not installed; enough here, as engines run elsewhere in the cluster")
+        return
+    fix = (
+        f"transfer.transport is nixl, and neither {' nor '.join(_NIXL_PACKAGES)} is installed: run "
+        f"`pip install {_NIXL_PACKAGES[0]}` in Ridgeline's environment, on every node, or set "
+        "transfer.transport to auto."
+    )
+    yield CheckResult("nixl", False, "not installed", fix)
 
 
 def torch_companions(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:

@@ -26,6 +26,7 @@ from contracts.handoff import KvHandoff
 from kv_transfer.bench.source_process import BLOCK_TOKENS, Cache, CacheShape, MeasureError, SourceProcess
 from kv_transfer.memory.shared import SMALLEST_BYTES
 from kv_transfer.names import TRANSPORT_NAMES, TransportName
+from kv_transfer.nixl.library import why_missing as nixl_missing
 from kv_transfer.service import TransferService
 
 __all__ = ["MeasureError", "MeasureReport", "MeasureSettings", "TransferFigures", "measure"]
@@ -44,6 +45,12 @@ _COPIES_IN_MEMORY: Final = 2 * CACHE_PER_HANDOFF + 2
 _WARM_UP_ROUNDS: Final = 1
 _SEED: Final = 0
 
+
+def measurable_here() -> tuple[str, ...]:
+    """Return those of the measurable transports whose packages are installed."""
+    return tuple(name for name in MEASURABLE if name != "nixl" or nixl_missing() is None)
+
+
 OnProgress = Callable[[str], None]
 
 
@@ -58,7 +65,7 @@ class MeasureSettings:
     """Bytes of one block in one layer."""
     rounds: int = 20
     """Measured hand-offs for each transport and layout, after one that warms up."""
-    transports: tuple[str, ...] = MEASURABLE
+    transports: tuple[str, ...] = field(default_factory=measurable_here)
     layouts: tuple[str, ...] = LAYOUTS
     pin: bool | None = None
     """Whether each side gets a core to itself; None: if there are at least two cores."""
@@ -102,6 +109,8 @@ class MeasureSettings:
                 if name not in known:
                     why = " (it does not connect processes)" if name == "memory" else ""
                     yield f"{kind} {name!r} cannot be measured{why}: give one or more of {', '.join(known)}"
+        if "nixl" in self.transports and (missing := nixl_missing()) is not None:
+            yield f"transport 'nixl' cannot be measured: {missing}"
 
     def _wrong_sizes(self, memory_available_bytes: int) -> Iterator[str]:
         mapped = [name for name in ("shm", "cuda-ipc") if name in self.transports]

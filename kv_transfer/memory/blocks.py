@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kv_transfer.memory.device import DeviceMemory
-from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, runs
+from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span, runs
 
 COPY_STEP_BYTES: Final = 8 << 20
 
@@ -100,6 +100,10 @@ class BlockPool:
             raise ValueError(f"{payload.nbytes} bytes do not fill {len(block_ids)} blocks of {self.block_bytes}")
         source = np.frombuffer(payload, dtype=np.uint8).reshape(len(block_ids), self.block_bytes)
         self._memory.write(layer, block_ids, source)
+
+    def spans(self) -> list[Span]:
+        """Return where each layer lies, for those that read it without this process's help."""
+        return self._memory.spans()
 
     @property
     def device(self) -> torch.device:

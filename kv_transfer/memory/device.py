@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory
+from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span
 
 STREAMS: Final = 4
 """Enough to keep both copy engines and a kernel busy; more threads than that share them."""
@@ -168,6 +168,9 @@ class DeviceMemory(BlockMemory):
         narrowed._lanes = self._lanes  # a thread's stream and page-locked buffers serve all parts
         narrowed._streams = self._streams
         return narrowed
+
+    def spans(self) -> list[Span]:
+        return [Span.of(rows.data_ptr(), rows.stride(0), rows.shape) for rows in self._layers]
 
     def commit(self) -> None:
         """Do nothing: a GPU's memory is resident once it is allocated."""

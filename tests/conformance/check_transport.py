@@ -161,6 +161,19 @@ def slow_gathers(source: Node, _target: Node) -> None:
     source.pool.gather = slowly
 
 
+def slow_pieces(_source: Node, target: Node) -> None:
+    """For transports that read piece by piece into staging memory."""
+    puller = target.fetcher._pullers["nixl"]
+    real = puller._move
+
+    def slowly(*args):
+        moved = real(*args)
+        time.sleep(0.4)
+        return moved
+
+    puller._move = slowly
+
+
 def kept(node: Node) -> list[Any]:
     """Everything that its fetcher has open for later fetches."""
     fetcher = node.fetcher

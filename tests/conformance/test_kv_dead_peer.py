@@ -10,20 +10,32 @@ import pytest
 from contracts import errors
 from kv_transfer.bench.source_process import Cache, CacheShape, SourceProcess
 from tests.support.cuda import NEEDS_CUDA
+from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S
 
 SHAPE = CacheShape(num_layers=24, num_blocks=64, block_bytes=128 << 10)
 BLOCKS = list(range(SHAPE.num_blocks))
 DEADLINE_S = 4.0
 """Of the one fetch that is to end by it."""
-TRANSPORTS = ["grpc", "shm", "cuda-ipc", "collective", pytest.param("cuda-ipc on a GPU", marks=NEEDS_CUDA)]
+OVER_TCP = "nixl over tcp"
+ON_GPU = "cuda-ipc on a GPU"
+TRANSPORTS = [
+    "grpc",
+    "shm",
+    "cuda-ipc",
+    "collective",
+    pytest.param(ON_GPU, marks=NEEDS_CUDA),
+    *(pytest.param(name, marks=needs_nixl) for name in ("nixl", OVER_TCP)),
+]
 
 
 @pytest.fixture(params=TRANSPORTS)
-def peers(request):
+def peers(request, monkeypatch):
     """(source process, our service, transport); 200 MB in the source, so that a fetch takes a while."""
-    transport, _, on_gpu = request.param.partition(" ")
-    shape = replace(SHAPE, device="cuda:0" if on_gpu else "cpu")
+    if request.param == OVER_TCP:
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    transport = request.param.split()[0]
+    shape = replace(SHAPE, device="cuda:0" if request.param == ON_GPU else "cpu")
     cache = Cache(shape)
     with SourceProcess(shape, [transport], core=None) as source:
         source.start()

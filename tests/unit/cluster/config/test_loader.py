@@ -171,7 +171,7 @@ def test_shipped_settings_keep_two_steps_of_prompts_at_every_worker_in_both_mode
         assert loaded.config.window_tokens(name) == 2 * pool.max_num_batched_tokens
 
 
-@pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "collective", "nixl"])
 @pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
 def test_encoded_blocks_and_a_transport_without_frames_exclude_each_other_in_one_sentence(transport, wire_dtype):
     problem = only_problem_of(transfer__transport=transport, transfer__wire_dtype=wire_dtype)
