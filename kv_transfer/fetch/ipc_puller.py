@@ -35,6 +35,7 @@ class IpcPuller(PinnedPuller[OpenedPool]):
 
     name = "cuda-ipc"
     not_offered = "its KV cache is not in the memory of a GPU"
+    failures = (RuntimeError,)  # torch's for whatever CUDA refuses
 
     def __init__(self, control: GrpcControl, device: torch.device) -> None:
         """`device` is where our own cache lies."""
@@ -44,8 +45,9 @@ class IpcPuller(PinnedPuller[OpenedPool]):
         """By incarnation, a descriptor that is readable once the process has ended."""
 
     def obstacle(self, source: SourceDescription) -> str | None:
+        known = source.incarnation in self._opened
         why = super().obstacle(source)
-        if why is not None or source.incarnation in self._watched:
+        if known or why is not None:
             return why
         try:
             descriptor = os.pidfd_open(self._opened[source.incarnation].pid)

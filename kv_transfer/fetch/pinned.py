@@ -49,7 +49,8 @@ Copy = Callable[[Readable], Generator[int, None, None]]
 """Copies what is readable while it is iterated over, and yields the bytes of each piece when they are in the target.
 
 Between pieces it is stopped if the pull was cancelled: it is then closed, and returns only when nothing that it began
-writes to the target any more. It raises ValueError if what the source said does not fit the pools, or a HandoffError.
+writes to the target any more. It raises ValueError if what the source said does not fit the pools, one of the puller's
+`failures`, or a HandoffError.
 """
 
 
@@ -59,6 +60,8 @@ class PinnedPuller(Puller, Generic[Opened]):
     copies_raw = True
     not_offered: ClassVar[str]
     """Why a source without an offer for this transport cannot be reached."""
+    failures: ClassVar[tuple[type[Exception], ...]] = ()
+    """What else opening and copying may raise. The source is then unreachable, and opened anew for the next pull."""
 
     def __init__(self, control: GrpcControl, threads: str) -> None:
         """`threads` is the prefix of the copying threads' names."""
@@ -68,9 +71,9 @@ class PinnedPuller(Puller, Generic[Opened]):
 
     @abstractmethod
     def open(self, offer: dict[str, Any]) -> Opened:
-        """Open a source's memory by its offer. Raises CannotOpen, or msgspec's ValidationError for a malformed offer.
+        """Open a source's memory by its offer. It is called on the event loop.
 
-        It may be called on an event loop.
+        Raises CannotOpen, one of `failures`, or msgspec's ValidationError for a malformed offer.
         """
 
     @abstractmethod
@@ -80,9 +83,6 @@ class PinnedPuller(Puller, Generic[Opened]):
         Raises ValueError if what was opened does not have the part of each block that the pull asks for.
         """
 
-    def shut(self, opened: Opened) -> None:
-        """Drop what was opened. Pulls in progress may still use it."""
-
     def obstacle(self, source: SourceDescription) -> str | None:
         if source.incarnation in self._opened:
             return None
@@ -91,10 +91,11 @@ class PinnedPuller(Puller, Generic[Opened]):
         offer = source.offers[self.name]
         if (why := offer.get(OBSTACLE)) is not None:
             return str(why)
+        refusals: tuple[type[Exception], ...] = (CannotOpen, msgspec.ValidationError, *self.failures)
         try:
             self._opened[source.incarnation] = self.open(offer)
-        except (CannotOpen, msgspec.ValidationError) as error:
-            return str(error)
+        except refusals as error:
+            return _first_line(error)
         return None
 
     async def pull(self, pull: Pull) -> None:
@@ -105,19 +106,17 @@ class PinnedPuller(Puller, Generic[Opened]):
         except ValueError as error:
             raise errors.TransferFailed(errors.CORRUPTED, f"{pull.address} offers another cache: {error}") from error
         stream = SourceStream(self._control.channel(pull.address), grpc_methods.PIN, pull)
-        read = PinnedRead(pull, copy, stream.raise_if_cancelled)
+        read = PinnedRead(pull, copy, stream.raise_if_cancelled, self.failures)
         await self._threads.run(pull, lambda: stream.run(read.consume), stream.cancel)
         if not read.within_lease():
             await self._control.renew(pull.address, pull.request.handoff_id)  # raises unless it was open all the time
 
     def forget(self, source: SourceDescription) -> None:
-        if (opened := self._opened.pop(source.incarnation, None)) is not None:
-            self.shut(opened)
+        self._opened.pop(source.incarnation, None)
 
     async def close(self) -> None:
         self._threads.close()
-        while self._opened:
-            self.shut(self._opened.popitem()[1])
+        self._opened.clear()
 
 
 def copy_out_of(pool: BlockPool, pull: Pull) -> Copy:
@@ -129,8 +128,16 @@ def copy_out_of(pool: BlockPool, pull: Pull) -> Copy:
 class PinnedRead:
     """The answer to one pin, read on its thread: checks each message, and has copied what it makes readable."""
 
-    def __init__(self, pull: Pull, copy: Copy, raise_if_cancelled: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pull: Pull,
+        copy: Copy,
+        raise_if_cancelled: Callable[[], None],
+        failures: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """`failures` are what `copy` raises if the source's memory cannot be read any more."""
         self._pull = pull
+        self._failures = failures
         self._copy = copy
         self._raise_if_cancelled = raise_if_cancelled
         self._done = 0
@@ -181,6 +188,8 @@ class PinnedRead:
                     self._raise_if_cancelled()
         except ValueError as error:
             raise errors.TransferFailed(errors.CORRUPTED, str(error)) from error
+        except self._failures as error:
+            raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address}: {_first_line(error)}") from error
         self._layers_done, self._computed = layers.stop % num_layers, block_ids
         if self._layers_done == 0:
             self._done += len(block_ids)
@@ -190,3 +199,8 @@ class PinnedRead:
         wanted = len(self._pull.target_block_ids)
         if self._done != wanted or self._layers_done:
             raise errors.TransferFailed(errors.CORRUPTED, f"{self._done} of {wanted} blocks were pinned")
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without the advice for developers that torch appends."""
+    return str(error).partition("\n")[0]

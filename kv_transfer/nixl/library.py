@@ -9,13 +9,11 @@ import importlib
 import importlib.util
 import logging
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-PACKAGES: Final = {"12": "nixl-cu12", "13": "nixl-cu13"}
-"""The package by torch's CUDA version."""
-DEFAULT_CUDA: Final = "13"
+from kv_transfer.names import NIXL_PACKAGES
 
 
 class NixlFailed(Exception):
@@ -24,8 +22,8 @@ class NixlFailed(Exception):
 
 def package() -> str:
     """Return the name of the package that fits this build of torch."""
-    cuda = (torch.version.cuda or DEFAULT_CUDA).partition(".")[0]
-    return PACKAGES.get(cuda, PACKAGES[DEFAULT_CUDA])
+    newest, *_ = NIXL_PACKAGES.values()
+    return NIXL_PACKAGES.get((torch.version.cuda or "").partition(".")[0], newest)
 
 
 def why_missing() -> str | None:

@@ -19,7 +19,7 @@ from contracts.handoff import new_handoff_id
 from kv_transfer.fetch.control import GrpcControl
 from kv_transfer.fetch.pinned import Copy, PinnedPuller, Readable
 from kv_transfer.interfaces import Pull
-from kv_transfer.memory.blocks import BlockPool, CannotOpen
+from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.nixl.agent import Agent, Read
 from kv_transfer.nixl.library import NixlFailed
 from kv_transfer.nixl.offer import BlockAddresses, NixlOffer
@@ -52,6 +52,7 @@ class NixlPuller(PinnedPuller[Remote]):
     name = "nixl"
     covered_by_tls = False  # UCX has none
     not_offered = "it does not offer its KV cache through NIXL"
+    failures = (NixlFailed,)
 
     def __init__(self, control: GrpcControl, pool: BlockPool) -> None:
         """Start an agent for reads into this pool. Raises NixlFailed."""
@@ -62,10 +63,7 @@ class NixlPuller(PinnedPuller[Remote]):
     def open(self, offer: dict[str, Any]) -> Remote:
         described = msgspec.convert(offer, NixlOffer)
         described.check()
-        try:
-            return Remote(self._agent, described)
-        except NixlFailed as error:
-            raise CannotOpen(str(error)) from error
+        return Remote(self._agent, described)
 
     def copier(self, opened: Remote, pull: Pull) -> Copy:
         part = opened.offer.part(pull.request.part_start, pull.request.part_bytes)
@@ -74,11 +72,8 @@ class NixlPuller(PinnedPuller[Remote]):
         return lambda readable: self._copy(readable, opened, part, pull)
 
     def _copy(self, readable: Readable, source: Remote, part: BlockAddresses, pull: Pull) -> Generator[int, None, None]:
-        try:
-            for piece in pieces(readable, pull.pool.block_bytes):
-                yield self._move(piece, source, part, pull)
-        except NixlFailed as error:
-            raise errors.TransferFailed(errors.UNREACHABLE, f"{pull.address}: {error}") from error
+        for piece in pieces(readable, pull.pool.block_bytes):
+            yield self._move(piece, source, part, pull)
 
     def _move(self, piece: Readable, source: Remote, part: BlockAddresses, pull: Pull) -> int:
         """Read one piece into staging memory and copy it to its blocks; return its bytes."""

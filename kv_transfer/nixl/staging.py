@@ -23,7 +23,7 @@ MOST_ABANDONED: Final = 32
 """Reads that nobody waits for, at most; a source that is frozen leaves one for each pull."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Room:
     """Registered memory for one read at a time."""
 
@@ -80,9 +80,12 @@ class Staging:
             self._abandoned.append((room, read))
 
     def _reclaim(self) -> None:
-        going_on = [(room, read) for room, read in self._abandoned if not _ended(read)]
-        self._free += [room for room, read in self._abandoned if (room, read) not in going_on]
-        self._abandoned = going_on
+        abandoned, self._abandoned = self._abandoned, []
+        for room, read in abandoned:
+            if _ended(read):
+                self._free.append(room)
+            else:
+                self._abandoned.append((room, read))
 
 
 def _ended(read: Read) -> bool:

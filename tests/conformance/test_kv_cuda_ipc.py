@@ -12,9 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from contracts import errors
 from contracts.handoff import KvHandoff
 from kv_transfer.bench.source_process import SOURCE_SEED, Cache, CacheShape, SourceProcess, offer
+from kv_transfer.memory.device import DeviceMemory
 from tests.support.cuda import NEEDS_CUDA
+from tests.support.fetches import receipt_of
 from tests.support.patience import PATIENCE_S
 
 SHAPE = CacheShape(num_layers=6, num_blocks=128, block_bytes=64 << 10)
@@ -63,12 +66,7 @@ def test_the_memory_of_a_source_that_was_killed_is_dropped_though_nothing_is_fet
 
 def fetched(service, handoff: KvHandoff, request_id: str, targets: list[int]):
     service.start_fetch(request_id, handoff, 0, targets)
-    deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        service.wait(0.5)
-        if (receipt := service.poll().receipts.get(request_id)) is not None:
-            return receipt
-    raise AssertionError("no completion")
+    return receipt_of(service, request_id)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,27 @@ def test_each_block_of_each_layer_is_where_it_should_be_and_nothing_else_has_cha
     source.wait_freed("cuda-ipc", name)
 
 
-def test_auto_picks_it_on_a_gpu_and_shared_memory_without_one(ends):
+def test_a_copy_that_cuda_refuses_is_unreachable_and_the_next_fetch_opens_the_memory_anew(ends, monkeypatch):
+    source, _, _, service = ends
+
+    def refused(*_):
+        yield 0
+        raise RuntimeError("CUDA error: peer access is not supported\nCompile with ...")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceMemory, "copies_from", refused)
+        handoff, _ = source.publish("cuda-ipc", "refused", [1, 2])
+        receipt = fetched(service, handoff, "refused", [3, 4])
+    address = source.addresses["cuda-ipc"]
+    assert (receipt.outcome, receipt.reason) == ("failed", errors.UNREACHABLE), receipt
+    assert receipt.message == f"{address}: CUDA error: peer access is not supported"
+    puller = service._fetcher._pullers["cuda-ipc"]
+    assert puller._opened == puller._watched == {}
+    handoff, _ = source.publish("cuda-ipc", "again", [1, 2])
+    assert fetched(service, handoff, "again", [3, 4]).outcome == "ok"
+
+
+def test_auto_does_not_pick_it(ends):
     source, _, cache, _ = ends
     service = cache.service("auto")
     service.start()
@@ -101,7 +119,7 @@ def test_auto_picks_it_on_a_gpu_and_shared_memory_without_one(ends):
         paired = service.pair([address]).result(PATIENCE_S)[address]
     finally:
         service.close()
-    assert paired.transport == ("shm" if cache.layers.device.type == "cpu" else "cuda-ipc"), paired
+    assert paired.transport == ("shm" if cache.layers.device.type == "cpu" else "grpc"), paired
 
 
 def test_a_hand_off_within_one_process_copies_between_its_own_blocks(ends):

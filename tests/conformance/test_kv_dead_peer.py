@@ -10,6 +10,7 @@ import pytest
 from contracts import errors
 from kv_transfer.bench.source_process import Cache, CacheShape, SourceProcess
 from tests.support.cuda import NEEDS_CUDA
+from tests.support.fetches import begin, receipt_of
 from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S
 
@@ -19,17 +20,12 @@ DEADLINE_S = 4.0
 """Of the one fetch that is to end by it."""
 OVER_TCP = "nixl over tcp"
 ON_GPU = "cuda-ipc on a GPU"
-TRANSPORTS = [
-    "grpc",
-    "shm",
-    "cuda-ipc",
-    "collective",
-    pytest.param(ON_GPU, marks=NEEDS_CUDA),
-    *(pytest.param(name, marks=needs_nixl) for name in ("nixl", OVER_TCP)),
-]
+TRANSPORTS = ["grpc", "shm", "collective", pytest.param(ON_GPU, marks=NEEDS_CUDA)]
+"""In host memory `cuda-ipc` is as `shm` here; `test_kv_nixl` freezes a source of `nixl`."""
+KILLED = [*TRANSPORTS, *(pytest.param(name, marks=needs_nixl) for name in ("nixl", OVER_TCP))]
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture
 def peers(request, monkeypatch):
     """(source process, our service, transport); 200 MB in the source, so that a fetch takes a while."""
     if request.param == OVER_TCP:
@@ -48,26 +44,12 @@ def peers(request, monkeypatch):
             service.close()
 
 
-def receipt_of(service, request_id):
-    deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        service.wait(0.5)
-        completed = service.poll()
-        if request_id in completed.receipts:
-            return completed.receipts[request_id]
-    raise AssertionError("no completion")
-
-
-def begin(source, service, transport, request_id):
-    handoff, _ = source.publish(transport, f"{request_id}-source", BLOCKS)
-    service.start_fetch(request_id, handoff, 0, BLOCKS)
-
-
+@pytest.mark.parametrize("peers", KILLED, indirect=True)
 def test_a_source_killed_in_mid_fetch_is_unreachable_at_once_unless_its_memory_is_mapped(peers):
     source, service, transport = peers
-    begin(source, service, transport, "warm")
+    begin(source, service, transport, "warm", BLOCKS)
     assert receipt_of(service, "warm").outcome == "ok"
-    begin(source, service, transport, "cut")
+    begin(source, service, transport, "cut", BLOCKS)
     time.sleep(0.01)
     os.kill(source.pid, signal.SIGKILL)
     receipt = receipt_of(service, "cut")
@@ -78,9 +60,10 @@ def test_a_source_killed_in_mid_fetch_is_unreachable_at_once_unless_its_memory_i
         assert receipt.num_bytes == SHAPE.handoff_bytes(SHAPE.num_blocks)
 
 
+@pytest.mark.parametrize("peers", TRANSPORTS, indirect=True)
 def test_a_source_frozen_in_mid_fetch_is_a_timeout_and_serves_again_when_it_goes_on(peers):
     source, service, transport = peers
-    begin(source, service, transport, "warm")
+    begin(source, service, transport, "warm", BLOCKS)
     assert receipt_of(service, "warm").outcome == "ok"
     handoff, _ = source.publish(transport, "frozen-source", BLOCKS)
     os.kill(source.pid, signal.SIGSTOP)
@@ -91,6 +74,6 @@ def test_a_source_frozen_in_mid_fetch_is_a_timeout_and_serves_again_when_it_goes
     fetcher._options = patient
     assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT), receipt
     os.kill(source.pid, signal.SIGCONT)
-    begin(source, service, transport, "again")
+    begin(source, service, transport, "again", BLOCKS)
     assert receipt_of(service, "again").outcome == "ok"
     assert service.stats().active_fetches == 0

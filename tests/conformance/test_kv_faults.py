@@ -21,7 +21,7 @@ from tests.support.patience import PATIENCE_S
 
 LEASE_S = 2 * PATIENCE_S
 """None ends by itself."""
-TRANSPORTS = {"memory": slow_frames, "grpc": slow_frames, "shm": slow_copies, "cuda-ipc": slow_copies}
+TRANSPORTS = {"memory": slow_frames, "grpc": slow_frames, "shm": slow_copies}
 IDS, TARGETS = [7, 3, 9, 1, 12], [20, 4, 22, 5, 24]
 REASON = {
     "none": "",
@@ -123,8 +123,7 @@ async def test_a_cut_comes_midway_and_stops_the_writing(transport):
         receipt = await decode.fetcher.fetch(prefill.publish([1, 2, 3]), 0, [4, 5, 6], decode.pool)
         assert receipt.reason == errors.UNREACHABLE
         whole_bytes = 3 * LONG.num_layers * LONG.block_bytes
-        in_one_piece = transport in ("shm", "cuda-ipc")
-        assert receipt.num_bytes <= whole_bytes if in_one_piece else 0 < receipt.num_bytes < whole_bytes
+        assert receipt.num_bytes <= whole_bytes if transport == "shm" else 0 < receipt.num_bytes < whole_bytes
         afterwards = [layer.copy() for layer in decode.layers]
         await asyncio.sleep(0.05)
         np.testing.assert_array_equal(decode.layers, afterwards)

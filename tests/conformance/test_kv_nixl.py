@@ -17,7 +17,7 @@ from kv_transfer.nixl.library import NixlFailed
 from kv_transfer.nixl.offer import NixlOffer
 from kv_transfer.nixl.source import NixlSource
 from kv_transfer.nixl.staging import Staging
-from tests.conformance.test_kv_dead_peer import begin, receipt_of
+from tests.support.fetches import begin, receipt_of
 from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S, eventually
 
@@ -49,7 +49,7 @@ def staging_of(service):
 
 async def test_a_read_that_ends_after_its_pull_writes_to_no_block(over_tcp, monkeypatch):
     source, service, cache = over_tcp
-    begin(source, service, "nixl", "warm")
+    begin(source, service, "nixl", "warm", range(SHAPE.num_blocks))
     assert receipt_of(service, "warm").outcome == "ok"
     puller = service._fetcher._pullers["nixl"]
     posted, read = threading.Event(), puller._agent.read
@@ -64,7 +64,7 @@ async def test_a_read_that_ends_after_its_pull_writes_to_no_block(over_tcp, monk
     monkeypatch.setattr(puller._agent, "read", freeze_and_read)
     service._fetcher._options = replace(service._fetcher._options, fetch_deadline_s=2.0)
     cache.layers.zero_()
-    begin(source, service, "nixl", "frozen")
+    begin(source, service, "nixl", "frozen", range(SHAPE.num_blocks))
     receipt = receipt_of(service, "frozen")
     assert posted.is_set()
     assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT), receipt
@@ -75,7 +75,7 @@ async def test_a_read_that_ends_after_its_pull_writes_to_no_block(over_tcp, monk
     await eventually(lambda: staging.give_back(staging.take(1)) or staging.abandoned == 0)
     assert not cache.layers.any(), "what came late was written to the cache"
     service._fetcher._options = replace(service._fetcher._options, fetch_deadline_s=2 * PATIENCE_S)
-    begin(source, service, "nixl", "again")
+    begin(source, service, "nixl", "again", range(SHAPE.num_blocks))
     assert receipt_of(service, "again").outcome == "ok"
 
 
@@ -91,7 +91,7 @@ def test_a_source_that_sends_nothing_is_given_up_before_the_deadline(over_tcp, m
         return read(*args)
 
     monkeypatch.setattr(puller._agent, "read", freeze_and_read)
-    begin(source, service, "nixl", "frozen")
+    begin(source, service, "nixl", "frozen", range(SHAPE.num_blocks))
     receipt = receipt_of(service, "frozen")
     assert (receipt.outcome, receipt.reason) == ("failed", errors.UNREACHABLE), receipt
 
@@ -110,6 +110,23 @@ def test_more_abandoned_reads_than_there_is_room_for_are_refused(monkeypatch):
     assert caught.value.reason == errors.BUSY
 
 
+def test_room_is_free_again_when_its_read_has_ended_though_another_goes_on():
+    class Abandoned:
+        def __init__(self, ends):
+            self._ends = ends
+
+        def ended(self):
+            return self._ends
+
+    staging = Staging(Agent("reader", CPU, answers=False), CPU)
+    going_on, over = staging.take(10), staging.take(10)
+    staging.abandon(going_on, Abandoned(False))
+    staging.abandon(over, Abandoned(True))
+    assert staging.take(10) is over
+    assert staging.abandoned == 1
+    assert staging.take(10) is not going_on
+
+
 def test_room_is_used_again_and_is_as_large_as_was_asked_for():
     staging = Staging(Agent("reader", CPU, answers=False), CPU)
     small, large = staging.take(10), staging.take(9 << 20)
@@ -122,7 +139,7 @@ def test_room_is_used_again_and_is_as_large_as_was_asked_for():
 def test_an_idle_agent_that_answers_leaves_the_core_to_others():
     agent = Agent("answering", CPU, answers=True)
     started_s, cpu_s = time.monotonic(), time.process_time()
-    time.sleep(1.0)
+    time.sleep(0.5)
     assert (time.process_time() - cpu_s) / (time.monotonic() - started_s) < 0.3
     assert agent.metadata()
 

@@ -33,13 +33,16 @@ async def test_a_process_that_has_ended_since_its_memory_was_opened_is_an_obstac
     assert puller._opened == {}
 
 
-async def test_where_processes_cannot_be_watched_their_memory_is_read_all_the_same(puller, monkeypatch):
+async def test_where_processes_cannot_be_watched_their_memory_is_read_all_the_same(puller, monkeypatch, caplog):
     def forbidden(_pid):
         raise PermissionError
 
     monkeypatch.setattr(os, "pidfd_open", forbidden)
     source = a_source({"pid": 1})
-    assert puller.obstacle(source) is None
+    with caplog.at_level("INFO", logger="kv_transfer.fetch.ipc_puller"):
+        for _ in range(3):  # every pull asks
+            assert puller.obstacle(source) is None
+    assert len(caplog.records) == 1
     puller.forget(source)
     assert puller._opened == {}
 
@@ -61,3 +64,11 @@ async def test_each_process_is_watched_once_and_nothing_of_it_stays_open(puller)
 async def test_why_there_is_no_offer_is_the_obstacle(puller):
     assert puller.obstacle(a_source({OBSTACLE: "CUDA does not export it"})) == "CUDA does not export it"
     assert puller.obstacle(SimpleNamespace(incarnation="j", offers={})) == IpcPuller.not_offered
+
+
+async def test_whatever_cuda_says_against_opening_is_the_obstacle(puller, monkeypatch):
+    def refuse(_self, _offer):
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+
+    monkeypatch.setattr(IpcPuller, "open", refuse)
+    assert puller.obstacle(a_source({"pid": 1})) == "CUDA error: out of memory"

@@ -14,6 +14,7 @@ from kv_transfer.memory import ipc
 from kv_transfer.memory.blocks import CannotOpen
 from kv_transfer.memory.ipc import CannotExport, IpcExport, IpcOffer, OpenedPool, export, export_shared, require_access
 from kv_transfer.memory.shared import KvCacheAllocation
+from kv_transfer.names import AUTO
 from kv_transfer.transports import exports
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -87,8 +88,14 @@ def test_why_a_cache_cannot_be_exported_takes_the_place_of_the_offer(monkeypatch
         raise CannotExport("CUDA does not export its KV cache")
 
     monkeypatch.setattr("kv_transfer.transports.export", cannot)
-    made = exports([OnGpu()], None, "auto")  # type: ignore[list-item]
+    made = exports([OnGpu()], None, "cuda-ipc")  # type: ignore[list-item]
     assert made.offers == {"cuda-ipc": {OBSTACLE: "CUDA does not export its KV cache"}}
+    for other in ("auto", "grpc"):
+        assert exports([OnGpu()], None, other).offers == {}, "nothing is asked of CUDA"  # type: ignore[list-item]
+
+
+def test_auto_does_not_pick_it():
+    assert "cuda-ipc" not in AUTO, "it has not run on a GPU yet"
 
 
 @pytest.fixture
