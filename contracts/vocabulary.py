@@ -7,6 +7,9 @@ from typing import Literal
 Mode = Literal["disaggregated", "colocated", "adaptive"]
 Pool = Literal["prefill", "decode", "colocated", "adaptive"]
 Leg = Literal["prefill", "decode"]
+Phase = Literal["prefill", "decode"]
+"""A part of a request's computation that a worker may be kept for."""
+RebalanceMode = Literal["off", "advise", "on"]
 FirstToken = Literal["continue", "resample"]
 ErrorKind = Literal["", "invalid", "engine", "handoff", "draining"]
 Health = Literal["", "draining", "drained", "actor_died", "engine_died", "stalled", "unreachable", "cut_off"]

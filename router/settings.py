@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contracts.rpc.tls import TlsFiles
-from contracts.vocabulary import Mode, Pool
+from contracts.vocabulary import Mode, Pool, RebalanceMode
 from contracts.workers import Role
 from router.client_identity import IpNetwork
 
@@ -101,6 +101,8 @@ class RouterSettings:
     """Limit of the time to the first token for requests that give none of their own."""
     tpot_limit_s: float | None = None
     """The same for the mean time from one token to the next."""
+    rebalance: RebalanceMode = "off"
+    """Whether workers of mode adaptive come to favour a phase, see `router.fleet.rebalance`."""
     routers: int = 1
     """Routers of the deployment; several share a dispatcher."""
     tls: TlsFiles | None = None

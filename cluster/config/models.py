@@ -15,7 +15,7 @@ from cluster.config.autoscale import AutoscaleConfig
 from cluster.config.section import Section
 from cluster.node_address import network_of
 from contracts.rpc.tls import TlsFiles
-from contracts.vocabulary import Mode, Pool
+from contracts.vocabulary import Mode, Pool, RebalanceMode
 from engine import passed_args
 from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, SettableTransport, WireDtype
 from router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
@@ -341,6 +341,11 @@ class RouterConfig(Section):
         default=0, ge=0, description="prompts shorter than this are prefilled on the decode worker, and counted"
     )
     slo: SloConfig = SloConfig()
+    rebalance: RebalanceMode = Field(
+        default="on",
+        description="in mode adaptive, whether some workers are kept for prompts and the others for answers when that "
+        "holds more requests within limits; advise: only say so; off: every worker always does both",
+    )
 
 
 class SupervisionConfig(Section):

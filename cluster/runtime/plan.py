@@ -95,6 +95,7 @@ class Plan:
             ready_deadline_s=config.router.ready_deadline_s,
             ttft_limit_s=config.router.slo.ttft_limit_s,
             tpot_limit_s=config.router.slo.tpot_limit_s,
+            rebalance=config.router.rebalance,
             engine_args=passed_args.for_the_router(self.engine_args),
             server_args=self.server_args,
             stall_timeout_s=config.supervision.stall_timeout_s,

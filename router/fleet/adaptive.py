@@ -10,6 +10,10 @@ since one that takes twice the time that it must takes the time of another reque
 the one with the least latency is chosen, its own and what it adds to others'. Without limits nothing is broken, and
 only latency counts: its mean is kept low.
 
+Some workers may favour a phase (`router.fleet.rebalance`). To use one against that counts as a lost request, so it is
+done only to save one. A worker that favours decode has nothing better to do with its steps, so an answer there costs
+what it adds to them, and answers are spread instead of gathered.
+
 `router.flow.choice` asks when a prompt is next; the answer may be a worker that has no room for a prompt yet.
 """
 
@@ -38,6 +42,9 @@ CONSIDERED = 2
 """Workers that are considered for each half of a request that is split."""
 SHORT_LIST = 3
 """In a large fleet, workers that are looked at by each of three rules of thumb."""
+
+AGAINST = 1.0
+"""What it counts to use a worker for the phase that it does not favour."""
 
 HandoverS = Callable[[str, str], float]
 """Returns the seconds that it takes to move the prompt's KV from one worker to another."""
@@ -83,6 +90,8 @@ class Option(msgspec.Struct, frozen=True):
     """Its whole latency, and what it adds to the latencies of others."""
     cached_tokens: int = 0
     """Tokens of the prompt that its worker is expected to have."""
+    against: int = 0
+    """Workers that it uses for the phase that they do not favour."""
 
     @property
     def splits(self) -> bool:
@@ -113,7 +122,9 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
         return None
     options = [_option(wanted, view, view, 0.0) for view in fits if view in computing or not wanted.may_split]
     if wanted.may_split:
-        prompts = nsmallest(CONSIDERED, computing, key=lambda view: (view.late, view.ttft_s))
+        prompts = nsmallest(
+            CONSIDERED, computing, key=lambda view: (view.load.favours == "decode", view.late, view.ttft_s)
+        )
         for decode in nsmallest(CONSIDERED, fits, key=_decode_rank):
             waits_s = joined_step_s(decode.load, wanted.tpot_limit_s) / 2
             for prompt in prompts:
@@ -128,19 +139,25 @@ def short_list(loads: Sequence[Load]) -> Sequence[Load]:
     fewest answers of those that have any, which are the cheapest to add to."""
     if len(loads) <= 3 * SHORT_LIST:
         return loads
-    prompts = nsmallest(SHORT_LIST, loads, key=lambda load: (load.prompt_tokens, load.decodes))
+    prompts = nsmallest(
+        SHORT_LIST, loads, key=lambda load: (load.favours == "decode", load.prompt_tokens, load.decodes)
+    )
     cached = nsmallest(
         SHORT_LIST,
         (load for load in loads if load.cached_tokens),
         key=lambda load: (not load.shares, -load.cached_tokens),
     )
     fits = [load for load in loads if load.room]
-    decodes = nsmallest(SHORT_LIST, fits, key=lambda load: (not load.decodes, load.decodes))
+    decodes = nsmallest(SHORT_LIST, fits, key=_cheapest_to_add_to)
     return list({load.worker_id: load for load in (*prompts, *cached, *decodes)}.values())
 
 
+def _cheapest_to_add_to(load: Load) -> tuple[bool, bool, float]:
+    return load.favours == "prefill", load.favours is None and not load.decodes, load.decodes
+
+
 def _least_latency(options: list[Option]) -> Decision:
-    first, *others = nsmallest(1 + CONSIDERED, options, key=lambda option: option.latency_s)
+    first, *others = nsmallest(1 + CONSIDERED, options, key=lambda option: (option.against, option.latency_s))
     return Decision(first, "least_latency", tuple(others))
 
 
@@ -148,7 +165,7 @@ def _within_limits(options: list[Option]) -> Decision:
     least_s = max(1e-9, min(option.work_s for option in options))
 
     def lost(option: Option) -> float:
-        return option.broken + option.work_s / least_s - 1.0
+        return option.broken + AGAINST * option.against + option.work_s / least_s - 1.0
 
     about = min(map(lost, options)) + ABOUT
     chosen = min((option for option in options if lost(option) <= about), key=lambda option: option.latency_s)
@@ -189,11 +206,13 @@ def _view(wanted: Wanted, load: Load) -> _View:
     )
 
 
-def _decode_rank(view: _View) -> tuple[float, float, float]:
+def _decode_rank(view: _View) -> tuple[bool, float, float, float]:
     """Return by which of them to choose a worker to decode, smallest first, before the prompt's worker is known."""
     load = view.load
+    if load.favours == "decode":
+        return False, load.decodes, 0.0, 0.0
     over = max(0.0, view.steps_after_s / load.tpot_limit_s - 1.0)
-    return load.decodes * over, view.steps_after_s / (load.decodes + 1), load.decodes
+    return load.favours == "prefill", load.decodes * over, view.steps_after_s / (load.decodes + 1), load.decodes
 
 
 def _missed(part: float, certain: tuple[float, float]) -> float:
@@ -208,7 +227,8 @@ class _Answer(msgspec.Struct):
     tpot_s: float
     decode_s: float
     """Its share of the steps in which it is made. A step for few sequences takes nearly as long as one for many, so
-    that answers gather where there are some; what one adds, given the others, would let them spread."""
+    that answers gather where there are some; what one adds, given the others, lets them spread, which is wanted among
+    workers that favour decode."""
     delays_s: float
     """What it adds to the latencies of the others there."""
     breaks: float
@@ -220,13 +240,15 @@ def _answer(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> _Answ
     """Predict the answer, which begins once the prompt is computed: until then some of those that decode will end."""
     then = later(decode.load, prompt.took_s, wanted.output_tokens)
     before_s, after_s = step_s(then), step_s(then, 1, wanted.context_tokens)
+    decodes_only = then.favours == "decode"
+    alone_s = then.model.step_s(0, then.decodes, then.context_tokens, 0)
     steps_s = tpot_s(then, wanted.context_tokens, wanted.output_tokens, prompt.took_s)
     per_token_s = steps_s + gap_s / max(1.0, wanted.output_tokens - 1)
     certain = (1.0 + TPOT_SLACK * min(1.0, wanted.output_tokens / LONG_ANSWER_TOKENS), TPOT_MISSED)
     before, after = (_missed(one / then.tpot_limit_s, certain) for one in (before_s, after_s))
     return _Answer(
         tpot_s=per_token_s,
-        decode_s=wanted.output_tokens * after_s / (then.decodes + 1),
+        decode_s=wanted.output_tokens * (after_s - alone_s if decodes_only else after_s / (then.decodes + 1)),
         delays_s=then.decodes * wanted.output_tokens * max(0.0, after_s - before_s),
         breaks=_missed(per_token_s / wanted.tpot_limit_s, certain) + then.decodes * max(0.0, after - before) / 2,
     )
@@ -245,4 +267,5 @@ def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Optio
         work_s=prompt.computes_s + prompt.begins_s + answer.decode_s + gap_s,
         latency_s=prompt.ttft_s + wanted.output_tokens * answer.tpot_s + delays_s,
         cached_tokens=prompt.load.cached_tokens,
+        against=(prompt.load.favours == "decode") + (decode.load.favours == "prefill"),
     )

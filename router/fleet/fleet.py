@@ -202,6 +202,7 @@ class Fleet:
         self.mode, self._role_number = mode, number
         for worker in workers:
             worker.role = self.roles.role_of(worker.worker_id, worker.description.pool, mode, number)
+            worker.outstanding.favours = None
 
     @property
     def pools(self) -> tuple[Pool, ...]:

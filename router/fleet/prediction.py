@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
+from contracts.vocabulary import Phase
 from contracts.workers import LEAST_PROMPT_SHARE, MOST_LIMITS, TPOT_LIMIT_USED, StepModel
 
 AT_MOST_DONE = 0.95
@@ -52,6 +53,8 @@ class Load(msgspec.Struct, frozen=True):
     """Tokens of the prompt that is asked about whose KV it has."""
     shares: bool = False
     """Whether it computes the same prompt now for another sequence."""
+    favours: Phase | None = None
+    """The phase that it should be kept free for (`router.fleet.rebalance`); None: it does both."""
 
     @property
     def decoding_context_tokens(self) -> float:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from contracts.errors import WorkerLost
-from contracts.vocabulary import Pool
+from contracts.vocabulary import Phase, Pool
 from contracts.workers import MIN_FITTED_STEPS, Role, StepModel, WorkerDescription, WorkerStatus
 from router.fleet.policy import WorkerLoad
 from worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
@@ -51,6 +51,8 @@ class Outstanding(msgspec.Struct):
     """Those of them that have begun."""
     context_tokens: int = 0
     """Tokens of the contexts of `decodes`, half of each answer included."""
+    favours: Phase | None = None
+    """The phase that it is kept for (`router.fleet.rebalance`); None: it does both."""
 
 
 class Worker:
@@ -114,6 +116,11 @@ class Worker:
     def title(self) -> str:
         """Its id and its pool, for sentences that people read."""
         return f"{self.worker_id} ({self.pool})"
+
+    @property
+    def favours(self) -> Phase | None:
+        """The phase that it is kept for in mode adaptive; None: it does both."""
+        return self.outstanding.favours
 
     @property
     def has_its_role(self) -> bool:

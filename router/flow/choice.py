@@ -7,6 +7,7 @@ the workers' state becomes what these need.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,7 @@ from contracts.workers import StepModel
 from router.fleet.adaptive import Decision, Wanted, choose, short_list
 from router.fleet.policy import PROMPT_SCORERS, Demand, WorkerLoad, blocks_needed, pick
 from router.fleet.prediction import Load, attended, with_prompts
+from router.fleet.shape import Workers
 from router.fleet.worker import Worker
 from router.flow.learned import Learned
 
@@ -75,6 +77,7 @@ class ByPrediction:
         workers: Callable[[], Sequence[Worker]],
         learned: Learned,
         min_remote_prefill_tokens: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`workers` returns those of the pool, each of which may get any part of a request; one with a shorter prompt
         than `min_remote_prefill_tokens` goes whole to one of them."""
@@ -82,6 +85,7 @@ class ByPrediction:
         self._min_remote_prefill_tokens = min_remote_prefill_tokens
         self._learned = learned
         self._by_score = ByScore(pool)
+        self._clock = clock
 
     def choose(self, demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
         """Return the best workers, or None if the one for the prompt has no room now."""
@@ -104,14 +108,28 @@ class ByPrediction:
             moved_bytes = (demand.prompt_tokens - cached_by_id[sink]) * bytes_per_token
             return moved_bytes / self._learned.bytes_per_s(source, sink)
 
-        decision = choose(self._wanted(demand, waited_s), loads, handover_s)
+        wanted = self._wanted(demand, waited_s)
+        decision = choose(wanted, loads, handover_s)
         if decision is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
         chosen = decision.chosen
         if chosen.prompt_worker not in open_ids:
             return None
+        if not urgent and not demand.avoided:
+            self._rebalance(wanted, model, [*by_id.values()])
         decode = by_id[chosen.decode_worker] if chosen.splits else None
         return Choice(by_id[chosen.prompt_worker], decode, decision)
+
+    def _rebalance(self, wanted: Wanted, model: StepModel, workers: Sequence[Worker]) -> None:
+        """Count a prompt that is placed, and have workers favour from now on the phases that the rebalancer says."""
+        first, rebalancer = workers[0], self._learned.rebalancer
+        rebalancer.asked(wanted.prompt_tokens, wanted.output_tokens, wanted.ttft_limit_s, wanted.tpot_limit_s)
+        step_tokens = first.role.max_num_batched_tokens if first.role else first.description.max_model_len_tokens
+        alike = Workers(model, len(workers), step_tokens, first.max_num_seqs)
+        rebalancer.read(self._clock(), alike)
+        favours = rebalancer.favours([worker.worker_id for worker in workers])
+        for worker in workers:
+            worker.outstanding.favours = favours.get(worker.worker_id)
 
     def least_s(self, demand: Demand) -> float | None:
         """Return the seconds of the prompt alone on an idle worker; 0 while no model is known."""
@@ -156,6 +174,7 @@ def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand)
         tpot_limit_s=worker.tpot_limit_s,
         step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
         room=left >= 0 and load.running < load.max_running,
+        favours=now.favours,
     )
 
 

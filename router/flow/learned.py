@@ -1,5 +1,5 @@
-"""What predictions need that no worker reports: how long answers become, how fast KV moves between two workers, and
-which worker has the beginning of which prompt.
+"""What predictions need that no worker reports: how long answers become, how fast KV moves between two workers, which
+worker has the beginning of which prompt, and which phase a worker favours.
 
 Told by `router.flow.placement` of first tokens and complete answers; read by `router.flow.choice`.
 """
@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+from contracts.vocabulary import RebalanceMode
 from contracts.workers import WorkerDescription
 from router.fleet.prefixes import BlockHashes, PrefixIndex
+from router.fleet.rebalance import Rebalancer
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,9 @@ LEAST_LINK_S: Final = 1e-4
 class Learned:
     """Means over the latest answers, and a record of prompts; one object per placement."""
 
-    def __init__(self, block_size_tokens: int) -> None:
+    def __init__(self, block_size_tokens: int, rebalance: RebalanceMode = "off") -> None:
         self.prefixes = PrefixIndex(block_size_tokens)
+        self.rebalancer = Rebalancer(rebalance)
         self._incarnations: dict[str, str] = {}
         """The incarnations of which prefixes are known, by worker id."""
         self._part = UNKNOWN_PART

@@ -218,6 +218,7 @@ def _row(worker: Worker) -> dict[str, Any]:
     return {
         "worker": worker.worker_id,
         "pool": worker.pool,
+        "favours": worker.favours,
         "state": _state(worker),
         "incarnation": description.incarnation,
         "host": description.host,

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from contracts.vocabulary import Mode, Pool
+from contracts.vocabulary import Mode, Phase, Pool
 from contracts.workers import WorkerStatus
 from router.fleet.policy import WorkerLoad
 from router.observe.timeline import Latency, Outcome, RequestTimeline
@@ -235,6 +235,8 @@ class WorkerView(Protocol):
     def status(self) -> WorkerStatus | None: ...
     @property
     def counted(self) -> Mapping[Pool, Mapping[str, float]]: ...
+    @property
+    def favours(self) -> Phase | None: ...
     def load(self) -> WorkerLoad: ...
 
 
@@ -305,6 +307,19 @@ _WORKER_GAUGES = {
 }
 
 
+def _favours(workers: list[WorkerView]) -> Iterator[Metric]:
+    family = GaugeMetricFamily(
+        "ridgeline_worker_favours",
+        "1 for each worker of mode adaptive that is kept for one phase, labelled with it; none while all do both",
+        labels=["worker", "phase"],
+    )
+    for worker in workers:
+        if worker.favours is not None:
+            family.add_metric([worker.worker_id, worker.favours], 1)
+    if family.samples:
+        yield family
+
+
 def _step_models(workers: list[WorkerView]) -> Iterator[Metric]:
     """Yield what the workers' engines have learned about how long their steps take."""
     error = GaugeMetricFamily(
@@ -363,6 +378,7 @@ class WorkerCollector(Collector):
         yield from self._counters(workers)
         yield from self._gauges(workers)
         yield from _step_models(workers)
+        yield from _favours(workers)
         yield from self._pools(workers)
 
     def _pairs(self) -> Metric:

@@ -32,6 +32,7 @@ OWN_DEPLOYMENT = (
     "test_several_routers.py",
     "test_chaos.py",
     "test_differential.py",
+    "test_autoscale.py",
 )
 
 

@@ -66,6 +66,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
             worker_id="worker-0",
             status=status,
             counted={"prefill": status.counters},
+            favours="prefill",
             load=lambda one=load: one,
         )
         for load in (WorkerLoad("w", True, False, 0, 0, 1, 1, 1, 32), WorkerLoad("w", True, True, 0, 0, 1, 1, 1, 32))

@@ -1,46 +1,70 @@
-"""Simulates two workers in each of the three modes, to choose the weights of mode adaptive in seconds instead of hours.
+"""Simulates workers in each of the three modes, to choose the weights of mode adaptive in seconds instead of hours.
 
 Everything that it prints is simulated. Its steps take what a step model says, without any noise; the choice of workers,
 the order of late prompts and the bound of a step are the product's own code (`router.fleet.adaptive`,
-`engine.steps.pace`, `engine.steps.bound`). `make bench-modes` measures the same on real engines.
+`engine.steps.pace`, `engine.steps.bound`). `make bench-modes` measures the same on real engines. Of disaggregated
+fleets with more than two workers, the one with the best number of prefill workers is shown.
 
-usage: python -m tools.bench.simulated_modes [--prompt-tokens 512] [--output-tokens 64] [--requests 150] [--seeds 3]
+usage: python -m tools.bench.simulated_modes [--machine avx2] [--workers 2] [--prompt-tokens 512] [--output-tokens 64]
+                                             [--requests 150] [--seeds 3]
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import logging
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Final
 
-from contracts.vocabulary import Mode
+from contracts.vocabulary import Mode, Phase
 from contracts.workers import StepModel
 from engine.steps.bound import Prompt, most_prefill_tokens
 from engine.steps.pace import Paces
 from router.fleet.adaptive import Wanted, choose
 from router.fleet.prediction import Load, attended, with_prompts
+from router.fleet.rebalance import Rebalancer
+from router.fleet.shape import Workers
 
-MACHINE: Final = StepModel(
-    base_s=0.045,
-    per_prefill_token_s=0.0036,
-    per_sequence_s=0.003,
-    per_context_token_s=1e-6,
-    per_attended_token_s=2e-7,
-    steps=100,
-)
-"""About what SmolLM2-135M takes in float32 on one core with AVX2 alone."""
+
+def _model(base_s: float, per_prefill_token_s: float, per_sequence_s: float, per_context_token_s: float) -> StepModel:
+    return StepModel(
+        base_s=base_s,
+        per_prefill_token_s=per_prefill_token_s,
+        per_sequence_s=per_sequence_s,
+        per_context_token_s=per_context_token_s,
+        per_attended_token_s=per_prefill_token_s / 18_000,
+        steps=100,
+    )
+
+
+MACHINES: Final = {"avx2": _model(0.045, 0.0036, 0.003, 1e-6), "bf16": _model(0.030, 0.0014, 0.003, 1e-6)}
+"""About what SmolLM2-135M takes on one core, in float32 with AVX2 alone and in bfloat16 with AVX-512."""
 HANDOVER_S: Final = 0.03
-STEP_TOKENS: Final[dict[Mode, int]] = {"colocated": 2048, "disaggregated": 512, "adaptive": 512}
+STEP_TOKENS: Final[Mapping[Mode, int]] = {"colocated": 2048, "disaggregated": 512, "adaptive": 512}
 WINDOW_STEPS: Final = 2
+PLACES: Final = 64
 TTFT_FACTORS: Final = (2.0, 3.5, 5.0, 12.0)
 TPOT_FACTORS: Final = (1.3, 2.0, 3.0, 4.0)
-RATES: Final = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+LOADS: Final = (0.35, 0.5, 0.7, 0.85, 1.05, 1.2, 1.4)
+"""Rates, as parts of the one at which half of the workers would be busy with prompts all the time."""
 MODES: Final[tuple[Mode, ...]] = ("colocated", "disaggregated", "adaptive")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Workers that are all alike."""
+
+    machine: StepModel
+    workers: int = 2
+    prefill_workers: int = 1
+    """Of them, in mode disaggregated."""
+    rebalances: bool = True
+    """Whether workers favour a phase in mode adaptive, when the product's loop says so."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +73,11 @@ class Limits:
 
     ttft_s: float
     tpot_s: float
+
+    @property
+    def both(self) -> tuple[float, float]:
+        """The limits on TTFT and on TPOT."""
+        return self.ttft_s, self.tpot_s
 
 
 @dataclass(eq=False)
@@ -81,6 +110,7 @@ class Worker:
     """One worker: prompts in order, and what decodes."""
 
     name: str
+    machine: StepModel
     step_tokens: int
     prompts: list[Request] = field(default_factory=list)
     decoding: list[Request] = field(default_factory=list)
@@ -108,7 +138,7 @@ class Worker:
             left, prefilled = left - chunk, prefilled + chunk
             if request.computed_tokens == request.prompt_tokens:
                 ended.append(request)
-        return MACHINE.step_s(prefilled, len(self.decoding), context_tokens, attends), ended
+        return self.machine.step_s(prefilled, len(self.decoding), context_tokens, attends), ended
 
     def _prompt_tokens(self, now_s: float, context_tokens: int) -> int:
         """Return how many prompt tokens the step may have, as `engine.steps.scheduler` bounds them."""
@@ -117,42 +147,47 @@ class Worker:
         if allowed_s == math.inf:
             return free
         prompts = [Prompt(one.computed_tokens, one.prompt_tokens - one.computed_tokens) for one in self.prompts]
-        return min(free, most_prefill_tokens(MACHINE, allowed_s, sequences, context_tokens, prompts))
+        return min(free, most_prefill_tokens(self.machine, allowed_s, sequences, context_tokens, prompts))
 
     def _allowed_s(self, request: Request, now_s: float) -> float:
         name = str(request.number)
         if request in self.decoding:
-            alone_s = MACHINE.step_s(0, 1, request.context_tokens, 0)
+            alone_s = self.machine.step_s(0, 1, request.context_tokens, 0)
             return self.paces.allowance_s(name, request.made, request.output_tokens - request.made, now_s, alone_s)
         return math.inf if request in self.prompts else self.paces.arrival_s(name)
 
-    def load(self, now_s: float, limits: Limits) -> Load:
+    def load(self, now_s: float, limits: Limits, favours: Phase | None = None) -> Load:
         """Return what the router would know of it."""
         idle = Load(
             self.name,
-            MACHINE,
+            self.machine,
             self.step_tokens,
             decoding=len(self.decoding),
             decodes=len(self.assigned),
             context_tokens=sum(one.prompt_tokens + one.output_tokens / 2 for one in self.assigned.values()),
             tpot_limit_s=limits.tpot_s if self.assigned else math.inf,
+            favours=favours,
         )
         begun_s = max(self.head_since_s, self.prompts[0].granted_s) if self.prompts else now_s
         return with_prompts(idle, [request.prompt_tokens for request in self.prompts], now_s - begun_s)
 
 
 class Simulation:
-    """Two workers, one router, and requests at known times."""
+    """Workers, one router, and requests at known times."""
 
-    def __init__(self, mode: Mode, limits: Limits) -> None:
+    def __init__(self, fleet: Fleet, mode: Mode, limits: Limits) -> None:
+        self._fleet = fleet
         self._mode = mode
         self._limits = limits
-        self._workers = [Worker(name, STEP_TOKENS[mode]) for name in ("w0", "w1")]
+        self._alike = Workers(fleet.machine, fleet.workers, STEP_TOKENS[mode], PLACES)
+        names = [f"w{number}" for number in range(fleet.workers)]
+        self._workers = [Worker(name, fleet.machine, STEP_TOKENS[mode]) for name in names]
         self._by_name = {worker.name: worker for worker in self._workers}
         self._decodes_on: dict[int, Worker] = {}
         self._waiting: list[Request] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
+        self.rebalancer = Rebalancer("on" if fleet.rebalances else "off")
         self._now_s = 0.0
 
     def run(self, requests: Sequence[Request]) -> None:
@@ -207,6 +242,7 @@ class Simulation:
             worker.decoding.remove(request)
         worker.assigned.pop(request.number)
         worker.paces.forget(str(request.number))
+        self.rebalancer.answered(kept=request.within(self._limits))
 
     def _dispatch(self) -> None:
         window = WINDOW_STEPS * STEP_TOKENS[self._mode]
@@ -223,8 +259,12 @@ class Simulation:
         return self._waiting[0], worker, worker
 
     def _split(self, room: list[Worker]) -> tuple[Request, Worker, Worker] | None:
-        prefill, decode = self._workers
-        return (self._waiting[0], prefill, decode) if prefill in room else None
+        split = self._fleet.prefill_workers
+        prefills = [worker for worker in self._workers[:split] if worker in room]
+        if not prefills:
+            return None
+        prompt = min(prefills, key=lambda one: one.outstanding_tokens)
+        return self._waiting[0], prompt, min(self._workers[split:], key=lambda one: len(one.assigned))
 
     def _predicted(self, room: list[Worker]) -> tuple[Request, Worker, Worker] | None:
         request = next((one for one in self._waiting if self._may_be_in_time(one)), self._waiting[0])
@@ -232,14 +272,15 @@ class Simulation:
         wanted = Wanted(
             request.prompt_tokens, request.output_tokens, self._limits.ttft_s, self._limits.tpot_s, waited_s
         )
-        loads = [worker.load(self._now_s, self._limits) for worker in self._workers]
+        favours = self.rebalancer.favours([*self._by_name])
+        loads = [worker.load(self._now_s, self._limits, favours.get(worker.name)) for worker in self._workers]
         decision = choose(wanted, loads, lambda _source, _sink: HANDOVER_S)
         assert decision is not None
         prompt = self._by_name[decision.chosen.prompt_worker]
         return (request, prompt, self._by_name[decision.chosen.decode_worker]) if prompt in room else None
 
     def _may_be_in_time(self, request: Request) -> bool:
-        alone_s = MACHINE.step_s(request.prompt_tokens, 0, 0, attended(request.prompt_tokens))
+        alone_s = self._fleet.machine.step_s(request.prompt_tokens, 0, 0, attended(request.prompt_tokens))
         return self._now_s - request.arrival_s + alone_s <= self._limits.ttft_s
 
     def _grant(self, request: Request, prompt: Worker, decode: Worker) -> None:
@@ -249,6 +290,8 @@ class Simulation:
         decode.assigned[request.number] = request
         self._decodes_on[request.number] = decode
         if self._mode == "adaptive":
+            self.rebalancer.asked(request.prompt_tokens, request.output_tokens, *self._limits.both)
+            self.rebalancer.read(self._now_s, self._alike)
             decode.paces.expect(str(request.number), self._limits.tpot_s)
 
 
@@ -261,41 +304,63 @@ def arrivals(rate: float, number: int, seed: int, prompt_tokens: int, output_tok
     return made
 
 
-def goodput(
-    mode: Mode, rate: float, limits: Limits, *, requests: int, seeds: int, prompt_tokens: int, output_tokens: int
-) -> float:
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of a fleet."""
+
+    requests: int = 150
+    seeds: int = 3
+    prompt_tokens: int = 512
+    output_tokens: int = 64
+
+
+def goodput(fleet: Fleet, mode: Mode, rate: float, limits: Limits, load: Workload) -> float:
     """Return the simulated requests/s within limits at a rate."""
     within, took_s = 0, 0.0
-    for seed in range(1, seeds + 1):
-        served = arrivals(rate, requests, seed, prompt_tokens, output_tokens)
-        Simulation(mode, limits).run(served)
+    for seed in range(1, load.seeds + 1):
+        served = arrivals(rate, load.requests, seed, load.prompt_tokens, load.output_tokens)
+        Simulation(fleet, mode, limits).run(served)
         within += sum(request.within(limits) for request in served)
         took_s += served[-1].arrival_s
     return within / took_s
 
 
-def unloaded(prompt_tokens: int) -> tuple[float, float]:
+def unloaded(machine: StepModel, prompt_tokens: int) -> tuple[float, float]:
     """Return the seconds of a prompt and of a decode step on an idle worker."""
     return (
-        MACHINE.step_s(prompt_tokens, 0, 0, attended(prompt_tokens)),
-        MACHINE.step_s(0, 1, prompt_tokens, 0),
+        machine.step_s(prompt_tokens, 0, 0, attended(prompt_tokens)),
+        machine.step_s(0, 1, prompt_tokens, 0),
     )
+
+
+def best(fleet: Fleet, mode: Mode, rates: Sequence[float], limits: Limits, load: Workload) -> float:
+    """Return the most that is served within limits at any of the rates, by the best split if the mode has one."""
+    splits = range(1, fleet.workers) if mode == "disaggregated" else (fleet.prefill_workers,)
+    shapes = [replace(fleet, prefill_workers=prefill_workers) for prefill_workers in splits]
+    return max(goodput(shape, mode, rate, limits, load) for shape in shapes for rate in rates)
 
 
 def main() -> None:
     """Print the simulated map."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("prompt-tokens", 512), ("output-tokens", 64), ("requests", 150), ("seeds", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--machine", choices=MACHINES, default="avx2", help="whose steps are taken")
+    parser.add_argument("--workers", type=int, default=2, choices=range(2, 65), metavar="2..64")
+    parser.add_argument("--rebalances", action=argparse.BooleanOptionalAction, default=True, help="roles in adaptive")
+    for one in fields(Workload):
+        parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default)
     asked = parser.parse_args()
-    prompt, step = unloaded(asked.prompt_tokens)
-    print(f"SIMULATED: {asked.prompt_tokens} tokens in, {asked.output_tokens} out, on two workers")  # noqa: T201
+    logging.disable(logging.WARNING)  # every simulated fleet would say when it is rebalanced
+    load = Workload(**{one.name: getattr(asked, one.name) for one in fields(Workload)})
+    fleet = Fleet(MACHINES[asked.machine], asked.workers, rebalances=asked.rebalances)
+    prompt, step = unloaded(fleet.machine, load.prompt_tokens)
+    rates = [part * fleet.workers / 2 / prompt for part in LOADS]
+    print(f"SIMULATED: {load.prompt_tokens} tokens in, {load.output_tokens} out, on {fleet.workers} workers")  # noqa: T201
     for ttft in TTFT_FACTORS:
         for tpot in TPOT_FACTORS:
             limits = Limits(ttft * prompt, tpot * step)
-            best = {mode: max(goodput(mode, rate, limits, **vars(asked)) for rate in RATES) for mode in MODES}
-            ratio = best["adaptive"] / max(best["colocated"], best["disaggregated"])
-            figures = "  ".join(f"{mode} {value:.3f}" for mode, value in best.items())
+            held = {mode: best(fleet, mode, rates, limits, load) for mode in MODES}
+            ratio = held["adaptive"] / max(held["colocated"], held["disaggregated"])
+            figures = "  ".join(f"{mode} {value:.3f}" for mode, value in held.items())
             print(f"TTFT <= {ttft:4g} TPOT <= {tpot:3g} unloaded: {figures} requests/s; {ratio:.2f} times")  # noqa: T201
 
 

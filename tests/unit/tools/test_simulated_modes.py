@@ -2,13 +2,10 @@
 
 import pytest
 
-from tools.bench.simulated_modes import MODES, Limits, Simulation, arrivals, goodput, unloaded
+from tools.bench.simulated_modes import MACHINES, MODES, Fleet, Limits, Simulation, Workload, arrivals, best, unloaded
 
-SIZE = {"requests": 100, "seeds": 2, "prompt_tokens": 512, "output_tokens": 64}
-
-
-def best(mode, limits, rates):
-    return max(goodput(mode, rate, limits, **SIZE) for rate in rates)
+LOAD = Workload(requests=100, seeds=2)
+FLEET = Fleet(MACHINES["avx2"])
 
 
 @pytest.mark.parametrize(
@@ -16,14 +13,14 @@ def best(mode, limits, rates):
     [(2.0, 1.3, 0.93), (12.0, 1.3, 0.93), (2.0, 4.0, 1.0), (5.0, 2.0, 1.15), (5.0, 3.0, 1.25)],
 )
 def test_adaptive_holds_what_the_better_pure_mode_holds_and_more_where_limits_are_balanced(ttft, tpot, least):
-    prompt_s, step_s = unloaded(SIZE["prompt_tokens"])
+    prompt_s, step_s = unloaded(FLEET.machine, LOAD.prompt_tokens)
     limits = Limits(ttft * prompt_s, tpot * step_s)
-    pure = max(best(mode, limits, (0.3, 0.4, 0.5)) for mode in ("colocated", "disaggregated"))
-    assert best("adaptive", limits, (0.4, 0.5, 0.6)) >= least * pure
+    pure = max(best(FLEET, mode, (0.3, 0.4, 0.5), limits, LOAD) for mode in ("colocated", "disaggregated"))
+    assert best(FLEET, "adaptive", (0.4, 0.5, 0.6), limits, LOAD) >= least * pure
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_simulated_request_is_answered_in_full(mode):
     requests = arrivals(0.6, 50, 1, 300, 20)
-    Simulation(mode, Limits(5.0, 0.1)).run(requests)
+    Simulation(FLEET, mode, Limits(5.0, 0.1)).run(requests)
     assert all(request.made == 20 and request.arrival_s < request.first_s < request.end_s for request in requests)

@@ -9,6 +9,7 @@ from contracts.workers import StepModel
 from engine.request.sampling import TPOT_LIMIT
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.request import SequenceRequest
+from router.fleet.shape import Workers
 from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
@@ -18,6 +19,7 @@ from tests.components.router.dispatch.test_modes import LAYOUTS, ROLES, addresse
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import next_token, router_settings
 from tests.support.small_fleet import a_fleet, hosts
+from tests.unit.router.fleet import test_shape as shape
 
 MODEL = StepModel(
     base_s=0.04,
@@ -45,7 +47,8 @@ class Serving:
         for engine in self.engines:
             engine._stepping = "manual"
         self.fleet = fleet
-        settings, learned = router_settings(**overrides), Learned(32)
+        settings = router_settings(**overrides)
+        self.learned = learned = Learned(32, settings.rebalance)
         self.queues = prompt_queues(fleet, settings, learned)
         self.registry = CollectorRegistry()
         self.placement = placement = LocalPlacement(fleet, self.queues, settings, learned)
@@ -120,6 +123,31 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
         assert (first[0], second[0]) == (expected(120), expected(120, another))
         assert serving.decisions() == {("whole", "within_limits"): 1, ("split", "within_limits"): 1}
         assert all(worker.outstanding == type(worker.outstanding)() for worker in fleet.workers), "nothing stays held"
+
+
+def keep_one_for_prompts(rebalancer):
+    """Have one of two workers favour prefill, by traffic that it is told of and that came long ago."""
+    alike = Workers(shape.MODEL, 2, step_tokens=512, places=64)
+    for second in range(100):
+        rebalancer.asked(512, 64, 5 * shape.PROMPT_S, 1.3 * shape.STEP_S)
+        rebalancer.read(float(second), alike)
+    assert rebalancer.prefill_workers == 1
+
+
+async def test_once_workers_favour_a_phase_requests_are_split_between_them_and_the_workers_say_it():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet, rebalance="on")
+        await serving.learn()
+        keep_one_for_prompts(serving.learned.rebalancer)
+        for number in range(3):
+            prompt = [token + 100 * number for token in PROMPT]
+            sent, ending = serving.ask(3, prompt)
+            await serving.step_until(ending)
+            assert sent == expected(3, prompt)
+        assert serving.decisions()[("split", "least_latency")] >= 2, "the first is placed before the favours are told"
+        assert sorted(worker.favours for worker in fleet.workers) == ["decode", "prefill"]
+        await fleet.change_mode("colocated")
+        assert [worker.favours for worker in fleet.workers] == [None, None]
 
 
 async def test_a_prompt_that_is_too_short_for_a_hand_off_is_not_split():

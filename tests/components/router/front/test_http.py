@@ -264,8 +264,9 @@ async def test_ready_is_a_canary_through_both_pools_and_names_the_one_that_is_st
     assert 'ridgeline_canaries_total{result="late"} 1.0' in metrics
 
 
-async def test_every_series_that_a_router_publishes_is_in_the_documented_table_and_no_other(served):
-    http, prefill, _ = served
+async def test_every_series_that_a_router_publishes_is_in_the_documented_table_and_no_other(router):
+    http, deployed, prefill, _ = router
+    deployed.fleet.workers[0].outstanding.favours = "prefill"
     prefill.stats.counters, prefill.stats.step_model = worker_counters(), STEP_MODEL
     stepper = asyncio.create_task(stepping(prefill))
     assert (await send(http))[0] == 200

@@ -206,3 +206,41 @@ def test_a_decision_among_32_workers_takes_little_time():
         choose(wanted(6, 0.2), loads, fast)
         times_s.append(time.perf_counter() - began_s)
     assert min(times_s) < 0.002
+
+
+# Workers that favour a phase
+
+
+def favouring(name, phase, sequences=0, **values):
+    return decoding(name, sequences, favours=phase, **values)
+
+
+LIMITS = {"ttft_s": 5 * UNLOADED_S, "tpot_s": 0.1}
+
+
+def test_prompts_go_to_workers_that_favour_prefill_and_answers_to_the_others():
+    loads = [favouring("p", "prefill"), favouring("d", "decode", 3)]
+    assert pair_of(choose(wanted(**LIMITS), loads, fast)) == ("p", "d")
+    assert pair_of(choose(wanted(), loads, fast)) == ("p", "d"), "without limits too"
+
+
+def test_answers_are_spread_over_workers_that_favour_decode():
+    loads = [favouring("p", "prefill"), favouring("d0", "decode", 4), favouring("d1", "decode", 1)]
+    assert pair_of(choose(wanted(**LIMITS), loads, fast)) == ("p", "d1")
+
+
+def test_a_worker_is_used_against_its_favour_only_to_keep_a_limit():
+    behind = with_prompts("p", 6, favours="prefill")
+    idle = favouring("d", "decode", 1)
+    decision = choose(wanted(5 * UNLOADED_S, 4.0), [behind, idle], fast)
+    assert pair_of(decision) == ("d", "d")
+    assert decision.chosen.against == 1
+    assert pair_of(choose(wanted(9 * UNLOADED_S, 4.0), [behind, idle], fast)) == ("p", "d")
+
+
+def test_in_a_large_fleet_the_workers_that_favour_a_phase_are_among_those_that_are_looked_at():
+    prefills = [with_prompts(f"p{number}", 1, favours="prefill") for number in range(6)]
+    decodes = [favouring(f"d{number}", "decode", number) for number in range(6)]
+    prompt, decode = pair_of(choose(wanted(**LIMITS), prefills + decodes, fast))
+    assert prompt.startswith("p")
+    assert decode == "d0"

@@ -84,15 +84,19 @@ def load(**state):
 def worker(pool, worker_id, **status):
     told = WorkerStatus(worker_id=worker_id, **status)
     counted = {pool: told.counters}
-    return SimpleNamespace(pool=pool, worker_id=worker_id, status=told, counted=counted, load=load)
+    return a_worker(pool, worker_id, status=told, counted=counted, load=load)
+
+
+def a_worker(pool, worker_id, favours=None, **known):
+    return SimpleNamespace(pool=pool, worker_id=worker_id, favours=favours, **known)
 
 
 def worker_in_state(pool, worker_id, **state):
-    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None, counted={}, load=lambda: load(**state))
+    return a_worker(pool, worker_id, status=None, counted={}, load=lambda: load(**state))
 
 
 def lost(pool, worker_id):
-    return SimpleNamespace(pool=pool, worker_id=worker_id, status=None, counted={}, load=lambda: load(connected=False))
+    return a_worker(pool, worker_id, status=None, counted={}, load=lambda: load(connected=False))
 
 
 PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
@@ -284,3 +288,11 @@ def test_a_limit_in_milliseconds_at_a_bound_is_that_bound(registry, latency, buc
     for bound_s in buckets:
         limit_ms = float(f"{bound_s * 1000:g}")
         assert metrics.within(latency, limit_ms / 1000).bound_s == bound_s
+
+
+def test_a_worker_that_is_kept_for_one_phase_says_which(registry):
+    kept = a_worker("adaptive", "worker-0", "decode", status=None, counted={}, load=load)
+    either = a_worker("adaptive", "worker-1", status=None, counted={}, load=load)
+    registry.register(WorkerCollector(lambda: [kept, either], dict, lambda: "adaptive", list, dict))
+    assert registry.get_sample_value("ridgeline_worker_favours", {"worker": "worker-0", "phase": "decode"}) == 1
+    assert registry.get_sample_value("ridgeline_worker_favours", {"worker": "worker-1", "phase": "decode"}) is None

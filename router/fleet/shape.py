@@ -1,0 +1,129 @@
+"""Estimates the rate that a fleet of mode `adaptive` holds if all workers do all, or some favour one phase. Pure.
+
+Used by `router.fleet.rebalance`. The estimate is for the mean request of the latest traffic, to choose by. With
+p prompt tokens, o output tokens, TTFT limit F and TPOT limit L, N workers, and the worker's own model of its steps:
+
+- k workers that favour prefill compute a prompt in s seconds and hold k / s requests/s times the part of their time
+  that may be used so that nine of ten prompts wait less than F - s: 1 / (1 + `WAIT` s / (k (F - s))), from the
+  exponential tail of a queue with k servers and one service time.
+- The N - k others have M = (N - k) n places, n being the most sequences whose step takes at most L. Arrivals vary, so
+  M - `SPARED` sqrt(M) of them are used on average, and each gives o tokens in o steps.
+- A fleet without favours computes prompts in what decode leaves of its steps: of each step of T seconds, the base is
+  lost, and N (1 - base / T) / (time of the prompt's tokens + time of o tokens) requests/s remain. T is the longest step
+  that the engine allows: `TPOT_LIMIT_USED` L, or a step full of prompt tokens if that is shorter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from contracts.workers import TPOT_LIMIT_USED, StepModel
+from router.fleet.prediction import attended
+
+WAIT: Final = 1.15
+"""ln(10) / 2."""
+SPARED: Final = 0.7
+"""Standard deviations of the number of sequences that decode, for which places are spared: nine of ten find one."""
+MOST_USED: Final = 0.97
+"""The part of their time that workers which only compute prompts can be used at most."""
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """The mean request, and how many there are."""
+
+    requests_per_s: float
+    prompt_tokens: float
+    output_tokens: float
+    ttft_limit_s: float
+    tpot_limit_s: float
+
+    @property
+    def limited(self) -> bool:
+        """Whether it has any limit."""
+        return math.isfinite(self.ttft_limit_s) or math.isfinite(self.tpot_limit_s)
+
+    @property
+    def context_tokens(self) -> float:
+        """The mean context of a sequence while it decodes."""
+        return self.prompt_tokens + self.output_tokens / 2
+
+
+class Workers(msgspec.Struct, frozen=True):
+    """The workers of a fleet, which are taken to be alike."""
+
+    model: StepModel
+    number: int
+    step_tokens: int
+    """Tokens that one step computes at most."""
+    places: int
+    """Sequences that one of them runs at a time."""
+
+
+def held_per_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> float:
+    """Return the requests/s within limits that a fleet holds of which so many favour prefill, and the rest decode.
+
+    0: none favours anything.
+    """
+    if not prefill_workers:
+        return _together(workers, traffic)
+    return min(
+        _prefills(workers, traffic, prefill_workers), _decodes(workers, traffic, workers.number - prefill_workers)
+    )
+
+
+def best_shape(workers: Workers, traffic: Traffic) -> int:
+    """Return how many workers should favour prefill; 0: none should favour anything, as without limits."""
+    if not traffic.limited:
+        return 0
+    return max(range(workers.number), key=lambda prefill_workers: held_per_s(workers, traffic, prefill_workers))
+
+
+def _prompt_s(workers: Workers, traffic: Traffic) -> float:
+    tokens, model = traffic.prompt_tokens, workers.model
+    steps = math.ceil(tokens / workers.step_tokens)
+    return steps * model.base_s + _tokens_s(model, traffic)
+
+
+def _tokens_s(model: StepModel, traffic: Traffic) -> float:
+    tokens = traffic.prompt_tokens
+    return model.per_prefill_token_s * tokens + model.per_attended_token_s * attended(tokens)
+
+
+def _prefills(workers: Workers, traffic: Traffic, number: int) -> float:
+    prompt_s = _prompt_s(workers, traffic)
+    may_wait_s = traffic.ttft_limit_s - prompt_s
+    if may_wait_s <= 0:
+        return 0.0
+    return number / prompt_s * min(MOST_USED, 1 / (1 + WAIT * prompt_s / (number * may_wait_s)))
+
+
+def _step_s(workers: Workers, traffic: Traffic, sequences: float) -> float:
+    return workers.model.step_s(0, sequences, sequences * traffic.context_tokens, 0)
+
+
+def _decodes(workers: Workers, traffic: Traffic, number: int) -> float:
+    places = number * max(_fitting(workers, traffic), default=0)
+    used = places - SPARED * math.sqrt(places)
+    if used <= 0:
+        return 0.0
+    return used / (traffic.output_tokens * _step_s(workers, traffic, used / number))
+
+
+def _fitting(workers: Workers, traffic: Traffic) -> Iterator[int]:
+    for sequences in range(1, workers.places + 1):
+        if _step_s(workers, traffic, sequences) > traffic.tpot_limit_s:
+            return
+        yield sequences
+
+
+def _together(workers: Workers, traffic: Traffic) -> float:
+    model = workers.model
+    step_s = min(TPOT_LIMIT_USED * traffic.tpot_limit_s, model.base_s + model.per_prefill_token_s * workers.step_tokens)
+    one_s = _step_s(workers, traffic, 1)
+    sequence_s = one_s - model.step_s(0, 0, 0, 0)
+    work_s = _tokens_s(model, traffic) + traffic.output_tokens * sequence_s
+    return workers.number * max(0.0, 1 - model.base_s / step_s) / work_s

@@ -1,0 +1,70 @@
+"""What a fleet is expected to hold in each shape, and which shape is best."""
+
+import math
+
+import pytest
+
+from contracts.workers import StepModel
+from router.fleet.shape import Traffic, Workers, best_shape, held_per_s
+
+MODEL = StepModel(
+    base_s=0.03,
+    per_prefill_token_s=0.0014,
+    per_sequence_s=0.003,
+    per_context_token_s=0.0,
+    per_attended_token_s=0.0,
+    steps=100,
+)
+PROMPT_S = 0.03 + 512 * 0.0014
+STEP_S = 0.033
+
+
+def fleet(number):
+    return Workers(MODEL, number, step_tokens=512, places=64)
+
+
+def traffic(ttft=math.inf, tpot=math.inf, prompt_tokens=512, output_tokens=64):
+    """Limits in unloaded prompts and steps."""
+    return Traffic(1.0, prompt_tokens, output_tokens, ttft * PROMPT_S, tpot * STEP_S)
+
+
+def test_workers_that_only_compute_prompts_hold_less_than_they_could_compute_and_more_the_longer_prompts_may_wait():
+    held = [held_per_s(fleet(8), traffic(ttft, tpot=20), 4) for ttft in (1.5, 2, 5, 50)]
+    assert held == sorted(held)
+    assert 0.5 * 4 / PROMPT_S < held[0] < held[-1] < 4 / PROMPT_S
+
+
+def test_a_ttft_limit_below_a_prompt_alone_holds_nothing_in_a_split():
+    assert held_per_s(fleet(8), traffic(0.9, 4), 4) == 0.0
+
+
+def test_a_tpot_limit_below_a_step_alone_holds_nothing_anywhere():
+    assert [held_per_s(fleet(4), traffic(5, 0.9), shape) for shape in range(4)] == [0.0] * 4
+
+
+def test_workers_that_only_decode_hold_as_many_sequences_as_steps_within_the_limit_allow():
+    """A limit of 0.0465 s allows five sequences, and ten workers have 50 places."""
+    held = held_per_s(fleet(20), traffic(math.inf, 0.0465 / STEP_S, prompt_tokens=1), 10)
+    assert 50 / (64 * 0.0465) > held > 0.8 * 50 / (64 * 0.0465)
+
+
+def test_the_two_phases_of_a_split_hold_what_the_narrower_one_holds():
+    held = [held_per_s(fleet(8), traffic(5, 2), shape) for shape in range(1, 8)]
+    best = max(range(7), key=held.__getitem__)
+    assert held[: best + 1] == sorted(held[: best + 1]), "prompts are too slow up to there"
+    assert held[best:] == sorted(held[best:], reverse=True), "and answers from there on"
+
+
+@pytest.mark.parametrize(
+    ("workers", "ttft", "tpot", "wanted"),
+    [(8, 5, 1.3, 4), (8, 5, 2, 5), (2, 5, 1.3, 1), (2, 5, 2, 0), (2, 5, 4, 0), (2, 2, 4, 0)],
+)
+def test_tight_limits_on_tpot_are_held_best_by_workers_that_only_decode_and_loose_ones_by_all(
+    workers, ttft, tpot, wanted
+):
+    assert best_shape(fleet(workers), traffic(ttft, tpot)) == wanted
+
+
+def test_without_limits_or_with_one_worker_none_favours_a_phase():
+    assert best_shape(fleet(8), traffic()) == 0
+    assert best_shape(fleet(1), traffic(5, 1.3)) == 0
