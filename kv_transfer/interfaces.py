@@ -17,13 +17,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from contracts import errors
 from contracts.handoff import FetchReceipt, HandoffId, KvLayout
 from kv_transfer.memory.blocks import BlockPool
+
+OBSTACLE: Final = "obstacle"
+"""The one field of an offer that cannot be made: a sentence that says why."""
 
 
 class SourceDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +36,7 @@ class SourceDescription(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     """The process behind the address: if this changes, everything known of the old process is void."""
     offers: dict[str, dict[str, Any]]
-    """For each transport that the source supports, what its puller needs to know."""
+    """For each transport that the source supports, what its puller needs to know; or OBSTACLE, and why it has none."""
     open_leases: int
     pinned_blocks: int
     expired_leases_total: int

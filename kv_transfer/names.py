@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
-SettableTransport = Literal["auto", "shm", "collective", "grpc"]
+SettableTransport = Literal["auto", "shm", "cuda-ipc", "collective", "grpc", "nixl"]
 TransportName = Literal[SettableTransport, "memory"]
 """The transports that a configuration may name, and the one of the tests, in which nothing leaves the process."""
 TRANSPORT_NAMES: Final = get_args(TransportName)
 AUTO: Final = ("shm", "grpc")
-"""The transports that `auto` tries with each source, best first; TLS covers each. `collective` is left out: NCCL has
-not run yet."""
+"""The transports that `auto` tries with each source, best first; TLS covers each. Left out are
+`collective` and `cuda-ipc`, which have not run on a GPU yet, and `nixl`, which is slower on one host and over TCP, and
+has run nowhere else."""
+NIXL_PACKAGES: Final = {"13": "nixl-cu13", "12": "nixl-cu12"}
+"""The package that `nixl` needs, by the CUDA version of torch; without CUDA, the first."""
 
 LONGEST_FETCH_S: Final = 600.0
 """Longest read that a source accepts: a read pins its blocks for as long as its call lives."""

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
 import torch
 
 from contracts import errors
@@ -27,7 +26,7 @@ from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.shared import SharedOffer
 from kv_transfer.options import TransferOptions
 from kv_transfer.source.lease import LeaseTable
-from kv_transfer.transports import RankCache, make_transport
+from kv_transfer.transports import RankCache, exports, make_transport
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +68,13 @@ class TransferService:
         self._lease_s = options.lease_s
         self._board = CompletionBoard()
         self._leases = LeaseTable(on_finished=self._board.wake)
+        self._exports = exports(list(layers.values()), shared, options.transport)
         cache = RankCache(
             pool=self._pool,
             leases=self._leases,
             layout=layout,
             rank=rank,
-            offers={} if shared is None else {"shm": msgspec.to_builtins(shared)},
+            offers=self._exports.offers,
         )
         self._source, self._fetcher = make_transport(cache, options)
         self._heartbeats = Heartbeats(self._fetcher)

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
 
 from contracts.handoff import KvLayout
 from kv_transfer.fetch.fetcher import KvFetcher
-from kv_transfer.interfaces import KvSource, Puller, SourceControl
+from kv_transfer.interfaces import OBSTACLE, KvSource, Puller, SourceControl
 from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.names import TRANSPORT_NAMES
+from kv_transfer.memory.ipc import CannotExport, IpcExport, export, export_shared
+from kv_transfer.memory.shared import SharedOffer
+from kv_transfer.names import TRANSPORT_NAMES, TransportName
 from kv_transfer.options import TransferOptions
 from kv_transfer.source.lease import LeaseTable
 from kv_transfer.testing.faults import FaultPlan, FaultyPuller
 from kv_transfer.wire.frames import largest_frame_bytes
+
+if TYPE_CHECKING:
+    from kv_transfer.fetch.control import GrpcControl
+    from kv_transfer.source.grpc_source import SourceExtension
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +39,49 @@ class RankCache:
     rank: int = 0
     """Which tensor parallel rank this is."""
     offers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """By transport, how peers reach its memory directly."""
+    """By transport, how peers reach its memory directly; see `exports`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exports:
+    """The ways in which peers can reach a cache directly. They end with this object."""
+
+    offers: Mapping[str, dict[str, Any]]
+    ipc: IpcExport | None
+    """What the offer for `cuda-ipc` describes."""
+
+
+def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transport: TransportName) -> Exports:
+    """Return how peers reach these layers: by `shared`, if they are in host memory, and by CUDA IPC.
+
+    The second only for the `transport` that asks for it, so that otherwise nothing is asked of CUDA. Host memory is
+    exported in that way too, for tests and measurements: no configuration can ask for it.
+    """
+    offers = {} if shared is None else {"shm": msgspec.to_builtins(shared)}
+    if transport != "cuda-ipc":
+        return Exports(offers, None)
+    try:
+        if layers[0].device.type == "cuda":
+            ipc = export(layers)
+        elif shared is not None:
+            ipc = export_shared(shared)
+        else:
+            return Exports(offers, None)
+    except CannotExport as error:
+        return Exports({**offers, "cuda-ipc": {OBSTACLE: str(error)}}, None)
+    return Exports({**offers, "cuda-ipc": msgspec.to_builtins(ipc.offer)}, ipc)
 
 
 def puller_classes() -> Sequence[type[Puller]]:
     """Return the pullers' classes. Importing them imports torch."""
     from kv_transfer.collective.puller import CollectivePuller
     from kv_transfer.fetch.grpc_puller import GrpcPuller
+    from kv_transfer.fetch.ipc_puller import IpcPuller
     from kv_transfer.fetch.shm_puller import ShmPuller
+    from kv_transfer.nixl.puller import NixlPuller
     from kv_transfer.testing.memory_transport import MemoryPuller
 
-    return ShmPuller, CollectivePuller, GrpcPuller, MemoryPuller
+    return ShmPuller, IpcPuller, CollectivePuller, GrpcPuller, NixlPuller, MemoryPuller
 
 
 def puller_class(name: str) -> type[Puller]:
@@ -55,7 +96,8 @@ def make_transport(cache: RankCache, options: TransferOptions) -> tuple[KvSource
     """Build both ends. Their modules are imported only now.
 
     Raises ValueError for an unknown transport, and for options that it or these blocks do not support.
-    Every source but `memory` serves all transports; the name decides what this engine's own fetches use.
+    Every source but `memory` serves all transports, `cuda-ipc` and `nixl` only if they are named; the name decides what
+    this engine's own fetches use.
     """
     if options.transport != "auto":
         asked_for = puller_class(options.transport)
@@ -84,15 +126,22 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
     from kv_transfer.collective.source import CollectiveSource
     from kv_transfer.fetch.control import GrpcControl
     from kv_transfer.fetch.grpc_puller import GrpcPuller
+    from kv_transfer.fetch.ipc_puller import IpcPuller
     from kv_transfer.fetch.shm_puller import ShmPuller
-    from kv_transfer.source.grpc_source import GrpcKvSource, SourceExtension
+    from kv_transfer.source.grpc_source import GrpcKvSource
 
     control = GrpcControl(largest_frame_bytes(cache.layout), options.tls)
     extensions: list[SourceExtension] = []
     pullers: list[Puller] = [ShmPuller(control), GrpcPuller(control)]
+    if options.transport == IpcPuller.name:
+        pullers.append(IpcPuller(control, cache.pool.device))
     if options.tls is None or CollectivePuller.covered_by_tls:
         extensions.append(CollectiveSource(cache.pool, options.host))
         pullers.append(CollectivePuller(control, cache.pool.device, options.host))
+    if options.transport == "nixl":
+        served, puller = _nixl(cache, control)
+        extensions.append(served)
+        pullers.append(puller)
     source = GrpcKvSource(
         cache.pool,
         cache.leases,
@@ -104,3 +153,14 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
         tls=options.tls,
     )
     return source, control, pullers
+
+
+def _nixl(cache: RankCache, control: GrpcControl) -> tuple[SourceExtension, Puller]:
+    from kv_transfer.nixl.library import NixlFailed
+    from kv_transfer.nixl.puller import NixlPuller
+    from kv_transfer.nixl.source import NixlSource
+
+    try:
+        return NixlSource(cache.pool), NixlPuller(control, cache.pool)
+    except NixlFailed as error:
+        raise ValueError(f"the transport nixl does not work here: {error}") from error

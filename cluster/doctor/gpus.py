@@ -40,6 +40,8 @@ def gpu_count(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterato
     fix = f"{needed} GPUs are needed and {host.gpus} visible: lower workers or gpus_per_worker in {titles}"
     if not host.gpus:
         fix += ", or run on a machine with GPUs and NVIDIA's driver (nvidia-smi lists them)"
+        if config.transfer.transport == "cuda-ipc":
+            fix += ". On CPUs, which gpus_per_worker 0 means, transfer.transport has to be shm instead of cuda-ipc"
     yield CheckResult("gpus", ok, f"{needed} needed, {host.gpus} visible", "" if ok else f"{fix}.")
 
 

@@ -12,6 +12,7 @@ from cluster.config.models import RidgelineConfig
 from cluster.doctor.facts import HostFacts
 from contracts.rpc.address import join_host_port
 from contracts.rpc.tls import TlsFileError, TlsFiles
+from kv_transfer.names import NIXL_PACKAGES
 
 FEWEST_OPEN_FILES = 1024
 COMFORTABLE_OPEN_FILES = 4096
@@ -75,6 +76,25 @@ def engine_package(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckRe
         yield CheckResult("vllm", False, f"{wanted} {found}", fix)
     else:
         yield CheckResult("vllm", True, f"{wanted} {found}")
+
+
+def transport_package(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+    if config.transfer.transport != "nixl":
+        return
+    packages = tuple(NIXL_PACKAGES.values())
+    for name in packages:
+        if name in host.packages:
+            yield CheckResult("nixl", True, f"{name} {host.packages[name]}")
+            return
+    if config.ray.address is not None:
+        yield CheckResult("nixl", True, "not installed; enough here, as engines run elsewhere in the cluster")
+        return
+    fix = (
+        f"transfer.transport is nixl, and neither {' nor '.join(packages)} is installed: run "
+        f"`pip install {packages[0]}` in Ridgeline's environment, on every node, or set "
+        "transfer.transport to auto."
+    )
+    yield CheckResult("nixl", False, "not installed", fix)
 
 
 def torch_companions(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:

@@ -2,7 +2,9 @@
 
 A child process owns the source and this one the target, both through `TransferService`, as in production. Transports
 and layouts alternate hand-off by hand-off, so that a disturbance of the machine affects all of them alike. memcpy is
-the baseline because no transfer can be faster than one copy of its bytes. `ridgeline bench transfer` prints the result.
+the baseline because no transfer can be faster than one copy of its bytes. The caches are in host memory: `cuda-ipc`
+copies them by index as it would on a GPU, and its figures say nothing about one. `ridgeline bench transfer` prints the
+result.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from contracts.handoff import KvHandoff
 from kv_transfer.bench.source_process import BLOCK_TOKENS, Cache, CacheShape, MeasureError, SourceProcess
 from kv_transfer.memory.shared import SMALLEST_BYTES
 from kv_transfer.names import TRANSPORT_NAMES, TransportName
+from kv_transfer.nixl.library import why_missing as nixl_missing
 from kv_transfer.service import TransferService
 
 __all__ = ["MeasureError", "MeasureReport", "MeasureSettings", "TransferFigures", "measure"]
@@ -42,6 +45,12 @@ _COPIES_IN_MEMORY: Final = 2 * CACHE_PER_HANDOFF + 2
 _WARM_UP_ROUNDS: Final = 1
 _SEED: Final = 0
 
+
+def measurable_here() -> tuple[str, ...]:
+    """Return those of the measurable transports whose packages are installed."""
+    return tuple(name for name in MEASURABLE if name != "nixl" or nixl_missing() is None)
+
+
 OnProgress = Callable[[str], None]
 
 
@@ -56,7 +65,7 @@ class MeasureSettings:
     """Bytes of one block in one layer."""
     rounds: int = 20
     """Measured hand-offs for each transport and layout, after one that warms up."""
-    transports: tuple[str, ...] = MEASURABLE
+    transports: tuple[str, ...] = field(default_factory=measurable_here)
     layouts: tuple[str, ...] = LAYOUTS
     pin: bool | None = None
     """Whether each side gets a core to itself; None: if there are at least two cores."""
@@ -100,13 +109,17 @@ class MeasureSettings:
                 if name not in known:
                     why = " (it does not connect processes)" if name == "memory" else ""
                     yield f"{kind} {name!r} cannot be measured{why}: give one or more of {', '.join(known)}"
+        if "nixl" in self.transports and (missing := nixl_missing()) is not None:
+            yield f"transport 'nixl' cannot be measured: {missing}"
 
     def _wrong_sizes(self, memory_available_bytes: int) -> Iterator[str]:
-        if "shm" in self.transports and self.cache.num_bytes < SMALLEST_BYTES:
+        mapped = [name for name in ("shm", "cuda-ipc") if name in self.transports]
+        if mapped and self.cache.num_bytes < SMALLEST_BYTES:
             more = math.ceil(SMALLEST_BYTES / (CACHE_PER_HANDOFF * self.layers * self.block_bytes)) * BLOCK_TOKENS
             yield (
                 f"a cache of {self.cache.num_bytes} bytes is too small for shared memory, which takes at least "
-                f"{SMALLEST_BYTES} bytes: raise tokens to {more}, raise layers or block-bytes, or leave shm out"
+                f"{SMALLEST_BYTES} bytes: raise tokens to {more}, raise layers or block-bytes, or leave "
+                f"{' and '.join(mapped)} out"
             )
         needed_bytes = _COPIES_IN_MEMORY * self.num_bytes
         if needed_bytes > memory_available_bytes:

@@ -34,6 +34,8 @@ ANSWER_S: Final = 30.0
 IDLE_S: Final = 300.0
 """A source that receives no command for this long exits."""
 END_S: Final = 15.0
+SOURCE_SEED: Final = 1
+"""Of the noise in the child's cache."""
 
 
 class MeasureError(Exception):
@@ -48,6 +50,8 @@ class CacheShape:
     num_blocks: int
     block_bytes: int
     """Bytes of one block in one layer."""
+    device: str = "cpu"
+    """Where it lies: torch's name of the device."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,13 +66,16 @@ class CacheShape:
 class Cache:
     """A KV cache filled with noise, in shared memory if it is large enough. Several services can use it."""
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: CacheShape, seed: int = 0) -> None:
+        """`seed` is the noise's."""
         allocation = KvCacheAllocation()
         with allocation.serving_torch_zeros():
-            buffer = torch.zeros(shape.num_bytes, dtype=torch.int8, device="cpu")
+            buffer = torch.zeros(shape.num_bytes, dtype=torch.int8, device=shape.device)
         self.layers = buffer.view(torch.uint8).view(shape.num_layers, shape.num_blocks, shape.block_bytes)
         """The cache as uint8 [layers, blocks, bytes of a block]."""
-        self.layers.random_(0, 255)
+        self.layers.random_(0, 255, generator=torch.Generator(shape.device).manual_seed(seed))
+        if self.layers.is_cuda:
+            torch.cuda.synchronize(self.layers.device)  # a pool waits for no kernel but its own
         self._shape = shape
         self._shared = allocation.offer(list(self.layers))
 
@@ -231,7 +238,7 @@ def _serve(
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     if core is not None:
         os.sched_setaffinity(0, {core})
-    cache = Cache(shape)
+    cache = Cache(shape, SOURCE_SEED)
     services = {name: cache.service(name) for name in transports}
     try:
         for service in services.values():

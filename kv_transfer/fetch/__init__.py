@@ -3,6 +3,8 @@
 fetcher.py      fetches hand-offs by any transport
 grpc_puller.py  the `grpc` transport
 shm_puller.py   the `shm` transport
+ipc_puller.py   the `cuda-ipc` transport
+pinned.py       what pulls that read the source's memory themselves have in common
 control.py      describe, renew and release over gRPC
 stream.py       one server stream, read on a thread
 threads.py      the threads on which pulls run

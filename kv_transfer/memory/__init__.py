@@ -4,5 +4,6 @@ blocks.py  a paged KV cache as layers of numbered blocks
 host.py    blocks in host memory
 device.py  blocks in a GPU's memory
 shared.py  a cache that other processes can map
+ipc.py     a cache on a GPU that other processes can open
 glibc.py   keeps freed memory for the next frame
 """

@@ -8,16 +8,20 @@ nothing else uses a block at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Final
 
 import numpy as np
 import torch
 
 from kv_transfer.memory.device import DeviceMemory
-from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, runs
+from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span, runs
 
 COPY_STEP_BYTES: Final = 8 << 20
+
+
+class CannotOpen(Exception):
+    """Another process's pool cannot be reached from this one; the message says why."""
 
 
 class BlockPool:
@@ -97,6 +101,10 @@ class BlockPool:
         source = np.frombuffer(payload, dtype=np.uint8).reshape(len(block_ids), self.block_bytes)
         self._memory.write(layer, block_ids, source)
 
+    def spans(self) -> list[Span]:
+        """Return where each layer lies, for those that read it without this process's help."""
+        return self._memory.spans()
+
     @property
     def device(self) -> torch.device:
         """The device on which the blocks lie."""
@@ -134,11 +142,12 @@ class BlockPool:
 
     def copies_from(
         self, source: BlockPool, source_ids: Sequence[int], block_ids: Sequence[int], layers: range | None = None
-    ) -> Iterator[int]:
-        """Copy blocks from another pool that this process maps, each byte once; both pools are in host memory.
+    ) -> Generator[int, None, None]:
+        """Copy blocks from another pool that this process maps, or that this pool's device can read.
 
         The copying happens during iteration, which yields the number of bytes after each step of a few milliseconds.
-        Only these `layers` are copied, if given. Raises ValueError if the pools, the ids or the layers do not match.
+        Only these `layers` are copied, if given. In host memory each byte is copied once, unless one of the pools is
+        indexed. Raises ValueError if the pools, the ids or the layers do not match.
         """
         wanted = range(self.num_layers) if layers is None else layers
         if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.num_layers:
@@ -149,8 +158,10 @@ class BlockPool:
             raise ValueError("the pools do not match")
         if len(source_ids) != len(block_ids):
             raise ValueError(f"{len(source_ids)} blocks for {len(block_ids)} places")
-        assert isinstance(self._memory, HostMemory)
-        assert isinstance(source._memory, HostMemory)
+        if not (isinstance(self._memory, HostMemory) and isinstance(source._memory, HostMemory)):
+            from_, to = DeviceMemory.over(source._memory), DeviceMemory.over(self._memory)
+            yield from to.copies_from(from_, source_ids, block_ids, wanted)
+            return
         most = max(1, COPY_STEP_BYTES // (len(wanted) * self.block_bytes))
         for source_first, first, count in runs(source_ids, block_ids, most):
             self._memory.copy_from(source._memory, source_first, first, count, slice(wanted.start, wanted.stop))

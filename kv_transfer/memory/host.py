@@ -9,6 +9,7 @@ import ctypes
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -20,6 +21,23 @@ ByteMatrix: TypeAlias = npt.NDArray[np.uint8]
 """One layer's blocks: uint8 [num_blocks, block_bytes]."""
 MADV_POPULATE_WRITE = 23
 """Of madvise(2); Python's `mmap` does not name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where the blocks of one layer lie: an address in this process, on the memory's device."""
+
+    address: int
+    stride_bytes: int
+    """From one block to the next."""
+    num_bytes: int
+    """From the first block's begin to the last one's end."""
+
+    @classmethod
+    def of(cls, address: int, stride_bytes: int, shape: Sequence[int]) -> Span:
+        """Return the span of [num_blocks, block_bytes] from `address` on."""
+        num_blocks, block_bytes = shape
+        return cls(address, stride_bytes, stride_bytes * (num_blocks - 1) + block_bytes)
 
 
 class BlockMemory(ABC):
@@ -58,6 +76,10 @@ class BlockMemory(ABC):
         """Return views of bytes [start, start + num_bytes) of every block."""
 
     @abstractmethod
+    def spans(self) -> list[Span]:
+        """Return where each layer lies."""
+
+    @abstractmethod
     def commit(self) -> None:
         """Touch every page; see `BlockPool.commit`."""
 
@@ -70,6 +92,11 @@ class HostMemory(BlockMemory):
         self.shapes = tuple(layer.shape for layer in layers)
         self.device = torch.device("cpu")
         self._stacks = _stacks(self._layers)
+
+    @property
+    def layers(self) -> tuple[ByteMatrix, ...]:
+        """Each layer's blocks."""
+        return self._layers
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         rows = self._layers[layer]
@@ -94,6 +121,9 @@ class HostMemory(BlockMemory):
 
     def part(self, start: int, num_bytes: int) -> HostMemory:
         return HostMemory([layer[:, start : start + num_bytes] for layer in self._layers])
+
+    def spans(self) -> list[Span]:
+        return [Span.of(rows.__array_interface__["data"][0], rows.strides[0], rows.shape) for rows in self._layers]
 
     def copy_from(self, source: HostMemory, source_first: int, first: int, count: int, layers: slice) -> None:
         """Copy `count` adjacent blocks of these layers, in one call if it can be, and let other threads run."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kv_transfer.memory.blocks import BlockPool, byte_rows
+from kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
 from kv_transfer.memory.host import HostMemory
 
 SMALLEST_BYTES: Final = 1 << 20
@@ -133,34 +133,22 @@ def host_identity() -> str:
     return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
 
 
-class CannotMap(Exception):
-    """A pool cannot be mapped; the message says why."""
-
-
 class MappedPool:
     """Another process's KV cache, read-only in this one."""
 
     def __init__(self, offer: SharedOffer) -> None:
-        """Map the pool. Raises CannotMap.
+        """Map the pool. Raises CannotOpen.
 
         Every page is entered into our page table now, so that no transfer pays for that.
         """
-        if offer.host != host_identity():
-            raise CannotMap("it is on another host, or in another container")
-        _check_geometry(offer)
-        name = f"/proc/{offer.pid}/fd/{offer.descriptor}"
-        try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CannotMap(f"{name} cannot be opened ({error.strerror}): does it run as another user?") from error
-        try:
-            found = os.fstat(descriptor)
-            if (found.st_ino, found.st_size) != (offer.inode, offer.num_bytes):
-                raise CannotMap(f"{name} is not the memory that was offered")
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._map = mmap.mmap(descriptor, offer.num_bytes, flags=flags, prot=mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
+        require_same_host(offer.host)
+        require_inside(
+            offer.num_blocks,
+            offer.block_bytes,
+            offer.block_stride_bytes,
+            [(offset, offer.num_bytes) for offset in offer.layer_offsets_bytes],
+        )
+        self._map = map_memory(offer.pid, offer.descriptor, offer.inode, offer.num_bytes)
         self.pool = BlockPool(HostMemory([self._rows(offer, offset) for offset in offer.layer_offsets_bytes]))
 
     def _rows(self, offer: SharedOffer, offset: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -173,11 +161,35 @@ class MappedPool:
         )
 
 
-def _check_geometry(offer: SharedOffer) -> None:
-    """Raise CannotMap for numbers that would make us read outside the mapping."""
-    span = offer.block_stride_bytes * (offer.num_blocks - 1) + offer.block_bytes
-    positive = min(offer.num_blocks, offer.block_bytes, len(offer.layer_offsets_bytes)) > 0
-    if not positive or offer.block_stride_bytes < offer.block_bytes:
-        raise CannotMap("its description is not of a KV cache")
-    if min(offer.layer_offsets_bytes) < 0 or max(offer.layer_offsets_bytes) + span > offer.num_bytes:
-        raise CannotMap("its description goes beyond its memory")
+def require_same_host(host: str) -> None:
+    """Raise CannotOpen unless a process that calls itself by this `host_identity` can be looked into from here."""
+    if host != host_identity():
+        raise CannotOpen("it is on another host, or in another container")
+
+
+def map_memory(pid: int, descriptor: int, inode: int, num_bytes: int) -> mmap.mmap:
+    """Map another process's `SharedMemory` read-only, with all its pages. Raises CannotOpen."""
+    name = f"/proc/{pid}/fd/{descriptor}"
+    try:
+        opened = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CannotOpen(f"{name} cannot be opened ({error.strerror}): does it run as another user?") from error
+    try:
+        found = os.fstat(opened)
+        if (found.st_ino, found.st_size) != (inode, num_bytes):
+            raise CannotOpen(f"{name} is not the memory that was offered")
+        return mmap.mmap(opened, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    finally:
+        os.close(opened)
+
+
+def require_inside(num_blocks: int, block_bytes: int, stride_bytes: int, layers: Sequence[tuple[int, int]]) -> None:
+    """Raise CannotOpen for numbers that would make us read outside what is opened.
+
+    `layers` are (offset of the first block, bytes of the memory that it is in).
+    """
+    span = stride_bytes * (num_blocks - 1) + block_bytes
+    if min(num_blocks, block_bytes, len(layers)) <= 0 or stride_bytes < block_bytes:
+        raise CannotOpen("its description is not of a KV cache")
+    if not all(0 <= offset <= num_bytes - span for offset, num_bytes in layers):
+        raise CannotOpen("its description goes beyond its memory")

@@ -26,7 +26,7 @@ from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.shared import KvCacheAllocation
 from kv_transfer.options import TransferOptions
 from kv_transfer.source.lease import LeaseTable
-from kv_transfer.transports import RankCache
+from kv_transfer.transports import RankCache, exports
 from kv_transfer.wire import frames
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import kv_layout
@@ -85,8 +85,9 @@ class Node:
         self.layout = layout
         self.pool, shared, self.layers = make_pool(num_blocks, layout.num_layers, layout.block_bytes, seed)
         self.leases = LeaseTable()
+        self.exports = exports([torch.from_numpy(layer) for layer in self.layers], shared, "cuda-ipc")
         self.source, self.fetcher = harness.make(
-            RankCache(self.pool, self.leases, layout, rank, {"shm": msgspec.to_builtins(shared)}),
+            RankCache(self.pool, self.leases, layout, rank, self.exports.offers),
             # No fetch ends by its deadline, but in the tests of deadlines.
             TransferOptions("127.0.0.1", port, fetch_deadline_s=2 * PATIENCE_S),
         )
@@ -160,11 +161,24 @@ def slow_gathers(source: Node, _target: Node) -> None:
     source.pool.gather = slowly
 
 
+def slow_pieces(_source: Node, target: Node) -> None:
+    """For transports that read piece by piece into staging memory."""
+    puller = target.fetcher._pullers["nixl"]
+    real = puller._move
+
+    def slowly(*args):
+        moved = real(*args)
+        time.sleep(0.4)
+        return moved
+
+    puller._move = slowly
+
+
 def kept(node: Node) -> list[Any]:
     """Everything that its fetcher has open for later fetches."""
     fetcher = node.fetcher
     parts = [fetcher._pairings, getattr(fetcher._control, "_channels", {})]
-    parts += [getattr(puller, name, {}) for puller in fetcher._pullers.values() for name in ("_mapped", "_pairs")]
+    parts += [getattr(puller, name, {}) for puller in fetcher._pullers.values() for name in ("_opened", "_pairs")]
     return [one for part in parts for one in part]
 
 

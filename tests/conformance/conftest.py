@@ -15,4 +15,5 @@ def patient_peers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kv_transfer.fetch.control.CONTROL_DEADLINE_S", PATIENCE_S)
         patch.setattr("kv_transfer.collective.group.FORM_S", PATIENCE_S)
+        patch.setattr("kv_transfer.nixl.puller.STALLED_S", PATIENCE_S)
         yield

@@ -9,63 +9,61 @@ import pytest
 
 from contracts import errors
 from kv_transfer.bench.source_process import Cache, CacheShape, SourceProcess
+from tests.support.cuda import NEEDS_CUDA
+from tests.support.fetches import begin, receipt_of
+from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S
 
 SHAPE = CacheShape(num_layers=24, num_blocks=64, block_bytes=128 << 10)
 BLOCKS = list(range(SHAPE.num_blocks))
 DEADLINE_S = 4.0
 """Of the one fetch that is to end by it."""
-TRANSPORTS = ["grpc", "shm", "collective"]
+OVER_TCP = "nixl over tcp"
+ON_GPU = "cuda-ipc on a GPU"
+TRANSPORTS = ["grpc", "shm", "collective", pytest.param(ON_GPU, marks=NEEDS_CUDA)]
+"""In host memory `cuda-ipc` is as `shm` here; `test_kv_nixl` freezes a source of `nixl`."""
+KILLED = [*TRANSPORTS, *(pytest.param(name, marks=needs_nixl) for name in ("nixl", OVER_TCP))]
 
 
-@pytest.fixture(params=TRANSPORTS)
-def peers(request):
+@pytest.fixture
+def peers(request, monkeypatch):
     """(source process, our service, transport); 200 MB in the source, so that a fetch takes a while."""
-    cache = Cache(SHAPE)
-    with SourceProcess(SHAPE, [request.param], core=None) as source:
+    if request.param == OVER_TCP:
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    transport = request.param.split()[0]
+    shape = replace(SHAPE, device="cuda:0" if request.param == ON_GPU else "cpu")
+    cache = Cache(shape)
+    with SourceProcess(shape, [transport], core=None) as source:
         source.start()
-        service = cache.service(request.param, fetch_deadline_s=2 * PATIENCE_S)
+        service = cache.service(transport, fetch_deadline_s=2 * PATIENCE_S)
         service.start()
         try:
-            yield source, service, request.param
+            yield source, service, transport
         finally:
             os.kill(source.pid, signal.SIGCONT)
             service.close()
 
 
-def receipt_of(service, request_id):
-    deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        service.wait(0.5)
-        completed = service.poll()
-        if request_id in completed.receipts:
-            return completed.receipts[request_id]
-    raise AssertionError("no completion")
-
-
-def begin(source, service, transport, request_id):
-    handoff, _ = source.publish(transport, f"{request_id}-source", BLOCKS)
-    service.start_fetch(request_id, handoff, 0, BLOCKS)
-
-
+@pytest.mark.parametrize("peers", KILLED, indirect=True)
 def test_a_source_killed_in_mid_fetch_is_unreachable_at_once_unless_its_memory_is_mapped(peers):
     source, service, transport = peers
-    begin(source, service, transport, "warm")
+    begin(source, service, transport, "warm", BLOCKS)
     assert receipt_of(service, "warm").outcome == "ok"
-    begin(source, service, transport, "cut")
+    begin(source, service, transport, "cut", BLOCKS)
     time.sleep(0.01)
     os.kill(source.pid, signal.SIGKILL)
     receipt = receipt_of(service, "cut")
     if receipt.outcome != "ok":
         assert receipt.reason == errors.UNREACHABLE, receipt
     else:
-        assert transport == "shm", "what was mapped outlives its owner"
+        assert transport in ("shm", "cuda-ipc"), "what was mapped outlives its owner"
         assert receipt.num_bytes == SHAPE.handoff_bytes(SHAPE.num_blocks)
 
 
+@pytest.mark.parametrize("peers", TRANSPORTS, indirect=True)
 def test_a_source_frozen_in_mid_fetch_is_a_timeout_and_serves_again_when_it_goes_on(peers):
     source, service, transport = peers
-    begin(source, service, transport, "warm")
+    begin(source, service, transport, "warm", BLOCKS)
     assert receipt_of(service, "warm").outcome == "ok"
     handoff, _ = source.publish(transport, "frozen-source", BLOCKS)
     os.kill(source.pid, signal.SIGSTOP)
@@ -76,6 +74,6 @@ def test_a_source_frozen_in_mid_fetch_is_a_timeout_and_serves_again_when_it_goes
     fetcher._options = patient
     assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT), receipt
     os.kill(source.pid, signal.SIGCONT)
-    begin(source, service, transport, "again")
+    begin(source, service, transport, "again", BLOCKS)
     assert receipt_of(service, "again").outcome == "ok"
     assert service.stats().active_fetches == 0

@@ -23,8 +23,10 @@ from tests.conformance.check_transport import (
     slow_copies,
     slow_frames,
     slow_gathers,
+    slow_pieces,
 )
 from tests.support.certificates import Authority
+from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S
 
 
@@ -92,6 +94,14 @@ class TestShm(FollowingConformance, LayerConformance, TransportConformance):
     @pytest.fixture
     def harness(self):
         return Harness("shm", slow_copies)
+
+
+class TestCudaIpc(FollowingConformance, LayerConformance, TransportConformance):
+    """On host memory: all of it but the handles and the streams; `test_kv_cuda_ipc` has those, where there is a GPU."""
+
+    @pytest.fixture
+    def harness(self):
+        return Harness("cuda-ipc", slow_copies)
 
 
 class TestCollective(TransportConformance):
@@ -238,6 +248,25 @@ class TestCollective(TransportConformance):
     def served(self, prefill):
         """The source's ends of its groups."""
         return list(prefill.source._extensions[0]._groups.values())
+
+
+@needs_nixl
+class TestNixl(FollowingConformance, LayerConformance, TransportConformance):
+    """Over UCX's shared memory: both ends are one process."""
+
+    @pytest.fixture
+    def harness(self):
+        return Harness("nixl", slow_pieces)
+
+
+@needs_nixl
+class TestNixlOverTcp(FollowingConformance, LayerConformance, TransportConformance):
+    """As between hosts without RDMA."""
+
+    @pytest.fixture
+    def harness(self, monkeypatch):
+        monkeypatch.setenv("UCX_TLS", "tcp")
+        return Harness("nixl", slow_pieces)
 
 
 class TestAuto(TransportConformance):

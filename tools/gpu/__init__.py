@@ -1,10 +1,10 @@
-"""What a machine with one CUDA GPU can prove of this project in minutes, with torch and numpy alone.
+"""What a machine with one CUDA GPU can prove of this project in minutes, with torch, numpy and msgspec alone.
 
 check.py         runs all of it, prints a table, writes JSON
 result.py        the rows of that table
 machine.py       the device, its clock, and the sizes of a dry run
 blocks.py        gathering and scattering blocks of real cache shapes, bit for bit
-ipc.py           a second process that reads the first one's cache through an IPC handle
+ipc.py           a second process that copies blocks out of the first one's cache, by CUDA IPC
 peaks.py         peak FLOP/s and bandwidth, against roofline/hardware.py
 interference.py  a decode-shaped loop beside transfers
 layers.py        transformer layers against the measured roofline

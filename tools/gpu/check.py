@@ -1,4 +1,4 @@
-"""A tiny proof on one CUDA GPU, with torch and numpy alone: are the bits right, how fast do they move, at what cost?
+"""A tiny proof on one CUDA GPU, with torch, numpy and msgspec: are the bits right, how fast do they move, at what cost?
 
 usage: python -m tools.gpu.check [--dry-run] [--out runs/gpu-check.json] [--only blocks,ipc]
 

@@ -1,7 +1,6 @@
-"""Two processes on one device: the second maps the first one's cache by its IPC handle and copies blocks out of it.
+"""Two processes on one device: the second opens the first one's cache and copies blocks out of it, as `cuda-ipc` does.
 
-This is what a CUDA-IPC transport would do between a prefill and a decode worker of one host. Torch's own sharing of
-tensors carries the handle; in a dry run the same code shares host memory.
+The export, its checks and the copy are the product's own. In a dry run the same code shares host memory.
 """
 
 from __future__ import annotations
@@ -11,11 +10,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import torch
 from torch import multiprocessing
 
-from kv_transfer.memory.device import gather_rows, scatter_rows
-from tools.gpu.machine import Machine
+from kv_transfer.memory.blocks import BlockPool, byte_rows
+from kv_transfer.memory.device import DeviceMemory
+from kv_transfer.memory.ipc import IpcExport, IpcOffer, OpenedPool, export, export_shared
+from kv_transfer.memory.shared import KvCacheAllocation
+from tools.gpu.machine import Machine, wall_seconds
 from tools.gpu.result import Row
 
 SECTION = "CUDA IPC between two processes"
@@ -27,21 +30,19 @@ ROW_BYTES = 8 * 32 * 256 * 2
 def check(machine: Machine, copy_bytes_per_s: float) -> Iterator[Row]:
     """Check that the other process gets these bits and no others, and how fast."""
     layers, num_blocks = machine.size(32, 2), machine.size(256, 16)
-    cache = machine.noise(layers * num_blocks, ROW_BYTES)
-    blocks = torch.randperm(num_blocks)[: num_blocks // 2]
-    machine.synchronize()
+    cache, exported = _cache(machine, layers, num_blocks)
+    scattered = torch.randperm(num_blocks)[: num_blocks // 2].tolist()
+    adjacent = list(range(num_blocks // 2))
     spawn = multiprocessing.get_context("spawn")
     questions: Any = spawn.Queue()
     answers: Any = spawn.Queue()
-    rows = torch.cat([layer * num_blocks + blocks for layer in range(layers)])
-    wanted = cache[rows.to(machine.device)].cpu()
-    other = spawn.Process(target=_other_process, args=(questions, answers, machine.dry), daemon=True)
+    other = spawn.Process(target=_other_process, args=(questions, answers, machine), daemon=True)
     other.start()
     try:
-        questions.put((cache, rows.tolist()))
+        questions.put((msgspec.msgpack.encode(exported.offer), scattered, adjacent))
         answer = _answer(answers, other)
     finally:
-        questions.put(None)  # until then the other keeps its mapping: our memory must outlive that
+        questions.put(None)  # until then the other has our memory open, which must outlive that
         other.join(10)
         if other.is_alive():
             other.kill()
@@ -49,12 +50,28 @@ def check(machine: Machine, copy_bytes_per_s: float) -> Iterator[Row]:
         yield Row(SECTION, "the other process", note=answer, ok=False)
         return
     copied, seconds = answer
-    size = rows.numel() * ROW_BYTES
-    yield Row(SECTION, "the mapped blocks are these, bit for bit", ok=torch.equal(copied, wanted),
-              note=f"{size / 2**20:.0f} MiB in {rows.numel()} rows of {ROW_BYTES >> 10} KiB")  # fmt: skip
-    rate = size / seconds
-    yield Row(SECTION, "gather from the mapping, scatter into the own cache", rate / 1e9, "GB/s",
-              f"{100 * 4 * rate / copy_bytes_per_s:.0f} % of the device's copies")  # fmt: skip
+    size = layers * len(scattered) * ROW_BYTES
+    yield Row(SECTION, "the opened blocks are these, bit for bit", ok=torch.equal(copied, cache[:, scattered].cpu()),
+              note=f"{size / 2**20:.0f} MiB in {layers} layers of {len(scattered)} blocks")  # fmt: skip
+    for what, taken_s in zip(("scattered", "adjacent"), seconds, strict=True):
+        rate = size / taken_s
+        yield Row(SECTION, f"{what} blocks into the own cache", rate / 1e9, "GB/s",
+                  f"{100 * 2 * rate / copy_bytes_per_s:.0f} % of the device's copies")  # fmt: skip
+
+
+def _cache(machine: Machine, layers: int, num_blocks: int) -> tuple[torch.Tensor, IpcExport]:
+    """Return a cache of any bits, uint8 [layers, blocks, bytes], and what lets others open it."""
+    noise = machine.noise(layers, num_blocks, ROW_BYTES)
+    machine.synchronize()
+    if not machine.dry:
+        return noise, export(list(noise))
+    allocation = KvCacheAllocation()
+    with allocation.serving_torch_zeros():
+        buffer = torch.zeros(noise.numel(), dtype=torch.int8, device="cpu")
+    cache = buffer.view(torch.uint8).view(noise.shape).copy_(noise)
+    shared = allocation.offer(list(cache))
+    assert shared is not None
+    return cache, export_shared(shared)
 
 
 def _answer(answers: Any, other: Any) -> Any:
@@ -69,22 +86,22 @@ def _answer(answers: Any, other: Any) -> Any:
     return f"no answer within {ANSWER_S:.0f} s"
 
 
-def _other_process(questions: Any, answers: Any, dry: bool) -> None:
-    """Map the cache, copy the rows into a cache of our own on the same device, answer with what is there then."""
+def _other_process(questions: Any, answers: Any, machine: Machine) -> None:
+    """Open the cache, copy blocks into a cache of our own on the same device, answer with what is there then."""
     try:
-        cache, rows = questions.get()
-        machine = Machine(cache.device, dry)
-        own = torch.zeros_like(cache)
-        indices = torch.tensor(rows, device=cache.device)
-        staged = torch.empty(len(rows), cache.shape[1], dtype=torch.uint8, device=cache.device)
-
-        def hand_off() -> None:
-            gather_rows(cache, indices, staged)
-            scatter_rows(own, indices, staged)
-
-        seconds = machine.seconds(hand_off)
+        offer, scattered, adjacent = questions.get()
+        opened = OpenedPool(msgspec.msgpack.decode(offer, type=IpcOffer), machine.device).pool
+        shape = (opened.num_layers, opened.num_blocks, opened.block_bytes)
+        own = torch.zeros(shape, dtype=torch.uint8, device=machine.device)
         machine.synchronize()
-        answers.put((own[indices].cpu(), seconds))
+        pool = BlockPool(DeviceMemory([byte_rows(index, layer) for index, layer in enumerate(own)]))
+        targets = list(reversed(scattered))
+
+        def hand_off(source_ids: list[int]) -> None:
+            sum(pool.copies_from(opened, source_ids, targets))
+
+        seconds = [wall_seconds(machine, lambda ids=ids: hand_off(ids)) for ids in (adjacent, scattered)]  # type: ignore[misc]
+        answers.put((own[:, targets].cpu(), seconds[::-1]))
         questions.get()
     except Exception as error:  # noqa: BLE001  whatever it is, the first process reports it
         answers.put(f"{type(error).__name__}: {error}")

@@ -340,7 +340,7 @@ def test_a_source_that_is_gone_is_forgotten_with_what_was_mapped_of_it(pair):
     prefill, _, decode, _ = pair
     paired = decode.pair([prefill.address]).result(PATIENCE_S)[prefill.address]
     assert not isinstance(paired, str)
-    kept = [getattr(puller, "_mapped", {}) for puller in decode._fetcher._pullers.values()]
+    kept = [getattr(puller, "_opened", {}) for puller in decode._fetcher._pullers.values()]
     assert sum(map(len, kept)) == (paired.transport == "shm")
     assert decode.pair([]).result(PATIENCE_S) == {}
     assert decode._fetcher._pairings == {}

@@ -139,8 +139,9 @@ def test_tls_needs_all_three_files_and_rules_out_what_has_no_tls():
     with pytest.raises(ConfigError, match=r"security\.tls\.key_file must be set as well"):
         load_config(overrides={"security.tls.ca_file": "a", "security.tls.cert_file": "b"})
     files = {f"security.tls.{name}_file": name for name in ("ca", "cert", "key")}
-    with pytest.raises(ConfigError, match="plain text"):
-        load_config(overrides={**files, "transfer.transport": "collective"})
+    for transport, library in (("collective", "torch.distributed"), ("nixl", "UCX")):
+        with pytest.raises(ConfigError, match=f"plain text \\({library} has no TLS\\)"):
+            load_config(overrides={**files, "transfer.transport": transport})
     for transport in ("auto", "shm", "grpc"):
         config = load_config(overrides={**files, "transfer.transport": transport}).config
         assert config.security.tls.files() == TlsFiles("ca", "cert", "key")

@@ -171,12 +171,20 @@ def test_shipped_settings_keep_two_steps_of_prompts_at_every_worker_in_both_mode
         assert loaded.config.window_tokens(name) == 2 * pool.max_num_batched_tokens
 
 
-@pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "collective", "nixl"])
 @pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
 def test_encoded_blocks_and_a_transport_without_frames_exclude_each_other_in_one_sentence(transport, wire_dtype):
     problem = only_problem_of(transfer__transport=transport, transfer__wire_dtype=wire_dtype)
     assert f"transfer.wire_dtype ({wire_dtype}) has nothing to encode with transfer.transport {transport}" in problem
     assert "set transfer.wire_dtype to none, or transfer.transport to grpc" in problem
+
+
+def test_a_copy_from_gpu_to_gpu_without_gpus_is_refused_and_shared_memory_named_as_the_fix():
+    problem = only_problem_of(transfer__transport="cuda-ipc")
+    assert "leave both pools on CPUs: set transfer.transport to shm" in problem
+    overrides = {"transfer.transport": "cuda-ipc", **ranks_of(1, 1, gpus=True)}
+    assert load_config(None, overrides).config.transfer.transport == "cuda-ipc"
+    assert load_config(None, {"transfer.transport": "cuda-ipc", "mode": "colocated"}).config.mode == "colocated"
 
 
 @pytest.mark.parametrize(("transport", "wire_dtype"), [("auto", "int8"), ("grpc", "fp8"), ("shm", "none")])

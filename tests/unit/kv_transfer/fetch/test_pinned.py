@@ -1,7 +1,8 @@
-"""The copy of a pin whose source says in another order than it should which layers are final."""
+"""What is copied of a pin, and of one whose source says in another order than it should which layers are final."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from contracts import errors
-from kv_transfer.fetch.shm_puller import _Copy
+from kv_transfer.fetch.pinned import PinnedRead, Readable
 from kv_transfer.interfaces import FetchProgress
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.wire.grpc_methods import PinnedBlocks
@@ -23,9 +24,20 @@ def a_pool(first: int) -> BlockPool:
     return BlockPool([np.full((8, 32), first + layer, np.uint8) for layer in range(NUM_LAYERS)])
 
 
-def copied(*told: dict[str, Any]) -> tuple[BlockPool, FetchProgress]:
-    """Copy what these messages say into two blocks."""
-    target, progress = a_pool(100), FetchProgress(0.0)
+def copied(
+    *told: dict[str, Any],
+    raise_if_cancelled: Callable[[], None] = lambda: None,
+    ended: Callable[[], None] = lambda: None,
+) -> tuple[BlockPool, FetchProgress]:
+    """Copy what these messages say into two blocks; `ended` is called when a copy is over, however it ends."""
+    source, target, progress = a_pool(0), a_pool(100), FetchProgress(0.0)
+
+    def copy(readable: Readable) -> Generator[int, None, None]:
+        try:
+            yield from target.copies_from(source, readable.source_ids, readable.target_ids, readable.layers)
+        finally:
+            ended()
+
     pull: Any = SimpleNamespace(
         address="h:1",
         source=SimpleNamespace(incarnation="i"),
@@ -34,9 +46,8 @@ def copied(*told: dict[str, Any]) -> tuple[BlockPool, FetchProgress]:
         progress=progress,
         lease_s=30.0,
     )
-    stream: Any = SimpleNamespace(raise_if_cancelled=lambda: None)
     messages = [PinnedBlocks(**{"incarnation": "i", "block_ids": [1, 2], "complete": False, **each}) for each in told]
-    _Copy(pull, a_pool(0), stream).consume(map(msgspec.msgpack.encode, messages))
+    PinnedRead(pull, copy, raise_if_cancelled).consume(map(msgspec.msgpack.encode, messages))
     return target, progress
 
 
@@ -72,3 +83,21 @@ def test_layers_in_another_order_fail_the_copy(told):
     with pytest.raises(errors.TransferFailed) as failed:
         copied(*told, END)
     assert failed.value.reason == errors.CORRUPTED
+
+
+def test_a_cancelled_copy_is_over_before_the_read_ends():
+    ended = []
+
+    def cancelled() -> None:
+        assert not ended
+        raise errors.TransferCancelled(errors.CANCELLED, "")
+
+    with pytest.raises(errors.TransferCancelled):
+        copied({}, END, raise_if_cancelled=cancelled, ended=lambda: ended.append(True))
+    assert ended == [True]
+
+
+def test_another_process_behind_the_address_is_another_pairing():
+    with pytest.raises(errors.TransferFailed) as failed:
+        copied({"incarnation": "another"}, END)
+    assert failed.value.reason == errors.STALE_PAIRING

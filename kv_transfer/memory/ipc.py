@@ -1,0 +1,265 @@
+"""A KV cache in a GPU's memory that other processes of this host can open: CUDA IPC.
+
+The source exports the allocations in which its layers lie (`IpcExport`), and a peer opens them on its own GPU
+(`OpenedPool`), which then reads them over NVLink or PCIe as if they were its own. Torch carries the handles, with the
+functions that its own sharing of tensors uses. Three things differ from memory of the host:
+
+- `CUDA_VISIBLE_DEVICES` gives each process other numbers for the same GPUs, so a GPU is named by its UUID, and memory
+  is opened on the peer's own device, whether or not it sees the other GPU.
+- A handle cannot be opened in the process that made it. There, the pool itself is what is opened.
+- A driver may say that two GPUs reach each other where what is read is wrong (an IOMMU in between). So a few random
+  bytes are exported beside the cache, and opening fails unless these are what the peer reads.
+
+Memory of a virtual address range (expandable segments) or of another allocator may have no handle; `export` says so.
+
+Host memory stands in for a GPU's in tests and measurements: its handle is a descriptor, see `shared`, and all else is
+the same code, without streams.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Sequence
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import msgspec
+import torch
+
+from kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
+from kv_transfer.memory.device import DeviceMemory
+from kv_transfer.memory.shared import (
+    SharedMemory,
+    SharedOffer,
+    host_identity,
+    map_memory,
+    require_inside,
+    require_same_host,
+)
+
+PROOF_BYTES: Final = 64
+HOST: Final = "host memory"
+"""The device of an offer without a GPU."""
+
+
+class CannotExport(Exception):
+    """No other process can open this cache; the message says why."""
+
+
+class HostRegion(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
+    """A `SharedMemory` of the process that offers it."""
+
+    num_bytes: int
+    descriptor: int
+    inode: int
+
+
+class CudaRegion(msgspec.Struct, frozen=True, kw_only=True, tag="cuda"):
+    """One allocation of torch on a GPU, as `UntypedStorage._share_cuda_` describes it."""
+
+    num_bytes: int
+    handle: bytes
+    offset_bytes: int
+    """Where it begins in what the handle opens."""
+    counter_handle: bytes
+    counter_offset: int
+    event_handle: bytes
+    event_sync: bool
+
+
+Region = HostRegion | CudaRegion
+
+
+class IpcOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a pool lies, described so that another process can check each claim before it uses it."""
+
+    host: str
+    """Boot id and process namespace, see `shared.host_identity`."""
+    pid: int
+    device: str
+    """The GPU's UUID, or HOST."""
+    regions: tuple[Region, ...]
+    layers: tuple[tuple[int, int], ...]
+    """For each layer, the index of its region and the offset of its first block in it, in bytes."""
+    num_blocks: int
+    block_bytes: int
+    block_stride_bytes: int
+    proof: bytes
+    """What the region `proof_region` holds."""
+    proof_region: Region
+
+
+class IpcExport:
+    """This process's pool, which others can open while this object lives."""
+
+    def __init__(self, offer: IpcOffer, layers: Sequence[torch.Tensor], proof: object) -> None:
+        """Called by `export` and `export_shared`; `proof` is what keeps the offer's proof in memory."""
+        self.offer = offer
+        self.layers = tuple(layers)
+        """The layers, as uint8 [num_blocks, block_bytes]; empty for host memory, which we can open ourselves."""
+        self._proof = proof
+        _exports[offer.proof] = self
+
+
+_exports: Final[WeakValueDictionary[bytes, IpcExport]] = WeakValueDictionary()
+"""What this process has exported, by the proof, of which there is one each."""
+
+
+def export(layers: Sequence[torch.Tensor]) -> IpcExport:
+    """Export layers on one CUDA device. Raises CannotExport, or ValueError if they are not layers of blocks."""
+    rows = [byte_rows(index, layer) for index, layer in enumerate(layers)]
+    _require_one_gpu(rows)
+    device, strides, shapes = rows[0].device, {row.stride(0) for row in rows}, {tuple(row.shape) for row in rows}
+    if len(strides) != 1 or len(shapes) != 1:
+        raise CannotExport("its layers are laid out in different ways")
+    (stride,), ((num_blocks, block_bytes),) = strides, shapes
+    storages = {row.untyped_storage().data_ptr(): row.untyped_storage() for row in rows}
+    numbers = {address: number for number, address in enumerate(storages)}
+    secret = secrets.token_bytes(PROOF_BYTES)
+    proof = torch.tensor(list(secret), dtype=torch.uint8, device=device)
+    try:
+        regions = tuple(_share(storage) for storage in storages.values())
+        proof_region = _share(proof.untyped_storage())
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise CannotExport(
+            f"CUDA does not export its KV cache ({why}): does PYTORCH_CUDA_ALLOC_CONF ask for expandable segments, or "
+            "is it a part of a GPU (MIG)?"
+        ) from error
+    offer = IpcOffer(
+        host=host_identity(),
+        pid=os.getpid(),
+        device=gpu_uuid(device),
+        regions=regions,
+        layers=tuple((numbers[row.untyped_storage().data_ptr()], int(row.storage_offset())) for row in rows),
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+        block_stride_bytes=stride,
+        proof=secret,
+        proof_region=proof_region,
+    )
+    return IpcExport(offer, rows, proof)
+
+
+def export_shared(shared: SharedOffer) -> IpcExport:
+    """Export a cache in shared memory in the way that one on a GPU is, for tests and measurements."""
+    secret = secrets.token_bytes(PROOF_BYTES)
+    proof = SharedMemory(PROOF_BYTES)
+    proof.tensor.view(torch.uint8).copy_(torch.tensor(list(secret), dtype=torch.uint8))
+    offer = IpcOffer(
+        host=shared.host,
+        pid=shared.pid,
+        device=HOST,
+        regions=(HostRegion(num_bytes=shared.num_bytes, descriptor=shared.descriptor, inode=shared.inode),),
+        layers=tuple((0, offset) for offset in shared.layer_offsets_bytes),
+        num_blocks=shared.num_blocks,
+        block_bytes=shared.block_bytes,
+        block_stride_bytes=shared.block_stride_bytes,
+        proof=secret,
+        proof_region=HostRegion(
+            num_bytes=PROOF_BYTES, descriptor=proof.descriptor, inode=os.fstat(proof.descriptor).st_ino
+        ),
+    )
+    return IpcExport(offer, (), proof)
+
+
+class OpenedPool:
+    """Another process's KV cache, which this process's device can read. Nothing is ever written to it."""
+
+    def __init__(self, offer: IpcOffer, device: torch.device) -> None:
+        """Open the pool on `device`, that of our own. Raises CannotOpen."""
+        self.pid = offer.pid
+        """The process whose pool it is."""
+        require_same_host(offer.host)
+        if not all(0 <= region < len(offer.regions) for region, _ in offer.layers):
+            raise CannotOpen("its description names memory that it does not offer")
+        require_inside(
+            offer.num_blocks,
+            offer.block_bytes,
+            offer.block_stride_bytes,
+            [(offset, offer.regions[region].num_bytes) for region, offset in offer.layers],
+        )
+        require_access(offer.device, device)
+        if offer.pid == os.getpid() and device.type == "cuda":
+            self.pool = _own_pool(offer)
+            return
+        proof = _open(offer.proof_region, offer.pid, device)
+        if bytes(BlockPool(DeviceMemory([proof[None]])).read(0, [0])[0]) != offer.proof:
+            raise CannotOpen("what is read of its memory is not what is there: is there an IOMMU between the GPUs?")
+        memory = [_open(region, offer.pid, device) for region in offer.regions]
+        shape, strides = (offer.num_blocks, offer.block_bytes), (offer.block_stride_bytes, 1)
+        self.pool = BlockPool(
+            DeviceMemory([memory[region].as_strided(shape, strides, offset) for region, offset in offer.layers])
+        )
+
+
+def require_access(theirs: str, ours: torch.device) -> None:
+    """Raise CannotOpen if memory of the device `theirs` cannot be read on `ours`, as far as the driver tells us.
+
+    Of a GPU that this process does not see, only opening its memory tells.
+    """
+    if ours.type != "cuda" or theirs == HOST:
+        if (theirs == HOST) != (ours.type == "cpu"):
+            raise CannotOpen("one of the KV caches is on a GPU and the other is not")
+        return
+    for index in range(torch.cuda.device_count()):
+        if gpu_uuid(torch.device("cuda", index)) == theirs != gpu_uuid(ours):
+            if not torch.cuda.can_device_access_peer(ours, index):
+                raise CannotOpen("the two GPUs cannot read each other's memory (nvidia-smi topo -p2p r)")
+            return
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the name of a GPU that is the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _require_one_gpu(rows: Sequence[torch.Tensor]) -> None:
+    if {row.device.type for row in rows} != {"cuda"} or len({row.device for row in rows}) != 1:
+        raise CannotExport("its KV cache is not on one GPU")
+
+
+def _share(storage: torch.UntypedStorage) -> CudaRegion:
+    _, handle, num_bytes, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    return CudaRegion(
+        num_bytes=num_bytes,
+        handle=handle,
+        offset_bytes=offset,
+        counter_handle=counter,
+        counter_offset=counter_offset,
+        event_handle=event,
+        event_sync=event_sync,
+    )
+
+
+def _open(region: Region, pid: int, device: torch.device) -> torch.Tensor:
+    """Return the region's bytes as uint8 [num_bytes] on `device`."""
+    if isinstance(region, HostRegion):
+        mapped: Any = map_memory(pid, region.descriptor, region.inode, region.num_bytes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch says that it cannot be written, as is intended
+            return torch.frombuffer(mapped, dtype=torch.uint8)
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(
+            device.index,
+            region.handle,
+            region.num_bytes,
+            region.offset_bytes,
+            region.counter_handle,
+            region.counter_offset,
+            region.event_handle,
+            region.event_sync,
+        )
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise CannotOpen(f"CUDA does not open its KV cache here ({why})") from error
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _own_pool(offer: IpcOffer) -> BlockPool:
+    ours = _exports.get(offer.proof)
+    if ours is None:
+        raise CannotOpen("it is of this process, and no longer exported")
+    return BlockPool(DeviceMemory(ours.layers))

@@ -1,0 +1,131 @@
+"""`cuda-ipc` between two processes on one device: a GPU where there is one, and host memory in its stead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import weakref
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from contracts import errors
+from contracts.handoff import KvHandoff
+from kv_transfer.bench.source_process import SOURCE_SEED, Cache, CacheShape, SourceProcess, offer
+from kv_transfer.memory.device import DeviceMemory
+from tests.support.cuda import NEEDS_CUDA
+from tests.support.fetches import receipt_of
+from tests.support.patience import PATIENCE_S
+
+SHAPE = CacheShape(num_layers=6, num_blocks=128, block_bytes=64 << 10)
+"""50 MB: a whole cache takes more than one piece."""
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=NEEDS_CUDA)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ends(device):
+    """(source process, what is in its cache, our cache, our service)."""
+    shape = replace(SHAPE, device=device)
+    cache, theirs = Cache(shape), Cache(shape, SOURCE_SEED).layers.cpu()
+    with SourceProcess(shape, ["cuda-ipc"], core=None) as source:
+        source.start()
+        service = cache.service("cuda-ipc", fetch_deadline_s=2 * PATIENCE_S)
+        service.start()
+        try:
+            yield source, theirs, cache, service
+        finally:
+            service.close()
+
+
+def test_the_memory_of_a_source_that_was_killed_is_dropped_though_nothing_is_fetched(device):
+    shape = replace(SHAPE, device=device)
+    cache = Cache(shape)
+    with SourceProcess(shape, ["cuda-ipc"], core=None) as source, closing(cache.service("cuda-ipc")) as service:
+        source.start()
+        service.start()
+        address = source.addresses["cuda-ipc"]
+        assert not isinstance(service.pair([address]).result(PATIENCE_S)[address], str)
+        puller = service._fetcher._pullers["cuda-ipc"]
+        (opened,) = puller._opened.values()
+        memory = weakref.ref(opened)
+        del opened
+        os.kill(source.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while memory() is not None and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert memory() is None
+        assert puller._opened == puller._watched == {}
+
+
+def fetched(service, handoff: KvHandoff, request_id: str, targets: list[int]):
+    service.start_fetch(request_id, handoff, 0, targets)
+    return receipt_of(service, request_id)
+
+
+@pytest.mark.parametrize(
+    ("name", "source_ids", "targets"),
+    [
+        ("one", [5], [9]),
+        ("scattered", [100, 7, 3, 55, 56, 57, 0], [4, 127, 9, 8, 30, 31, 2]),
+        ("adjacent", list(range(64)), list(range(127, 63, -1))),
+        ("whole", list(range(127, -1, -1)), list(range(128))),
+    ],
+)
+def test_each_block_of_each_layer_is_where_it_should_be_and_nothing_else_has_changed(ends, name, source_ids, targets):
+    source, theirs, cache, service = ends
+    expected = cache.layers.cpu()
+    expected[:, targets] = theirs[:, source_ids]
+    handoff, _ = source.publish("cuda-ipc", name, source_ids)
+    receipt = fetched(service, handoff, name, targets)
+    assert (receipt.outcome, receipt.transport) == ("ok", "cuda-ipc"), receipt
+    assert receipt.num_bytes == SHAPE.handoff_bytes(len(targets))
+    assert torch.equal(cache.layers.cpu(), expected)
+    source.wait_freed("cuda-ipc", name)
+
+
+def test_a_copy_that_cuda_refuses_is_unreachable_and_the_next_fetch_opens_the_memory_anew(ends, monkeypatch):
+    source, _, _, service = ends
+
+    def refused(*_):
+        yield 0
+        raise RuntimeError("CUDA error: peer access is not supported\nCompile with ...")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceMemory, "copies_from", refused)
+        handoff, _ = source.publish("cuda-ipc", "refused", [1, 2])
+        receipt = fetched(service, handoff, "refused", [3, 4])
+    address = source.addresses["cuda-ipc"]
+    assert (receipt.outcome, receipt.reason) == ("failed", errors.UNREACHABLE), receipt
+    assert receipt.message == f"{address}: CUDA error: peer access is not supported"
+    puller = service._fetcher._pullers["cuda-ipc"]
+    assert puller._opened == puller._watched == {}
+    handoff, _ = source.publish("cuda-ipc", "again", [1, 2])
+    assert fetched(service, handoff, "again", [3, 4]).outcome == "ok"
+
+
+def test_auto_does_not_pick_it(ends):
+    source, _, cache, _ = ends
+    service = cache.service("auto")
+    service.start()
+    try:
+        address = source.addresses["cuda-ipc"]
+        paired = service.pair([address]).result(PATIENCE_S)[address]
+    finally:
+        service.close()
+    assert paired.transport == ("shm" if cache.layers.device.type == "cpu" else "grpc"), paired
+
+
+def test_a_hand_off_within_one_process_copies_between_its_own_blocks(ends):
+    _, _, cache, service = ends
+    expected = cache.layers.cpu()
+    expected[:, [1, 2]] = expected[:, [77, 70]]
+    receipt = fetched(service, offer(service, "own", [77, 70], SHAPE), "own-fetch", [1, 2])
+    assert receipt.outcome == "ok", receipt
+    assert torch.equal(cache.layers.cpu(), expected)

@@ -1,0 +1,30 @@
+"""Fetches of a `TransferService` from a source in another process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from contracts.handoff import FetchReceipt
+from kv_transfer.bench.source_process import SourceProcess
+from kv_transfer.service import TransferService
+from tests.support.patience import PATIENCE_S
+
+
+def begin(
+    source: SourceProcess, service: TransferService, transport: str, request_id: str, blocks: Sequence[int]
+) -> None:
+    """Publish these blocks and start to fetch them to the same places."""
+    handoff, _ = source.publish(transport, f"{request_id}-source", list(blocks))
+    service.start_fetch(request_id, handoff, 0, blocks)
+
+
+def receipt_of(service: TransferService, request_id: str) -> FetchReceipt:
+    """Wait for the end of a fetch."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        service.wait(0.5)
+        completed = service.poll()
+        if request_id in completed.receipts:
+            return completed.receipts[request_id]
+    raise AssertionError("no completion")
