@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-unloaded bench-step-target bench-hand-over bench-idle bench-front bench-modes power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
+.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -83,6 +83,9 @@ bench-step-target: model  ## one engine under Poisson load, without a step targe
 
 bench-hand-over: model  ## first to second token with and without overlap, alone and under load, in alternation (about 10 minutes)
 	@$(BIN)/python -m tools.bench.hand_over $(BENCH)
+
+bench-prefixes: model ## mode adaptive with and without knowing who has the beginning of a prompt, on conversations with one system prompt (about 6 minutes)
+	@$(BIN)/python -m tools.bench.prefix_routing $(BENCH)
 
 bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)
 	@$(BIN)/python -m tools.bench.idle_cpu

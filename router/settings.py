@@ -103,6 +103,8 @@ class RouterSettings:
     """The same for the mean time from one token to the next."""
     rebalance: RebalanceMode = "off"
     """Whether workers of mode adaptive come to favour a phase, see `router.fleet.rebalance`."""
+    prefix_routing: bool = True
+    """Whether mode adaptive counts what each worker has of a prompt."""
     routers: int = 1
     """Routers of the deployment; several share a dispatcher."""
     tls: TlsFiles | None = None

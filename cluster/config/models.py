@@ -341,6 +341,11 @@ class RouterConfig(Section):
         default=0, ge=0, description="prompts shorter than this are prefilled on the decode worker, and counted"
     )
     slo: SloConfig = SloConfig()
+    prefix_routing: bool = Field(
+        default=True,
+        description="mode adaptive counts what each worker is expected to have of a prompt in its prefix cache; false: "
+        "it chooses as if caches were empty, which they are not",
+    )
     rebalance: RebalanceMode = Field(
         default="on",
         description="in mode adaptive, whether some workers are kept for prompts and the others for answers when that "

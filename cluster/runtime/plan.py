@@ -96,6 +96,7 @@ class Plan:
             ttft_limit_s=config.router.slo.ttft_limit_s,
             tpot_limit_s=config.router.slo.tpot_limit_s,
             rebalance=config.router.rebalance,
+            prefix_routing=config.router.prefix_routing,
             engine_args=passed_args.for_the_router(self.engine_args),
             server_args=self.server_args,
             stall_timeout_s=config.supervision.stall_timeout_s,

@@ -60,6 +60,7 @@ class Orchestrator:
         self._metrics = metrics
         self._uncounted = RequestMetrics(None)
         self._placement = placement
+        self._hashed_block_tokens = settings.block_size_tokens if settings.prefix_routing else 0
         self._legs = Legs(placement, release_handoff, overlap=settings.overlap)
         self.in_flight = 0
         """Sequences that are being served, without canaries."""
@@ -104,7 +105,7 @@ class Orchestrator:
         number, fruitless, losses = 0, 0, 0
         while True:
             try:
-                await self._legs.run(Attempt(request, progress, number, self._settings.block_size_tokens))
+                await self._legs.run(Attempt(request, progress, number, self._hashed_block_tokens))
                 return
             except tuple(CAUSES) as error:
                 if progress.ended:  # the client has everything; only the clean-up failed

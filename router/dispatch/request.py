@@ -135,12 +135,13 @@ class Attempt:
     """One pass of a request through the workers, from the client's last token on: the tasks for its legs."""
 
     def __init__(
-        self, request: SequenceRequest, progress: RequestProgress, number: int, block_size_tokens: int
+        self, request: SequenceRequest, progress: RequestProgress, number: int, hashed_block_tokens: int
     ) -> None:
+        """`hashed_block_tokens`: tokens in a KV block; 0: nobody asks who has the beginning of the prompt."""
         self.request = request
         self.progress = progress
         first = request.wish
-        self._block_size_tokens = block_size_tokens
+        self._hashed_block_tokens = hashed_block_tokens
         prompt_tokens = len(request.prompt_token_ids) + len(progress.token_ids)
         self.wish = Wish(
             demand=replace(
@@ -168,9 +169,11 @@ class Attempt:
 
     def _prefix(self) -> BlockHashes:
         """Return the hashes of the blocks of the prompt and of the tokens that the client has."""
+        if not self._hashed_block_tokens:
+            return ()
         request = self.request
         tokens = [*request.prompt_token_ids, *self.progress.token_ids]
-        return block_hashes(tokens, self._block_size_tokens, request.cache_salt)
+        return block_hashes(tokens, self._hashed_block_tokens, request.cache_salt)
 
     def whole_task(self, recompute_reason: str) -> GenerateTask:
         """Return the task for one worker that computes everything."""

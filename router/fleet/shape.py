@@ -16,7 +16,7 @@ p prompt tokens, o output tokens, TTFT limit F and TPOT limit L, N workers, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_right
 from typing import Final
 
 import msgspec
@@ -106,18 +106,17 @@ def _step_s(workers: Workers, traffic: Traffic, sequences: float) -> float:
 
 
 def _decodes(workers: Workers, traffic: Traffic, number: int) -> float:
-    places = number * max(_fitting(workers, traffic), default=0)
+    places = number * _fitting(workers, traffic)
     used = places - SPARED * math.sqrt(places)
     if used <= 0:
         return 0.0
     return used / (traffic.output_tokens * _step_s(workers, traffic, used / number))
 
 
-def _fitting(workers: Workers, traffic: Traffic) -> Iterator[int]:
-    for sequences in range(1, workers.places + 1):
-        if _step_s(workers, traffic, sequences) > traffic.tpot_limit_s:
-            return
-        yield sequences
+def _fitting(workers: Workers, traffic: Traffic) -> int:
+    """Return the most sequences whose step takes at most the limit on TPOT."""
+    numbers = range(1, workers.places + 1)
+    return bisect_right(numbers, traffic.tpot_limit_s, key=lambda sequences: _step_s(workers, traffic, sequences))
 
 
 def _together(workers: Workers, traffic: Traffic) -> float:

@@ -13,8 +13,9 @@ null_server.py         streams tokens at a fixed pace without a model
 overload.py            sends more load than a server can take, and checks fairness
 planted.py             compares a mode with itself after planting a known difference
 power.py               prints how often simulated comparisons find what is there
+prefix_routing.py      measures what it brings to know who has the beginning of a prompt
 served.py              serves an application from a process of its own, for the two that need it
-simulated_modes.py     simulates the three modes on two workers, to choose the weights of mode adaptive
+simulated_modes.py     simulates the three modes, to choose the weights of mode adaptive
 slow_proxy.py          slows a server's streamed answers down by an exact amount
 step_target.py         compares one engine with and without a step target, under Poisson load
 unloaded_ttft.py       measures TTFT of both modes without load, in alternation

@@ -206,6 +206,19 @@ async def test_a_prompt_that_a_worker_has_is_computed_there_until_caches_are_emp
             assert len(had.calls) == 5
 
 
+async def test_without_prefix_routing_a_prompt_goes_where_there_is_less_to_do_whoever_has_it():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet, prefix_routing=False)
+        await serving.learn()
+        _, ending = serving.ask(3)
+        await serving.step_until(ending)
+        had = next(engine for engine in serving.engines if engine.calls)
+        with next(worker for worker in fleet.workers if serving.engine_of(worker) is had).reserve(5):
+            _, ending = serving.ask(3)
+            await serving.step_until(ending)
+        assert len(had.calls) == 1
+
+
 async def test_sequences_of_one_prompt_that_come_together_go_where_the_first_one_is_computed():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet)
