@@ -164,8 +164,8 @@ class Attempt:
         timeline = self.progress.timeline
         limits = self.request.wish.demand
         ttft_s, tpot_s = timeline.ttft_s or 0.0, timeline.tpot_s or 0.0
-        kept = ttft_s <= limits.ttft_limit_s and tpot_s <= limits.tpot_limit_s
-        return Answer(timeline.num_output_tokens, *timeline.moved, prefix=self._prefix(), kept=kept)
+        within = ttft_s <= limits.ttft_limit_s and tpot_s <= limits.tpot_limit_s
+        return Answer(timeline.num_output_tokens, *timeline.moved, prefix=self._prefix(), within_limits=within)
 
     def _prefix(self) -> BlockHashes:
         """Return the hashes of the blocks of the prompt and of the tokens that the client has."""

@@ -44,7 +44,8 @@ SHORT_LIST = 3
 """In a large fleet, workers that are looked at by each of three rules of thumb."""
 
 AGAINST = 1.0
-"""What it counts to use a worker for the phase that it does not favour."""
+"""What it counts to use a worker for the phase that it does not favour, in requests lost. Without limits each such use
+counts like the request's latency once more."""
 
 HandoverS = Callable[[str, str], float]
 """Returns the seconds that it takes to move the prompt's KV from one worker to another."""
@@ -157,7 +158,7 @@ def _cheapest_to_add_to(load: Load) -> tuple[bool, bool, float]:
 
 
 def _least_latency(options: list[Option]) -> Decision:
-    first, *others = nsmallest(1 + CONSIDERED, options, key=lambda option: (option.against, option.latency_s))
+    first, *others = nsmallest(1 + CONSIDERED, options, key=lambda option: option.latency_s * (1 + option.against))
     return Decision(first, "least_latency", tuple(others))
 
 
@@ -254,6 +255,10 @@ def _answer(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> _Answ
     )
 
 
+def _against(prompt: Load, decode: Load) -> int:
+    return (prompt.favours == "decode") + (decode.favours == "prefill")
+
+
 def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Option:
     """Predict one option; `gap_s` is what a hand-over adds between the first two tokens."""
     answer = _answer(wanted, prompt, decode, gap_s)
@@ -267,5 +272,5 @@ def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Optio
         work_s=prompt.computes_s + prompt.begins_s + answer.decode_s + gap_s,
         latency_s=prompt.ttft_s + wanted.output_tokens * answer.tpot_s + delays_s,
         cached_tokens=prompt.load.cached_tokens,
-        against=(prompt.load.favours == "decode") + (decode.load.favours == "prefill"),
+        against=_against(prompt.load, decode.load) if wanted.may_split else 0,
     )

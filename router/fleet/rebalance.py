@@ -1,13 +1,13 @@
 """Decides now and then how many workers of mode `adaptive` should favour which phase. No clock and no I/O of its own.
 
 Told of prompts by `router.flow.choice`, which asks for the workers' favours, and of answers by `router.flow.placement`.
-The loop is slow and lazy: at most once in `INTERVAL_S`, when a prompt is to be placed, it compares what the fleet holds
+The loop is slow and lazy: at most once in `INTERVAL_S`, when a prompt has been placed, it compares what the fleet holds
 in its present shape with what it would hold in the best one (`router.fleet.shape`). What keeps it from changing its
 mind:
 
 - nothing is changed while all is well: the load is below `LEAST_USE` of what the present shape holds, and at least
   `LEAST_KEPT` of the answers kept their limits;
-- another shape must hold `MORE` times as much, at `AGREEING` readings one after the other.
+- a shape must hold `MORE` times as much as the present one at two readings, one after the other.
 """
 
 from __future__ import annotations
@@ -19,20 +19,42 @@ from typing import Final
 import msgspec
 
 from contracts.vocabulary import Phase, RebalanceMode
+from router.fleet.prediction import attended
 from router.fleet.shape import Traffic, Workers, best_shape, held_per_s
 
 logger = logging.getLogger(__name__)
 
-
 INTERVAL_S: Final = 10.0
-AGREEING: Final = 2
-LEAST_USE: Final = 0.5
+LEAST_USE: Final = 0.7
 LEAST_KEPT: Final = 0.9
 MORE: Final = 1.15
 LEAST_COUNTED: Final = 8
 """Prompts in an interval, or answers, below which it says nothing."""
-WEIGHT: Final = 0.05
-"""The weight of the newest request in a mean."""
+KEPT_PART: Final = 0.75
+"""The part with which what was counted before a reading still counts at the next one."""
+LEAST_LIMITED: Final = 0.1
+"""With fewer requests that have limits than this part, there are none to divide workers for."""
+LEAST_SPLIT: Final = 0.5
+"""With fewer requests that may be split than this part, workers that favour a phase would be of no use."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A prompt that has been placed."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Those that its worker is expected to have."""
+    output_tokens: float
+    """Expected length of its answer."""
+    ttft_limit_s: float = math.inf
+    tpot_limit_s: float = math.inf
+    """Neither limit may be less than an idle worker takes, or one request would weigh like thousands."""
+    may_split: bool = True
+
+    @property
+    def limited(self) -> bool:
+        """Whether it has any limit."""
+        return math.isfinite(self.ttft_limit_s) or math.isfinite(self.tpot_limit_s)
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -53,30 +75,44 @@ class Change(msgspec.Struct, frozen=True):
         )
 
 
-class _Mean(msgspec.Struct):
-    """The mean request of late; the limits by their inverses, which are 0 without a limit."""
+class _Counted(msgspec.Struct):
+    """Sums over requests, the older ones with less weight; limits by their inverses, which are 0 without a limit."""
 
-    requests: int = 0
+    requests: float = 0.0
+    limited: float = 0.0
+    may_split: float = 0.0
     prompt_tokens: float = 0.0
+    computed_tokens: float = 0.0
+    attended_tokens: float = 0.0
     output_tokens: float = 0.0
     per_ttft_limit: float = 0.0
     per_tpot_limit: float = 0.0
 
-    def add(self, prompt_tokens: float, output_tokens: float, ttft_limit_s: float, tpot_limit_s: float) -> None:
+    def add(self, asked: Asked) -> None:
         self.requests += 1
-        weight = max(WEIGHT, 1 / self.requests)
-        self.prompt_tokens += weight * (prompt_tokens - self.prompt_tokens)
-        self.output_tokens += weight * (output_tokens - self.output_tokens)
-        self.per_ttft_limit += weight * (1 / ttft_limit_s - self.per_ttft_limit)
-        self.per_tpot_limit += weight * (1 / tpot_limit_s - self.per_tpot_limit)
+        self.limited += asked.limited
+        self.may_split += asked.may_split
+        self.prompt_tokens += asked.prompt_tokens
+        self.computed_tokens += asked.prompt_tokens - asked.cached_tokens
+        self.attended_tokens += attended(asked.prompt_tokens, asked.cached_tokens)
+        self.output_tokens += asked.output_tokens
+        self.per_ttft_limit += 1 / asked.ttft_limit_s
+        self.per_tpot_limit += 1 / asked.tpot_limit_s
+
+    def age(self) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, KEPT_PART * getattr(self, name))
 
     def traffic(self, requests_per_s: float) -> Traffic:
+        limited = self.limited >= LEAST_LIMITED * self.requests and self.may_split >= LEAST_SPLIT * self.requests
         return Traffic(
-            requests_per_s,
-            self.prompt_tokens,
-            max(1.0, self.output_tokens),
-            1 / self.per_ttft_limit if self.per_ttft_limit else math.inf,
-            1 / self.per_tpot_limit if self.per_tpot_limit else math.inf,
+            requests_per_s=requests_per_s,
+            prompt_tokens=self.prompt_tokens / self.requests,
+            computed_tokens=self.computed_tokens / self.requests,
+            attended_tokens=self.attended_tokens / self.requests,
+            output_tokens=max(1.0, self.output_tokens / self.requests),
+            ttft_limit_s=self.requests / self.per_ttft_limit if limited and self.per_ttft_limit else math.inf,
+            tpot_limit_s=self.requests / self.per_tpot_limit if limited and self.per_tpot_limit else math.inf,
         )
 
 
@@ -85,40 +121,47 @@ class Rebalancer:
 
     def __init__(self, mode: RebalanceMode = "on") -> None:
         self._mode = mode
-        self._mean = _Mean()
+        self._counted = _Counted()
         self._prompts = 0
         """Since the last reading, as are the answers."""
         self._answers = 0
-        self._kept = 0
+        self._within_limits = 0
         self._read_s: float | None = None
-        self._agreed: tuple[int, int] = (0, 0)
-        """The shape that the last readings wanted, and how many did."""
-        self._of = 0
-        """The number of workers that the shape is for."""
-        self.prefill_workers = 0
-        """How many favour prefill, the others decode; 0: none favours anything."""
-        self.last: Change | None = None
-        """The latest change, or what was advised."""
+        self._candidate: int | None = None
+        """The shape that the last reading wanted."""
+        self._advised: int | None = None
+        self._decided: tuple[int, int] = (0, 0)
+        """How many workers favour prefill, and of how many that was decided."""
         self._favours: dict[str, Phase] = {}
         self._favours_of: tuple[int, list[str]] = (0, [])
         """The shape and the workers that `_favours` is for."""
 
-    def asked(self, prompt_tokens: float, output_tokens: float, ttft_limit_s: float, tpot_limit_s: float) -> None:
-        """Count a prompt that has been placed, with the expected length of its answer and its limits."""
+    def asked(self, asked: Asked) -> None:
+        """Count a prompt that has been placed."""
         self._prompts += 1
-        self._mean.add(prompt_tokens, output_tokens, ttft_limit_s, tpot_limit_s)
+        self._counted.add(asked)
 
-    def answered(self, *, kept: bool) -> None:
+    def answered(self, *, within_limits: bool) -> None:
         """Count an answer, and whether it kept its limits."""
         self._answers += 1
-        self._kept += kept
+        self._within_limits += within_limits
+
+    def prefill_workers(self, workers: int) -> int:
+        """Return how many of so many workers favour prefill, the others decode; 0: none favours anything.
+
+        With more or fewer of them than when it was decided, about the same share does, and each phase has one.
+        """
+        prefill_workers, of = self._decided
+        if not prefill_workers or workers < 2:
+            return 0
+        return min(workers - 1, max(1, round(prefill_workers * workers / of)))
 
     def favours(self, worker_ids: list[str]) -> dict[str, Phase]:
         """Return the phase that each of these workers favours; empty if none favours anything.
 
-        The same workers always get the same phases, and a change of shape moves as few as possible.
+        The same workers always get the same phases: the first ones by their names favour prefill.
         """
-        prefill_workers = self._fitted(len(worker_ids))
+        prefill_workers = self.prefill_workers(len(worker_ids))
         if self._favours_of != (prefill_workers, worker_ids):
             self._favours_of = prefill_workers, [*worker_ids]
             self._favours = {
@@ -127,61 +170,64 @@ class Rebalancer:
             }
         return self._favours
 
-    def read(self, now_s: float, workers: Workers) -> Change | None:
-        """Return a change if one is due now, after making it in mode `on`."""
+    def due(self, now_s: float) -> bool:
+        """Return whether it is time for a reading. After a long pause it begins anew."""
         if self._mode == "off":
-            return None
-        self.prefill_workers, self._of = self._fitted(workers.number), workers.number
-        if self._read_s is None or now_s - self._read_s >= 10 * INTERVAL_S:  # nothing came for long: begin anew
+            return False
+        if self._read_s is None or now_s - self._read_s >= 10 * INTERVAL_S:
+            self._counted = _Counted()
             self._begin(now_s)
-            return None
-        if now_s - self._read_s < INTERVAL_S or self._prompts < LEAST_COUNTED:
-            return None
-        traffic = self._mean.traffic(self._prompts / (now_s - self._read_s))
-        change = self._wanted(workers, traffic)
-        self._begin(now_s)
-        wanted, readings = self._agreed
-        if change is None:
-            self._agreed = (self.prefill_workers, 0)
-            return None
-        self._agreed = (change.prefill_workers, readings + 1 if wanted == change.prefill_workers else 1)
-        if self._agreed[1] < AGREEING or (self._mode == "advise" and change.prefill_workers == self._advised):
-            return None
-        self.last = change
-        if self._mode == "on":
-            self.prefill_workers = change.prefill_workers
-        # A change is rare and an operator's business, so it is shown by default.
-        logger.warning("rebalancing %s %s", "advises" if self._mode == "advise" else "from now on", change.sentence)
-        return change
+        return now_s - self._read_s >= INTERVAL_S and self._prompts >= LEAST_COUNTED  # type: ignore[operator]
 
-    @property
-    def _advised(self) -> int | None:
-        return self.last.prefill_workers if self.last else None
+    def read(self, now_s: float, workers: Workers) -> Change | None:
+        """Return the change that is due now, if any, after making it in mode `on`. Call it only when a reading is."""
+        assert self._read_s is not None
+        traffic = self._counted.traffic(self._prompts / (now_s - self._read_s))
+        better, candidate = self._better(workers, traffic), self._candidate
+        self._counted.age()
+        self._begin(now_s)
+        self._candidate = better.prefill_workers if better else None
+        if better is None or better.prefill_workers == self._advised or candidate is None:
+            self._advised = self._advised if better else None
+            return None
+        if self._mode == "advise":
+            self._advised = better.prefill_workers
+        else:
+            self._decided, self._candidate = (better.prefill_workers, workers.number), None
+        # A change is rare and an operator's business, so it is shown by default.
+        logger.warning("rebalancing %s %s", "advises" if self._mode == "advise" else "from now on", better.sentence)
+        return better
 
     def _begin(self, now_s: float) -> None:
-        self._read_s, self._prompts, self._answers, self._kept = now_s, 0, 0, 0
+        self._read_s, self._prompts, self._answers, self._within_limits = now_s, 0, 0, 0
 
-    def _fitted(self, workers: int) -> int:
-        """Return the shape for another number of workers, of which some have come or gone."""
-        if not self.prefill_workers or workers < 2:
-            return 0
-        if workers == self._of:
-            return self.prefill_workers
-        return min(workers - 1, max(1, round(self.prefill_workers * workers / self._of)))
-
-    def _wanted(self, workers: Workers, traffic: Traffic) -> Change | None:
-        now = held_per_s(workers, traffic, self.prefill_workers)
+    def _better(self, workers: Workers, traffic: Traffic) -> Change | None:
+        """Return a shape that holds `MORE` times as much as the present one, if it is needed: the last reading's
+        candidate if it is one of them, else the best."""
+        present = self.prefill_workers(workers.number)
+        now = held_per_s(workers, traffic, present)
+        if not traffic.limited:
+            return self._undone(workers, traffic) if present else None
         best = best_shape(workers, traffic)
+        if self._candidate is not None and self._candidate < workers.number:
+            candidate = held_per_s(workers, traffic, self._candidate)
+            best = self._candidate if candidate > MORE * now else best
         most = held_per_s(workers, traffic, best)
-        if best == self.prefill_workers or most < MORE * now:
+        if most <= MORE * now:
             return None
-        kept = self._kept / self._answers if self._answers >= LEAST_COUNTED else 1.0
+        kept = self._within_limits / self._answers if self._answers >= LEAST_COUNTED else 1.0
         if traffic.requests_per_s < LEAST_USE * now and kept >= LEAST_KEPT:
             return None
-        size = f"{traffic.prompt_tokens:.0f} tokens in and {traffic.output_tokens:.0f} out"
         answered = f", {kept:.0%} of answers within limits" if self._answers >= LEAST_COUNTED else ""
         reason = (
-            f"{traffic.requests_per_s:.3g} requests/s of {size}{answered}; TTFT {traffic.ttft_limit_s:.3g} s and TPOT "
-            f"{1e3 * traffic.tpot_limit_s:.3g} ms would hold up to {most:.3g} requests/s, and now {now:.3g}"
+            f"{traffic.requests_per_s:.3g} requests/s of {_size(traffic)}{answered}; TTFT {traffic.ttft_limit_s:.3g} s "
+            f"and TPOT {1e3 * traffic.tpot_limit_s:.3g} ms would hold up to {most:.3g} requests/s, and now {now:.3g}"
         )
         return Change(best, workers.number, reason)
+
+    def _undone(self, workers: Workers, traffic: Traffic) -> Change:
+        return Change(0, workers.number, f"hardly any requests of {_size(traffic)} have limits and may be split")
+
+
+def _size(traffic: Traffic) -> str:
+    return f"{traffic.prompt_tokens:.0f} tokens in and {traffic.output_tokens:.0f} out"

@@ -3,10 +3,11 @@
 Used by `router.fleet.rebalance`. The estimate is for the mean request of the latest traffic, to choose by. With
 p prompt tokens, o output tokens, TTFT limit F and TPOT limit L, N workers, and the worker's own model of its steps:
 
-- k workers that favour prefill compute a prompt in s seconds and hold k / s requests/s times the part of their time
-  that may be used so that nine of ten prompts wait less than F - s: 1 / (1 + `WAIT` s / (k (F - s))), from the
-  exponential tail of a queue with k servers and one service time.
-- The N - k others have M = (N - k) n places, n being the most sequences whose step takes at most L. Arrivals vary, so
+- k workers that favour prefill compute a prompt, as far as they do not have it, in s seconds. They hold k / s
+  requests/s times the part of their time that may be used so that nine of ten prompts wait less than F - s:
+  1 / (1 + `WAIT` s / (k (F - s))), from the exponential tail of a queue with k servers and one service time.
+- The N - k others have M = (N - k) n places, n being the most sequences whose step takes at most L, and for which one
+  has KV blocks. Arrivals vary, so
   M - `SPARED` sqrt(M) of them are used on average, and each gives o tokens in o steps.
 - A fleet without favours computes prompts in what decode leaves of its steps: of each step of T seconds, the base is
   lost, and N (1 - base / T) / (time of the prompt's tokens + time of o tokens) requests/s remain. T is the longest step
@@ -22,12 +23,13 @@ from typing import Final
 import msgspec
 
 from contracts.workers import TPOT_LIMIT_USED, StepModel
-from router.fleet.prediction import attended
 
 WAIT: Final = 1.15
 """ln(10) / 2."""
 SPARED: Final = 0.7
 """Standard deviations of the number of sequences that decode, for which places are spared: nine of ten find one."""
+SHORTEST_S: Final = 1e-9
+"""No time is taken to be shorter: a fit to few kinds of steps may find that something takes none."""
 MOST_USED: Final = 0.97
 """The part of their time that workers which only compute prompts can be used at most."""
 
@@ -37,6 +39,10 @@ class Traffic(msgspec.Struct, frozen=True):
 
     requests_per_s: float
     prompt_tokens: float
+    computed_tokens: float
+    """Those of the prompt that no prefix cache has."""
+    attended_tokens: float
+    """What these attend to, see `prediction.attended`."""
     output_tokens: float
     ttft_limit_s: float
     tpot_limit_s: float
@@ -61,6 +67,8 @@ class Workers(msgspec.Struct, frozen=True):
     """Tokens that one step computes at most."""
     places: int
     """Sequences that one of them runs at a time."""
+    kv_tokens: int
+    """Tokens for which one of them has KV blocks."""
 
 
 def held_per_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> float:
@@ -83,14 +91,12 @@ def best_shape(workers: Workers, traffic: Traffic) -> int:
 
 
 def _prompt_s(workers: Workers, traffic: Traffic) -> float:
-    tokens, model = traffic.prompt_tokens, workers.model
-    steps = math.ceil(tokens / workers.step_tokens)
-    return steps * model.base_s + _tokens_s(model, traffic)
+    steps = math.ceil(traffic.computed_tokens / workers.step_tokens)
+    return max(SHORTEST_S, steps * workers.model.base_s + _tokens_s(workers.model, traffic))
 
 
 def _tokens_s(model: StepModel, traffic: Traffic) -> float:
-    tokens = traffic.prompt_tokens
-    return model.per_prefill_token_s * tokens + model.per_attended_token_s * attended(tokens)
+    return model.per_prefill_token_s * traffic.computed_tokens + model.per_attended_token_s * traffic.attended_tokens
 
 
 def _prefills(workers: Workers, traffic: Traffic, number: int) -> float:
@@ -110,19 +116,18 @@ def _decodes(workers: Workers, traffic: Traffic, number: int) -> float:
     used = places - SPARED * math.sqrt(places)
     if used <= 0:
         return 0.0
-    return used / (traffic.output_tokens * _step_s(workers, traffic, used / number))
+    return used / (traffic.output_tokens * max(SHORTEST_S, _step_s(workers, traffic, used / number)))
 
 
 def _fitting(workers: Workers, traffic: Traffic) -> int:
     """Return the most sequences whose step takes at most the limit on TPOT."""
-    numbers = range(1, workers.places + 1)
+    numbers = range(1, min(workers.places, int(workers.kv_tokens / traffic.context_tokens)) + 1)
     return bisect_right(numbers, traffic.tpot_limit_s, key=lambda sequences: _step_s(workers, traffic, sequences))
 
 
 def _together(workers: Workers, traffic: Traffic) -> float:
     model = workers.model
     step_s = min(TPOT_LIMIT_USED * traffic.tpot_limit_s, model.base_s + model.per_prefill_token_s * workers.step_tokens)
-    one_s = _step_s(workers, traffic, 1)
-    sequence_s = one_s - model.step_s(0, 0, 0, 0)
-    work_s = _tokens_s(model, traffic) + traffic.output_tokens * sequence_s
-    return workers.number * max(0.0, 1 - model.base_s / step_s) / work_s
+    sequence_s = model.per_sequence_s + model.per_context_token_s * traffic.context_tokens
+    work_s = max(SHORTEST_S, _tokens_s(model, traffic) + traffic.output_tokens * sequence_s)
+    return workers.number * max(0.0, 1 - model.base_s / max(SHORTEST_S, step_s)) / work_s

@@ -19,6 +19,7 @@ from contracts.workers import StepModel
 from router.fleet.adaptive import Decision, Wanted, choose, short_list
 from router.fleet.policy import PROMPT_SCORERS, Demand, WorkerLoad, blocks_needed, pick
 from router.fleet.prediction import Load, attended, with_prompts
+from router.fleet.rebalance import Asked
 from router.fleet.shape import Workers
 from router.fleet.worker import Worker
 from router.flow.learned import Learned
@@ -115,18 +116,27 @@ class ByPrediction:
         chosen = decision.chosen
         if chosen.prompt_worker not in open_ids:
             return None
-        if not urgent and not demand.avoided:
-            self._rebalance(wanted, model, [*by_id.values()])
+        if not urgent:
+            self._rebalance(wanted, model, chosen.cached_tokens)
         decode = by_id[chosen.decode_worker] if chosen.splits else None
         return Choice(by_id[chosen.prompt_worker], decode, decision)
 
-    def _rebalance(self, wanted: Wanted, model: StepModel, workers: Sequence[Worker]) -> None:
+    def _rebalance(self, wanted: Wanted, model: StepModel, cached_tokens: int) -> None:
         """Count a prompt that is placed, and have workers favour from now on the phases that the rebalancer says."""
-        first, rebalancer = workers[0], self._learned.rebalancer
-        rebalancer.asked(wanted.prompt_tokens, wanted.output_tokens, wanted.ttft_limit_s, wanted.tpot_limit_s)
-        step_tokens = first.role.max_num_batched_tokens if first.role else first.description.max_model_len_tokens
-        alike = Workers(model, len(workers), step_tokens, first.max_num_seqs)
-        rebalancer.read(self._clock(), alike)
+        rebalancer, now_s = self._learned.rebalancer, self._clock()
+        attends = attended(wanted.prompt_tokens)
+        asked = Asked(
+            prompt_tokens=wanted.prompt_tokens,
+            cached_tokens=cached_tokens,
+            output_tokens=wanted.output_tokens,
+            ttft_limit_s=max(wanted.ttft_limit_s, model.step_s(wanted.prompt_tokens, 0, 0, attends)),
+            tpot_limit_s=max(wanted.tpot_limit_s, model.step_s(0, 1, wanted.context_tokens, 0)),
+            may_split=wanted.may_split,
+        )
+        rebalancer.asked(asked)
+        workers = [worker for worker in self._workers() if not worker.leaves]
+        if rebalancer.due(now_s) and (alike := _alike(workers)) is not None:
+            rebalancer.read(now_s, alike)
         favours = rebalancer.favours([worker.worker_id for worker in workers])
         for worker in workers:
             worker.outstanding.favours = favours.get(worker.worker_id)
@@ -158,6 +168,21 @@ class ByPrediction:
 
     def _any_model(self) -> StepModel | None:
         return next((model for worker in self._workers() if (model := worker.step_model) is not None), None)
+
+
+def _alike(workers: Sequence[Worker]) -> Workers | None:
+    """Return what the workers have in common, with the step model of one that has decoded; None if none has."""
+    for worker in sorted(workers, key=lambda one: one.favours == "prefill"):
+        model, known = worker.step_model, worker.description
+        if model is not None and model.per_sequence_s + model.per_context_token_s > 0.0:
+            return Workers(
+                model=model,
+                number=len(workers),
+                step_tokens=worker.role.max_num_batched_tokens if worker.role else known.max_model_len_tokens,
+                places=worker.max_num_seqs,
+                kv_tokens=known.num_kv_blocks * known.block_size_tokens,
+            )
+    return None
 
 
 def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand) -> Load:

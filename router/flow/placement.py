@@ -56,7 +56,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """The seconds that took."""
     prefix: BlockHashes = ()
     """The blocks of prompt and answer together, which the worker that decoded has now."""
-    kept: bool = True
+    within_limits: bool = True
     """Whether it kept its limits, or had none."""
 
 
@@ -246,7 +246,8 @@ class _LocalPlace:
     def answered(self, answer: Answer) -> None:
         """Record a complete answer."""
         self._learned.answered(self._turn.demand.output_tokens, answer.output_tokens)
-        self._learned.rebalancer.answered(kept=answer.kept)
+        if self.decision is not None:
+            self._learned.rebalancer.answered(within_limits=answer.within_limits)
         decoded = self.decode_worker or self.prompt_worker
         self._learned.computed(decoded.description, answer.prefix)
         if self.decode_worker is not None:

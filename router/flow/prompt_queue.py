@@ -243,8 +243,8 @@ class PromptQueue:
         granted: asyncio.Future[PromptTurn] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(demand, decodes_here, granted, self._clock(), urgent)
         entry = self._push(waiting)
-        self.dispatch()
         try:
+            self.dispatch()
             turn = await granted
         except BaseException:
             self._queue.remove(entry)

@@ -27,7 +27,7 @@ from engine.steps.bound import Prompt, most_prefill_tokens
 from engine.steps.pace import Paces
 from router.fleet.adaptive import Wanted, choose
 from router.fleet.prediction import Load, attended, with_prompts
-from router.fleet.rebalance import Rebalancer
+from router.fleet.rebalance import Asked, Rebalancer
 from router.fleet.shape import Workers
 
 
@@ -48,6 +48,7 @@ HANDOVER_S: Final = 0.03
 STEP_TOKENS: Final[Mapping[Mode, int]] = {"colocated": 2048, "disaggregated": 512, "adaptive": 512}
 WINDOW_STEPS: Final = 2
 PLACES: Final = 64
+KV_TOKENS: Final = 1_000_000
 TTFT_FACTORS: Final = (2.0, 3.5, 5.0, 12.0)
 TPOT_FACTORS: Final = (1.3, 2.0, 3.0, 4.0)
 LOADS: Final = (0.35, 0.5, 0.7, 0.85, 1.05, 1.2, 1.4)
@@ -179,7 +180,7 @@ class Simulation:
         self._fleet = fleet
         self._mode = mode
         self._limits = limits
-        self._alike = Workers(fleet.machine, fleet.workers, STEP_TOKENS[mode], PLACES)
+        self._alike = Workers(fleet.machine, fleet.workers, STEP_TOKENS[mode], PLACES, KV_TOKENS)
         names = [f"w{number}" for number in range(fleet.workers)]
         self._workers = [Worker(name, fleet.machine, STEP_TOKENS[mode]) for name in names]
         self._by_name = {worker.name: worker for worker in self._workers}
@@ -242,7 +243,7 @@ class Simulation:
             worker.decoding.remove(request)
         worker.assigned.pop(request.number)
         worker.paces.forget(str(request.number))
-        self.rebalancer.answered(kept=request.within(self._limits))
+        self.rebalancer.answered(within_limits=request.within(self._limits))
 
     def _dispatch(self) -> None:
         window = WINDOW_STEPS * STEP_TOKENS[self._mode]
@@ -290,8 +291,9 @@ class Simulation:
         decode.assigned[request.number] = request
         self._decodes_on[request.number] = decode
         if self._mode == "adaptive":
-            self.rebalancer.asked(request.prompt_tokens, request.output_tokens, *self._limits.both)
-            self.rebalancer.read(self._now_s, self._alike)
+            self.rebalancer.asked(Asked(request.prompt_tokens, 0, request.output_tokens, *self._limits.both))
+            if self.rebalancer.due(self._now_s):
+                self.rebalancer.read(self._now_s, self._alike)
             decode.paces.expect(str(request.number), self._limits.tpot_s)
 
 

@@ -9,7 +9,7 @@ from contracts.workers import StepModel
 from engine.request.sampling import TPOT_LIMIT
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.request import SequenceRequest
-from router.fleet.shape import Workers
+from router.fleet.rebalance import Asked
 from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
@@ -127,11 +127,11 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
 
 def keep_one_for_prompts(rebalancer):
     """Have one of two workers favour prefill, by traffic that it is told of and that came long ago."""
-    alike = Workers(shape.MODEL, 2, step_tokens=512, places=64)
     for second in range(100):
-        rebalancer.asked(512, 64, 5 * shape.PROMPT_S, 1.3 * shape.STEP_S)
-        rebalancer.read(float(second), alike)
-    assert rebalancer.prefill_workers == 1
+        rebalancer.asked(Asked(512, 0, 64, 5 * shape.PROMPT_S, 1.3 * shape.STEP_S))
+        if rebalancer.due(float(second)):
+            rebalancer.read(float(second), shape.fleet(2))
+    assert rebalancer.prefill_workers(2) == 1
 
 
 async def test_once_workers_favour_a_phase_requests_are_split_between_them_and_the_workers_say_it():

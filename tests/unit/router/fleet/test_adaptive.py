@@ -238,6 +238,18 @@ def test_a_worker_is_used_against_its_favour_only_to_keep_a_limit():
     assert pair_of(choose(wanted(9 * UNLOADED_S, 4.0), [behind, idle], fast)) == ("p", "d")
 
 
+def test_without_limits_a_worker_is_used_against_its_favour_where_that_halves_the_latency():
+    idle = favouring("d", "decode", 1)
+    assert pair_of(choose(wanted(), [with_prompts("p", 1, favours="prefill"), idle], fast)) == ("p", "d")
+    assert pair_of(choose(wanted(), [with_prompts("p", 20, favours="prefill"), idle], fast)) == ("d", "d")
+
+
+def test_a_request_that_may_not_be_split_pays_for_no_favour():
+    idle, busy = favouring("p", "prefill"), favouring("d", "decode", 3)
+    decision = choose(wanted(**LIMITS, may_split=False), [idle, busy], fast)
+    assert decision.chosen.against == 0
+
+
 def test_in_a_large_fleet_the_workers_that_favour_a_phase_are_among_those_that_are_looked_at():
     prefills = [with_prompts(f"p{number}", 1, favours="prefill") for number in range(6)]
     decodes = [favouring(f"d{number}", "decode", number) for number in range(6)]

@@ -1,21 +1,27 @@
 """When workers come to favour a phase, and what keeps the loop from changing its mind."""
 
 import math
+import random
 
 import pytest
 
-from router.fleet.rebalance import AGREEING, INTERVAL_S, LEAST_COUNTED, Rebalancer
+from router.fleet.rebalance import INTERVAL_S, LEAST_COUNTED, Asked, Rebalancer
 from tests.unit.router.fleet.test_shape import PROMPT_S, STEP_S, fleet
 
 NAMES = [f"worker-{number}" for number in range(8)]
 TIGHT = (5 * PROMPT_S, 1.3 * STEP_S)
 LOOSE = (5 * PROMPT_S, 10 * STEP_S)
+NONE = (math.inf, math.inf)
 BUSY, IDLE = 3.0, 0.9
-"""Requests/s: most of what eight workers hold within `TIGHT`, and less than half."""
+"""Requests/s: more than eight workers hold within `TIGHT` that all do both, and less than half."""
+
+
+def asked(limits=TIGHT, prompt_tokens=512, output_tokens=64, **values):
+    return Asked(prompt_tokens, 0, output_tokens, *limits, **values)
 
 
 class Loop:
-    """A rebalancer under even traffic, on a clock that only moves here."""
+    """A rebalancer under traffic, on a clock that only moves here."""
 
     def __init__(self, mode="on", workers=8):
         self.it = Rebalancer(mode)
@@ -23,17 +29,28 @@ class Loop:
         self.now_s = 1000.0
         self.changes = []
 
-    def serve(self, readings, limits=TIGHT, rate=BUSY, kept=1.0, size=(512, 64)):
-        """Serve for so many readings of the loop."""
-        number = math.ceil(rate * INTERVAL_S * readings)
+    def serve(self, readings, *kinds, rate=BUSY, within=1.0):
+        """Serve for so many readings of the loop, requests of these kinds by turns; by default those of `asked`."""
+        number, kinds = math.ceil(rate * INTERVAL_S * readings), kinds or (asked(),)
         for served in range(number):
             self.now_s += 1 / rate
-            self.it.asked(*size, *limits)
-            change = self.it.read(self.now_s, fleet(self.workers))
-            if change is not None:
-                self.changes.append(change)
-            self.it.answered(kept=served / number < kept)
+            self.it.asked(kinds[served % len(kinds)])
+            if self.it.due(self.now_s):
+                self.changes.append(self.it.read(self.now_s, fleet(self.workers)))
+            self.it.answered(within_limits=served / number < within)
         return self
+
+    @property
+    def shapes(self):
+        return [change.prefill_workers for change in self.changes if change is not None]
+
+    @property
+    def sentences(self):
+        return [change.sentence for change in self.changes if change is not None]
+
+
+def phases(loop, workers=8):
+    return sorted(loop.it.favours(NAMES[:workers]).values())
 
 
 def test_at_first_no_worker_favours_anything():
@@ -42,71 +59,90 @@ def test_at_first_no_worker_favours_anything():
 
 def test_under_load_that_another_shape_holds_better_the_workers_are_divided_once_and_the_reason_has_the_figures():
     loop = Loop().serve(10)
-    assert [change.prefill_workers for change in loop.changes] == [4]
-    favours = loop.it.favours(NAMES)
-    assert sorted(favours.values()) == ["decode"] * 4 + ["prefill"] * 4
-    sentence = loop.changes[0].sentence
-    assert sentence.startswith("4 of 8 workers favour prefill, 4 decode: 3")
-    assert "512 tokens in and 64 out" in sentence
-    assert "TPOT 42.9 ms" in sentence
+    assert loop.shapes == [4]
+    assert phases(loop) == ["decode"] * 4 + ["prefill"] * 4
+    assert loop.sentences[0].startswith("4 of 8 workers favour prefill, 4 decode: 3")
+    assert "512 tokens in and 64 out" in loop.sentences[0]
+    assert "TPOT 42.9 ms" in loop.sentences[0]
 
 
-def test_a_change_takes_readings_that_agree():
-    assert Loop().serve(AGREEING - 0.5).changes == []
-    alternating = Loop()
-    for _ in range(6):
-        alternating.serve(1, TIGHT).serve(1, LOOSE, size=(512, 64))
-    assert len(alternating.changes) <= 1
+def test_one_reading_changes_nothing_and_one_that_says_otherwise_begins_anew():
+    loop = Loop()
+    for _ in range(10):
+        loop.serve(0.6, rate=BUSY).serve(2.4, rate=IDLE)
+    assert len(loop.changes) >= 20
+    assert loop.shapes == []
 
 
 def test_little_load_changes_nothing_while_limits_are_kept_and_does_when_they_are_missed():
-    assert Loop().serve(10, rate=IDLE).changes == []
-    assert [change.prefill_workers for change in Loop().serve(10, rate=IDLE, kept=0.5).changes] == [4]
+    assert Loop().serve(10, rate=IDLE).shapes == []
+    assert Loop().serve(10, rate=IDLE, within=0.5).shapes == [4]
 
 
 def test_too_few_prompts_in_a_long_time_say_nothing():
-    assert Loop().serve(100, rate=(LEAST_COUNTED - 1) / (10 * INTERVAL_S), kept=0.0).changes == []
+    assert Loop().serve(100, rate=(LEAST_COUNTED - 1) / (10 * INTERVAL_S), within=0.0).shapes == []
 
 
 def test_loose_limits_and_none_divide_no_worker_and_undo_a_division():
-    assert Loop().serve(10, LOOSE).changes == []
-    assert Loop().serve(10, (math.inf, math.inf)).changes == []
-    undone = Loop().serve(5).serve(40, (math.inf, math.inf))
-    assert [change.prefill_workers for change in undone.changes] == [4, 0]
-    assert undone.changes[1].sentence.startswith("no worker favours a phase: 3")
+    assert Loop().serve(10, asked(LOOSE)).shapes == []
+    assert Loop().serve(10, asked(NONE)).shapes == []
+    undone = Loop().serve(5).serve(20, asked(NONE))
+    assert (undone.shapes[0], undone.shapes[-1]) == (4, 0)
+    assert undone.sentences[-1].startswith("no worker favours a phase: hardly any requests of 512 tokens in and 64 out")
     assert undone.it.favours(NAMES) == {}
+
+
+def test_requests_that_may_not_be_split_divide_no_worker():
+    assert Loop().serve(10, asked(may_split=False)).shapes == []
+
+
+def test_a_shape_that_holds_nothing_is_not_changed_to_another_one_that_does_not():
+    loop = Loop().serve(5).serve(20, asked((0.5 * PROMPT_S, 0.5 * STEP_S)))
+    assert loop.shapes == [4]
+
+
+def test_two_sizes_by_turns_divide_the_workers_and_do_not_do_it_again_and_again():
+    small, large = asked(prompt_tokens=200), asked(prompt_tokens=2000)
+    draw = random.Random(1)
+    loop = Loop()
+    for _ in range(120):
+        loop.serve(1, *draw.choices((small, large), weights=(9, 1), k=30))
+    assert 1 <= len(loop.shapes) <= 4
+
+
+@pytest.mark.parametrize("absurd", [asked((PROMPT_S, STEP_S)), asked((3600.0, 3600.0))])
+def test_one_request_in_twenty_with_the_least_or_the_longest_limits_changes_no_shape(absurd):
+    plain = asked((5 * PROMPT_S, 2 * STEP_S))
+    shape = Loop().serve(20, plain, rate=4.0).shapes
+    assert Loop().serve(60, *([plain] * 19), absurd, rate=4.0).shapes == shape
 
 
 def test_a_mode_that_advises_says_it_once_and_changes_nothing():
     loop = Loop("advise").serve(20)
-    assert [change.prefill_workers for change in loop.changes] == [4]
+    assert loop.shapes == [4]
     assert loop.it.favours(NAMES) == {}
+    loop.serve(20, asked(LOOSE)).serve(30)
+    assert len(loop.shapes) > 1, "the need had passed and has come again"
 
 
 def test_switched_off_it_never_says_anything():
     assert Loop("off").serve(10).changes == []
 
 
-def test_a_lost_worker_leaves_both_phases_with_workers_and_one_worker_alone_does_both():
+def test_a_lost_worker_leaves_both_phases_with_workers_and_the_shape_is_as_before_when_it_is_back():
     loop = Loop().serve(5)
-    assert sorted(loop.it.favours(NAMES[:2]).values()) == ["decode", "prefill"]
-    assert loop.it.favours(NAMES[:1]) == {}
-    assert sorted(loop.it.favours(NAMES).values()).count("prefill") == 4, "as before, when it has come back"
-
-
-def test_a_change_of_the_number_of_workers_keeps_the_shares_until_it_is_read_anew():
-    loop = Loop().serve(5)
-    loop.workers = 4
-    loop.serve(0.1)
-    assert sorted(loop.it.favours(NAMES[:4]).values()) == ["decode", "decode", "prefill", "prefill"]
+    for workers in (7, 2, 1, 8):
+        loop.workers = workers
+        loop.serve(0.5)
+        expected = {7: 4, 2: 1, 1: 0, 8: 4}[workers]
+        assert phases(loop, workers).count("prefill") == expected
+    assert loop.shapes == [4]
 
 
 def test_after_a_long_pause_it_begins_anew():
-    loop = Loop()
-    loop.serve(AGREEING - 0.5)
+    loop = Loop().serve(1.9)
     loop.now_s += 1000
-    loop.serve(0.5)
-    assert loop.changes == []
+    assert loop.serve(0.9).shapes == []
 
 
 @pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])

@@ -2,9 +2,11 @@
 
 import math
 
+import msgspec
 import pytest
 
 from contracts.workers import StepModel
+from router.fleet.prediction import attended
 from router.fleet.shape import Traffic, Workers, best_shape, held_per_s
 
 MODEL = StepModel(
@@ -20,12 +22,13 @@ STEP_S = 0.033
 
 
 def fleet(number):
-    return Workers(MODEL, number, step_tokens=512, places=64)
+    return Workers(MODEL, number, step_tokens=512, places=64, kv_tokens=1_000_000)
 
 
-def traffic(ttft=math.inf, tpot=math.inf, prompt_tokens=512, output_tokens=64):
+def traffic(ttft=math.inf, tpot=math.inf, prompt_tokens=512, output_tokens=64, computed_tokens=None):
     """Limits in unloaded prompts and steps."""
-    return Traffic(1.0, prompt_tokens, output_tokens, ttft * PROMPT_S, tpot * STEP_S)
+    tokens = prompt_tokens if computed_tokens is None else computed_tokens
+    return Traffic(1.0, prompt_tokens, tokens, attended(prompt_tokens), output_tokens, ttft * PROMPT_S, tpot * STEP_S)
 
 
 def test_workers_that_only_compute_prompts_hold_less_than_they_could_compute_and_more_the_longer_prompts_may_wait():
@@ -68,3 +71,30 @@ def test_tight_limits_on_tpot_are_held_best_by_workers_that_only_decode_and_loos
 def test_without_limits_or_with_one_worker_none_favours_a_phase():
     assert best_shape(fleet(8), traffic()) == 0
     assert best_shape(fleet(1), traffic(5, 1.3)) == 0
+
+
+def test_prompts_that_caches_have_need_fewer_workers():
+    shapes = [best_shape(fleet(8), traffic(8, 2, 2000, computed_tokens=tokens)) for tokens in (2000, 200)]
+    assert shapes[0] > shapes[1] > 0
+
+
+def test_no_more_sequences_decode_than_have_kv_blocks():
+    narrow = msgspec.structs.replace(fleet(8), kv_tokens=3 * 544)
+    assert held_per_s(narrow, traffic(50, 20), 7) < 0.5 * held_per_s(fleet(8), traffic(50, 20), 7)
+    assert held_per_s(narrow, traffic(50, 20, prompt_tokens=4000), 4) == 0.0
+
+
+@pytest.mark.parametrize("part", ["base_s", "per_prefill_token_s", "per_sequence_s"])
+def test_a_fit_that_takes_something_for_free_is_no_error(part):
+    free = msgspec.structs.replace(fleet(8), model=msgspec.structs.replace(MODEL, **{part: 0.0}))
+    nothing = msgspec.structs.replace(fleet(8), model=StepModel(**dict.fromkeys(PARTS, 0.0)))
+    for workers in (free, nothing):
+        assert 0 <= best_shape(workers, traffic(5, 2)) < 8
+
+
+PARTS = ("base_s", "per_prefill_token_s", "per_sequence_s", "per_context_token_s", "per_attended_token_s")
+
+
+def test_stairs_of_steps_do_not_change_what_workers_hold_that_do_both():
+    stairs = msgspec.structs.replace(fleet(8), model=msgspec.structs.replace(MODEL, corrections=(1.0, 0.5)))
+    assert held_per_s(stairs, traffic(5, 2), 0) == held_per_s(fleet(8), traffic(5, 2), 0)
