@@ -43,9 +43,9 @@ CONSIDERED = 2
 SHORT_LIST = 3
 """In a large fleet, workers that are looked at by each of three rules of thumb."""
 
-AGAINST = 1.0
-"""What it counts to use a worker for the phase that it does not favour, in requests lost. Without limits each such use
-counts like the request's latency once more."""
+AGAINST = 0.85
+"""What it counts to use a worker for the phase that it does not favour, in requests lost: less than 1 - `ABOUT`, so that a
+request that it saves is worth it. Without limits each such use counts like the request's latency once more."""
 
 HandoverS = Callable[[str, str], float]
 """Returns the seconds that it takes to move the prompt's KV from one worker to another."""
