@@ -10,8 +10,8 @@ since one that takes twice the time that it must takes the time of another reque
 the one with the least latency is chosen, its own and what it adds to others'. Without limits nothing is broken, and
 only latency counts: its mean is kept low.
 
-Some workers may favour a phase (`router.fleet.rebalance`). To use one against that counts as a lost request, so it is
-done only to save one. A worker that favours decode has nothing better to do with its steps, so an answer there costs
+Some workers may favour a phase (`router.fleet.rebalance`). To use one against that counts as `AGAINST` lost requests:
+it is done to save one, if that does not take too much work. A worker that favours decode has nothing better to do with its steps, so an answer there costs
 what it adds to them, and answers are spread instead of gathered.
 
 `router.flow.choice` asks when a prompt is next; the answer may be a worker that has no room for a prompt yet.
@@ -43,9 +43,9 @@ CONSIDERED = 2
 SHORT_LIST = 3
 """In a large fleet, workers that are looked at by each of three rules of thumb."""
 
-AGAINST = 0.85
-"""What it counts to use a worker for the phase that it does not favour, in requests lost: less than 1 - `ABOUT`, so that a
-request that it saves is worth it. Without limits each such use counts like the request's latency once more."""
+AGAINST = 0.3
+"""What it counts to use a worker for the phase that it does not favour, in requests lost. A request that it saves
+is worth more; without limits each such use counts like the request's latency once more."""
 
 HandoverS = Callable[[str, str], float]
 """Returns the seconds that it takes to move the prompt's KV from one worker to another."""

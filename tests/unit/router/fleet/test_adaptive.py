@@ -238,11 +238,6 @@ def test_a_worker_is_used_against_its_favour_only_to_keep_a_limit():
     assert pair_of(choose(wanted(9 * UNLOADED_S, 4.0), [behind, idle], fast)) == ("p", "d")
 
 
-def test_a_request_is_saved_although_another_worker_that_favours_its_phase_has_most_of_its_prompt():
-    behind = with_prompts("p", 20, favours="prefill", cached_tokens=400)
-    assert pair_of(choose(wanted(5 * UNLOADED_S, 4.0), [behind, favouring("d", "decode")], fast)) == ("d", "d")
-
-
 def test_without_limits_a_worker_is_used_against_its_favour_where_that_halves_the_latency():
     idle = favouring("d", "decode", 1)
     assert pair_of(choose(wanted(), [with_prompts("p", 1, favours="prefill"), idle], fast)) == ("p", "d")
