@@ -9,7 +9,7 @@ Pool = Literal["prefill", "decode", "colocated", "adaptive"]
 Leg = Literal["prefill", "decode"]
 Phase = Literal["prefill", "decode"]
 """A part of a request's computation that a worker may be kept for."""
-RebalanceMode = Literal["off", "advise", "on"]
+RebalanceMode = Literal["none", "advise", "act"]
 FirstToken = Literal["continue", "resample"]
 ErrorKind = Literal["", "invalid", "engine", "handoff", "draining"]
 Health = Literal["", "draining", "drained", "actor_died", "engine_died", "stalled", "unreachable", "cut_off"]

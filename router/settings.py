@@ -101,7 +101,7 @@ class RouterSettings:
     """Limit of the time to the first token for requests that give none of their own."""
     tpot_limit_s: float | None = None
     """The same for the mean time from one token to the next."""
-    rebalance: RebalanceMode = "off"
+    rebalance: RebalanceMode = "none"
     """Whether workers of mode adaptive come to favour a phase, see `router.fleet.rebalance`."""
     prefix_routing: bool = True
     """Whether mode adaptive counts what each worker has of a prompt."""

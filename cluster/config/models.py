@@ -347,9 +347,9 @@ class RouterConfig(Section):
         "it chooses as if caches were empty, which they are not",
     )
     rebalance: RebalanceMode = Field(
-        default="on",
-        description="in mode adaptive, whether some workers are kept for prompts and the others for answers when that "
-        "holds more requests within limits; advise: only say so; off: every worker always does both",
+        default="act",
+        description="act: in mode adaptive, some workers are kept for prompts and the others for answers when that holds "
+        "more requests within limits; advise: only say so; none: every worker always does both",
     )
 
 

@@ -119,7 +119,7 @@ class _Counted(msgspec.Struct):
 class Rebalancer:
     """The shape that a fleet has, and the one that it should have."""
 
-    def __init__(self, mode: RebalanceMode = "on") -> None:
+    def __init__(self, mode: RebalanceMode = "act") -> None:
         self._mode = mode
         self._counted = _Counted()
         self._prompts = 0
@@ -172,7 +172,7 @@ class Rebalancer:
 
     def due(self, now_s: float) -> bool:
         """Return whether it is time for a reading. After a long pause it begins anew."""
-        if self._mode == "off":
+        if self._mode == "none":
             return False
         if self._read_s is None or now_s - self._read_s >= 10 * INTERVAL_S:
             self._counted = _Counted()
@@ -180,7 +180,7 @@ class Rebalancer:
         return now_s - self._read_s >= INTERVAL_S and self._prompts >= LEAST_COUNTED  # type: ignore[operator]
 
     def read(self, now_s: float, workers: Workers) -> Change | None:
-        """Return the change that is due now, if any, after making it in mode `on`. Call it only when a reading is."""
+        """Return the change that is due now, if any, after making it in mode `act`. Call it only when a reading is."""
         assert self._read_s is not None
         traffic = self._counted.traffic(self._prompts / (now_s - self._read_s))
         better, candidate = self._better(workers, traffic), self._candidate

@@ -33,7 +33,7 @@ LEAST_LINK_S: Final = 1e-4
 class Learned:
     """Means over the latest answers, and a record of prompts; one object per placement."""
 
-    def __init__(self, block_size_tokens: int, rebalance: RebalanceMode = "off") -> None:
+    def __init__(self, block_size_tokens: int, rebalance: RebalanceMode = "none") -> None:
         self.prefixes = PrefixIndex(block_size_tokens)
         self.rebalancer = Rebalancer(rebalance)
         self._incarnations: dict[str, str] = {}

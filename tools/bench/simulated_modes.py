@@ -188,7 +188,7 @@ class Simulation:
         self._waiting: list[Request] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
-        self.rebalancer = Rebalancer("on" if fleet.rebalances else "off")
+        self.rebalancer = Rebalancer("act" if fleet.rebalances else "none")
         self._now_s = 0.0
 
     def run(self, requests: Sequence[Request]) -> None:

@@ -136,7 +136,7 @@ def keep_one_for_prompts(rebalancer):
 
 async def test_once_workers_favour_a_phase_requests_are_split_between_them_and_the_workers_say_it():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
-        serving = await adaptive(started, fleet, rebalance="on")
+        serving = await adaptive(started, fleet, rebalance="act")
         await serving.learn()
         keep_one_for_prompts(serving.learned.rebalancer)
         for number in range(3):

@@ -23,7 +23,7 @@ def asked(limits=TIGHT, prompt_tokens=512, output_tokens=64, **values):
 class Loop:
     """A rebalancer under traffic, on a clock that only moves here."""
 
-    def __init__(self, mode="on", workers=8):
+    def __init__(self, mode="act", workers=8):
         self.it = Rebalancer(mode)
         self.workers = workers
         self.now_s = 1000.0
@@ -54,7 +54,7 @@ def phases(loop, workers=8):
 
 
 def test_at_first_no_worker_favours_anything():
-    assert Rebalancer("on").favours(NAMES) == {}
+    assert Rebalancer("act").favours(NAMES) == {}
 
 
 def test_under_load_that_another_shape_holds_better_the_workers_are_divided_once_and_the_reason_has_the_figures():
@@ -126,7 +126,7 @@ def test_a_mode_that_advises_says_it_once_and_changes_nothing():
 
 
 def test_switched_off_it_never_says_anything():
-    assert Loop("off").serve(10).changes == []
+    assert Loop("none").serve(10).changes == []
 
 
 def test_a_lost_worker_leaves_both_phases_with_workers_and_the_shape_is_as_before_when_it_is_back():
