@@ -187,8 +187,10 @@ class Rebalancer:
         self._counted.age()
         self._begin(now_s)
         self._candidate = better.prefill_workers if better else None
-        if better is None or better.prefill_workers == self._advised or candidate is None:
-            self._advised = self._advised if better else None
+        if better is None:
+            self._advised = None
+            return None
+        if better.prefill_workers != candidate or better.prefill_workers == self._advised:
             return None
         if self._mode == "advise":
             self._advised = better.prefill_workers

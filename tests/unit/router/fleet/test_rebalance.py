@@ -74,6 +74,12 @@ def test_one_reading_changes_nothing_and_one_that_says_otherwise_begins_anew():
     assert loop.shapes == []
 
 
+def test_two_readings_that_want_different_shapes_change_nothing():
+    loop = Loop().serve(1.1, rate=4.0, within=0.0).serve(1.0, asked(TIGHT, 60, 200), rate=10.0, within=0.0)
+    assert len(loop.changes) == 2
+    assert loop.shapes == []
+
+
 def test_little_load_changes_nothing_while_limits_are_kept_and_does_when_they_are_missed():
     assert Loop().serve(10, rate=IDLE).shapes == []
     assert Loop().serve(10, rate=IDLE, within=0.5).shapes == [4]
