@@ -84,7 +84,7 @@ bench-step-target: model  ## one engine under Poisson load, without a step targe
 bench-hand-over: model  ## first to second token with and without overlap, alone and under load, in alternation (about 10 minutes)
 	@$(BIN)/python -m tools.bench.hand_over $(BENCH)
 
-bench-prefixes: model ## mode adaptive with and without knowing who has the beginning of a prompt, on conversations with one system prompt (about 6 minutes)
+bench-prefixes: model ## mode adaptive with and without knowing who has the beginning of a prompt, on conversations with one system prompt (about 3 minutes)
 	@$(BIN)/python -m tools.bench.prefix_routing $(BENCH)
 
 bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)

@@ -107,6 +107,11 @@ class WorkerLost(EngineError):
     """The connection to a worker broke, or it did not answer in time."""
 
 
+def first_line(error: Exception) -> str:
+    """Return what an error says, without what libraries append for their developers."""
+    return str(error).partition("\n")[0]
+
+
 class HandoffLost(EngineError):
     """A decode leg whose transfer overlapped the prefill cannot go on.
 

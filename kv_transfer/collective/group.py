@@ -80,7 +80,7 @@ def join_store(host: str, port: int) -> TCPStore:
         return _store(host, port, is_master=False)
     except RuntimeError as error:
         raise errors.TransferFailed(
-            errors.UNREACHABLE, f"the store at {join_host_port(host, port)}: {_first_line(error)}"
+            errors.UNREACHABLE, f"the store at {join_host_port(host, port)}: {errors.first_line(error)}"
         ) from error
 
 
@@ -115,7 +115,7 @@ class PairGroup:
         try:
             end: _GroupEnd = _Nccl(store, rank, device) if device.type == "cuda" else _Gloo(store, rank, host)
         except RuntimeError as error:
-            sentence = f"no pair group with {peer}: {_first_line(error)}"
+            sentence = f"no pair group with {peer}: {errors.first_line(error)}"
             raise errors.TransferFailed(errors.UNREACHABLE, sentence) from error
         group = cls(end, peer)
         try:
@@ -184,7 +184,7 @@ class PairGroup:
             late = deadline_s is not None and time.monotonic() >= deadline_s
             self.break_off()
             reason = errors.TIMEOUT if late else errors.UNREACHABLE
-            raise errors.TransferFailed(reason, f"{self._peer}: {_first_line(error)}") from error
+            raise errors.TransferFailed(reason, f"{self._peer}: {errors.first_line(error)}") from error
 
 
 class SendWindow:
@@ -311,7 +311,3 @@ def _errors_are_ours() -> Iterator[None]:
                 del os.environ[_ASYNC_ERRORS]
             else:
                 os.environ[_ASYNC_ERRORS] = before
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -95,7 +95,7 @@ class PinnedPuller(Puller, Generic[Opened]):
         try:
             self._opened[source.incarnation] = self.open(offer)
         except refusals as error:
-            return _first_line(error)
+            return errors.first_line(error)
         return None
 
     async def pull(self, pull: Pull) -> None:
@@ -189,7 +189,9 @@ class PinnedRead:
         except ValueError as error:
             raise errors.TransferFailed(errors.CORRUPTED, str(error)) from error
         except self._failures as error:
-            raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address}: {_first_line(error)}") from error
+            raise errors.TransferFailed(
+                errors.UNREACHABLE, f"{self._pull.address}: {errors.first_line(error)}"
+            ) from error
         self._layers_done, self._computed = layers.stop % num_layers, block_ids
         if self._layers_done == 0:
             self._done += len(block_ids)
@@ -199,8 +201,3 @@ class PinnedRead:
         wanted = len(self._pull.target_block_ids)
         if self._done != wanted or self._layers_done:
             raise errors.TransferFailed(errors.CORRUPTED, f"{self._done} of {wanted} blocks were pinned")
-
-
-def _first_line(error: Exception) -> str:
-    """Return what an error says, without the advice for developers that torch appends."""
-    return str(error).partition("\n")[0]

@@ -28,6 +28,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import torch
 
+from contracts import errors
 from kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
 from kv_transfer.memory.device import DeviceMemory
 from kv_transfer.memory.shared import (
@@ -123,10 +124,9 @@ def export(layers: Sequence[torch.Tensor]) -> IpcExport:
         regions = tuple(_share(storage) for storage in storages.values())
         proof_region = _share(proof.untyped_storage())
     except RuntimeError as error:
-        why = str(error).partition("\n")[0]
         raise CannotExport(
-            f"CUDA does not export its KV cache ({why}): does PYTORCH_CUDA_ALLOC_CONF ask for expandable segments, or "
-            "is it a part of a GPU (MIG)?"
+            f"CUDA does not export its KV cache ({errors.first_line(error)}): does PYTORCH_CUDA_ALLOC_CONF ask for "
+            "expandable segments, or is it a part of a GPU (MIG)?"
         ) from error
     offer = IpcOffer(
         host=host_identity(),
@@ -253,8 +253,7 @@ def _open(region: Region, pid: int, device: torch.device) -> torch.Tensor:
             region.event_sync,
         )
     except RuntimeError as error:
-        why = str(error).partition("\n")[0]
-        raise CannotOpen(f"CUDA does not open its KV cache here ({why})") from error
+        raise CannotOpen(f"CUDA does not open its KV cache here ({errors.first_line(error)})") from error
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 

@@ -25,7 +25,7 @@ from heapq import nsmallest
 
 import msgspec
 
-from router.fleet.prediction import Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
+from router.fleet.prediction import Asked, Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
 
 ABOUT = 0.1
 """Options that lose only this much more than the best one are about equal to it."""
@@ -51,28 +51,13 @@ HandoverS = Callable[[str, str], float]
 """Returns the seconds that it takes to move the prompt's KV from one worker to another."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class Wanted(Asked, frozen=True):
     """A request for which workers are to be chosen."""
 
-    prompt_tokens: int
-    output_tokens: float
-    """Expected length of its answer."""
-    ttft_limit_s: float = math.inf
-    tpot_limit_s: float = math.inf
     waited_s: float = 0.0
     """Time since it arrived."""
     may_split: bool = True
     """Whether two workers may share it; not if its prompt is shorter than `router.min_remote_prefill_tokens`."""
-
-    @property
-    def limited(self) -> bool:
-        """Whether it has any limit."""
-        return math.isfinite(self.ttft_limit_s) or math.isfinite(self.tpot_limit_s)
-
-    @property
-    def context_tokens(self) -> float:
-        """The mean context of the sequence while it decodes."""
-        return self.prompt_tokens + self.output_tokens / 2
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -241,28 +226,24 @@ def _answer(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> _Answ
     """Predict the answer, which begins once the prompt is computed: until then some of those that decode will end."""
     then = later(decode.load, prompt.took_s, wanted.output_tokens)
     before_s, after_s = step_s(then), step_s(then, 1, wanted.context_tokens)
-    decodes_only = then.favours == "decode"
-    alone_s = then.model.step_s(0, then.decodes, then.context_tokens, 0)
+    added_s = after_s - (before_s or then.model.base_s)
     steps_s = tpot_s(then, wanted.context_tokens, wanted.output_tokens, prompt.took_s)
     per_token_s = steps_s + gap_s / max(1.0, wanted.output_tokens - 1)
     certain = (1.0 + TPOT_SLACK * min(1.0, wanted.output_tokens / LONG_ANSWER_TOKENS), TPOT_MISSED)
     before, after = (_missed(one / then.tpot_limit_s, certain) for one in (before_s, after_s))
     return _Answer(
         tpot_s=per_token_s,
-        decode_s=wanted.output_tokens * (after_s - alone_s if decodes_only else after_s / (then.decodes + 1)),
+        decode_s=wanted.output_tokens * (added_s if then.favours == "decode" else after_s / (then.decodes + 1)),
         delays_s=then.decodes * wanted.output_tokens * max(0.0, after_s - before_s),
         breaks=_missed(per_token_s / wanted.tpot_limit_s, certain) + then.decodes * max(0.0, after - before) / 2,
     )
-
-
-def _against(prompt: Load, decode: Load) -> int:
-    return (prompt.favours == "decode") + (decode.favours == "prefill")
 
 
 def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Option:
     """Predict one option; `gap_s` is what a hand-over adds between the first two tokens."""
     answer = _answer(wanted, prompt, decode, gap_s)
     delays_s = prompt.load.decoding * prompt.computes_s + answer.delays_s
+    against = (prompt.load.favours == "decode") + (decode.load.favours == "prefill")
     return Option(
         prompt_worker=prompt.load.worker_id,
         decode_worker=decode.load.worker_id,
@@ -272,5 +253,5 @@ def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Optio
         work_s=prompt.computes_s + prompt.begins_s + answer.decode_s + gap_s,
         latency_s=prompt.ttft_s + wanted.output_tokens * answer.tpot_s + delays_s,
         cached_tokens=prompt.load.cached_tokens,
-        against=_against(prompt.load, decode.load) if wanted.may_split else 0,
+        against=against if wanted.may_split else 0,
     )

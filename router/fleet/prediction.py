@@ -26,6 +26,26 @@ AT_MOST_DONE = 0.95
 """The part of a prompt that may be taken as computed while its first token has not come."""
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """What a request asks for, or the mean of several."""
+
+    prompt_tokens: float
+    output_tokens: float
+    """Expected length of its answer."""
+    ttft_limit_s: float = math.inf
+    tpot_limit_s: float = math.inf
+
+    @property
+    def limited(self) -> bool:
+        """Whether it has any limit."""
+        return math.isfinite(self.ttft_limit_s) or math.isfinite(self.tpot_limit_s)
+
+    @property
+    def context_tokens(self) -> float:
+        """The mean context of the sequence while it decodes."""
+        return self.prompt_tokens + self.output_tokens / 2
+
+
 class Load(msgspec.Struct, frozen=True):
     """What a worker has to do, as far as predictions need it."""
 
@@ -65,6 +85,11 @@ class Load(msgspec.Struct, frozen=True):
 def attended(tokens: float, cached_tokens: float = 0.0) -> float:
     """Return the tokens that a prompt attends to, summed over those to be computed after `cached_tokens` of them."""
     return (tokens - cached_tokens) * (tokens + cached_tokens) / 2
+
+
+def idle_prompt_s(model: StepModel, tokens: float) -> float:
+    """Return the seconds of a whole prompt in one step of an idle worker, which no worker can be faster than."""
+    return model.step_s(tokens, 0, 0, attended(tokens))
 
 
 def step_s(load: Load, more_sequences: int = 0, more_context_tokens: float = 0.0) -> float:

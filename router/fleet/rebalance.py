@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from contracts.vocabulary import Phase, RebalanceMode
+from router.fleet.adaptive import Wanted
 from router.fleet.prediction import attended
 from router.fleet.shape import Traffic, Workers, best_shape, held_per_s
 
@@ -36,25 +37,6 @@ LEAST_LIMITED: Final = 0.1
 """With fewer requests that have limits than this part, there are none to divide workers for."""
 LEAST_SPLIT: Final = 0.5
 """With fewer requests that may be split than this part, workers that favour a phase would be of no use."""
-
-
-class Asked(msgspec.Struct, frozen=True):
-    """A prompt that has been placed."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    """Those that its worker is expected to have."""
-    output_tokens: float
-    """Expected length of its answer."""
-    ttft_limit_s: float = math.inf
-    tpot_limit_s: float = math.inf
-    """Neither limit may be less than an idle worker takes, or one request would weigh like thousands."""
-    may_split: bool = True
-
-    @property
-    def limited(self) -> bool:
-        """Whether it has any limit."""
-        return math.isfinite(self.ttft_limit_s) or math.isfinite(self.tpot_limit_s)
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -88,16 +70,16 @@ class _Counted(msgspec.Struct):
     per_ttft_limit: float = 0.0
     per_tpot_limit: float = 0.0
 
-    def add(self, asked: Asked) -> None:
+    def add(self, wanted: Wanted, cached_tokens: float) -> None:
         self.requests += 1
-        self.limited += asked.limited
-        self.may_split += asked.may_split
-        self.prompt_tokens += asked.prompt_tokens
-        self.computed_tokens += asked.prompt_tokens - asked.cached_tokens
-        self.attended_tokens += attended(asked.prompt_tokens, asked.cached_tokens)
-        self.output_tokens += asked.output_tokens
-        self.per_ttft_limit += 1 / asked.ttft_limit_s
-        self.per_tpot_limit += 1 / asked.tpot_limit_s
+        self.limited += wanted.limited
+        self.may_split += wanted.may_split
+        self.prompt_tokens += wanted.prompt_tokens
+        self.computed_tokens += wanted.prompt_tokens - cached_tokens
+        self.attended_tokens += attended(wanted.prompt_tokens, cached_tokens)
+        self.output_tokens += wanted.output_tokens
+        self.per_ttft_limit += 1 / wanted.ttft_limit_s
+        self.per_tpot_limit += 1 / wanted.tpot_limit_s
 
     def age(self) -> None:
         for name in self.__struct_fields__:
@@ -126,7 +108,7 @@ class Rebalancer:
         """Since the last reading, as are the answers."""
         self._answers = 0
         self._within_limits = 0
-        self._read_s: float | None = None
+        self._read_s = -math.inf
         self._candidate: int | None = None
         """The shape that the last reading wanted."""
         self._advised: int | None = None
@@ -136,10 +118,13 @@ class Rebalancer:
         self._favours_of: tuple[int, list[str]] = (0, [])
         """The shape and the workers that `_favours` is for."""
 
-    def asked(self, asked: Asked) -> None:
-        """Count a prompt that has been placed."""
+    def placed(self, wanted: Wanted, cached_tokens: float = 0) -> None:
+        """Count a prompt that has been placed on a worker that is expected to have so many of its tokens.
+
+        Neither limit may be less than an idle worker takes, or one request would weigh like thousands.
+        """
         self._prompts += 1
-        self._counted.add(asked)
+        self._counted.add(wanted, cached_tokens)
 
     def answered(self, *, within_limits: bool) -> None:
         """Count an answer, and whether it kept its limits."""
@@ -174,14 +159,13 @@ class Rebalancer:
         """Return whether it is time for a reading. After a long pause it begins anew."""
         if self._mode == "none":
             return False
-        if self._read_s is None or now_s - self._read_s >= 10 * INTERVAL_S:
+        if now_s - self._read_s >= 10 * INTERVAL_S:
             self._counted = _Counted()
             self._begin(now_s)
-        return now_s - self._read_s >= INTERVAL_S and self._prompts >= LEAST_COUNTED  # type: ignore[operator]
+        return now_s - self._read_s >= INTERVAL_S and self._prompts >= LEAST_COUNTED
 
     def read(self, now_s: float, workers: Workers) -> Change | None:
         """Return the change that is due now, if any, after making it in mode `act`. Call it only when a reading is."""
-        assert self._read_s is not None
         traffic = self._counted.traffic(self._prompts / (now_s - self._read_s))
         better, candidate = self._better(workers, traffic), self._candidate
         self._counted.age()

@@ -7,8 +7,7 @@ p prompt tokens, o output tokens, TTFT limit F and TPOT limit L, N workers, and 
   requests/s times the part of their time that may be used so that nine of ten prompts wait less than F - s:
   1 / (1 + `WAIT` s / (k (F - s))), from the exponential tail of a queue with k servers and one service time.
 - The N - k others have M = (N - k) n places, n being the most sequences whose step takes at most L, and for which one
-  has KV blocks. Arrivals vary, so
-  M - `SPARED` sqrt(M) of them are used on average, and each gives o tokens in o steps.
+  has KV blocks. Arrivals vary, so M - `SPARED` sqrt(M) of them are used on average, and each gives o tokens in o steps.
 - A fleet without favours computes prompts in what decode leaves of its steps: of each step of T seconds, the base is
   lost, and N (1 - base / T) / (time of the prompt's tokens + time of o tokens) requests/s remain. T is the longest step
   that the engine allows: `TPOT_LIMIT_USED` L, or a step full of prompt tokens if that is shorter.
@@ -23,39 +22,27 @@ from typing import Final
 import msgspec
 
 from contracts.workers import TPOT_LIMIT_USED, StepModel
+from router.fleet.prediction import Asked
 
 WAIT: Final = 1.15
 """ln(10) / 2."""
 SPARED: Final = 0.7
-"""Standard deviations of the number of sequences that decode, for which places are spared: nine of ten find one."""
+"""Standard deviations of the number of sequences that decode, for which places are spared. Chosen by simulation: a busy
+prefill worker hands over at even intervals, so that fewer are needed than for arrivals by chance."""
 SHORTEST_S: Final = 1e-9
 """No time is taken to be shorter: a fit to few kinds of steps may find that something takes none."""
 MOST_USED: Final = 0.97
 """The part of their time that workers which only compute prompts can be used at most."""
 
 
-class Traffic(msgspec.Struct, frozen=True):
+class Traffic(Asked, frozen=True, kw_only=True):
     """The mean request, and how many there are."""
 
     requests_per_s: float
-    prompt_tokens: float
     computed_tokens: float
-    """Those of the prompt that no prefix cache has."""
+    """Tokens of the prompt that no prefix cache has."""
     attended_tokens: float
     """What these attend to, see `prediction.attended`."""
-    output_tokens: float
-    ttft_limit_s: float
-    tpot_limit_s: float
-
-    @property
-    def limited(self) -> bool:
-        """Whether it has any limit."""
-        return math.isfinite(self.ttft_limit_s) or math.isfinite(self.tpot_limit_s)
-
-    @property
-    def context_tokens(self) -> float:
-        """The mean context of a sequence while it decodes."""
-        return self.prompt_tokens + self.output_tokens / 2
 
 
 class Workers(msgspec.Struct, frozen=True):

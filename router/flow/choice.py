@@ -18,8 +18,7 @@ from contracts.vocabulary import Pool
 from contracts.workers import StepModel
 from router.fleet.adaptive import Decision, Wanted, choose, short_list
 from router.fleet.policy import PROMPT_SCORERS, Demand, WorkerLoad, blocks_needed, pick
-from router.fleet.prediction import Load, attended, with_prompts
-from router.fleet.rebalance import Asked
+from router.fleet.prediction import Load, idle_prompt_s, with_prompts
 from router.fleet.shape import Workers
 from router.fleet.worker import Worker
 from router.flow.learned import Learned
@@ -124,16 +123,14 @@ class ByPrediction:
     def _rebalance(self, wanted: Wanted, model: StepModel, cached_tokens: int) -> None:
         """Count a prompt that is placed, and have workers favour from now on the phases that the rebalancer says."""
         rebalancer, now_s = self._learned.rebalancer, self._clock()
-        attends = attended(wanted.prompt_tokens)
-        asked = Asked(
-            prompt_tokens=wanted.prompt_tokens,
-            cached_tokens=cached_tokens,
-            output_tokens=wanted.output_tokens,
-            ttft_limit_s=max(wanted.ttft_limit_s, model.step_s(wanted.prompt_tokens, 0, 0, attends)),
-            tpot_limit_s=max(wanted.tpot_limit_s, model.step_s(0, 1, wanted.context_tokens, 0)),
-            may_split=wanted.may_split,
+        least_ttft_s = idle_prompt_s(model, wanted.prompt_tokens)
+        least_tpot_s = model.step_s(0, 1, wanted.context_tokens, 0)
+        within_reach = replace(
+            wanted,
+            ttft_limit_s=max(wanted.ttft_limit_s, least_ttft_s),
+            tpot_limit_s=max(wanted.tpot_limit_s, least_tpot_s),
         )
-        rebalancer.asked(asked)
+        rebalancer.placed(within_reach, cached_tokens)
         workers = [worker for worker in self._workers() if not worker.leaves]
         if rebalancer.due(now_s) and (alike := _alike(workers)) is not None:
             rebalancer.read(now_s, alike)
@@ -144,7 +141,7 @@ class ByPrediction:
     def least_s(self, demand: Demand) -> float | None:
         """Return the seconds of the prompt alone on an idle worker; 0 while no model is known."""
         model = self._any_model()
-        return model.step_s(demand.prompt_tokens, 0, 0, attended(demand.prompt_tokens)) if model else 0.0
+        return idle_prompt_s(model, demand.prompt_tokens) if model else 0.0
 
     def _seen(self, load: Load, worker: Worker, demand: Demand) -> Load:
         """Add what the worker has of the prompt, or will have once another one is computed that is the same."""

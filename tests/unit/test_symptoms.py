@@ -1,6 +1,5 @@
 """The operations guide quotes messages as they are said; the tests that produce them ask `tests.support.symptoms`."""
 
-import subprocess
 from pathlib import Path
 
 from tests.support.symptoms import is_quoted, quoted
@@ -18,10 +17,5 @@ def test_a_message_is_recognised_with_other_numbers_names_and_addresses_and_not_
 
 
 def test_as_many_places_in_the_tests_ask_as_there_are_messages():
-    asking = subprocess.run(
-        ["grep", "-rhc", "--include=test_*.py", "--exclude=test_symptoms.py", "assert is_quoted(", str(TESTS)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert sum(map(int, asking.stdout.split())) == len(quoted())
+    others = [path for path in TESTS.rglob("test_*.py") if path != Path(__file__)]
+    assert sum(path.read_text().count("assert is_quoted(") for path in others) == len(quoted())

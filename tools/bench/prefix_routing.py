@@ -17,7 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import httpx
 from rich.console import Console
@@ -26,7 +26,7 @@ from rich.table import Table
 from cluster.commands.serve import started
 from cluster.config.loader import load_config
 from cluster.runtime.ray_start import ray_runtime
-from loadtest.run.server_metrics import MetricsDelta, difference, parse_metrics
+from loadtest.run.server_metrics import difference, parse_metrics
 
 SAID_TOKENS = 60
 ANSWER_TOKENS = 32
@@ -108,12 +108,7 @@ async def one_round(http: httpx.AsyncClient, url: str, given: argparse.Namespace
     seen.took_s += time.perf_counter() - began_s
     told = difference(before, parse_metrics((await http.get(f"{url}/metrics")).text), wall_s=1.0)
     seen.computed_tokens += told.total("ridgeline_tokens_total", phase="prefill")
-    seen.moved_bytes += moved_bytes(told)
-
-
-def moved_bytes(told: MetricsDelta) -> float:
-    """Return the bytes of KV that were fetched."""
-    return told.total("ridgeline_kv_transfer_bytes_total", direction="received")
+    seen.moved_bytes += told.total("ridgeline_kv_transfer_bytes_total", direction="received")
 
 
 async def measure(given: argparse.Namespace, console: Console) -> Mapping[str, Seen]:
@@ -143,8 +138,8 @@ async def measure(given: argparse.Namespace, console: Console) -> Mapping[str, S
                 here = Seen()
                 await one_round(http, urls[way], given, number, here)
                 console.print(f"round {number + 1}, {way}: {' | '.join(here.row())}")
-                for name in ("first_ttft_s", "later_ttft_s", "computed_tokens", "moved_bytes", "took_s"):
-                    setattr(seen[way], name, getattr(seen[way], name) + getattr(here, name))
+                for one in fields(Seen):
+                    setattr(seen[way], one.name, getattr(seen[way], one.name) + getattr(here, one.name))
     return seen
 
 

@@ -26,8 +26,8 @@ from contracts.workers import StepModel
 from engine.steps.bound import Prompt, most_prefill_tokens
 from engine.steps.pace import Paces
 from router.fleet.adaptive import Wanted, choose
-from router.fleet.prediction import Load, attended, with_prompts
-from router.fleet.rebalance import Asked, Rebalancer
+from router.fleet.prediction import Load, idle_prompt_s, with_prompts
+from router.fleet.rebalance import Rebalancer
 from router.fleet.shape import Workers
 
 
@@ -74,11 +74,6 @@ class Limits:
 
     ttft_s: float
     tpot_s: float
-
-    @property
-    def both(self) -> tuple[float, float]:
-        """The limits on TTFT and on TPOT."""
-        return self.ttft_s, self.tpot_s
 
 
 @dataclass(eq=False)
@@ -269,19 +264,20 @@ class Simulation:
 
     def _predicted(self, room: list[Worker]) -> tuple[Request, Worker, Worker] | None:
         request = next((one for one in self._waiting if self._may_be_in_time(one)), self._waiting[0])
-        waited_s = self._now_s - request.arrival_s
-        wanted = Wanted(
-            request.prompt_tokens, request.output_tokens, self._limits.ttft_s, self._limits.tpot_s, waited_s
-        )
         favours = self.rebalancer.favours([*self._by_name])
         loads = [worker.load(self._now_s, self._limits, favours.get(worker.name)) for worker in self._workers]
-        decision = choose(wanted, loads, lambda _source, _sink: HANDOVER_S)
+        decision = choose(self._wanted(request), loads, lambda _source, _sink: HANDOVER_S)
         assert decision is not None
         prompt = self._by_name[decision.chosen.prompt_worker]
         return (request, prompt, self._by_name[decision.chosen.decode_worker]) if prompt in room else None
 
+    def _wanted(self, request: Request) -> Wanted:
+        waited_s = self._now_s - request.arrival_s
+        limits = self._limits
+        return Wanted(request.prompt_tokens, request.output_tokens, limits.ttft_s, limits.tpot_s, waited_s)
+
     def _may_be_in_time(self, request: Request) -> bool:
-        alone_s = self._fleet.machine.step_s(request.prompt_tokens, 0, 0, attended(request.prompt_tokens))
+        alone_s = idle_prompt_s(self._fleet.machine, request.prompt_tokens)
         return self._now_s - request.arrival_s + alone_s <= self._limits.ttft_s
 
     def _grant(self, request: Request, prompt: Worker, decode: Worker) -> None:
@@ -291,7 +287,7 @@ class Simulation:
         decode.assigned[request.number] = request
         self._decodes_on[request.number] = decode
         if self._mode == "adaptive":
-            self.rebalancer.asked(Asked(request.prompt_tokens, 0, request.output_tokens, *self._limits.both))
+            self.rebalancer.placed(self._wanted(request))
             if self.rebalancer.due(self._now_s):
                 self.rebalancer.read(self._now_s, self._alike)
             decode.paces.expect(str(request.number), self._limits.tpot_s)
@@ -330,7 +326,7 @@ def goodput(fleet: Fleet, mode: Mode, rate: float, limits: Limits, load: Workloa
 def unloaded(machine: StepModel, prompt_tokens: int) -> tuple[float, float]:
     """Return the seconds of a prompt and of a decode step on an idle worker."""
     return (
-        machine.step_s(prompt_tokens, 0, 0, attended(prompt_tokens)),
+        idle_prompt_s(machine, prompt_tokens),
         machine.step_s(0, 1, prompt_tokens, 0),
     )
 

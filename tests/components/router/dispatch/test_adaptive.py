@@ -9,7 +9,7 @@ from contracts.workers import StepModel
 from engine.request.sampling import TPOT_LIMIT
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.request import SequenceRequest
-from router.fleet.rebalance import Asked
+from router.fleet.adaptive import Wanted
 from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
@@ -128,7 +128,7 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
 def keep_one_for_prompts(rebalancer):
     """Have one of two workers favour prefill, by traffic that it is told of and that came long ago."""
     for second in range(100):
-        rebalancer.asked(Asked(512, 0, 64, 5 * shape.PROMPT_S, 1.3 * shape.STEP_S))
+        rebalancer.placed(Wanted(512, 64, 5 * shape.PROMPT_S, 1.3 * shape.STEP_S))
         if rebalancer.due(float(second)):
             rebalancer.read(float(second), shape.fleet(2))
     assert rebalancer.prefill_workers(2) == 1

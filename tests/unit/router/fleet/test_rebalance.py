@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from router.fleet.rebalance import INTERVAL_S, LEAST_COUNTED, Asked, Rebalancer
+from router.fleet.adaptive import Wanted
+from router.fleet.rebalance import INTERVAL_S, LEAST_COUNTED, Rebalancer
 from tests.unit.router.fleet.test_shape import PROMPT_S, STEP_S, fleet
 
 NAMES = [f"worker-{number}" for number in range(8)]
@@ -17,7 +18,7 @@ BUSY, IDLE = 3.0, 0.9
 
 
 def asked(limits=TIGHT, prompt_tokens=512, output_tokens=64, **values):
-    return Asked(prompt_tokens, 0, output_tokens, *limits, **values)
+    return Wanted(prompt_tokens, output_tokens, *limits, **values)
 
 
 class Loop:
@@ -34,7 +35,7 @@ class Loop:
         number, kinds = math.ceil(rate * INTERVAL_S * readings), kinds or (asked(),)
         for served in range(number):
             self.now_s += 1 / rate
-            self.it.asked(kinds[served % len(kinds)])
+            self.it.placed(kinds[served % len(kinds)])
             if self.it.due(self.now_s):
                 self.changes.append(self.it.read(self.now_s, fleet(self.workers)))
             self.it.answered(within_limits=served / number < within)

@@ -28,7 +28,15 @@ def fleet(number):
 def traffic(ttft=math.inf, tpot=math.inf, prompt_tokens=512, output_tokens=64, computed_tokens=None):
     """Limits in unloaded prompts and steps."""
     tokens = prompt_tokens if computed_tokens is None else computed_tokens
-    return Traffic(1.0, prompt_tokens, tokens, attended(prompt_tokens), output_tokens, ttft * PROMPT_S, tpot * STEP_S)
+    return Traffic(
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        ttft_limit_s=ttft * PROMPT_S,
+        tpot_limit_s=tpot * STEP_S,
+        requests_per_s=1.0,
+        computed_tokens=tokens,
+        attended_tokens=attended(prompt_tokens),
+    )
 
 
 def test_workers_that_only_compute_prompts_hold_less_than_they_could_compute_and_more_the_longer_prompts_may_wait():

@@ -167,6 +167,18 @@ async def test_no_worker_is_chosen_for_a_prompt_whose_client_left_while_it_waite
     await bench.end()
 
 
+async def test_a_prompt_for_which_the_choice_of_a_worker_fails_leaves_the_queue_with_that_error(monkeypatch):
+    def failing(demand, load):
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(PROMPT_SCORERS, "prefill", failing)
+    bench = Bench()
+    await bench.send("one", 100)
+    assert bench.queue.waiting == 0
+    with pytest.raises(ZeroDivisionError):
+        await bench.tasks["one"]
+
+
 async def test_a_short_prompt_of_another_client_is_next_after_what_the_worker_has(bench):
     for index in range(10):
         await bench.send(f"flood-{index}", 2000, "flood")
