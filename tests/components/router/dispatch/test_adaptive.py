@@ -10,6 +10,7 @@ from engine.request.sampling import TPOT_LIMIT
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.request import SequenceRequest
 from router.fleet.adaptive import Wanted
+from router.fleet.prediction import idle_prompt_s
 from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
@@ -148,6 +149,24 @@ async def test_once_workers_favour_a_phase_requests_are_split_between_them_and_t
         assert sorted(worker.favours for worker in fleet.workers) == ["decode", "prefill"]
         await fleet.change_mode("colocated")
         assert [worker.favours for worker in fleet.workers] == [None, None]
+
+
+async def test_the_rebalancer_is_told_of_limits_within_reach_and_of_who_kept_their_own(monkeypatch):
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet, rebalance="act")
+        await serving.learn()
+        placed, kept = [], []
+        rebalancer = serving.learned.rebalancer
+        monkeypatch.setattr(rebalancer, "placed", lambda wanted, cached_tokens: placed.append(wanted))
+        monkeypatch.setattr(rebalancer, "answered", lambda *, within_limits: kept.append(within_limits))
+        for limit_s in (1e-6, 60.0):
+            _, ending = serving.ask(3, ttft_limit_s=limit_s, tpot_limit_s=limit_s)
+            await serving.step_until(ending)
+        assert kept == [False, True]
+        absurd, honest = placed
+        assert absurd.ttft_limit_s == idle_prompt_s(MODEL, len(PROMPT))
+        assert absurd.tpot_limit_s == MODEL.step_s(0, 1, absurd.context_tokens, 0)
+        assert (honest.ttft_limit_s, honest.tpot_limit_s) == (60.0, 60.0)
 
 
 async def test_a_prompt_that_is_too_short_for_a_hand_off_is_not_split():
