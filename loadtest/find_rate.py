@@ -21,7 +21,7 @@ from loadtest.arms import Arm
 from loadtest.errors import ServerError
 from loadtest.plan import MOST_PAIRS_OF_A_SEARCH, ComparePlan
 from loadtest.preparation import Prepared, prepare
-from loadtest.rate_search import Bounds, Round, search
+from loadtest.rate_search import Bounds, Round, least_requests, search
 from loadtest.report.rates import print_rates, summarise_rates, write_rate_report
 from loadtest.run.calibration import Workers
 from loadtest.run.replay import ReplayResult
@@ -60,7 +60,9 @@ async def find_rate(
     began_s = time.monotonic() if began_s is None else began_s
     bounds = Bounds(attainment=plan.attainment, most_pairs=MOST_PAIRS_OF_A_SEARCH)
     folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
-    prepared = await prepare(arms[0], plan.of_search(), console, workers, notes, began_s)
+    prepared = await prepare(
+        arms[0], plan.of_search(), console, workers, notes, began_s, least_requests(plan.attainment)
+    )
     if prepared.load.rate is None:
         raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
     deadline_s = bounded_deadline_s(prepared)

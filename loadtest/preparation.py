@@ -14,6 +14,7 @@ from rich.console import Console
 from loadtest.arms import Arm
 from loadtest.plan import ComparePlan
 from loadtest.run.calibration import (
+    LEAST_REQUESTS,
     Course,
     Load,
     Workers,
@@ -52,11 +53,17 @@ class Prepared:
 
 
 async def prepare(
-    arm: Arm, plan: ComparePlan, console: Console, workers: Workers | None, notes: tuple[str, ...], began_s: float
+    arm: Arm,
+    plan: ComparePlan,
+    console: Console,
+    workers: Workers | None,
+    notes: tuple[str, ...],
+    began_s: float,
+    least_requests: int = LEAST_REQUESTS,
 ) -> Prepared:
     """Reach arm a, measure it if the plan asks for it, and settle rate, limits and what fits the budget.
 
-    Raises LoadTestError.
+    `least_requests` are what a round should have. Raises LoadTestError.
     """
     if plan.budget_s is not None:
         console.print(f"this comparison takes about {minutes_text(plan.budget_s)}", highlight=False)
@@ -74,7 +81,7 @@ async def prepare(
         beside_s = beside_arrivals_s(plan.of_warm_round(), trace, unloaded)
         course = Course(STARTS_IN_A_PAIR, arm.start_s, beside_s, rounds=len(plan.kinds))
         requests = PairTraces(plan, card.max_model_len).requests
-        plan, load = fit_budget(plan, load, requests, course, time.monotonic() - began_s)
+        plan, load = fit_budget(plan, load, requests, course, time.monotonic() - began_s, least_requests)
     traces = PairTraces(plan, card.max_model_len)
     load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note))
     most = traces.prefix_ids + 1 + traces.most_requests

@@ -22,6 +22,7 @@ SUPPOSED_SCATTER, SUPPOSED_DEGREES = 2.0, 4
 """The scatter of rounds, relative to the binomial one, that is assumed at first, and its weight in rounds."""
 
 
+PAIRS_AT_A_RATE = 3
 LEAST_ROUNDS = 2
 """The fewest rounds at a rate that may be an end of an interval."""
 
@@ -44,7 +45,7 @@ class Bounds(msgspec.Struct, frozen=True):
     attainment: float = 0.9
     precision: float = 0.1
     """The bracket's upper end is at most this much above its lower end."""
-    pairs_at_a_rate: int = 3
+    pairs_at_a_rate: int = PAIRS_AT_A_RATE
     most_pairs: int = 36
     most_doublings: int = 5
 
@@ -93,6 +94,15 @@ class Ratio(msgspec.Struct, frozen=True):
     def is_below_one(self) -> bool:
         """Whether all of the interval is below 1; as for an end of exactly 1, see above."""
         return self.high is not None and self.high <= 1
+
+
+def least_requests(attainment: float, pairs: int = PAIRS_AT_A_RATE) -> int:
+    """Return the fewest requests of a round with which `pairs` rounds can show that a rate is held.
+
+    With fewer, the score interval of rounds in which all requests met the limits would still contain the share, so no
+    interval of a highest rate could have a lower end.
+    """
+    return math.floor(_widened(SUPPOSED_SCATTER, SUPPOSED_DEGREES) * attainment / (1.0 - attainment) / pairs) + 1
 
 
 async def search(
@@ -172,7 +182,7 @@ def _falling_shares(rounds: Sequence[Round]) -> list[tuple[float, float]]:
 def bands(rounds: Sequence[Round]) -> list[Band]:
     """Return the attainment at each rate with its score interval, widened by the scatter between rounds."""
     scatter, degrees = _scatter(rounds)
-    widened = critical_t(LEVEL, degrees) ** 2 * scatter
+    widened = _widened(scatter, degrees)
     found = []
     for rate, here in _by_rate(rounds).items():
         met, total = sum(one.met for one in here), sum(one.total for one in here)
@@ -230,6 +240,10 @@ def _by_rate(rounds: Sequence[Round]) -> dict[float, list[Round]]:
     for one in rounds:
         found[one.rate].append(one)
     return found
+
+
+def _widened(scatter: float, degrees: int) -> float:
+    return critical_t(LEVEL, degrees) ** 2 * scatter
 
 
 def _scatter(rounds: Sequence[Round]) -> tuple[float, int]:

@@ -22,6 +22,7 @@ MOST_TIMES_THE_BATCH = 8
 """A step with more sequences than this many times the measured batch is not extrapolated to."""
 LONG_ANSWER_QUANTILE = 0.9
 LEAST_REQUESTS = 10
+"""The fewest requests that a budget leaves to a round of a comparison."""
 Plan = TypeVar("Plan", bound=ReplayPlan)
 
 
@@ -177,12 +178,18 @@ def beside_arrivals_s(plan: ReplayPlan, trace: Trace, unloaded: Unloaded) -> flo
 
 
 def fit_budget(
-    plan: ComparePlan, load: Load, most_requests: int, course: Course, spent_s: float
+    plan: ComparePlan,
+    load: Load,
+    most_requests: int,
+    course: Course,
+    spent_s: float,
+    least_requests: int = LEAST_REQUESTS,
 ) -> tuple[ComparePlan, Load]:
     """Choose requests in a round and the most pairs for the time that is left, and say how long it takes at most.
 
     The pairs that a result takes, and one to spare, come first; then longer rounds, then more pairs. Without a budget
-    the plan's own rounds and pairs stay. `most_requests` are those of the plan's round.
+    the plan's own rounds and pairs stay. `most_requests` are those of the plan's round; `least_requests` are what a
+    round should have, however few pairs the time then allows.
     """
     if load.rate is None:
         return plan, load
@@ -190,9 +197,7 @@ def fit_budget(
     if plan.budget_s is not None:
         left_s = plan.budget_s - spent_s
         planned = min(plan.planned_pairs, plan.pairs)
-        requests = max(
-            min(LEAST_REQUESTS, most_requests), min(course.requests_within(left_s / planned, load.rate), most_requests)
-        )
+        requests = min(most_requests, max(least_requests, course.requests_within(left_s / planned, load.rate)))
         fitting = int(left_s / course.pair_s(requests, load.rate))
         # These are planned in any case: rounds may be shorter than they were estimated, and the time ends them if not.
         pairs = min(plan.pairs, max(plan.planned_pairs, fitting))
@@ -201,6 +206,11 @@ def fit_budget(
         f"at most {pairs} {'pair' if pairs == 1 else 'pairs'} of rounds of {requests} requests, "
         f"{(requests - 1) / load.rate:.0f} s each: about {minutes_text(pairs * pair_s)}"
     )
+    if plan.find_rate and requests < least_requests:
+        notes.append(
+            f"rounds of {requests} requests cannot show that a rate is held: it takes {least_requests} for "
+            f"{plan.attainment:.0%} (a longer --round-s, --limit, or n of a poisson: trace)"
+        )
     if plan.budget_s is not None and fitting < plan.wanted_pairs <= plan.pairs:
         notes.append(
             f"the {plan.wanted_pairs} pairs that a conclusion takes need about "

@@ -6,7 +6,19 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from loadtest.rate_search import Bounds, Knee, Ratio, Round, bands, bracket, knee, next_rate, ratio_of, search
+from loadtest.rate_search import (
+    Bounds,
+    Knee,
+    Ratio,
+    Round,
+    bands,
+    bracket,
+    knee,
+    least_requests,
+    next_rate,
+    ratio_of,
+    search,
+)
 
 BOUNDS = Bounds()
 SEEDS = 200
@@ -113,6 +125,13 @@ def test_one_bad_round_at_a_low_rate_is_no_end_of_an_interval_that_higher_rates_
     assert knee([Round(1.0, 30, 60)] * 2 + [Round(2.0, 60, 60)] * 9, 0.9).high is None
     assert knee([Round(1.0, 0, 60)], 0.9) == Knee("below", None, None, None)
     assert knee([Round(1.0, 0, 60)] * 2, 0.9) == Knee("below", None, None, 1.0)
+
+
+@pytest.mark.parametrize("attainment", [0.5, 0.8, 0.9, 0.99])
+def test_rounds_of_the_least_requests_can_show_that_a_rate_is_held_and_shorter_ones_cannot(attainment):
+    least = least_requests(attainment)
+    assert knee([Round(1.0, least, least)] * 3, attainment).low == 1.0
+    assert knee([Round(1.0, least - 1, least - 1)] * 3, attainment).low is None
 
 
 def test_scatter_between_rounds_widens_the_band():
