@@ -109,7 +109,8 @@ class _Pairs:
         """Run a pair at this rate, with requests of its own, and count those that met the limits."""
         pair, plan = len(self.rates), self.prepared.plan
         same_length = {"rate": rate, "limit": self.prepared.traces.requests, "duration_s": None}
-        trace = PairTraces(plan.model_copy(update=same_length), self.prepared.max_model_tokens).of_pair(pair)
+        traces = PairTraces(plan.model_copy(update=same_length), self.prepared.max_model_tokens)
+        trace = traces.at_rate(pair, rate)
         self.rates.append(rate)
         results = await self.runner.pair(pair, trace, f"pair {pair + 1}, {rate:.3g} requests/s")
         found = {side: self._counted(rate, result) for side, result in results.items()}

@@ -6,7 +6,7 @@ One realisation of the arrivals, sent again and again, would say how a server ta
 from dataclasses import replace
 
 from loadtest.errors import TraceError
-from loadtest.plan import ComparePlan
+from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.trace.readers import load_trace
 from loadtest.trace.shape import fit_context, shape_trace
 from loadtest.trace.trace import Trace
@@ -36,6 +36,14 @@ class PairTraces:
     def of_pair(self, pair: int) -> Trace:
         """Return the requests of a pair, the first at 0 s."""
         return self._window(pair, pair % self.windows)
+
+    def at_rate(self, pair: int, rate: float) -> Trace:
+        """Return the requests of a pair, with their own mean rate made the one asked for, in requests/s.
+
+        Without that, the bursts of a recorded trace would make rounds at one rate differ by more than arms do.
+        """
+        trace = self.of_pair(pair)
+        return shape_trace(trace, ReplayPlan.model_validate({"rate": rate})) if trace.mean_rate else trace
 
     def of_tuning(self, number: int) -> Trace:
         """Return the requests of a round that tunes an arm, which no pair has; the first at 0 s."""

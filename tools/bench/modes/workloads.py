@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from loadtest.plan import ComparePlan, ReplayPlan
+from loadtest.plan import ComparePlan
 from loadtest.trace.readers import load_trace
-from loadtest.trace.shape import fit_context, shape_trace
+from loadtest.trace.shape import fit_context
 from loadtest.trace.trace import Trace, TraceRow
 from loadtest.trace.windows import PairTraces
 from tools.bench.modes.settings import FROM_FILES, Settings
@@ -29,13 +29,9 @@ class Workload:
     """What the requests are, in words."""
 
     def round_trace(self, window: int, requests: int, rate: float, max_model_tokens: int | None) -> Trace:
-        """Return a window of the requests, scaled so that its own mean rate is the one asked for.
-
-        Without that, the bursts of a recorded trace would make rounds at one rate differ by more than the modes do.
-        """
+        """Return a window of the requests, scaled so that its own mean rate is the one asked for."""
         traces = PairTraces(self.plan.model_copy(update={"limit": requests}), max_model_tokens)
-        trace = traces.of_pair(window)
-        return shape_trace(trace, ReplayPlan.model_validate({"rate": rate})) if len(trace.rows) > 1 else trace
+        return traces.at_rate(window, rate)
 
     def longest_output_tokens(self) -> int:
         """Return the tokens of the longest answer."""

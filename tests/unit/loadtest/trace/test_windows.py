@@ -1,5 +1,6 @@
 """What each pair of rounds sends: the next window of a trace, or another seed."""
 
+import msgspec
 import pytest
 
 from loadtest.errors import TraceError
@@ -43,6 +44,19 @@ def test_the_rate_is_the_one_that_was_asked_for_over_the_whole_trace():
     traces = PairTraces(ComparePlan(trace="demo", rate=4.0, limit=20))
     spans = [traces.of_pair(pair).span_s for pair in range(10)]
     assert sum(spans) == pytest.approx(10 * 19 / 4.0, rel=0.1)
+
+
+def test_a_search_offers_each_window_at_the_rate_it_asks_for_however_bursty_the_trace_is(tmp_path):
+    starts_ms = [*range(0, 10_000, 1000), *range(10_000, 11_000, 100), *[20_000] * 10]
+    rows = ({"timestamp": at, "input_length": 30 + at % 7, "output_length": 4} for at in starts_ms)
+    (tmp_path / "bursts.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+    traces = PairTraces(ComparePlan(trace=str(tmp_path / "bursts.jsonl"), rate=4.0, limit=10))
+    assert traces.of_pair(1).mean_rate == pytest.approx(10 * traces.of_pair(0).mean_rate)
+    for pair in range(2):
+        window = traces.at_rate(pair, 4.0)
+        assert window.mean_rate == pytest.approx(4.0)
+        assert [row.input_tokens for row in window.rows] == [row.input_tokens for row in traces.of_pair(pair).rows]
+    assert traces.at_rate(2, 4.0) == traces.of_pair(2), "all at once: no rate can be made of that"
 
 
 def test_what_the_model_cannot_hold_is_left_out_before_windows_are_cut():
