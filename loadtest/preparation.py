@@ -14,7 +14,6 @@ from rich.console import Console
 from loadtest.arms import Arm
 from loadtest.plan import ComparePlan
 from loadtest.run.calibration import (
-    LEAST_REQUESTS,
     Course,
     Load,
     Workers,
@@ -59,7 +58,7 @@ async def prepare(
     workers: Workers | None,
     notes: tuple[str, ...],
     began_s: float,
-    least_requests: int = LEAST_REQUESTS,
+    least_requests: int = 1,
 ) -> Prepared:
     """Reach arm a, measure it if the plan asks for it, and settle rate, limits and what fits the budget.
 

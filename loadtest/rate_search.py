@@ -96,13 +96,14 @@ class Ratio(msgspec.Struct, frozen=True):
         return self.high is not None and self.high <= 1
 
 
-def least_requests(attainment: float, pairs: int = PAIRS_AT_A_RATE) -> int:
-    """Return the fewest requests of a round with which `pairs` rounds can show that a rate is held.
+def least_requests(attainment: float) -> int:
+    """Return the fewest requests of a round with which `PAIRS_AT_A_RATE` rounds can show that a rate is held.
 
     With fewer, the score interval of rounds in which all requests met the limits would still contain the share, so no
     interval of a highest rate could have a lower end.
     """
-    return math.floor(_widened(SUPPOSED_SCATTER, SUPPOSED_DEGREES) * attainment / (1.0 - attainment) / pairs) + 1
+    widened = _widened(SUPPOSED_SCATTER, SUPPOSED_DEGREES)
+    return math.floor(widened * attainment / (1.0 - attainment) / PAIRS_AT_A_RATE) + 1
 
 
 async def search(

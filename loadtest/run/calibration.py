@@ -22,7 +22,7 @@ MOST_TIMES_THE_BATCH = 8
 """A step with more sequences than this many times the measured batch is not extrapolated to."""
 LONG_ANSWER_QUANTILE = 0.9
 LEAST_REQUESTS = 10
-"""The fewest requests that a budget leaves to a round of a comparison."""
+"""The fewest requests that a budget leaves to a round."""
 Plan = TypeVar("Plan", bound=ReplayPlan)
 
 
@@ -183,7 +183,7 @@ def fit_budget(
     most_requests: int,
     course: Course,
     spent_s: float,
-    least_requests: int = LEAST_REQUESTS,
+    least_requests: int = 1,
 ) -> tuple[ComparePlan, Load]:
     """Choose requests in a round and the most pairs for the time that is left, and say how long it takes at most.
 
@@ -197,7 +197,8 @@ def fit_budget(
     if plan.budget_s is not None:
         left_s = plan.budget_s - spent_s
         planned = min(plan.planned_pairs, plan.pairs)
-        requests = min(most_requests, max(least_requests, course.requests_within(left_s / planned, load.rate)))
+        within = course.requests_within(left_s / planned, load.rate)
+        requests = min(most_requests, max(LEAST_REQUESTS, least_requests, within))
         fitting = int(left_s / course.pair_s(requests, load.rate))
         # These are planned in any case: rounds may be shorter than they were estimated, and the time ends them if not.
         pairs = min(plan.pairs, max(plan.planned_pairs, fitting))

@@ -166,6 +166,7 @@ def test_a_search_rather_has_fewer_pairs_than_rounds_too_short_to_show_that_a_ra
     plan, load = fit_budget(asked, given_load(asked, TRACE), 60, COURSE, 60.0, 21)
     assert plan.limit == 21, "18 pairs in 240 s would leave 10 requests to a round"
     assert not any("cannot show" in note for note in load.notes)
+    assert fit_budget(asked, given_load(asked, TRACE), 60, COURSE, 60.0, 3)[0].limit == LEAST_REQUESTS
     plan, load = fit_budget(asked, given_load(asked, TRACE), 14, COURSE, 60.0, 21)
     assert plan.limit == 14
     assert load.notes[1] == (
