@@ -197,6 +197,26 @@ def test_no_request_of_a_later_window_is_given_up_within_its_limits(tmp_path):
     assert bounded_deadline_s(_prepared(plan)) == pytest.approx(GIVEN_UP_AFTER * (0.4 + max(longest) * 0.06))
 
 
+async def test_each_round_is_offered_at_the_rate_in_its_title_however_bursty_the_trace_is(
+    searched, monkeypatch, tmp_path
+):
+    said = []
+
+    class Watched(_Runner):
+        async def pair(self, pair, trace, title):
+            said.append((title, f"pair {pair + 1}, {trace.mean_rate:.3g} requests/s"))
+            return await super().pair(pair, trace, title)
+
+    monkeypatch.setattr(module, "new_runner", Watched)
+    times_s = [*range(0, 40, 2), *(40 + step / 10 for step in range(20))]
+    lines = [f"2023-11-16 18:00:{at:04.1f},32,8" for at in times_s]
+    file = tmp_path / "bursts.csv"
+    file.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    await searched(_Arm("colocated", 2), plan=PLAN.model_copy(update={"trace": str(file), "limit": 20}))
+    assert len(said) > 2
+    assert all(title == offered for title, offered in said)
+
+
 def test_a_request_is_given_up_when_it_has_taken_twice_what_its_limits_allow():
     assert bounded_deadline_s(_prepared(PLAN)) == pytest.approx(GIVEN_UP_AFTER * (0.4 + 8 * 0.06))
     assert bounded_deadline_s(_prepared(PLAN.model_copy(update={"deadline_s": 0.5}))) == 0.5
