@@ -20,11 +20,14 @@ its steps, so an answer there costs what it adds to them, and answers are spread
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import nsmallest
+from operator import itemgetter
+from typing import Protocol, TypeVar
 
 import msgspec
 
+from contracts.vocabulary import Phase
 from router.fleet.prediction import Asked, Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
 
 ABOUT = 0.1
@@ -95,6 +98,43 @@ class Decision(msgspec.Struct, frozen=True):
     """The next best options, best first."""
 
 
+class Glance(Protocol):
+    """What of a worker decides whether it is worth a prediction; a `Load` has more."""
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Prompt tokens that it has to compute."""
+        ...
+
+    @property
+    def decodes(self) -> float:
+        """Sequences that decode there or will."""
+        ...
+
+    @property
+    def room(self) -> bool:
+        """Whether it has room for one more sequence."""
+        ...
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that it has."""
+        ...
+
+    @property
+    def shares(self) -> bool:
+        """Whether it computes the same prompt now."""
+        ...
+
+    @property
+    def favours(self) -> Phase | None:
+        """The phase that it should be kept free for."""
+        ...
+
+
+Seen = TypeVar("Seen", bound=Glance)
+
+
 def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Decision | None:
     """Return the best option; None without any worker.
 
@@ -120,26 +160,23 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
     return _within_limits(options) if wanted.limited else _least_latency(options)
 
 
-def short_list(loads: Sequence[Load]) -> Sequence[Load]:
+def short_list(workers: Sequence[Seen]) -> Sequence[Seen]:
     """Return the workers worth a prediction: those with the fewest prompts, with the most of this one, and with the
     fewest answers of those that have any, which are the cheapest to add to."""
-    if len(loads) <= 3 * SHORT_LIST:
-        return loads
-    prompts = nsmallest(
-        SHORT_LIST, loads, key=lambda load: (load.favours == "decode", load.prompt_tokens, load.decodes)
-    )
-    cached = nsmallest(
-        SHORT_LIST,
-        (load for load in loads if load.cached_tokens),
-        key=lambda load: (not load.shares, -load.cached_tokens),
-    )
-    fits = [load for load in loads if load.room]
-    decodes = nsmallest(SHORT_LIST, fits, key=_cheapest_to_add_to)
-    return list({load.worker_id: load for load in (*prompts, *cached, *decodes)}.values())
+    if len(workers) <= 3 * SHORT_LIST:
+        return workers
+    prompts = _first(((one.favours == "decode", one.prompt_tokens, one.decodes), one) for one in workers)
+    cached = _first(((not one.shares, -one.cached_tokens), one) for one in workers if one.cached_tokens)
+    decodes = _first((_cheapest_to_add_to(one), one) for one in workers if one.room)
+    return list({id(one): one for one in (*prompts, *cached, *decodes)}.values())
 
 
-def _cheapest_to_add_to(load: Load) -> tuple[bool, bool, float]:
-    return load.favours == "prefill", load.favours is None and not load.decodes, load.decodes
+def _first(ranked: Iterable[tuple[tuple[float, ...], Seen]]) -> list[Seen]:
+    return [one for _, one in sorted(ranked, key=itemgetter(0))[:SHORT_LIST]]
+
+
+def _cheapest_to_add_to(one: Glance) -> tuple[bool, bool, float]:
+    return one.favours == "prefill", one.favours is None and not one.decodes, one.decodes
 
 
 def _least_latency(options: list[Option]) -> Decision:
@@ -204,7 +241,9 @@ def _decode_rank(view: _View) -> tuple[bool, float, float, float]:
 def _missed(part: float, certain: tuple[float, float]) -> float:
     """Return how likely a limit is missed of which a prediction takes this part."""
     kept, missed = certain
-    return min(1.0, max(0.0, (part - kept) / (missed - kept)))
+    if part <= kept:
+        return 0.0
+    return 1.0 if part >= missed else (part - kept) / (missed - kept)
 
 
 class _Answer(msgspec.Struct):
@@ -227,10 +266,10 @@ def _answer(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> _Answ
     then = later(decode.load, prompt.took_s, wanted.output_tokens)
     before_s, after_s = step_s(then), step_s(then, 1, wanted.context_tokens)
     added_s = after_s - (before_s or then.model.base_s)
-    steps_s = tpot_s(then, wanted.context_tokens, wanted.output_tokens, prompt.took_s)
+    steps_s = tpot_s(then, after_s, wanted.output_tokens, prompt.took_s)
     per_token_s = steps_s + gap_s / max(1.0, wanted.output_tokens - 1)
     certain = (1.0 + TPOT_SLACK * min(1.0, wanted.output_tokens / LONG_ANSWER_TOKENS), TPOT_MISSED)
-    before, after = (_missed(one / then.tpot_limit_s, certain) for one in (before_s, after_s))
+    before, after = _missed(before_s / then.tpot_limit_s, certain), _missed(after_s / then.tpot_limit_s, certain)
     return _Answer(
         tpot_s=per_token_s,
         decode_s=wanted.output_tokens * (added_s if then.favours == "decode" else after_s / (then.decodes + 1)),

@@ -143,12 +143,12 @@ def prompt_s(load: Load, tokens: float, attends: float) -> float:
     return work_s + steps * alone_s
 
 
-def tpot_s(load: Load, context_tokens: float, output_tokens: float, after_prompts_s: float = 0.0) -> float:
-    """Return the time per output token of one more sequence whose answer begins after `after_prompts_s`.
+def tpot_s(load: Load, alone_s: float, output_tokens: float, after_prompts_s: float = 0.0) -> float:
+    """Return the time per output token of a sequence whose answer begins after `after_prompts_s`.
 
-    The prompts that the worker still computes then make its steps longer, within what its sequences allow.
+    `alone_s` is a step with it and without prompts. The prompts that the worker still computes then make its steps
+    longer, within what its sequences allow.
     """
-    alone_s = step_s(load, 1, context_tokens)
     left_s = max(0.0, compute_s(load, load.prompt_tokens, load.prompt_attended) - after_prompts_s)
     mixed_s = alone_s + left_s / max(1.0, output_tokens)
     return max(alone_s, min(mixed_s, TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s))

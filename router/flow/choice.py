@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from msgspec.structs import replace
 
-from contracts.vocabulary import Pool
+from contracts.vocabulary import Phase, Pool
 from contracts.workers import StepModel
 from router.fleet.adaptive import Decision, Wanted, choose, short_list
 from router.fleet.policy import PROMPT_SCORERS, Demand, WorkerLoad, blocks_needed, pick
@@ -52,6 +53,19 @@ class Chooser(Protocol):
         ...
 
 
+class _Candidate(msgspec.Struct, frozen=True):
+    """A worker that may get the prompt, and what decides whether it is worth a prediction."""
+
+    worker: Worker
+    load: WorkerLoad
+    prompt_tokens: float
+    decodes: float
+    room: bool
+    cached_tokens: int
+    shares: bool
+    favours: Phase | None
+
+
 class ByScore:
     """Chooses by the scores of the workers that have room."""
 
@@ -86,6 +100,8 @@ class ByPrediction:
         self._learned = learned
         self._by_score = ByScore(pool)
         self._clock = clock
+        self._any_favours = False
+        """Whether a worker was told last time that it favours a phase."""
 
     def choose(self, demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
         """Return the best workers, or None if the one for the prompt has no room now."""
@@ -94,13 +110,14 @@ class ByPrediction:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
         loads_of = dict(roomy)
         open_ids = {load.worker_id for load in loads_of.values()}
-        by_id, loads = {}, []
+        candidates = []
         for worker in self._workers():
             load = loads_of.get(worker) or worker.load()
             if load.takes_work and load.worker_id not in demand.avoided and (load.worker_id in open_ids or not urgent):
-                by_id[load.worker_id] = worker
-                loads.append(self._seen(_load_of(worker, load, worker.step_model or model, demand), worker, demand))
-        loads = [with_prompts(load, *by_id[load.worker_id].prompts_ahead()) for load in short_list(loads)]
+                candidates.append(self._candidate(worker, load, demand))
+        looked_at = short_list(candidates)
+        by_id = {one.load.worker_id: one.worker for one in looked_at}
+        loads = [_load_of(one, model) for one in looked_at]
         cached_by_id = {one.worker_id: one.cached_tokens for one in loads}
         bytes_per_token = _kv_bytes_per_token(roomy[0][0])
 
@@ -135,23 +152,35 @@ class ByPrediction:
         if rebalancer.due(now_s) and (alike := _alike(workers)) is not None:
             rebalancer.read(now_s, alike)
         favours = rebalancer.favours([worker.worker_id for worker in workers])
-        for worker in workers:
-            worker.outstanding.favours = favours.get(worker.worker_id)
+        if favours or self._any_favours:
+            for worker in workers:
+                worker.outstanding.favours = favours.get(worker.worker_id)
+        self._any_favours = bool(favours)
 
     def least_s(self, demand: Demand) -> float | None:
         """Return the seconds of the prompt alone on an idle worker; 0 while no model is known."""
         model = self._any_model()
         return idle_prompt_s(model, demand.prompt_tokens) if model else 0.0
 
-    def _seen(self, load: Load, worker: Worker, demand: Demand) -> Load:
-        """Add what the worker has of the prompt, or will have once another one is computed that is the same."""
-        prefix = demand.prefix
-        if not prefix:
-            return load
-        shares = worker.computes(prefix[-1])
-        known = self._learned.cached_tokens(worker.description, prefix)
-        cached = len(prefix) * worker.description.block_size_tokens if shares else known
-        return replace(load, shares=shares, cached_tokens=min(cached, demand.prompt_tokens - 1)) if cached else load
+    def _candidate(self, worker: Worker, load: WorkerLoad, demand: Demand) -> _Candidate:
+        """Return a worker as it is, with what it has of the prompt, or will have once another one is computed that is
+        the same."""
+        now, prefix, cached, shares = worker.outstanding, demand.prefix, 0, False
+        left = load.kv_blocks_free - load.kv_blocks_promised - blocks_needed(demand, load.block_size_tokens)
+        if prefix:
+            shares = worker.computes(prefix[-1])
+            known = self._learned.cached_tokens(worker.description, prefix)
+            cached = len(prefix) * worker.description.block_size_tokens if shares else known
+        return _Candidate(
+            worker=worker,
+            load=load,
+            prompt_tokens=now.prompt_tokens,
+            decodes=now.decodes,
+            room=left >= 0 and load.running < load.max_running,
+            cached_tokens=min(cached, demand.prompt_tokens - 1),
+            shares=shares,
+            favours=now.favours,
+        )
 
     def _wanted(self, demand: Demand, waited_s: float) -> Wanted:
         return Wanted(
@@ -182,22 +211,25 @@ def _alike(workers: Sequence[Worker]) -> Workers | None:
     return None
 
 
-def _load_of(worker: Worker, load: WorkerLoad, model: StepModel, demand: Demand) -> Load:
-    now, role = worker.outstanding, worker.role
-    left = load.kv_blocks_free - load.kv_blocks_promised - blocks_needed(demand, load.block_size_tokens)
-    return Load(
-        worker_id=load.worker_id,
-        model=model,
-        step_tokens=role.max_num_batched_tokens if role else demand.prompt_tokens,
+def _load_of(one: _Candidate, model: StepModel) -> Load:
+    """Return what predictions need of a worker; `model` is another worker's, if it has none of its own yet."""
+    worker, now, role = one.worker, one.worker.outstanding, one.worker.role
+    idle = Load(
+        worker_id=one.load.worker_id,
+        model=worker.step_model or model,
+        step_tokens=role.max_num_batched_tokens if role else worker.description.max_model_len_tokens,
         prompt_tokens=now.prompt_tokens,
         decoding=now.decoding,
         decodes=now.decodes,
         context_tokens=now.context_tokens,
         tpot_limit_s=worker.tpot_limit_s,
         step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
-        room=left >= 0 and load.running < load.max_running,
-        favours=now.favours,
+        room=one.room,
+        cached_tokens=one.cached_tokens,
+        shares=one.shares,
+        favours=one.favours,
     )
+    return with_prompts(idle, *worker.prompts_ahead())
 
 
 def _kv_bytes_per_token(worker: Worker) -> float:

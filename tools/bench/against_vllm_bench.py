@@ -1,7 +1,8 @@
 """Measures one server with our load generator and with `vllm bench serve` in alternation, and prints the ratios.
 
-Both send random prompts of the same lengths at the same moments: vLLM's run comes first in each round, and ours takes
-lengths and sending times from its result. Prompts differ, so that no prefix cache helps the second. Throughput is
+Both send random prompts of the same lengths at the same moments: in each round vLLM's client runs against a server
+without a model first, and ours takes lengths and sending times from there. Who comes first at the measured server
+alternates, after a round that warms it up. Prompts differ, so that no prefix cache helps the second. Throughput is
 computed alike for both: output tokens over the time from the first sending to the last token.
 
 usage: python -m tools.bench.against_vllm_bench [--url URL] [--rate 10] [--requests 200] [--rounds 3]
@@ -115,6 +116,19 @@ def of_ours(records: list[RequestRecord]) -> dict[str, float]:
     }
 
 
+def one_round(
+    url: str, card: ModelCard, asked: argparse.Namespace, plan: dict[str, Any], seed: int
+) -> dict[str, dict[str, float]]:
+    """Run both clients, ours first if `seed` is odd, and return their figures. Raises SystemExit if a request fails."""
+    records = asyncio.run(run_ours(url, card, plan, seed)) if seed % 2 else []
+    result = run_vllm(url, card, asked, seed)
+    records = records or asyncio.run(run_ours(url, card, plan, seed))
+    failed = sum(not record.ok for record in records) + asked.requests - result["completed"]
+    if failed:
+        raise SystemExit(f"{failed} requests failed; nothing is compared")
+    return {"vllm": of_vllm(result), "ours": of_ours(records)}
+
+
 @contextmanager
 def _server(asked: argparse.Namespace) -> Iterator[str]:
     if asked.url:
@@ -143,16 +157,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/against-vllm-bench"))
     asked = parser.parse_args()
     rounds: list[dict[str, dict[str, float]]] = []
-    with _server(asked) as url:
+    with _server(asked) as url, serving(TTFT_S, TPOT_S, tokenizer=asked.tokenizer) as null_url:
         card = asyncio.run(_card(url))
-        for seed in range(asked.rounds):
-            result = run_vllm(url, card, asked, seed)
-            records = asyncio.run(run_ours(url, card, result, seed))
-            failed = sum(not record.ok for record in records) + asked.requests - result["completed"]
-            if failed:
-                raise SystemExit(f"{failed} requests failed; nothing is compared")
-            rounds.append({"vllm": of_vllm(result), "ours": of_ours(records)})
-            told = [f"{name} {rounds[-1]['ours'][name] / rounds[-1]['vllm'][name]:.3f}" for name in FIGURES]
+        for seed in range(-1, asked.rounds):
+            plan = run_vllm(null_url, card, asked, seed + 1)
+            measured = one_round(url, card, asked, plan, seed + 1)
+            if seed < 0:
+                continue  # it has warmed the server up
+            rounds.append(measured)
+            told = [f"{name} {measured['ours'][name] / measured['vllm'][name]:.3f}" for name in FIGURES]
             sys.stdout.write(f"round {seed + 1}, ours / vllm bench: {', '.join(told)}\n")
             sys.stdout.flush()
     ratios = {name: statistics.median(each["ours"][name] / each["vllm"][name] for each in rounds) for name in FIGURES}

@@ -1,12 +1,12 @@
 """Simulates workers in each of the three modes, to choose the weights of mode adaptive in seconds instead of hours.
 
-Everything that it prints is simulated. Its steps take what a step model says, without any noise; the choice of workers,
-the order of late prompts and the bound of a step are the product's own code (`router.fleet.adaptive`,
+Everything that it prints is simulated. Its steps take what a step model says, times a random factor; the choice of
+workers, the order of late prompts and the bound of a step are the product's own code (`router.fleet.adaptive`,
 `engine.steps.pace`, `engine.steps.bound`). `make bench-modes` measures the same on real engines. Of disaggregated
 fleets with more than two workers, the one with the best number of prefill workers is shown.
 
 usage: python -m tools.bench.simulated_modes [--machine avx2] [--workers 2] [--prompt-tokens 512] [--output-tokens 64]
-                                             [--requests 150] [--seeds 3]
+                                             [--requests 150] [--seeds 3] [--noise 0.1]
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Fleet:
     """Of them, in mode disaggregated."""
     rebalances: bool = True
     """Whether workers favour a phase in mode adaptive, when the product's loop says so."""
+    noise: float = 0.0
+    """Standard deviation of the logarithm of what a step takes, divided by what the model says."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Worker:
     name: str
     machine: StepModel
     step_tokens: int
+    noise: float = 0.0
     prompts: list[Request] = field(default_factory=list)
     decoding: list[Request] = field(default_factory=list)
     assigned: dict[int, Request] = field(default_factory=dict)
@@ -115,6 +118,10 @@ class Worker:
     paces: Paces = field(default_factory=Paces)
     head_since_s: float = 0.0
     steps: bool = False
+    draw: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.name)
 
     @property
     def outstanding_tokens(self) -> int:
@@ -134,7 +141,8 @@ class Worker:
             left, prefilled = left - chunk, prefilled + chunk
             if request.computed_tokens == request.prompt_tokens:
                 ended.append(request)
-        return self.machine.step_s(prefilled, len(self.decoding), context_tokens, attends), ended
+        noise = math.exp(self.draw.gauss(0.0, self.noise))
+        return noise * self.machine.step_s(prefilled, len(self.decoding), context_tokens, attends), ended
 
     def _prompt_tokens(self, now_s: float, context_tokens: int) -> int:
         """Return how many prompt tokens the step may have, as `engine.steps.scheduler` bounds them."""
@@ -177,7 +185,7 @@ class Simulation:
         self._limits = limits
         self._alike = Workers(fleet.machine, fleet.workers, STEP_TOKENS[mode], PLACES, KV_TOKENS)
         names = [f"w{number}" for number in range(fleet.workers)]
-        self._workers = [Worker(name, fleet.machine, STEP_TOKENS[mode]) for name in names]
+        self._workers = [Worker(name, fleet.machine, STEP_TOKENS[mode], fleet.noise) for name in names]
         self._by_name = {worker.name: worker for worker in self._workers}
         self._decodes_on: dict[int, Worker] = {}
         self._waiting: list[Request] = []
@@ -344,12 +352,13 @@ def main() -> None:
     parser.add_argument("--machine", choices=MACHINES, default="avx2", help="whose steps are taken")
     parser.add_argument("--workers", type=int, default=2, choices=range(2, 65), metavar="2..64")
     parser.add_argument("--rebalances", action=argparse.BooleanOptionalAction, default=True, help="roles in adaptive")
+    parser.add_argument("--noise", type=float, default=0.0, help="of a step's time; 0.1 is about a tenth either way")
     for one in fields(Workload):
         parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default)
     asked = parser.parse_args()
     logging.disable(logging.WARNING)  # every simulated fleet would say when it is rebalanced
     load = Workload(**{one.name: getattr(asked, one.name) for one in fields(Workload)})
-    fleet = Fleet(MACHINES[asked.machine], asked.workers, rebalances=asked.rebalances)
+    fleet = Fleet(MACHINES[asked.machine], asked.workers, rebalances=asked.rebalances, noise=asked.noise)
     prompt, step = unloaded(fleet.machine, load.prompt_tokens)
     rates = [part * fleet.workers / 2 / prompt for part in LOADS]
     print(f"SIMULATED: {load.prompt_tokens} tokens in, {load.output_tokens} out, on {fleet.workers} workers")  # noqa: T201

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class PlainServer:
 def arguments(plan: Plan, port: int) -> list[str]:
     """Return the arguments for one engine like the plan's decode worker, without what Ridgeline adds."""
     pool, model = plan.config.pools.decode, plan.config.model
+    on_cpu = not pool.gpus_per_worker
     options = {
         "model": plan.model_path,
         "host": "127.0.0.1",
@@ -72,32 +73,37 @@ def arguments(plan: Plan, port: int) -> list[str]:
         "max-num-seqs": pool.max_num_seqs,
         "max-num-batched-tokens": pool.max_num_batched_tokens,
         "kv-cache-memory-bytes": pool.kv_cache_bytes,
-        "distributed-executor-backend": "uni",
-        "worker-extension-cls": "tools.differential.worker.PlainWorkerExtension",
+        "tensor-parallel-size": pool.ranks,
+        "distributed-executor-backend": "uni" if on_cpu else None,
+        "worker-extension-cls": "tools.differential.worker.PlainWorkerExtension" if on_cpu else None,
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [*words, "--enforce-eager", "--disable-log-stats", "--disable-uvicorn-access-log"]
+    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    eager = ["--enforce-eager"] if on_cpu else []
+    return [*words, *eager, "--disable-log-stats", "--disable-uvicorn-access-log"]
 
 
 @asynccontextmanager
 async def plain_vllm(plan: Plan) -> AsyncIterator[PlainServer]:
-    """Start plain vLLM; `ready` waits until it answers."""
+    """Start plain vLLM, on CPUs on one core; `ready` waits until it answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *arguments(plan, port)]
-    environment = os.environ | engine_environment(
-        plan.config.pools.decode.cores_per_worker, plan.config.supervision.start_timeout_s, on_cpu=True
-    )
-    async with serving(command, environment, f"http://127.0.0.1:{port}") as server:
+    pool, starts_within_s = plan.config.pools.decode, plan.config.supervision.start_timeout_s
+    on_cpu = not pool.gpus_per_worker
+    environment = os.environ | engine_environment(pool.cores_per_worker, starts_within_s, on_cpu=on_cpu)
+    cores = {max(os.sched_getaffinity(0))} if on_cpu else os.sched_getaffinity(0)
+    async with serving(command, environment, f"http://127.0.0.1:{port}", cores) as server:
         yield server
 
 
 @asynccontextmanager
-async def serving(command: Sequence[str], environment: Mapping[str, str], url: str) -> AsyncIterator[PlainServer]:
-    """Run this command as the server at `url`, on one core, until the block ends."""
+async def serving(
+    command: Sequence[str], environment: Mapping[str, str], url: str, cores: Set[int] | None = None
+) -> AsyncIterator[PlainServer]:
+    """Run this command as the server at `url` until the block ends, on these cores; None: on the last one."""
     repository = Path(__file__).parents[2]
-    core = max(os.sched_getaffinity(0))
+    cores = cores or {max(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         with output.open("wb") as written:
@@ -108,7 +114,7 @@ async def serving(command: Sequence[str], environment: Mapping[str, str], url: s
                 stdout=written,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
             )
         try:
             async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:

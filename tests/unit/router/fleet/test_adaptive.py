@@ -73,7 +73,7 @@ def test_beside_sequences_with_a_limit_a_prompt_is_spread_over_the_steps_that_it
     busy = decoding("w", 10, tpot_limit_s=2 * step / 0.95)
     work_s = UNLOADED_S - MODEL.base_s
     assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(2 * work_s, rel=0.1)
-    assert tpot_s(busy, 544, OUTPUT) >= step_s(busy, 1, 544)
+    assert tpot_s(busy, step_s(busy, 1, 544), OUTPUT) >= step_s(busy, 1, 544)
 
 
 def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks():
@@ -98,9 +98,9 @@ def test_what_is_cached_is_neither_computed_nor_attended_from():
 def test_the_answers_steps_grow_by_the_prompts_beside_it_up_to_what_its_limit_lets_them():
     beside = with_prompts("w", 1, decodes=3, decoding=3, context_tokens=1632)
     alone_s = step_s(beside, 1, 544)
-    assert tpot_s(beside, 544, OUTPUT) == pytest.approx(alone_s + (UNLOADED_S - MODEL.base_s) / OUTPUT)
+    assert tpot_s(beside, alone_s, OUTPUT) == pytest.approx(alone_s + (UNLOADED_S - MODEL.base_s) / OUTPUT)
     limited = with_prompts("w", 3, decodes=3, decoding=3, context_tokens=1632, tpot_limit_s=0.06)
-    assert tpot_s(limited, 544, OUTPUT) == pytest.approx(0.95 * 0.06)
+    assert tpot_s(limited, alone_s, OUTPUT) == pytest.approx(0.95 * 0.06)
 
 
 # What is chosen

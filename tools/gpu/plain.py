@@ -1,0 +1,46 @@
+"""Records what plain vLLM answers, run like a decode worker of a configuration; used by `first_run.sh`.
+
+usage: python -m tools.gpu.plain CONFIG.yaml OUT.json [--model NAME] [--longest-chars 16000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+from pathlib import Path
+
+import msgspec
+
+from cluster.config.loader import load_config
+from cluster.runtime.plan import make_plan
+from tools.differential.plain import plain_vllm
+from tools.gpu.answers import Recording, record
+
+
+async def answers(config: Path, model: str | None, longest_chars: int) -> Recording:
+    """Start plain vLLM, record its answers, and stop it."""
+    loaded = load_config(config, {"model.path": model} if model else {})
+    plan = await asyncio.to_thread(make_plan, loaded.config)
+    async with plain_vllm(plan) as server:
+        await server.ready()
+        return await record(str(server.http.base_url), longest_chars)
+
+
+def main() -> None:
+    """Write the recording."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--longest-chars", type=int, default=16_000)
+    asked = parser.parse_args()
+    recorded = asyncio.run(answers(asked.config, asked.model, asked.longest_chars))
+    asked.out.write_bytes(msgspec.json.encode(recorded))
+    median_ms = statistics.median(recorded.ttft_ms)
+    sys.stdout.write(f"{len(recorded.answers)} answers, TTFT of short prompts {median_ms:.1f} ms: {asked.out}\n")
+
+
+if __name__ == "__main__":
+    main()
