@@ -6,7 +6,8 @@ much of the workers' time it would take. The choice is the option that loses the
 
     lost = limits that it is likely to break, its own and others' + work / least work of all options - 1
 
-since one that takes twice the time that it must takes the time of another request. Of options that lose about the same,
+since one that takes twice the time that it must takes the time of another request. A first token that comes late by far
+counts more than one that is a little late. Of options that lose about the same,
 the one with the least latency is chosen, its own and what it adds to others'. Without limits nothing is broken, and
 only latency counts: its mean is kept low.
 
@@ -35,6 +36,12 @@ ABOUT = 0.1
 TTFT_MISSED = (0.95, 1.1)
 """Below the first of these parts of a limit on TTFT it is certain to be kept, above the second to be missed, and in
 between as likely as it is near: predictions err."""
+OVERDUE = 0.25
+"""What each limit on TTFT counts by which a first token comes too late, in requests lost. A prompt that cannot be in
+time would otherwise go where it is computed a few tokens at a time for a minute, since that takes the least work; there
+it makes the steps of all others as long as they may be."""
+MOST_OVERDUE = 4.0
+"""More limits than this count no more."""
 TPOT_MISSED = 1.2
 """The same for TPOT, where it is certain to be kept up to the limit itself, or beyond it by `TPOT_SLACK`."""
 TPOT_SLACK = 0.1
@@ -81,6 +88,8 @@ class Option(msgspec.Struct, frozen=True):
     """Tokens of the prompt that its worker is expected to have."""
     against: int = 0
     """Workers that it uses for the phase that they do not favour."""
+    overdue: float = 0.0
+    """The limits on TTFT by which its first token comes too late."""
 
     @property
     def splits(self) -> bool:
@@ -188,7 +197,8 @@ def _within_limits(options: list[Option]) -> Decision:
     least_s = max(1e-9, min(option.work_s for option in options))
 
     def lost(option: Option) -> float:
-        return option.broken + AGAINST * option.against + option.work_s / least_s - 1.0
+        unwanted = OVERDUE * option.overdue + AGAINST * option.against
+        return option.broken + unwanted + option.work_s / least_s - 1.0
 
     about = min(map(lost, options)) + ABOUT
     chosen = min((option for option in options if lost(option) <= about), key=lambda option: option.latency_s)
@@ -205,6 +215,8 @@ class _View(msgspec.Struct):
     ttft_s: float
     late: float
     """How likely that misses the limit."""
+    overdue: float
+    """The limits on TTFT that it comes too late."""
     computes_s: float
     """What the prompt adds to the steps there."""
     begins_s: float
@@ -218,11 +230,13 @@ def _view(wanted: Wanted, load: Load) -> _View:
     attends = attended(wanted.prompt_tokens, load.cached_tokens)
     took_s = prompt_s(load, tokens, attends)
     ttft_s = wanted.waited_s + took_s
+    part = ttft_s / wanted.ttft_limit_s
     return _View(
         load=load,
         took_s=took_s,
         ttft_s=ttft_s,
-        late=_missed(ttft_s / wanted.ttft_limit_s, TTFT_MISSED),
+        late=_missed(part, TTFT_MISSED),
+        overdue=min(MOST_OVERDUE, max(0.0, part - TTFT_MISSED[1])),
         computes_s=compute_s(load, tokens, attends),
         begins_s=0.0 if load.decoding else math.ceil(tokens / load.step_tokens) * load.model.base_s,
         steps_after_s=step_s(load, 1, wanted.context_tokens),
@@ -289,8 +303,9 @@ def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Optio
         ttft_s=prompt.ttft_s,
         tpot_s=answer.tpot_s,
         broken=prompt.late + answer.breaks,
-        work_s=prompt.computes_s + prompt.begins_s + answer.decode_s + gap_s,
+        work_s=prompt.computes_s + prompt.begins_s + answer.decode_s,
         latency_s=prompt.ttft_s + wanted.output_tokens * answer.tpot_s + delays_s,
         cached_tokens=prompt.load.cached_tokens,
         against=against if wanted.may_split else 0,
+        overdue=prompt.overdue,
     )

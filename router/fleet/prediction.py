@@ -5,10 +5,12 @@ least time per output token that one of them may take, and step(P, n, c, A) is `
 
 - s = step(0, n, c, 0) is a step without prompts. While n > 0, the engine lets a step take
   T = max(`TPOT_LIMIT_USED` L, s): it computes as many prompt tokens as fit (`engine.steps`), or as many as its limit
-  says if no sequence has an L. While all sequences are ahead of their limits it lets steps take longer, and prompts end
-  sooner than predicted.
-- a prompt of p tokens behind q others takes w = (p + q) times the time per prompt token, with its attention, and
-  k = max(w / max(T - s, `LEAST_PROMPT_SHARE` s), (p + q) / tokens of a step) steps: w + k s in all.
+  says if no sequence has an L. Sequences that are ahead of their limits let it take longer: by `AHEAD` (T - s), on
+  average. While nothing decodes but sequences are to come, T = `MOST_LIMITS` `TPOT_LIMIT_USED` L.
+- a prompt of p tokens takes w = p times the time per prompt token, with its attention, and
+  k = max(w / max((1 + `AHEAD`) (T - s), `LEAST_PROMPT_SHARE` s), p / tokens of a step) steps: w + k s in all. The
+  prompts before it are computed beside what decodes now; then it is, beside what will decode by then as well, since
+  they are about to have their first tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from msgspec.structs import replace
 from contracts.vocabulary import Phase
 from contracts.workers import LEAST_PROMPT_SHARE, MOST_LIMITS, TPOT_LIMIT_USED, StepModel
 
+AHEAD = 0.25
+"""By how much more than their limits leave sequences let prompts lengthen steps, on average, since some of them are
+ahead. Chosen by simulation (`tools.bench.simulated_modes`)."""
 AT_MOST_DONE = 0.95
 """The part of a prompt that may be taken as computed while its first token has not come."""
 
@@ -58,7 +63,7 @@ class Load(msgspec.Struct, frozen=True):
     prompt_attended: float = 0.0
     """What they attend to, see `attended`."""
     decoding: float = 0
-    """Sequences that decode there now."""
+    """Sequences that decode there now, those included whose first token was made elsewhere and whose KV comes."""
     decodes: float = 0
     """Those and the ones that will, once their prompts are computed, here or elsewhere."""
     context_tokens: float = 0.0
@@ -131,13 +136,24 @@ def compute_s(load: Load, tokens: float, attends: float) -> float:
 
 def prompt_s(load: Load, tokens: float, attends: float) -> float:
     """Return the seconds until a prompt is computed that comes to a worker now, behind what it has."""
-    all_tokens = load.prompt_tokens + tokens
-    work_s = compute_s(load, all_tokens, load.prompt_attended + attends)
-    steps = math.ceil(all_tokens / load.step_tokens)
-    if not load.decoding:
+    if not load.prompt_tokens:
+        return _beside_s(load, tokens, attends, load.decoding, comes=load.decodes > load.decoding)
+    before_s = _beside_s(load, load.prompt_tokens, load.prompt_attended, load.decoding)
+    return before_s + _beside_s(load, tokens, attends, load.decodes)
+
+
+def _beside_s(load: Load, tokens: float, attends: float, sequences: float, *, comes: bool = False) -> float:
+    """Return the seconds that prompt tokens take beside so many of the sequences; `comes`: others are on their way."""
+    work_s, steps = compute_s(load, tokens, attends), math.ceil(tokens / load.step_tokens)
+    if not sequences and not comes:
         return work_s + steps * load.model.base_s
-    alone_s = load.model.step_s(0, load.decoding, load.decoding_context_tokens, 0)
-    allowed_s = min(TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s) - alone_s
+    limit_s = TPOT_LIMIT_USED * load.tpot_limit_s
+    if sequences:
+        alone_s = load.model.step_s(0, sequences, load.context_tokens * sequences / load.decodes, 0)
+        allowed_s = min((1.0 + AHEAD) * (limit_s - alone_s), load.step_target_s - alone_s)
+    else:
+        alone_s = load.model.base_s
+        allowed_s = MOST_LIMITS * limit_s - alone_s
     if math.isfinite(allowed_s):
         steps = max(steps, math.ceil(work_s / max(allowed_s, LEAST_PROMPT_SHARE * alone_s)))
     return work_s + steps * alone_s
@@ -147,11 +163,14 @@ def tpot_s(load: Load, alone_s: float, output_tokens: float, after_prompts_s: fl
     """Return the time per output token of a sequence whose answer begins after `after_prompts_s`.
 
     `alone_s` is a step with it and without prompts. The prompts that the worker still computes then make its steps
-    longer, within what its sequences allow.
+    longer, within what its sequences allow; until then it spends on them what it does not spend on its sequences.
     """
-    left_s = max(0.0, compute_s(load, load.prompt_tokens, load.prompt_attended) - after_prompts_s)
-    mixed_s = alone_s + left_s / max(1.0, output_tokens)
-    return max(alone_s, min(mixed_s, TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s))
+    longest_s = min(TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s)
+    on_prompts = 1.0
+    if load.decodes and math.isfinite(longest_s):
+        on_prompts = max(LEAST_PROMPT_SHARE, 1.0 - step_s(load) / longest_s)
+    left_s = max(0.0, compute_s(load, load.prompt_tokens, load.prompt_attended) - on_prompts * after_prompts_s)
+    return max(alone_s, min(alone_s + left_s / max(1.0, output_tokens), longest_s))
 
 
 def with_prompts(load: Load, prompts_tokens: Sequence[int], first_for_s: float) -> Load:

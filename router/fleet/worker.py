@@ -336,15 +336,20 @@ class PromptReservation:
         """Record that the first token has arrived. May be called twice."""
         if self._waits:
             self._end_waiting()
-            self._decoding = self._decodes
-            self._worker.outstanding.decoding += self._decoding
+            self.first_token_made()
+
+    def first_token_made(self) -> None:
+        """Record that the sequence decodes now, or will as soon as its KV has come. May be called twice."""
+        if self._decodes and not self._decoding:
+            self._decoding = True
+            self._worker.outstanding.decoding += 1
 
     def close(self) -> None:
         """Record that the sequence has left."""
         if self._waits:
             self._end_waiting()
         self._worker.outstanding.decoding -= self._decoding
-        self._decoding = False
+        self._decodes = self._decoding = False
 
     def _end_waiting(self) -> None:
         self._waits = False

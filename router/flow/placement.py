@@ -229,6 +229,8 @@ class _LocalPlace:
     def prompt_done(self, cached_tokens: int | None = None) -> None:
         """Record that the first token has arrived."""
         self._turn.prompt_done()
+        if self._decode is not None:
+            self._decode.first_token_made()
         worker, prefix = self.prompt_worker.description, self._turn.demand.prefix
         if cached_tokens is not None and self.decision is not None:
             self._learned.had(worker, prefix, cached_tokens, self.decision.chosen.cached_tokens)

@@ -69,6 +69,10 @@ class DecodeSeat:
             )
         )
 
+    def first_token_made(self) -> None:
+        """Record that the sequence has its first token, and decodes as soon as its KV has come. May be called twice."""
+        self._reservation.first_token_made()
+
     def began(self) -> None:
         """Record that it has sent a token, and so reports its blocks. May be called twice."""
         self._reservation.prompt_done()

@@ -166,7 +166,7 @@ class Worker:
             self.name,
             self.machine,
             self.step_tokens,
-            decoding=len(self.decoding),
+            decoding=sum(one.made >= 1 for one in self.assigned.values()),
             decodes=len(self.assigned),
             context_tokens=sum(one.prompt_tokens + one.output_tokens / 2 for one in self.assigned.values()),
             tpot_limit_s=limits.tpot_s if self.assigned else math.inf,
