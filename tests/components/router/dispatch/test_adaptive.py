@@ -117,7 +117,11 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
         another = [token + 1 for token in PROMPT]
         second = serving.ask(120, another, **limits)
         await eventually(lambda: other.running)
+        decodes_on = next(one for one in fleet.workers if serving.engine_of(one) is decoder)
+        assert (decodes_on.outstanding.decoding, decodes_on.outstanding.decodes) == (1, 2)
         other.step()
+        await eventually(lambda: second[0])
+        assert decodes_on.outstanding.decoding == 2, "from its first token on, though the worker has not stepped"
         await eventually(lambda: len(decoder.running) == 2)
         assert not other.running
         await asyncio.gather(serving.step_until(first[1]), serving.step_until(second[1]))

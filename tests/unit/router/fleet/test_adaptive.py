@@ -84,6 +84,54 @@ def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks
     )
 
 
+def test_a_prompt_behind_others_is_computed_beside_the_sequences_that_will_have_their_first_tokens_by_then():
+    limit_s = 2 * step_s(decoding("w", 10)) / 0.95
+    decode_too = decoding("w", 10, tpot_limit_s=limit_s)
+    coming = {"decodes": 10, "context_tokens": 5440, "tpot_limit_s": limit_s}
+    first_s = prompt_s(a_load(**coming), PROMPT, attended(PROMPT))
+    beside_s = prompt_s(decode_too, PROMPT, attended(PROMPT))
+    assert beside_s > 1.5 * first_s
+    assert prompt_s(with_prompts("w", 1, **coming), PROMPT, attended(PROMPT)) == pytest.approx(first_s + beside_s)
+
+
+def test_sequences_that_have_been_alone_for_long_let_a_prompt_take_long_steps():
+    limit_s = 2 * step_s(decoding("w", 10))
+    at_once, later_s, much_later_s = (
+        prompt_s(decoding("w", 10, tpot_limit_s=limit_s, quiet_s=quiet_s), PROMPT, attended(PROMPT))
+        for quiet_s in (0.0, 0.4, 60.0)
+    )
+    assert much_later_s < later_s < at_once
+    work_s, step = UNLOADED_S - MODEL.base_s, step_s(decoding("w", 10))
+    longest_s = 2 * 0.95 * limit_s - step
+    assert much_later_s == pytest.approx(work_s + math.ceil(work_s / longest_s) * step)
+    behind = with_prompts("w", 1, decodes=10, decoding=10, context_tokens=5440, tpot_limit_s=limit_s)
+    assert prompt_s(behind, PROMPT, attended(PROMPT)) == pytest.approx(2 * at_once), "they have let one through already"
+
+
+def test_while_sequences_are_on_their_way_a_prompt_may_take_longer_steps_than_beside_them():
+    alone_s = prompt_s(a_load(), PROMPT, attended(PROMPT))
+    coming = a_load(decodes=3, context_tokens=1632, tpot_limit_s=0.06)
+    beside = decoding("w", 3, tpot_limit_s=0.06)
+    coming_s, beside_s = (prompt_s(load, PROMPT, attended(PROMPT)) for load in (coming, beside))
+    assert 1.2 * alone_s < coming_s < beside_s / 2
+
+
+def test_a_step_target_bounds_prompts_however_far_sequences_are_ahead():
+    step = step_s(decoding("w", 10))
+    bounded = decoding("w", 10, step_target_s=2 * step)
+    work_s = UNLOADED_S - MODEL.base_s
+    assert prompt_s(bounded, PROMPT, attended(PROMPT)) == pytest.approx(2 * work_s, rel=0.1)
+
+
+def test_until_an_answer_begins_its_worker_gets_no_further_with_prompts_than_its_sequences_allow():
+    limited = {"decodes": 10, "decoding": 10, "context_tokens": 5440}
+    slow = with_prompts("w", 1, **limited, tpot_limit_s=1.1 * step_s(decoding("w", 10)))
+    free = with_prompts("w", 1, **limited)
+    alone_s = step_s(free, 1, 544)
+    assert tpot_s(free, alone_s, OUTPUT, UNLOADED_S) == alone_s
+    assert tpot_s(slow, alone_s, OUTPUT, UNLOADED_S) > alone_s
+
+
 def test_the_first_prompt_is_as_far_computed_as_it_would_be_alone_whatever_waits_behind_it():
     from_nothing = seat_prompts(a_load(), [PROMPT, PROMPT], UNLOADED_S / 2)
     assert from_nothing.prompt_tokens == pytest.approx(1.5 * PROMPT)
@@ -134,6 +182,21 @@ def test_a_request_that_misses_its_limit_anyway_takes_nobody_else_along():
     assert decision.reason == "fewest_broken"
     assert decision.chosen.decode_worker == "w1"
     assert decision.chosen.broken == 1
+
+
+def test_a_worker_does_not_stand_idle_because_a_hand_over_would_wait():
+    short = Wanted(PROMPT, 12, 9.0, 0.25)
+    busy = with_prompts("w0", 2, decodes=4, decoding=2, context_tokens=2100, tpot_limit_s=0.25)
+    assert choose(short, [busy, a_load("w1")], fast).chosen.prompt_worker == "w1"
+
+
+def test_a_prompt_that_is_late_everywhere_goes_where_it_is_least_late():
+    limit_s = 1.3 * step_s(decoding("w0", 6))
+    shorter = decoding("w0", 6, tpot_limit_s=limit_s)
+    longer = with_prompts("w1", 3, decodes=1, decoding=1, context_tokens=544, tpot_limit_s=limit_s)
+    late = choose(wanted(1.3 * UNLOADED_S, limit_s), [shorter, longer], fast)
+    assert (late.reason, late.chosen.prompt_worker) == ("fewest_broken", "w0")
+    assert late.chosen.ttft_s < min(option.ttft_s for option in late.others if option.prompt_worker == "w1")
 
 
 def test_the_time_that_a_request_has_waited_counts():

@@ -35,6 +35,18 @@ def test_a_sequence_decodes_from_its_first_token_on():
     assert worker.outstanding.decoding == 0
 
 
+def test_a_sequence_whose_first_token_another_worker_made_decodes_before_its_kv_is_there():
+    worker = a_worker()
+    with worker.reserve(promised_blocks=4, decode_context_tokens=120) as reservation:
+        reservation.first_token_made()
+        reservation.first_token_made()
+        assert (worker.outstanding.decoding, worker.outstanding.promised_blocks) == (1, 4)
+        reservation.prompt_done()
+        assert (worker.outstanding.decoding, worker.outstanding.promised_blocks) == (1, 0)
+    reservation.first_token_made()  # of a request that was cancelled meanwhile
+    assert worker.outstanding.decoding == 0
+
+
 def test_prompts_are_known_in_their_order_and_by_their_last_block_until_their_first_token():
     worker = a_worker()
     with worker.reserve(100, last_block=7) as first, worker.reserve(30, last_block=8):
