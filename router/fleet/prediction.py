@@ -5,12 +5,10 @@ least time per output token that one of them may take, and step(P, n, c, A) is `
 
 - s = step(0, n, c, 0) is a step without prompts. While n > 0, the engine lets a step take
   T = max(`TPOT_LIMIT_USED` L, s): it computes as many prompt tokens as fit (`engine.steps`), or as many as its limit
-  says if no sequence has an L. Sequences that are ahead of their limits let it take longer. Those of a worker that for
-  q seconds has had no prompt and no new sequence are ahead by at least q (T / s - 1), and let steps take
-  `MOST_LIMITS` T until that is used up; others are by `AHEAD` (T - s) a step, on average. While nothing decodes but
-  sequences are to come, steps take at most `MOST_LIMITS` T as well.
-- a prompt of p tokens takes w = p times the time per prompt token, with its attention, and k steps, in which there is
-  room for w, and for at most as many tokens as a step may have: w + k s in all. The
+  says if no sequence has an L. Sequences that are ahead of their limits let it take longer: by `AHEAD` (T - s), on
+  average. While nothing decodes but sequences are to come, T = `MOST_LIMITS` `TPOT_LIMIT_USED` L.
+- a prompt of p tokens takes w = p times the time per prompt token, with its attention, and
+  k = max(w / max((1 + `AHEAD`) (T - s), `LEAST_PROMPT_SHARE` s), p / tokens of a step) steps: w + k s in all. The
   prompts before it are computed beside what decodes now; then it is, beside what will decode by then as well, since
   they are about to have their first tokens.
 """
@@ -74,8 +72,6 @@ class Load(msgspec.Struct, frozen=True):
     """The least time per output token that one of them may take."""
     step_target_s: float = math.inf
     """The time that a step may take by the worker's role, while something decodes."""
-    quiet_s: float = 0.0
-    """For how long it has had no prompt to compute and no new sequence to decode."""
     room: bool = True
     """Whether its KV blocks and its batch have room for one more sequence."""
     cached_tokens: int = 0
@@ -141,40 +137,26 @@ def compute_s(load: Load, tokens: float, attends: float) -> float:
 def prompt_s(load: Load, tokens: float, attends: float) -> float:
     """Return the seconds until a prompt is computed that comes to a worker now, behind what it has."""
     if not load.prompt_tokens:
-        return _beside_s(load, tokens, attends, load.decoding, quiet_s=load.quiet_s)
+        return _beside_s(load, tokens, attends, load.decoding, comes=load.decodes > load.decoding)
     before_s = _beside_s(load, load.prompt_tokens, load.prompt_attended, load.decoding)
     return before_s + _beside_s(load, tokens, attends, load.decodes)
 
 
-def _beside_s(load: Load, tokens: float, attends: float, sequences: float, *, quiet_s: float = 0.0) -> float:
-    """Return the seconds that prompt tokens take beside so many of the sequences, which have been alone for a while."""
-    work_s = compute_s(load, tokens, attends)
-    if not load.decodes:
-        alone_s, steps = load.model.base_s, 0.0
-    elif not sequences:  # some are on their way
-        alone_s = load.model.base_s
-        steps = work_s / _room_s(alone_s, MOST_LIMITS * TPOT_LIMIT_USED * load.tpot_limit_s, math.inf)
-    else:
-        alone_s = load.model.step_s(0, sequences, load.context_tokens * sequences / load.decodes, 0)
-        steps = _steps_beside(load, work_s, alone_s, quiet_s)
-    return work_s + math.ceil(max(steps, tokens / load.step_tokens)) * alone_s
-
-
-def _steps_beside(load: Load, work_s: float, alone_s: float, quiet_s: float) -> float:
-    """Return the steps in which sequences that alone take `alone_s` for one leave room for this work."""
+def _beside_s(load: Load, tokens: float, attends: float, sequences: float, *, comes: bool = False) -> float:
+    """Return the seconds that prompt tokens take beside so many of the sequences; `comes`: others are on their way."""
+    work_s, steps = compute_s(load, tokens, attends), math.ceil(tokens / load.step_tokens)
+    if not sequences and not comes:
+        return work_s + steps * load.model.base_s
     limit_s = TPOT_LIMIT_USED * load.tpot_limit_s
-    if not math.isfinite(limit_s):
-        return work_s / _room_s(alone_s, math.inf, load.step_target_s)
-    longest_s = _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s)
-    ahead_s = quiet_s * max(0.0, limit_s / alone_s - 1.0)
-    long_steps = min(work_s / longest_s, ahead_s / limit_s)
-    usual_s = _room_s(alone_s, alone_s + (1.0 + AHEAD) * (limit_s - alone_s), load.step_target_s)
-    return long_steps + (work_s - long_steps * longest_s) / usual_s
-
-
-def _room_s(alone_s: float, step_s: float, target_s: float) -> float:
-    """Return the part of a step that prompts may have."""
-    return max(min(step_s, target_s) - alone_s, LEAST_PROMPT_SHARE * alone_s)
+    if sequences:
+        alone_s = load.model.step_s(0, sequences, load.context_tokens * sequences / load.decodes, 0)
+        allowed_s = min((1.0 + AHEAD) * (limit_s - alone_s), load.step_target_s - alone_s)
+    else:
+        alone_s = load.model.base_s
+        allowed_s = MOST_LIMITS * limit_s - alone_s
+    if math.isfinite(allowed_s):
+        steps = max(steps, math.ceil(work_s / max(allowed_s, LEAST_PROMPT_SHARE * alone_s)))
+    return work_s + steps * alone_s
 
 
 def tpot_s(load: Load, alone_s: float, output_tokens: float, after_prompts_s: float = 0.0) -> float:

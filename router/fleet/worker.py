@@ -95,7 +95,7 @@ class Worker:
         self._unreached_since_s: float | None = None
         self._prompts: dict[PromptReservation, None] = {}
         """The prompts that it still has to compute, in their order."""
-        self._head_since_s = self._quiet_since_s = 0.0
+        self._head_since_s = 0.0
         """When it began with the first of them."""
         self._tpot_limits_s: Counter[float] = Counter()
         """The limits of the sequences that it decodes or will decode."""
@@ -289,10 +289,6 @@ class Worker:
         tokens = [prompt.prompt_tokens for prompt in self._prompts]
         return tokens, time.monotonic() - self._head_since_s if tokens else 0.0
 
-    def quiet_s(self) -> float:
-        """Return for how long it has had no prompt to compute and no new sequence to decode."""
-        return 0.0 if self._prompts else time.monotonic() - self._quiet_since_s
-
     def computes(self, last_block: int) -> bool:
         """Return whether it is computing a prompt with the same blocks now, so that another one can share them."""
         return any(prompt.last_block == last_block for prompt in self._prompts)
@@ -309,13 +305,8 @@ class Worker:
         was_first = next(iter(self._prompts)) is prompt
         del self._prompts[prompt]
         self.outstanding.prompt_tokens -= prompt.prompt_tokens
-        self.disturbed()
         if was_first:
-            self._head_since_s = self._quiet_since_s
-
-    def disturbed(self) -> None:
-        """Record that a prompt ended or a sequence came to decode, for `PromptReservation`."""
-        self._quiet_since_s = time.monotonic()
+            self._head_since_s = time.monotonic()
 
 
 class PromptReservation:
@@ -352,7 +343,6 @@ class PromptReservation:
         if self._decodes and not self._decoding:
             self._decoding = True
             self._worker.outstanding.decoding += 1
-            self._worker.disturbed()
 
     def close(self) -> None:
         """Record that the sequence has left."""

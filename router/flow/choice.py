@@ -224,7 +224,6 @@ def _load_of(one: _Candidate, model: StepModel) -> Load:
         context_tokens=now.context_tokens,
         tpot_limit_s=worker.tpot_limit_s,
         step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
-        quiet_s=worker.quiet_s(),
         room=one.room,
         cached_tokens=one.cached_tokens,
         shares=one.shares,

@@ -117,7 +117,6 @@ class Worker:
     """What decodes there or will."""
     paces: Paces = field(default_factory=Paces)
     head_since_s: float = 0.0
-    quiet_since_s: float = 0.0
     steps: bool = False
     draw: random.Random = field(init=False)
 
@@ -171,7 +170,6 @@ class Worker:
             decodes=len(self.assigned),
             context_tokens=sum(one.prompt_tokens + one.output_tokens / 2 for one in self.assigned.values()),
             tpot_limit_s=limits.tpot_s if self.assigned else math.inf,
-            quiet_s=0.0 if self.prompts else now_s - self.quiet_since_s,
             favours=favours,
         )
         begun_s = max(self.head_since_s, self.prompts[0].granted_s) if self.prompts else now_s
@@ -228,7 +226,6 @@ class Simulation:
         for request in ended:
             worker.prompts.remove(request)
             worker.head_since_s = request.first_s = self._now_s
-            worker.quiet_since_s = self._decodes_on[request.number].quiet_since_s = self._now_s
             request.made = 1
             self._hand_over(request, worker)
         if ended:

@@ -87,25 +87,11 @@ def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks
 def test_a_prompt_behind_others_is_computed_beside_the_sequences_that_will_have_their_first_tokens_by_then():
     limit_s = 2 * step_s(decoding("w", 10)) / 0.95
     decode_too = decoding("w", 10, tpot_limit_s=limit_s)
-    coming = {"decodes": 10, "context_tokens": 5440, "tpot_limit_s": limit_s}
-    first_s = prompt_s(a_load(**coming), PROMPT, attended(PROMPT))
+    alone_s = prompt_s(a_load(), PROMPT, attended(PROMPT))
     beside_s = prompt_s(decode_too, PROMPT, attended(PROMPT))
-    assert beside_s > 1.5 * first_s
-    assert prompt_s(with_prompts("w", 1, **coming), PROMPT, attended(PROMPT)) == pytest.approx(first_s + beside_s)
-
-
-def test_sequences_that_have_been_alone_for_long_let_a_prompt_take_long_steps():
-    limit_s = 2 * step_s(decoding("w", 10))
-    at_once, later_s, much_later_s = (
-        prompt_s(decoding("w", 10, tpot_limit_s=limit_s, quiet_s=quiet_s), PROMPT, attended(PROMPT))
-        for quiet_s in (0.0, 0.4, 60.0)
-    )
-    assert much_later_s < later_s < at_once
-    work_s, step = UNLOADED_S - MODEL.base_s, step_s(decoding("w", 10))
-    longest_s = 2 * 0.95 * limit_s - step
-    assert much_later_s == pytest.approx(work_s + math.ceil(work_s / longest_s) * step)
-    behind = with_prompts("w", 1, decodes=10, decoding=10, context_tokens=5440, tpot_limit_s=limit_s)
-    assert prompt_s(behind, PROMPT, attended(PROMPT)) == pytest.approx(2 * at_once), "they have let one through already"
+    assert beside_s > 1.5 * alone_s
+    coming = with_prompts("w", 1, decodes=10, context_tokens=5440, tpot_limit_s=limit_s)
+    assert prompt_s(coming, PROMPT, attended(PROMPT)) == pytest.approx(alone_s + beside_s)
 
 
 def test_while_sequences_are_on_their_way_a_prompt_may_take_longer_steps_than_beside_them():
