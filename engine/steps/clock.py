@@ -19,6 +19,8 @@ class StepClock:
         self._in_flight: deque[tuple[float, StepLoad, float]] = deque()
         self._last_s = 0.0
         self._pause = True
+        self.took_s = 0.0
+        """What the last step took that has ended."""
 
     def begin(self, began_s: float, load: StepLoad, predicted_s: float) -> None:
         """Note a step that computes something, scheduled from `began_s` on."""
@@ -29,9 +31,9 @@ class StepClock:
         if not self._in_flight:
             return None
         began_s, load, _ = self._in_flight.popleft()
-        took_s = now_s - self._from_s(began_s)
+        self.took_s = now_s - self._from_s(began_s)
         self._last_s = now_s
-        return load, took_s
+        return load, self.took_s
 
     def then(self, *, more_to_run: bool) -> None:
         """Say, after a step's outputs, whether the engine goes on at once."""

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from contracts.workers import MOST_LIMITS, TPOT_LIMIT_USED
+
+CATCH_UP: Final = 0.75
+"""A sequence that is behind asks for steps that are down to this part of what its limit leaves. Steps take longer than
+predicted now and then; without this, each such step would stay in the mean for good."""
 
 
 @dataclass
@@ -15,6 +20,8 @@ class _Pace:
     begun_s: float = math.inf
     """When its first token here was due to be there, or its first step began; infinity before."""
     begun_with_tokens: int = 0
+    waited_s: float = 0.0
+    """What its reader had waited for it before its first step here."""
 
 
 class Paces:
@@ -30,6 +37,11 @@ class Paces:
         """Register a sequence. Its first `repeated_tokens` its client has already, so they do not put it ahead."""
         self._paces[request_id] = _Pace(limit_s, repeated_tokens)
 
+    def joins(self, request_id: str, waited_s: float) -> None:
+        """Note how long a sequence has waited for its first step since its KV came; unknown ids are ignored."""
+        if (pace := self._paces.get(request_id)) is not None:
+            pace.waited_s = waited_s
+
     def forget(self, request_id: str) -> None:
         """Forget a sequence that has ended; unknown ids are ignored."""
         self._paces.pop(request_id, None)
@@ -38,20 +50,21 @@ class Paces:
         """Return how long the step that makes its next token may take from `now_s`; infinity without a limit.
 
         `tokens` will be made by `now_s`, from when nothing else is computed. The mean counts, so a sequence that is
-        ahead of its limit lets a longer chunk through, up to `MOST_LIMITS` limits; one that is behind asks for no more
-        than the limit itself. One that would miss its limit even if each of the `left_tokens` that it may still make
-        took only `alone_s`, a step of itself alone, asks for nothing any more: it would only make prompts late.
+        ahead of its limit lets a longer chunk through, up to `MOST_LIMITS` limits; one that is behind asks for less than
+        the limit, down to `CATCH_UP` of it. One that would miss its limit even if each of the `left_tokens` that it may
+        still make took only `alone_s`, a step of itself alone, asks for nothing any more: it would only make prompts
+        late.
         """
         pace = self._paces.get(request_id)
         if pace is None:
             return math.inf
         if pace.begun_s == math.inf or tokens <= pace.repeated_tokens:
-            pace.begun_s, pace.begun_with_tokens = now_s, tokens
+            pace.begun_s, pace.begun_with_tokens = now_s - pace.waited_s, tokens
         spent_s, made = now_s - pace.begun_s, tokens - pace.begun_with_tokens
         if spent_s + left_tokens * alone_s > pace.limit_s * (made + left_tokens):
             return math.inf
         allowed_s = TPOT_LIMIT_USED * pace.limit_s
-        return min(MOST_LIMITS * allowed_s, max(allowed_s, allowed_s * (made + 1) - spent_s))
+        return min(MOST_LIMITS * allowed_s, max(CATCH_UP * allowed_s, allowed_s * (made + 1) - spent_s))
 
     def arrival_s(self, request_id: str) -> float:
         """Return how long a step may take while the sequence's KV is on its way; infinity without a limit.

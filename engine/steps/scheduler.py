@@ -156,6 +156,8 @@ class Bounded:
         step_s = self.step_target_s if sequences and self.step_target_s > 0.0 else math.inf
         context_tokens = sum(request.num_computed_tokens for request in sequences)
         if self._paces:
+            for request in batch.joining:  # its KV came at any moment of the last step
+                self._paces.joins(request.request_id, self._step_clock.took_s / 2)
             for request in sequences:
                 made = request.num_output_tokens + request.num_output_placeholders
                 alone_s = self._step_fit.model.step_s(0, 1, request.num_computed_tokens, 0.0)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from contracts.workers import TPOT_LIMIT_USED
-from engine.steps.pace import Paces
+from engine.steps.pace import CATCH_UP, Paces
 
 LIMIT_S = 0.1
 STEP_S = TPOT_LIMIT_USED * LIMIT_S
@@ -19,11 +19,28 @@ def test_a_sequence_without_a_limit_bounds_nothing():
     assert Paces().allowance_s("a", 3, LEFT, 0.0) == math.inf
 
 
-def test_a_sequence_that_is_behind_asks_for_its_limit_and_no_more():
+def test_a_sequence_that_is_behind_asks_for_shorter_steps_until_its_mean_is_kept_again():
     paces = Paces()
     paces.expect("a", LIMIT_S)
     assert paces.allowance_s("a", 1, LEFT, 10.0) == pytest.approx(STEP_S)
-    assert paces.allowance_s("a", 2, LEFT, 15.0) == pytest.approx(STEP_S)
+    assert paces.allowance_s("a", 2, LEFT, 10.0 + 1.1 * STEP_S) == pytest.approx(0.9 * STEP_S)
+    assert paces.allowance_s("a", 3, LEFT, 10.0 + 2 * STEP_S) == pytest.approx(STEP_S)
+
+
+def test_however_far_a_sequence_is_behind_prompts_go_on_beside_it():
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    paces.allowance_s("a", 1, LEFT, 10.0)
+    assert paces.allowance_s("a", 2, LEFT, 15.0) == pytest.approx(CATCH_UP * STEP_S)
+
+
+def test_what_a_sequence_has_waited_since_its_kv_came_counts():
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    paces.joins("a", 0.1 * STEP_S)
+    paces.joins("unknown", 1.0)
+    assert paces.allowance_s("a", 1, LEFT, 10.0) == pytest.approx(0.9 * STEP_S)
+    assert paces.allowance_s("a", 2, LEFT, 10.0 + 0.9 * STEP_S) == pytest.approx(STEP_S)
 
 
 def test_a_sequence_that_is_ahead_lets_a_longer_step_through_and_its_mean_is_still_kept():
@@ -70,5 +87,5 @@ def test_a_sequence_that_can_no_longer_keep_its_limit_asks_for_nothing():
     paces.expect("a", LIMIT_S)
     paces.allowance_s("a", 1, 10, 0.0)
     late_s = 9 * LIMIT_S
-    assert paces.allowance_s("a", 2, 9, late_s, alone_s=0.0) == pytest.approx(STEP_S)
+    assert paces.allowance_s("a", 2, 9, late_s, alone_s=0.0) == pytest.approx(CATCH_UP * STEP_S)
     assert paces.allowance_s("a", 2, 9, late_s, alone_s=LIMIT_S / 2) == math.inf
