@@ -50,10 +50,10 @@ class Paces:
         """Return how long the step that makes its next token may take from `now_s`; infinity without a limit.
 
         `tokens` will be made by `now_s`, from when nothing else is computed. The mean counts, so a sequence that is
-        ahead of its limit lets a longer chunk through, up to `MOST_LIMITS` limits; one that is behind asks for less than
-        the limit, down to `CATCH_UP` of it. One that would miss its limit even if each of the `left_tokens` that it may
-        still make took only `alone_s`, a step of itself alone, asks for nothing any more: it would only make prompts
-        late.
+        ahead of its limit lets a longer chunk through, up to `MOST_LIMITS` limits; one that is behind asks for less
+        than the limit, down to `CATCH_UP` of it. One that would miss its limit even if each of the `left_tokens` that
+        it may still make took only `alone_s`, a step of itself alone, asks for nothing any more: it would only make
+        prompts late.
         """
         pace = self._paces.get(request_id)
         if pace is None:
