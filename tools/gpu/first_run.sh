@@ -39,7 +39,7 @@ split() { # transport
   $python -m tools.gpu.answers record http://127.0.0.1:8000 "$out/$1.json" --longest-chars "$longest_chars"
   local status=$?
   curl -sf http://127.0.0.1:8000/metrics >"$out/metrics-$1.txt" || status=1
-  grep -E '^ridgeline_handoffs_total|^ridgeline_kv_pair' "$out/metrics-$1.txt"
+  grep -E '^ridgeline_(kv_pair|fetches_total|kv_transfer_bytes_total)' "$out/metrics-$1.txt"
   "$ridgeline" stop --name "$name" || status=1
   return $status
 }
