@@ -6,6 +6,8 @@ client.py              measures what our load generator adds, against a server w
 clocks.py              compares a client's clock with the server's histograms
 codec_speed.py         measures how fast KV is encoded and decoded
 decision_cost.py       measures what a decision of mode adaptive costs the router
+gil_waits.py           measures for how long transfers keep an engine's thread from the interpreter lock
+grpc_ceiling.py        measures how fast gRPC moves a hand-off at most
 hand_over.py           measures the gap between the first two tokens with and without overlap, alone and under load
 idle_cpu.py            measures the CPU time of an idle deployment, by process
 modes/                 the map of three modes over limits of TTFT and TPOT, on one fleet

@@ -1,4 +1,5 @@
-"""What a machine with one CUDA GPU can prove of this project in minutes, with torch, numpy and msgspec alone.
+"""What a machine with one CUDA GPU can prove of this project in minutes, with torch, numpy and msgspec alone,
+and with `first_run.sh` what a machine with vLLM and two of them can.
 
 check.py         runs all of it, prints a table, writes JSON
 result.py        the rows of that table
@@ -8,4 +9,6 @@ ipc.py           a second process that copies blocks out of the first one's cach
 peaks.py         peak FLOP/s and bandwidth, against roofline/hardware.py
 interference.py  a decode-shaped loop beside transfers
 layers.py        transformer layers against the measured roofline
+answers.py       records a server's greedy answers, and compares two recordings
+plain.py         records those of plain vLLM
 """

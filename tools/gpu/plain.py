@@ -1,4 +1,4 @@
-"""Records what plain vLLM answers, run like a decode worker of a configuration; used by `first_run.sh`.
+"""Records what plain vLLM answers, run like a decode worker of a configuration.
 
 usage: python -m tools.gpu.plain CONFIG.yaml OUT.json [--model NAME] [--longest-chars 16000]
 """
