@@ -96,9 +96,9 @@ class Stepping:
         self.tokens[name] = []
         return request
 
-    def join(self, name: str, prompt_tokens: int, max_tokens: int = 20) -> Request:
+    def join(self, name: str, prompt_tokens: int, max_tokens: int = 20, **extra: Any) -> Request:
         """Add a request whose KV has been transferred, as vLLM's queue then holds it."""
-        request = self.add(name, prompt_tokens, max_tokens)
+        request = self.add(name, prompt_tokens, max_tokens, **extra)
         self.scheduler.waiting.remove_request(request)
         assert self.scheduler.kv_cache_manager.allocate_slots(request, prompt_tokens) is not None
         request.num_computed_tokens = prompt_tokens - 1

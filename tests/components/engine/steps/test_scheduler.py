@@ -19,8 +19,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from contracts.workers import TPOT_LIMIT_USED
 from engine.connector.scheduler_side import FETCH
 from engine.request.sampling import FORCED, TPOT_LIMIT
+from engine.steps.pace import CATCH_UP
 from engine.steps.scheduler import BoundedAsyncScheduler, BoundedScheduler, bound_steps
 
 Make = Callable[..., Stepping]
@@ -209,6 +211,21 @@ def test_a_sequence_that_just_began_is_not_disturbed_beyond_its_limit(make: Make
         engine.step()
     assert max(gaps(engine, "limited")) <= limit_s
     assert mean_tpot(engine, "limited") <= limit_s
+
+
+def test_a_sequence_that_waited_for_a_long_step_to_end_asks_for_a_shorter_one(make: Make):
+    limit_s = 6.0 * DECODE_S
+    longest_s = []
+    for prompt_tokens in (2, 800):
+        engine = warmed(make())
+        engine.add("before", prompt_tokens, 1)
+        engine.step()
+        engine.join("joins", 200, 60, **{TPOT_LIMIT: limit_s})
+        engine.add("long", 3000, 1)
+        assert "joins" in engine.step()
+        longest_s.append(engine.times_s[-1])
+    after_short_s, after_long_s = longest_s
+    assert after_long_s <= 1.02 * CATCH_UP * TPOT_LIMIT_USED * limit_s < after_short_s
 
 
 def test_sequences_without_a_limit_do_not_bound_and_the_tightest_limit_counts(make: Make):
