@@ -105,7 +105,7 @@ bench-modes: model  ## the map of three modes over limits of TTFT and TPOT, thre
 bench-client: setup  ## the load generator against a server without a model: lag, floors, CPU a token; writes runs/bench-client (about 90 s)
 	@$(BIN)/python -m tools.bench.client
 
-against-vllm-bench: model  ## the load generator and vllm bench serve in alternation; without URL=.., a server without a model (about 4 minutes)
+against-vllm-bench: model  ## the load generator and vllm bench serve in alternation; without URL=.., a server without a model (about 6 minutes)
 	@$(BIN)/python -m tools.bench.against_vllm_bench $(if $(URL),--url $(URL),--tokenizer "$$($(BIN)/ridgeline model | tail -1)") $(BENCH)
 
 chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)

@@ -44,9 +44,9 @@ def make_app(ttft_s: float, tpot_s: float, tokenizer: str | None) -> web.Applica
             await asyncio.sleep(came_s + ttft_s + number * tpot_s - asyncio.get_running_loop().time())
             last = number == total - 1
             await response.write(token.replace(b"null", b'"length"') if last else token)
-        prompt = asked.get("prompt", ())
-        prompt_tokens = len(prompt) if isinstance(prompt, list) else len(str(prompt).split())
-        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": total, "total_tokens": prompt_tokens + total}
+        usage = {"completion_tokens": total}
+        if isinstance(prompt := asked.get("prompt"), list):  # of a text only a tokenizer knows how many it has
+            usage |= {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + total}
         await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response

@@ -245,7 +245,7 @@ def _record(
         index=request.index,
         scheduled_s=scheduled_s,
         sent_s=sent_s,
-        input_tokens=usage.prompt_tokens if usage else request.input_tokens,
+        input_tokens=(usage.prompt_tokens if usage else 0) or request.input_tokens,
         output_tokens=output_tokens,
         requested_output_tokens=request.output_tokens,
         ttft_s=times_s[0] if times_s else None,
