@@ -5,9 +5,9 @@ predicted (`router.fleet.prediction`) what the request would see, whom else it w
 much of the workers' time it would take. The choice is the option that loses the fewest requests:
 
     lost = limits that it is likely to break, its own and others' + work / least work of all options - 1
+           + `OVERDUE` for each limit on TTFT by which its first token comes too late
 
-since one that takes twice the time that it must takes the time of another request. A first token that comes late by far
-counts more than one that is a little late. Of options that lose about the same,
+since one that takes twice the time that it must takes the time of another request. Of options that lose about the same,
 the one with the least latency is chosen, its own and what it adds to others'. Without limits nothing is broken, and
 only latency counts: its mean is kept low.
 

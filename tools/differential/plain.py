@@ -45,9 +45,9 @@ class PlainServer:
             lines = self._output.read_text(errors="replace").splitlines()[-TOLD_LINES:]
             raise PlainServerEnded("\n  ".join([f"plain vLLM ended with exit code {code}; its last lines:", *lines]))
 
-    async def ready(self) -> None:
+    async def ready(self, within_s: float = STARTS_WITHIN_S) -> None:
         """Wait until the server answers. Raises PlainServerEnded or TimeoutError."""
-        deadline_s = time.monotonic() + STARTS_WITHIN_S
+        deadline_s = time.monotonic() + within_s
         while time.monotonic() < deadline_s:
             self.check()
             try:
@@ -55,7 +55,7 @@ class PlainServer:
                     return
             except httpx.TransportError:
                 await asyncio.sleep(0.5)
-        raise TimeoutError(f"plain vLLM did not answer within {STARTS_WITHIN_S} s")
+        raise TimeoutError(f"plain vLLM did not answer within {within_s:.0f} s")
 
 
 def arguments(plan: Plan, port: int) -> list[str]:

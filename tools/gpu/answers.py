@@ -111,6 +111,13 @@ async def record(url: str, longest_chars: int) -> Recording:
     return Recording(url, model, ttft_ms, [task.result() for task in tasks])
 
 
+def save(recording: Recording, path: Path) -> None:
+    """Write a recording, and say what it is."""
+    path.write_bytes(msgspec.json.encode(recording))
+    median_ms = statistics.median(recording.ttft_ms)
+    sys.stdout.write(f"{len(recording.answers)} answers, TTFT of short prompts {median_ms:.1f} ms: {path}\n")
+
+
 def _body(model: str, prompt: str, output_tokens: int) -> dict[str, Any]:
     return {"model": model, "prompt": prompt, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
 
@@ -147,10 +154,7 @@ def main() -> int:
     comparing.add_argument("--tie-nat", type=float, default=TIE_NAT)
     asked = parser.parse_args()
     if asked.command == "record":
-        result = asyncio.run(record(asked.url, asked.longest_chars))
-        asked.out.write_bytes(msgspec.json.encode(result))
-        median_ms = statistics.median(result.ttft_ms)
-        sys.stdout.write(f"{len(result.answers)} answers, TTFT of short prompts {median_ms:.1f} ms: {asked.out}\n")
+        save(asyncio.run(record(asked.url, asked.longest_chars)), asked.out)
         return 0
     decode = msgspec.json.Decoder(Recording).decode
     compared = compare(decode(asked.reference.read_bytes()), decode(asked.other.read_bytes()), asked.tie_nat)

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
-import sys
 from pathlib import Path
-
-import msgspec
 
 from cluster.config.loader import load_config
 from cluster.runtime.plan import make_plan
 from tools.differential.plain import plain_vllm
-from tools.gpu.answers import Recording, record
+from tools.gpu.answers import Recording, record, save
 
 
 async def answers(config: Path, model: str | None, longest_chars: int) -> Recording:
@@ -24,7 +20,7 @@ async def answers(config: Path, model: str | None, longest_chars: int) -> Record
     loaded = load_config(config, {"model.path": model} if model else {})
     plan = await asyncio.to_thread(make_plan, loaded.config)
     async with plain_vllm(plan) as server:
-        await server.ready()
+        await server.ready(plan.config.supervision.start_timeout_s)
         return await record(str(server.http.base_url), longest_chars)
 
 
@@ -36,10 +32,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--longest-chars", type=int, default=16_000)
     asked = parser.parse_args()
-    recorded = asyncio.run(answers(asked.config, asked.model, asked.longest_chars))
-    asked.out.write_bytes(msgspec.json.encode(recorded))
-    median_ms = statistics.median(recorded.ttft_ms)
-    sys.stdout.write(f"{len(recorded.answers)} answers, TTFT of short prompts {median_ms:.1f} ms: {asked.out}\n")
+    save(asyncio.run(answers(asked.config, asked.model, asked.longest_chars)), asked.out)
 
 
 if __name__ == "__main__":
