@@ -34,12 +34,20 @@ plain_vllm() { # one engine with the settings of a decode worker
   $python -m tools.gpu.plain "$config" "$out/plain.json" ${MODEL:+--model "$MODEL"} --longest-chars "$longest_chars"
 }
 
+all_fetched() { # metrics file: equal tokens prove nothing of a transport if decode computed the prompts itself
+  grep -q '^ridgeline_fetches_total{.*result="ok"' "$1" && ! grep '^ridgeline_fetches_total' "$1" | grep -qv 'result="ok"\| 0\.0$' &&
+    return 0
+  echo "not every prompt's KV was fetched: see ridgeline_fetches_total and ridgeline_recompute_total in $1"
+  return 1
+}
+
 split() { # transport
   "$ridgeline" serve -c "$config" "${settings[@]}" --set "transfer.transport=$1" --detach || return 1
   $python -m tools.gpu.answers record http://127.0.0.1:8000 "$out/$1.json" --longest-chars "$longest_chars"
   local status=$?
   curl -sf http://127.0.0.1:8000/metrics >"$out/metrics-$1.txt" || status=1
   grep -E '^ridgeline_(kv_pair|fetches_total|kv_transfer_bytes_total)' "$out/metrics-$1.txt"
+  all_fetched "$out/metrics-$1.txt" || status=1
   "$ridgeline" stop --name "$name" || status=1
   return $status
 }
