@@ -54,6 +54,9 @@ TPOT_LIMIT_USED = 0.95
 predicted."""
 MOST_LIMITS = 2.0
 """A step takes at most so many limits on TPOT, however far all sequences are ahead: a reader sees the gap."""
+BORROWED = 0.5
+"""Prompts may put a sequence behind its limit by this part of what it can save in the tokens that it is expected to
+make, since steps without prompts are shorter than the limit. They are computed in fewer steps then."""
 LEAST_PROMPT_SHARE = 0.02
 """Prompts may always lengthen a step by this share of its decode part, so that they go on whatever limits there are."""
 

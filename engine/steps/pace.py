@@ -6,17 +6,28 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from contracts.workers import MOST_LIMITS, TPOT_LIMIT_USED
+from contracts.workers import BORROWED, MOST_LIMITS, TPOT_LIMIT_USED
 
 CATCH_UP: Final = 0.75
 """A sequence that is behind asks for steps that are down to this part of what its limit leaves. Steps take longer than
 predicted now and then; without this, each such step would stay in the mean for good."""
 
 
+@dataclass(frozen=True)
+class BareSteps:
+    """What steps without prompts take."""
+
+    alone_s: float = 0.0
+    """One of the sequence alone."""
+    together_s: float = math.inf
+    """One of all that decode."""
+
+
 @dataclass
 class _Pace:
     limit_s: float
     repeated_tokens: int
+    expected_tokens: float
     begun_s: float = math.inf
     """When its first token here was due to be there, or its first step began; infinity before."""
     begun_with_tokens: int = 0
@@ -33,9 +44,12 @@ class Paces:
     def __bool__(self) -> bool:
         return bool(self._paces)
 
-    def expect(self, request_id: str, limit_s: float, repeated_tokens: int = 0) -> None:
-        """Register a sequence. Its first `repeated_tokens` its client has already, so they do not put it ahead."""
-        self._paces[request_id] = _Pace(limit_s, repeated_tokens)
+    def expect(self, request_id: str, limit_s: float, repeated_tokens: int = 0, expected_tokens: float = 0.0) -> None:
+        """Register a sequence that is expected to make so many tokens.
+
+        Its first `repeated_tokens` its client has already, so they do not put it ahead.
+        """
+        self._paces[request_id] = _Pace(limit_s, repeated_tokens, expected_tokens)
 
     def joins(self, request_id: str, waited_s: float) -> None:
         """Note how long a sequence has waited for its first step since its KV came; unknown ids are ignored."""
@@ -46,14 +60,14 @@ class Paces:
         """Forget a sequence that has ended; unknown ids are ignored."""
         self._paces.pop(request_id, None)
 
-    def allowance_s(self, request_id: str, tokens: int, left_tokens: int, now_s: float, alone_s: float = 0.0) -> float:
+    def allowance_s(self, request_id: str, tokens: int, left_tokens: int, now_s: float, bare: BareSteps) -> float:
         """Return how long the step that makes its next token may take from `now_s`; infinity without a limit.
 
         `tokens` will be made by `now_s`, from when nothing else is computed. The mean counts, so a sequence that is
-        ahead of its limit lets a longer chunk through, up to `MOST_LIMITS` limits; one that is behind asks for less
+        ahead of its limit lets a longer chunk through, and so does one that will be, by `BORROWED` of what it can save
+        in the tokens that it is expected to make: up to `MOST_LIMITS` limits. One that is further behind asks for less
         than the limit, down to `CATCH_UP` of it. One that would miss its limit even if each of the `left_tokens` that
-        it may still make took only `alone_s`, a step of itself alone, asks for nothing any more: it would only make
-        prompts late.
+        it may still make took only a step of itself alone asks for nothing any more: it would only make prompts late.
         """
         pace = self._paces.get(request_id)
         if pace is None:
@@ -61,10 +75,13 @@ class Paces:
         if pace.begun_s == math.inf or tokens <= pace.repeated_tokens:
             pace.begun_s, pace.begun_with_tokens = now_s - pace.waited_s, tokens
         spent_s, made = now_s - pace.begun_s, tokens - pace.begun_with_tokens
-        if spent_s + left_tokens * alone_s > pace.limit_s * (made + left_tokens):
+        if spent_s + left_tokens * bare.alone_s > pace.limit_s * (made + left_tokens):
             return math.inf
         allowed_s = TPOT_LIMIT_USED * pace.limit_s
-        return min(MOST_LIMITS * allowed_s, max(CATCH_UP * allowed_s, allowed_s * (made + 1) - spent_s))
+        after_next = max(0.0, min(left_tokens, pace.expected_tokens - tokens) - 1.0)
+        saves_s = after_next * max(0.0, allowed_s - bare.together_s)
+        may_take_s = allowed_s * (made + 1) - spent_s + BORROWED * saves_s
+        return min(MOST_LIMITS * allowed_s, max(CATCH_UP * allowed_s, may_take_s))
 
     def arrival_s(self, request_id: str) -> float:
         """Return how long a step may take while the sequence's KV is on its way; infinity without a limit.

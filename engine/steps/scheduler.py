@@ -20,11 +20,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from engine.connector.messages import STEP_MODEL
-from engine.request.sampling import FORCED, TPOT_LIMIT
+from engine.request.sampling import EXPECTED_TOKENS, FORCED, TPOT_LIMIT
 from engine.steps.bound import Prompt, most_prefill_tokens
 from engine.steps.clock import StepClock
 from engine.steps.model import StepFit, StepLoad
-from engine.steps.pace import Paces
+from engine.steps.pace import BareSteps, Paces
 
 GROWTH: Final = 2
 """A bounded step has at most this many times the prompt tokens of the longest one that has been measured."""
@@ -89,7 +89,8 @@ class Bounded:
         """Take a request, and its limit if it has one."""
         extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
         if (limit_s := float(extra.get(TPOT_LIMIT, 0.0))) > 0.0:
-            self._paces.expect(request.request_id, limit_s, len(extra.get(FORCED, ())))
+            expected_tokens = float(extra.get(EXPECTED_TOKENS, 0.0))
+            self._paces.expect(request.request_id, limit_s, len(extra.get(FORCED, ())), expected_tokens)
         super().add_request(request)  # type: ignore[misc]
         if limit_s > 0.0 and self.connector is not None and self.connector.scheduler.awaits_kv(request.request_id):
             # It must not wait for the prompts that came before it, since its fetch begins when it has its blocks. vLLM
@@ -158,11 +159,13 @@ class Bounded:
         if self._paces:
             for request in batch.joining:  # its KV came at any moment of the last step
                 self._paces.joins(request.request_id, self._step_clock.took_s / 2)
+            model = self._step_fit.model
+            together_s = model.step_s(0, len(sequences), context_tokens, 0.0)
             for request in sequences:
                 made = request.num_output_tokens + request.num_output_placeholders
-                alone_s = self._step_fit.model.step_s(0, 1, request.num_computed_tokens, 0.0)
-                allowed_s = self._paces.allowance_s(request.request_id, made, request.max_tokens - made, now_s, alone_s)
-                step_s = min(step_s, allowed_s)
+                bare = BareSteps(model.step_s(0, 1, request.num_computed_tokens, 0.0), together_s)
+                left = request.max_tokens - made
+                step_s = min(step_s, self._paces.allowance_s(request.request_id, made, left, now_s, bare))
             for request in self.kv_holding_waiting:
                 step_s = min(step_s, self._paces.arrival_s(request.request_id))
         if step_s == math.inf or not (batch.prompts or self.waiting or self.kv_holding_waiting):

@@ -59,7 +59,7 @@ class Legs:
         async with self._placement.place(attempt.wish) as place:
             timeline.router_queue_s += timeline.clock() - began_s
             timeline.path, timeline.decision = place.route.path, place.decision
-            attempt.engine_keeps_limits = place.decision is not None
+            attempt.decision = place.decision
             attempt.progress.advance("prefilling")
             yield place
 

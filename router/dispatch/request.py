@@ -11,6 +11,7 @@ from contracts.handoff import KvHandoff
 from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import FirstToken, Leg, Pool
 from router.client_identity import ANONYMOUS
+from router.fleet.adaptive import Decision
 from router.fleet.policy import Demand
 from router.fleet.prefixes import BlockHashes, block_hashes
 from router.flow.placement import Answer, Wish
@@ -155,8 +156,8 @@ class Attempt:
             canary=request.canary,
         )
         """What it wants now."""
-        self.engine_keeps_limits = False
-        """Whether the engines bound their steps by this request's limit on TPOT."""
+        self.decision: Decision | None = None
+        """Why it goes where it goes, if that was predicted: engines then bound their steps by its limit on TPOT."""
         self._suffix = f"-again{number}" if number else ""
 
     def answer(self) -> Answer:
@@ -204,9 +205,11 @@ class Attempt:
             reasoning_ended=request.reasoning_ended,
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             cache_salt=request.cache_salt,
-            tpot_limit_s=self._tpot_limit_s(),
+            **self._limits(),
         )
 
-    def _tpot_limit_s(self) -> float:
+    def _limits(self) -> dict[str, float]:
         limit_s = self.wish.demand.tpot_limit_s
-        return limit_s if self.engine_keeps_limits and math.isfinite(limit_s) else 0.0
+        if self.decision is None or not math.isfinite(limit_s):
+            return {}
+        return {"tpot_limit_s": limit_s, "expected_output_tokens": self.decision.output_tokens}

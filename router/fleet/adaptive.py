@@ -105,6 +105,8 @@ class Decision(msgspec.Struct, frozen=True):
     """`within_limits`, `fewest_broken` (it is likely to break one) or `least_latency` (there are no limits)."""
     others: tuple[Option, ...] = ()
     """The next best options, best first."""
+    output_tokens: float = 0.0
+    """The length of the answer that was expected."""
 
 
 class Glance(Protocol):
@@ -166,7 +168,7 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
                 if prompt is not decode:
                     gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + waits_s
                     options.append(_option(wanted, prompt, decode, gap_s))
-    return _within_limits(options) if wanted.limited else _least_latency(options)
+    return _within_limits(wanted, options) if wanted.limited else _least_latency(wanted, options)
 
 
 def short_list(workers: Sequence[Seen]) -> Sequence[Seen]:
@@ -188,12 +190,12 @@ def _cheapest_to_add_to(one: Glance) -> tuple[bool, bool, float]:
     return one.favours == "prefill", one.favours is None and not one.decodes, one.decodes
 
 
-def _least_latency(options: list[Option]) -> Decision:
+def _least_latency(wanted: Wanted, options: list[Option]) -> Decision:
     first, *others = nsmallest(1 + CONSIDERED, options, key=lambda option: option.latency_s * (1 + option.against))
-    return Decision(first, "least_latency", tuple(others))
+    return Decision(first, "least_latency", tuple(others), wanted.output_tokens)
 
 
-def _within_limits(options: list[Option]) -> Decision:
+def _within_limits(wanted: Wanted, options: list[Option]) -> Decision:
     least_s = max(1e-9, min(option.work_s for option in options))
 
     def lost(option: Option) -> float:
@@ -203,7 +205,8 @@ def _within_limits(options: list[Option]) -> Decision:
     about = min(map(lost, options)) + ABOUT
     chosen = min((option for option in options if lost(option) <= about), key=lambda option: option.latency_s)
     others = nsmallest(CONSIDERED, (option for option in options if option is not chosen), key=lost)
-    return Decision(chosen, "fewest_broken" if chosen.broken >= 0.5 else "within_limits", tuple(others))
+    reason = "fewest_broken" if chosen.broken >= 0.5 else "within_limits"
+    return Decision(chosen, reason, tuple(others), wanted.output_tokens)
 
 
 class _View(msgspec.Struct):

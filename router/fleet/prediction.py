@@ -3,14 +3,15 @@
 Used by `router.fleet.adaptive`. In the formulas, n sequences with c tokens of context decode on the worker, L is the
 least time per output token that one of them may take, and step(P, n, c, A) is `contracts.workers.StepModel`:
 
-- s = step(0, n, c, 0) is a step without prompts. While n > 0, the engine lets a step take
-  T = max(`TPOT_LIMIT_USED` L, s): it computes as many prompt tokens as fit (`engine.steps`), or as many as its limit
-  says if no sequence has an L. Sequences that are ahead of their limits let it take longer: by `AHEAD` (T - s), on
-  average. While nothing decodes but sequences are to come, T = `MOST_LIMITS` `TPOT_LIMIT_USED` L.
-- a prompt of p tokens takes w = p times the time per prompt token, with its attention, and
-  k = max(w / max((1 + `AHEAD`) (T - s), `LEAST_PROMPT_SHARE` s), p / tokens of a step) steps: w + k s in all. The
-  prompts before it are computed beside what decodes now; then it is, beside what will decode by then as well, since
-  they are about to have their first tokens.
+- s = step(0, n, c, 0) is a step without prompts, and T = `TPOT_LIMIT_USED` L the longest that keeps all limits. While
+  n > 0, the engine computes as many prompt tokens in a step as fit (`engine.steps`), or as many as its limit says if no
+  sequence has an L. In the first steps beside a prompt that is `MOST_LIMITS` T, until sequences with r tokens left on
+  average have been put behind by `BORROWED` r (T - s), and then (1 + `AHEAD`) T - `AHEAD` s on average. While nothing
+  decodes but sequences are to come, it is `MOST_LIMITS` T.
+- a prompt of p tokens takes w = p times the time per prompt token, with its attention, and k steps, in which there is
+  room for w beside s, for at least `LEAST_PROMPT_SHARE` s in each, and for at most as many tokens as a step may have:
+  w + k s in all. The prompts before it are computed beside what decodes now; then it is, beside what will decode by
+  then as well, since they are about to have their first tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from contracts.vocabulary import Phase
-from contracts.workers import LEAST_PROMPT_SHARE, MOST_LIMITS, TPOT_LIMIT_USED, StepModel
+from contracts.workers import BORROWED, LEAST_PROMPT_SHARE, MOST_LIMITS, TPOT_LIMIT_USED, StepModel
 
 AHEAD = 0.25
 """By how much more than their limits leave sequences let prompts lengthen steps, on average, since some of them are
@@ -68,6 +69,8 @@ class Load(msgspec.Struct, frozen=True):
     """Those and the ones that will, once their prompts are computed, here or elsewhere."""
     context_tokens: float = 0.0
     """Tokens of the latter's contexts."""
+    left_tokens: float = 0.0
+    """Tokens that one that decodes has still to make, on average."""
     tpot_limit_s: float = math.inf
     """The least time per output token that one of them may take."""
     step_target_s: float = math.inf
@@ -144,19 +147,31 @@ def prompt_s(load: Load, tokens: float, attends: float) -> float:
 
 def _beside_s(load: Load, tokens: float, attends: float, sequences: float, *, comes: bool = False) -> float:
     """Return the seconds that prompt tokens take beside so many of the sequences; `comes`: others are on their way."""
-    work_s, steps = compute_s(load, tokens, attends), math.ceil(tokens / load.step_tokens)
-    if not sequences and not comes:
-        return work_s + steps * load.model.base_s
-    limit_s = TPOT_LIMIT_USED * load.tpot_limit_s
+    work_s = compute_s(load, tokens, attends)
     if sequences:
         alone_s = load.model.step_s(0, sequences, load.context_tokens * sequences / load.decodes, 0)
-        allowed_s = min((1.0 + AHEAD) * (limit_s - alone_s), load.step_target_s - alone_s)
+        steps = _steps_beside(load, work_s, alone_s)
     else:
         alone_s = load.model.base_s
-        allowed_s = MOST_LIMITS * limit_s - alone_s
-    if math.isfinite(allowed_s):
-        steps = max(steps, math.ceil(work_s / max(allowed_s, LEAST_PROMPT_SHARE * alone_s)))
-    return work_s + steps * alone_s
+        steps = work_s / _room_s(alone_s, MOST_LIMITS * TPOT_LIMIT_USED * load.tpot_limit_s, math.inf) if comes else 0.0
+    return work_s + math.ceil(max(steps, tokens / load.step_tokens)) * alone_s
+
+
+def _steps_beside(load: Load, work_s: float, alone_s: float) -> float:
+    """Return the steps in which sequences that take `alone_s` for one without prompts leave room for this work."""
+    limit_s = TPOT_LIMIT_USED * load.tpot_limit_s
+    if limit_s == math.inf:
+        return work_s / _room_s(alone_s, math.inf, load.step_target_s)
+    spare_s = max(0.0, limit_s - alone_s)
+    longest_s = _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s)
+    long_steps = min(work_s / longest_s, BORROWED * load.left_tokens * spare_s / ((MOST_LIMITS - 1.0) * limit_s))
+    usual_s = _room_s(alone_s, alone_s + (1.0 + AHEAD) * spare_s, load.step_target_s)
+    return long_steps + (work_s - long_steps * longest_s) / usual_s
+
+
+def _room_s(alone_s: float, step_s: float, target_s: float) -> float:
+    """Return the part of a step that prompts may have."""
+    return max(min(step_s, target_s) - alone_s, LEAST_PROMPT_SHARE * alone_s)
 
 
 def tpot_s(load: Load, alone_s: float, output_tokens: float, after_prompts_s: float = 0.0) -> float:

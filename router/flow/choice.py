@@ -117,7 +117,8 @@ class ByPrediction:
                 candidates.append(self._candidate(worker, load, demand))
         looked_at = short_list(candidates)
         by_id = {one.load.worker_id: one.worker for one in looked_at}
-        loads = [_load_of(one, model) for one in looked_at]
+        left_tokens = self._learned.output_tokens(0) / 2
+        loads = [_load_of(one, model, left_tokens) for one in looked_at]
         cached_by_id = {one.worker_id: one.cached_tokens for one in loads}
         bytes_per_token = _kv_bytes_per_token(roomy[0][0])
 
@@ -211,7 +212,7 @@ def _alike(workers: Sequence[Worker]) -> Workers | None:
     return None
 
 
-def _load_of(one: _Candidate, model: StepModel) -> Load:
+def _load_of(one: _Candidate, model: StepModel, left_tokens: float) -> Load:
     """Return what predictions need of a worker; `model` is another worker's, if it has none of its own yet."""
     worker, now, role = one.worker, one.worker.outstanding, one.worker.role
     idle = Load(
@@ -222,6 +223,7 @@ def _load_of(one: _Candidate, model: StepModel) -> Load:
         decoding=now.decoding,
         decodes=now.decodes,
         context_tokens=now.context_tokens,
+        left_tokens=left_tokens,
         tpot_limit_s=worker.tpot_limit_s,
         step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
         room=one.room,

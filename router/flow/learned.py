@@ -30,6 +30,18 @@ LEAST_LINK_S: Final = 1e-4
 """Hand-offs in less time say nothing of the rate."""
 
 
+class _Mean:
+    """A mean in which older values weigh less and less; the first ones count alike."""
+
+    def __init__(self, unknown: float) -> None:
+        self.value = float(unknown)
+        self._number = 0
+
+    def add(self, value: float) -> None:
+        self._number += 1
+        self.value += max(WEIGHT, 1 / self._number) * (value - self.value)
+
+
 class Learned:
     """Means over the latest answers, and a record of prompts; one object per placement."""
 
@@ -38,15 +50,15 @@ class Learned:
         self.rebalancer = Rebalancer(rebalance)
         self._incarnations: dict[str, str] = {}
         """The incarnations of which prefixes are known, by worker id."""
-        self._part = UNKNOWN_PART
-        self._output_tokens = float(UNKNOWN_OUTPUT_TOKENS)
+        self._part = _Mean(UNKNOWN_PART)
+        self._output_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)
         self._bytes_per_s: dict[tuple[str, str], float] = {}
 
     def answered(self, longest_tokens: int, output_tokens: int) -> None:
         """Learn from a complete answer; `longest_tokens` is 0 if it might have been of any length."""
-        self._output_tokens += WEIGHT * (output_tokens - self._output_tokens)
+        self._output_tokens.add(output_tokens)
         if longest_tokens:
-            self._part += WEIGHT * (min(1.0, output_tokens / longest_tokens) - self._part)
+            self._part.add(min(1.0, output_tokens / longest_tokens))
 
     def moved(self, source: str, sink: str, num_bytes: int, took_s: float) -> None:
         """Learn from a hand-off between two workers."""
@@ -56,7 +68,7 @@ class Learned:
 
     def output_tokens(self, longest_tokens: int) -> float:
         """Return the expected length of an answer, which may have `longest_tokens` (0: any number)."""
-        return max(1.0, self._part * longest_tokens) if longest_tokens else self._output_tokens
+        return max(1.0, self._part.value * longest_tokens) if longest_tokens else self._output_tokens.value
 
     def bytes_per_s(self, source: str, sink: str) -> float:
         """Return how fast KV moves from one worker to the other."""

@@ -19,12 +19,13 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
+from statistics import mean
 from typing import Final
 
 from contracts.vocabulary import Mode, Phase
 from contracts.workers import StepModel
 from engine.steps.bound import Prompt, most_prefill_tokens
-from engine.steps.pace import Paces
+from engine.steps.pace import BareSteps, Paces
 from router.fleet.adaptive import Wanted, choose
 from router.fleet.prediction import Load, idle_prompt_s, with_prompts
 from router.fleet.rebalance import Rebalancer
@@ -147,17 +148,19 @@ class Worker:
     def _prompt_tokens(self, now_s: float, context_tokens: int) -> int:
         """Return how many prompt tokens the step may have, as `engine.steps.scheduler` bounds them."""
         free, sequences = self.step_tokens - len(self.decoding), len(self.decoding)
-        allowed_s = min((self._allowed_s(request, now_s) for request in self.assigned.values()), default=math.inf)
+        together_s = self.machine.step_s(0, sequences, context_tokens, 0)
+        allowances_s = (self._allowed_s(request, now_s, together_s) for request in self.assigned.values())
+        allowed_s = min(allowances_s, default=math.inf)
         if allowed_s == math.inf:
             return free
         prompts = [Prompt(one.computed_tokens, one.prompt_tokens - one.computed_tokens) for one in self.prompts]
         return min(free, most_prefill_tokens(self.machine, allowed_s, sequences, context_tokens, prompts))
 
-    def _allowed_s(self, request: Request, now_s: float) -> float:
+    def _allowed_s(self, request: Request, now_s: float, together_s: float) -> float:
         name = str(request.number)
         if request in self.decoding:
-            alone_s = self.machine.step_s(0, 1, request.context_tokens, 0)
-            return self.paces.allowance_s(name, request.made, request.output_tokens - request.made, now_s, alone_s)
+            bare = BareSteps(self.machine.step_s(0, 1, request.context_tokens, 0), together_s)
+            return self.paces.allowance_s(name, request.made, request.output_tokens - request.made, now_s, bare)
         return math.inf if request in self.prompts else self.paces.arrival_s(name)
 
     def load(self, now_s: float, limits: Limits, favours: Phase | None = None) -> Load:
@@ -169,6 +172,7 @@ class Worker:
             decoding=sum(one.made >= 1 for one in self.assigned.values()),
             decodes=len(self.assigned),
             context_tokens=sum(one.prompt_tokens + one.output_tokens / 2 for one in self.assigned.values()),
+            left_tokens=mean(one.output_tokens for one in self.assigned.values()) / 2 if self.assigned else 0.0,
             tpot_limit_s=limits.tpot_s if self.assigned else math.inf,
             favours=favours,
         )
@@ -298,7 +302,7 @@ class Simulation:
             self.rebalancer.placed(self._wanted(request))
             if self.rebalancer.due(self._now_s):
                 self.rebalancer.read(self._now_s, self._alike)
-            decode.paces.expect(str(request.number), self._limits.tpot_s)
+            decode.paces.expect(str(request.number), self._limits.tpot_s, expected_tokens=request.output_tokens)
 
 
 def arrivals(rate: float, number: int, seed: int, prompt_tokens: int, output_tokens: int) -> list[Request]:

@@ -76,6 +76,17 @@ def test_beside_sequences_with_a_limit_a_prompt_is_spread_over_the_steps_that_it
     assert tpot_s(busy, step_s(busy, 1, 544), OUTPUT) >= step_s(busy, 1, 544)
 
 
+def test_beside_sequences_that_can_still_save_time_a_prompt_takes_fewer_steps():
+    step = step_s(decoding("w", 10))
+    works_s, (long, middle, short) = (
+        UNLOADED_S - MODEL.base_s,
+        (decoding("w", 10, tpot_limit_s=2 * step / 0.95, left_tokens=left) for left in (1000, 15, 0)),
+    )
+    asked = PROMPT, attended(PROMPT)
+    assert prompt_s(long, *asked) == pytest.approx(4 / 3 * works_s, rel=0.1)
+    assert prompt_s(long, *asked) < prompt_s(middle, *asked) < prompt_s(short, *asked)
+
+
 def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks():
     busy = decoding("w", 10, tpot_limit_s=0.01)
     steps = (UNLOADED_S - MODEL.base_s) / (LEAST_PROMPT_SHARE * step_s(busy))

@@ -1,0 +1,35 @@
+"""What is learned from complete answers."""
+
+import pytest
+
+from router.flow.learned import UNKNOWN_OUTPUT_TOKENS, UNKNOWN_PART, WEIGHT, Learned
+
+
+def test_before_any_answer_half_of_the_longest_is_expected_or_a_guess():
+    learned = Learned(16)
+    assert learned.output_tokens(100) == 100 * UNKNOWN_PART
+    assert learned.output_tokens(0) == UNKNOWN_OUTPUT_TOKENS
+
+
+def test_the_first_answer_replaces_the_guess():
+    learned = Learned(16)
+    learned.answered(100, 20)
+    assert learned.output_tokens(200) == pytest.approx(40)
+    assert learned.output_tokens(0) == 20
+
+
+def test_the_first_answers_count_alike_and_later_ones_by_a_fixed_weight():
+    learned = Learned(16)
+    for tokens in (10, 20, 30):
+        learned.answered(0, tokens)
+    assert learned.output_tokens(0) == pytest.approx(20)
+    for _ in range(1000):
+        learned.answered(0, 20)
+    learned.answered(0, 120)
+    assert learned.output_tokens(0) == pytest.approx(20 + 100 * WEIGHT)
+
+
+def test_answers_without_a_longest_length_say_nothing_of_the_part():
+    learned = Learned(16)
+    learned.answered(0, 1000)
+    assert learned.output_tokens(100) == 100 * UNKNOWN_PART
