@@ -57,6 +57,9 @@ MOST_LIMITS = 2.0
 BORROWED = 0.5
 """Prompts may put a sequence behind its limit by this part of what it can save in the tokens that it is expected to
 make, since steps without prompts are shorter than the limit. They are computed in fewer steps then."""
+BARE_TAKES = 1.1
+"""The time of steps without prompts, of what is predicted, that is counted on when a sequence lends what it will save:
+what it has lent and cannot save makes it late for good."""
 LEAST_PROMPT_SHARE = 0.02
 """Prompts may always lengthen a step by this share of its decode part, so that they go on whatever limits there are."""
 

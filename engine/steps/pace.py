@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from contracts.workers import BORROWED, MOST_LIMITS, TPOT_LIMIT_USED
+from contracts.workers import BARE_TAKES, BORROWED, MOST_LIMITS, TPOT_LIMIT_USED
 
 CATCH_UP: Final = 0.75
 """A sequence that is behind asks for steps that are down to this part of what its limit leaves. Steps take longer than
@@ -79,7 +79,7 @@ class Paces:
             return math.inf
         allowed_s = TPOT_LIMIT_USED * pace.limit_s
         after_next = max(0.0, min(left_tokens, pace.expected_tokens - tokens) - 1.0)
-        saves_s = after_next * max(0.0, allowed_s - bare.together_s)
+        saves_s = after_next * max(0.0, allowed_s - BARE_TAKES * bare.together_s)
         may_take_s = allowed_s * (made + 1) - spent_s + BORROWED * saves_s
         return min(MOST_LIMITS * allowed_s, max(CATCH_UP * allowed_s, may_take_s))
 

@@ -6,7 +6,7 @@ least time per output token that one of them may take, and step(P, n, c, A) is `
 - s = step(0, n, c, 0) is a step without prompts, and T = `TPOT_LIMIT_USED` L the longest that keeps all limits. While
   n > 0, the engine computes as many prompt tokens in a step as fit (`engine.steps`), or as many as its limit says if no
   sequence has an L. In the first steps beside a prompt that is `MOST_LIMITS` T, until sequences with r tokens left on
-  average have been put behind by `BORROWED` r (T - s), and then (1 + `AHEAD`) T - `AHEAD` s on average. While nothing
+  average have been put behind by `BORROWED` r (T - `BARE_TAKES` s), and then (1 + `AHEAD`) T - `AHEAD` s on average. While nothing
   decodes but sequences are to come, it is `MOST_LIMITS` T.
 - a prompt of p tokens takes w = p times the time per prompt token, with its attention, and k steps, in which there is
   room for w beside s, for at least `LEAST_PROMPT_SHARE` s in each, and for at most as many tokens as a step may have:
@@ -23,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from contracts.vocabulary import Phase
-from contracts.workers import BORROWED, LEAST_PROMPT_SHARE, MOST_LIMITS, TPOT_LIMIT_USED, StepModel
+from contracts.workers import BARE_TAKES, BORROWED, LEAST_PROMPT_SHARE, MOST_LIMITS, TPOT_LIMIT_USED, StepModel
 
 AHEAD = 0.25
 """By how much more than their limits leave sequences let prompts lengthen steps, on average, since some of them are
@@ -164,7 +164,8 @@ def _steps_beside(load: Load, work_s: float, alone_s: float) -> float:
         return work_s / _room_s(alone_s, math.inf, load.step_target_s)
     spare_s = max(0.0, limit_s - alone_s)
     longest_s = _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s)
-    long_steps = min(work_s / longest_s, BORROWED * load.left_tokens * spare_s / ((MOST_LIMITS - 1.0) * limit_s))
+    lends_s = BORROWED * load.left_tokens * max(0.0, limit_s - BARE_TAKES * alone_s)
+    long_steps = min(work_s / longest_s, lends_s / ((MOST_LIMITS - 1.0) * limit_s))
     usual_s = _room_s(alone_s, alone_s + (1.0 + AHEAD) * spare_s, load.step_target_s)
     return long_steps + (work_s - long_steps * longest_s) / usual_s
 

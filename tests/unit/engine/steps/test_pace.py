@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from contracts.workers import BORROWED, TPOT_LIMIT_USED
+from contracts.workers import BARE_TAKES, BORROWED, TPOT_LIMIT_USED
 from engine.steps.pace import CATCH_UP, BareSteps, Paces
 
 LIMIT_S = 0.1
@@ -103,7 +103,8 @@ def test_a_sequence_lets_a_long_step_through_at_once_if_the_rest_of_its_answer_m
 def test_a_sequence_lends_only_a_part_of_what_it_can_save_in_the_tokens_that_are_expected():
     paces = Paces()
     paces.expect("a", LIMIT_S, expected_tokens=4)
-    assert paces.allowance_s("a", 1, LEFT, 10.0, HALF) == pytest.approx(STEP_S + 2 * BORROWED * STEP_S / 2)
+    saves_s = STEP_S * (1 - BARE_TAKES / 2)
+    assert paces.allowance_s("a", 1, LEFT, 10.0, HALF) == pytest.approx(STEP_S + 2 * BORROWED * saves_s)
 
 
 def test_a_sequence_does_not_lend_beyond_its_longest_answer():
@@ -112,10 +113,11 @@ def test_a_sequence_does_not_lend_beyond_its_longest_answer():
     assert paces.allowance_s("a", 1, 1, 10.0, HALF) == pytest.approx(STEP_S)
 
 
-def test_a_sequence_beside_which_steps_take_its_whole_limit_lends_nothing():
+def test_a_sequence_beside_which_steps_take_about_its_limit_lends_nothing():
     paces = Paces()
     paces.expect("a", LIMIT_S, expected_tokens=64)
-    assert paces.allowance_s("a", 1, LEFT, 10.0, BareSteps(together_s=STEP_S)) == pytest.approx(STEP_S)
+    bare = BareSteps(together_s=STEP_S / BARE_TAKES)
+    assert paces.allowance_s("a", 1, LEFT, 10.0, bare) == pytest.approx(STEP_S)
 
 
 def test_an_answer_beside_prompts_that_take_all_that_it_lends_keeps_its_limit_in_the_mean():
