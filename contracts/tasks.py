@@ -25,8 +25,8 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     hand-off is not complete, its transfer overlaps the prefill and brings the first token along. `cache_salt` keeps the
     request's blocks apart in the prefix caches, on every worker: only requests with the same salt find them.
     `tpot_limit_s` is the time per output token that the sequence may take; its engine then bounds the prompt tokens in
-    its steps so that it does not take longer. 0: no limit. `expected_output_tokens`: how long the answer is expected to
-    become, emitted tokens included; 0: not known.
+    its steps so that it does not take longer. 0: no limit. `sure_output_tokens`: how long the answer will most
+    likely become at least, emitted tokens included; 0: not known.
     """
 
     request_id: str
@@ -41,7 +41,7 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
     tpot_limit_s: float = 0.0
-    expected_output_tokens: float = 0.0
+    sure_output_tokens: float = 0.0
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -55,7 +55,7 @@ predicted."""
 MOST_LIMITS = 2.0
 """A step takes at most so many limits on TPOT, however far all sequences are ahead: a reader sees the gap."""
 BORROWED = 0.5
-"""Prompts may put a sequence behind its limit by this part of what it can save in the tokens that it is expected to
+"""Prompts may put a sequence behind its limit by this part of what it can save in the tokens that it is sure to
 make, since steps without prompts are shorter than the limit. They are computed in fewer steps then."""
 BARE_TAKES = 1.1
 """The time of steps without prompts, of what is predicted, that is counted on when a sequence lends what it will save:

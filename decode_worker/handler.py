@@ -72,8 +72,8 @@ class DecodeHandler:
         if repeated:
             leg = sampling.with_forced_tokens(leg, repeated)
         if task.tpot_limit_s > 0.0:
-            expected_tokens = max(0.0, task.expected_output_tokens - len(emitted))
-            leg = sampling.with_tpot_limit(leg, task.tpot_limit_s, expected_tokens)
+            sure_tokens = max(0.0, task.sure_output_tokens - len(emitted))
+            leg = sampling.with_tpot_limit(leg, task.tpot_limit_s, sure_tokens)
         stream = engine.generate(
             task.request_id,
             task.prompt_token_ids + emitted,

@@ -260,6 +260,11 @@ def refusals(config: RidgelineConfig, plan: ComparePlan) -> list[str]:
             "ray.share_cores lets engines take turns on the same cores, so no timing would hold: set it to false and "
             "give the pools no more cores than there are"
         )
+    if config.ray.share_gpus:
+        found.append(
+            "ray.share_gpus lets two engines take turns on one GPU, so no timing would hold: leave it out, with a GPU "
+            "for each worker"
+        )
     if config.transfer.faults:
         found.append(
             f"transfer.faults ({config.transfer.faults}) makes fetches fail on purpose, which only the disaggregated "

@@ -30,6 +30,8 @@ PLACEMENT_TIMEOUT_S = 120.0
 JOINED_PLACEMENT_TIMEOUT_S = 1800.0
 """Half an hour, since a node that the autoscaler launches takes ten minutes or more to boot and install."""
 WINDOW_STEPS = 2
+GPU_SHARERS = 2
+"""Workers on one GPU with `ray.share_gpus`."""
 """Engine steps' worth of prompts that a worker has at a time: one runs, and the next must not wait for the router."""
 
 _byte_size: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
@@ -150,6 +152,11 @@ class RayConfig(Section):
     share_cores: bool = Field(
         default=False,
         description="workers may share cores; for tests of faults on a small machine, timings then mean nothing",
+    )
+    share_gpus: bool = Field(
+        default=False,
+        description="two workers share a GPU, each with half of its memory at most; for a first try where there is one "
+        "GPU, timings then mean nothing",
     )
 
     @property
@@ -472,6 +479,10 @@ class RidgelineConfig(Section):
         """Return the arguments for vLLM's engine in this pool."""
         return {**self.engine_args, **self.all_pools()[pool].engine_args}
 
+    def gpus_of(self, pool: PoolConfig) -> float:
+        """Return the GPUs that each worker of a pool takes."""
+        return pool.gpus_per_worker / (GPU_SHARERS if self.ray.share_gpus else 1)
+
     def window_tokens(self, pool: Pool) -> int:
         """Return how many prompt tokens a worker of this pool has at a time."""
         return self.router.prefill_window_tokens or WINDOW_STEPS * self.all_pools()[pool].max_num_batched_tokens
@@ -489,6 +500,7 @@ def conflicts(config: RidgelineConfig) -> list[str]:
     return [
         *(sentence for name, pool in config.active_pools().items() for sentence in _pool_conflicts(name, pool)),
         *_model_conflicts(config),
+        *(_shared_gpu_conflicts(config) if config.ray.share_gpus else ()),
         *_router_conflicts(config),
         *(_transfer_conflicts(config) if config.mode != "colocated" else ()),
         *_security_conflicts(config),
@@ -543,6 +555,31 @@ def _model_conflicts(config: RidgelineConfig) -> list[str]:
             f"({model.max_model_len_tokens}), so hardly a prompt would have a block to hand over: lower the block size "
             "or raise the length."
         )
+    return found
+
+
+def _shared_gpu_conflicts(config: RidgelineConfig) -> list[str]:
+    """Engines on one GPU must be told how much of it is theirs: each would measure what the other leaves meanwhile."""
+    found = []
+    for name, pool in config.active_pools().items():
+        if pool.gpus_per_worker != 1:
+            found.append(
+                f"ray.share_gpus puts {GPU_SHARERS} workers on a GPU, and pools.{name}.gpus_per_worker is "
+                f"{pool.gpus_per_worker}: set it to 1, or leave ray.share_gpus out."
+            )
+            continue
+        part = config.args_of(name).get("gpu_memory_utilization")
+        if not isinstance(part, int | float) or part > 1 / GPU_SHARERS:
+            found.append(
+                f"ray.share_gpus gives each worker half of a GPU, and {name} takes "
+                f"{'nine tenths' if part is None else part} of its memory: set engine_args.gpu_memory_utilization to "
+                "0.45."
+            )
+        if pool.kv_cache_bytes is None:
+            found.append(
+                f"ray.share_gpus needs pools.{name}.kv_cache_bytes, since engines that start together cannot measure "
+                "what their weights leave of a GPU: set it, for instance to 8 GiB."
+            )
     return found
 
 
@@ -646,7 +683,8 @@ def _passed_conflicts(config: RidgelineConfig) -> list[str]:
     found += passed_args.server_problems("server_args", config.server_args)
     for name, pool in config.active_pools().items():
         found += passed_args.engine_problems(f"pools.{name}.engine_args", pool.engine_args, one_pool=True)
-        if pool.kv_cache_bytes is not None and "gpu_memory_utilization" in config.args_of(name):
+        sized = pool.kv_cache_bytes is not None and not config.ray.share_gpus  # there vLLM's check at start needs it
+        if sized and "gpu_memory_utilization" in config.args_of(name):
             found.append(
                 f"gpu_memory_utilization has no effect on pools.{name}, whose KV cache is sized by kv_cache_bytes "
                 f"({pool.kv_cache_bytes}): leave one of them out, kv_cache_bytes by setting it to null."

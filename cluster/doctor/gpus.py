@@ -7,10 +7,11 @@ start, on another node's log, as "Engine core initialization failed"; here it is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from cluster.config.models import PoolConfig, RidgelineConfig
+from cluster.config.models import GPU_SHARERS, PoolConfig, RidgelineConfig
 from cluster.doctor.facts import HostFacts
 from cluster.doctor.software import CheckResult
 from cluster.node_gpus import Gpu
@@ -32,7 +33,7 @@ Pools = Mapping[Pool, PoolConfig]
 
 def gpu_count(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
     """Check that there are as many GPUs as the pools take; on a joined cluster Ray counts."""
-    needed = sum(pool.workers * pool.gpus_per_worker for pool in pools.values())
+    needed = math.ceil(sum(pool.workers * config.gpus_of(pool) for pool in pools.values()))
     if not needed:
         return
     ok = needed <= host.gpus
@@ -123,11 +124,13 @@ def _memory(config: RidgelineConfig, host: HostFacts, name: Pool, pool: PoolConf
         return
     gpu = min(known, key=lambda one: one.free_bytes)
     part = _utilization(config.args_of(name))
-    needed = part * gpu.memory_bytes
+    engines = GPU_SHARERS if config.ray.share_gpus else 1
+    needed = engines * part * gpu.memory_bytes
     detail = f"{_gib(gpu.free_bytes)} free of {_gib(gpu.memory_bytes)}, {_gib(needed)} wanted"
     if gpu.free_bytes < needed:
         fix = (
-            f"GPU {gpu.index} has {_gib(gpu.free_bytes)} free, and an engine of {name} wants {_gib(needed)} "
+            f"GPU {gpu.index} has {_gib(gpu.free_bytes)} free, and {'an engine' if engines == 1 else 'two engines'} of "
+            f"{name} {'wants' if engines == 1 else 'want'} {_gib(needed)} "
             f"({part:g} of its memory): end what uses it (nvidia-smi lists it), or lower "
             f"pools.{name}.engine_args.gpu_memory_utilization."
         )

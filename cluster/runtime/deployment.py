@@ -191,7 +191,7 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
             name=handle.name,
             pool=handle.planned.pool,
             node=place.host,
-            cores=",".join(map(str, worker.cores)) or f"{handle.planned.settings.gpus_per_worker} GPU",
+            cores=",".join(map(str, worker.cores)) or f"{handle.gpus:g} GPU",
             pid=worker.pid,
             engine_pids=worker.engine_pids,
             address=worker.address,
@@ -231,7 +231,7 @@ async def _placed(workers: list[WorkerHandle], heads: _Heads, say: Say) -> list[
 
 def _wish(worker: WorkerHandle) -> str:
     settings = worker.planned.settings
-    numbers = {"CPU": settings.cores_per_worker, "GPU": settings.gpus_per_worker, **settings.resources}
+    numbers = {"CPU": settings.cores_per_worker, "GPU": worker.gpus, **settings.resources}
     return f" ({', '.join(f'{number:g} {name}' for name, number in numbers.items() if number)})"
 
 

@@ -22,8 +22,8 @@ FORCED = "forced_token_ids"
 
 TPOT_LIMIT = "tpot_limit_s"
 """Key in `extra_args` that `engine.steps.scheduler` reads: `GenerateTask.tpot_limit_s`; clients cannot set it."""
-EXPECTED_TOKENS = "expected_output_tokens"
-"""The same for the tokens that this leg is expected to make."""
+SURE_TOKENS = "sure_output_tokens"
+"""The same for the tokens that this leg will most likely make at least."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SamplingParams)
@@ -164,8 +164,8 @@ def with_forced_tokens(leg: SamplingParams, token_ids: list[int]) -> SamplingPar
     return leg
 
 
-def with_tpot_limit(leg: SamplingParams, limit_s: float, expected_tokens: float) -> SamplingParams:
-    """Limit the time per output token of a leg that is expected to make so many; `leg` must be one of the copies made
-    above."""
-    leg.extra_args = {**(leg.extra_args or {}), TPOT_LIMIT: limit_s, EXPECTED_TOKENS: expected_tokens}
+def with_tpot_limit(leg: SamplingParams, limit_s: float, sure_tokens: float) -> SamplingParams:
+    """Limit the time per output token of a leg that will most likely make so many; `leg` must be one of the copies
+    made above."""
+    leg.extra_args = {**(leg.extra_args or {}), TPOT_LIMIT: limit_s, SURE_TOKENS: sure_tokens}
     return leg

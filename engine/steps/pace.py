@@ -12,6 +12,9 @@ CATCH_UP: Final = 0.75
 """A sequence that is behind asks for steps that are down to this part of what its limit leaves. Steps take longer than
 predicted now and then; without this, each such step would stay in the mean for good."""
 
+LOST_LIMITS: Final = 4.0
+"""A sequence that can no longer keep its limit lets steps take so many of it."""
+
 
 @dataclass(frozen=True)
 class BareSteps:
@@ -27,7 +30,7 @@ class BareSteps:
 class _Pace:
     limit_s: float
     repeated_tokens: int
-    expected_tokens: float
+    sure_tokens: float
     begun_s: float = math.inf
     """When its first token here was due to be there, or its first step began; infinity before."""
     begun_with_tokens: int = 0
@@ -44,12 +47,12 @@ class Paces:
     def __bool__(self) -> bool:
         return bool(self._paces)
 
-    def expect(self, request_id: str, limit_s: float, repeated_tokens: int = 0, expected_tokens: float = 0.0) -> None:
-        """Register a sequence that is expected to make so many tokens.
+    def expect(self, request_id: str, limit_s: float, repeated_tokens: int = 0, sure_tokens: float = 0.0) -> None:
+        """Register a sequence that will most likely make at least `sure_tokens`.
 
         Its first `repeated_tokens` its client has already, so they do not put it ahead.
         """
-        self._paces[request_id] = _Pace(limit_s, repeated_tokens, expected_tokens)
+        self._paces[request_id] = _Pace(limit_s, repeated_tokens, sure_tokens)
 
     def joins(self, request_id: str, waited_s: float) -> None:
         """Note how long a sequence has waited for its first step since its KV came; unknown ids are ignored."""
@@ -65,9 +68,10 @@ class Paces:
 
         `tokens` will be made by `now_s`, from when nothing else is computed. The mean counts, so a sequence that is
         ahead of its limit lets a longer chunk through, and so does one that will be, by `BORROWED` of what it can save
-        in the tokens that it is expected to make: up to `MOST_LIMITS` limits. One that is further behind asks for less
+        in the tokens that it is sure to make: up to `MOST_LIMITS` limits. One that is further behind asks for less
         than the limit, down to `CATCH_UP` of it. One that would miss its limit even if each of the `left_tokens` that
-        it may still make took only a step of itself alone asks for nothing any more: it would only make prompts late.
+        it may still make took only a step of itself alone asks for no more than `LOST_LIMITS`, since it would only make
+        prompts late; steps of a whole prompt would make those late that come to decode meanwhile.
         """
         pace = self._paces.get(request_id)
         if pace is None:
@@ -76,9 +80,9 @@ class Paces:
             pace.begun_s, pace.begun_with_tokens = now_s - pace.waited_s, tokens
         spent_s, made = now_s - pace.begun_s, tokens - pace.begun_with_tokens
         if spent_s + left_tokens * bare.alone_s > pace.limit_s * (made + left_tokens):
-            return math.inf
+            return LOST_LIMITS * pace.limit_s
         allowed_s = TPOT_LIMIT_USED * pace.limit_s
-        after_next = max(0.0, min(left_tokens, pace.expected_tokens - tokens) - 1.0)
+        after_next = max(0.0, min(left_tokens, pace.sure_tokens - tokens) - 1.0)
         saves_s = after_next * max(0.0, allowed_s - BARE_TAKES * bare.together_s)
         may_take_s = allowed_s * (made + 1) - spent_s + BORROWED * saves_s
         return min(MOST_LIMITS * allowed_s, max(CATCH_UP * allowed_s, may_take_s))

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from engine.connector.messages import STEP_MODEL
-from engine.request.sampling import EXPECTED_TOKENS, FORCED, TPOT_LIMIT
+from engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
 from engine.steps.bound import Prompt, most_prefill_tokens
 from engine.steps.clock import StepClock
 from engine.steps.model import StepFit, StepLoad
@@ -89,8 +89,8 @@ class Bounded:
         """Take a request, and its limit if it has one."""
         extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
         if (limit_s := float(extra.get(TPOT_LIMIT, 0.0))) > 0.0:
-            expected_tokens = float(extra.get(EXPECTED_TOKENS, 0.0))
-            self._paces.expect(request.request_id, limit_s, len(extra.get(FORCED, ())), expected_tokens)
+            sure_tokens = float(extra.get(SURE_TOKENS, 0.0))
+            self._paces.expect(request.request_id, limit_s, len(extra.get(FORCED, ())), sure_tokens)
         super().add_request(request)  # type: ignore[misc]
         if limit_s > 0.0 and self.connector is not None and self.connector.scheduler.awaits_kv(request.request_id):
             # It must not wait for the prompts that came before it, since its fetch begins when it has its blocks. vLLM

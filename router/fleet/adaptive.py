@@ -21,9 +21,8 @@ its steps, so an answer there costs what it adds to them, and answers are spread
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from heapq import nsmallest
-from operator import itemgetter
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -68,6 +67,8 @@ class Wanted(Asked, frozen=True):
     """Time since it arrived."""
     may_split: bool = True
     """Whether two workers may share it; not if its prompt is shorter than `router.min_remote_prefill_tokens`."""
+    sure_tokens: float = 0.0
+    """The length that its answer will most likely have at least; its engine counts on that."""
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -105,8 +106,8 @@ class Decision(msgspec.Struct, frozen=True):
     """`within_limits`, `fewest_broken` (it is likely to break one) or `least_latency` (there are no limits)."""
     others: tuple[Option, ...] = ()
     """The next best options, best first."""
-    output_tokens: float = 0.0
-    """The length of the answer that was expected."""
+    sure_tokens: float = 0.0
+    """See `Wanted`."""
 
 
 class Glance(Protocol):
@@ -176,23 +177,20 @@ def short_list(workers: Sequence[Seen]) -> Sequence[Seen]:
     fewest answers of those that have any, which are the cheapest to add to."""
     if len(workers) <= 3 * SHORT_LIST:
         return workers
-    prompts = _first(((one.favours == "decode", one.prompt_tokens, one.decodes), one) for one in workers)
-    cached = _first(((not one.shares, -one.cached_tokens), one) for one in workers if one.cached_tokens)
-    decodes = _first((_cheapest_to_add_to(one), one) for one in workers if one.room)
-    return list({id(one): one for one in (*prompts, *cached, *decodes)}.values())
-
-
-def _first(ranked: Iterable[tuple[tuple[float, ...], Seen]]) -> list[Seen]:
-    return [one for _, one in sorted(ranked, key=itemgetter(0))[:SHORT_LIST]]
-
-
-def _cheapest_to_add_to(one: Glance) -> tuple[bool, bool, float]:
-    return one.favours == "prefill", one.favours is None and not one.decodes, one.decodes
+    numbered = list(enumerate(workers))
+    ranks: tuple[list[tuple[float, ...]], ...] = (
+        [(one.favours == "decode", one.prompt_tokens, one.decodes, number) for number, one in numbered],
+        [(not one.shares, -one.cached_tokens, number) for number, one in numbered if one.cached_tokens],
+        [(one.favours == "prefill", not (one.favours or one.decodes), one.decodes, number) for number, one in numbered
+         if one.room],
+    )  # fmt: skip
+    chosen = {int(rank[-1]) for ranked in ranks for rank in sorted(ranked)[:SHORT_LIST]}
+    return [workers[number] for number in sorted(chosen)]
 
 
 def _least_latency(wanted: Wanted, options: list[Option]) -> Decision:
     first, *others = nsmallest(1 + CONSIDERED, options, key=lambda option: option.latency_s * (1 + option.against))
-    return Decision(first, "least_latency", tuple(others), wanted.output_tokens)
+    return Decision(first, "least_latency", tuple(others), wanted.sure_tokens)
 
 
 def _within_limits(wanted: Wanted, options: list[Option]) -> Decision:
@@ -206,7 +204,7 @@ def _within_limits(wanted: Wanted, options: list[Option]) -> Decision:
     chosen = min((option for option in options if lost(option) <= about), key=lambda option: option.latency_s)
     others = nsmallest(CONSIDERED, (option for option in options if option is not chosen), key=lost)
     reason = "fewest_broken" if chosen.broken >= 0.5 else "within_limits"
-    return Decision(chosen, reason, tuple(others), wanted.output_tokens)
+    return Decision(chosen, reason, tuple(others), wanted.sure_tokens)
 
 
 class _View(msgspec.Struct):

@@ -60,7 +60,7 @@ class Load(msgspec.Struct, frozen=True):
     step_tokens: int
     """Tokens that one step computes at most."""
     prompt_tokens: float = 0.0
-    """Prompt tokens that it has to compute before those of a prompt that comes now; `with_prompts` says it exactly."""
+    """Prompt tokens that it has to compute before those of a prompt that comes now, see `with_prompts`."""
     prompt_attended: float = 0.0
     """What they attend to, see `attended`."""
     decoding: float = 0
@@ -190,11 +190,11 @@ def tpot_s(load: Load, alone_s: float, output_tokens: float, after_prompts_s: fl
 
 
 def with_prompts(load: Load, prompts_tokens: Sequence[int], first_for_s: float) -> Load:
-    """Return the load with these prompts to compute, of which the first has been computed for `first_for_s`."""
+    """Return a load without prompts with these to compute, of which the first has been computed for `first_for_s`."""
     if not prompts_tokens:
         return load
-    first, bare = prompts_tokens[0], replace(load, prompt_tokens=0.0, prompt_attended=0.0)
-    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, prompt_s(bare, first, attended(first))))
+    first = prompts_tokens[0]
+    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, prompt_s(load, first, attended(first))))
     return replace(
         load,
         prompt_tokens=sum(prompts_tokens) - done,

@@ -187,6 +187,7 @@ class ByPrediction:
         return Wanted(
             prompt_tokens=demand.prompt_tokens,
             output_tokens=self._learned.output_tokens(demand.output_tokens),
+            sure_tokens=self._learned.sure_tokens(demand.output_tokens),
             ttft_limit_s=demand.ttft_limit_s,
             tpot_limit_s=demand.tpot_limit_s,
             waited_s=waited_s,
@@ -219,7 +220,6 @@ def _load_of(one: _Candidate, model: StepModel, left_tokens: float) -> Load:
         worker_id=one.load.worker_id,
         model=worker.step_model or model,
         step_tokens=role.max_num_batched_tokens if role else worker.description.max_model_len_tokens,
-        prompt_tokens=now.prompt_tokens,
         decoding=now.decoding,
         decodes=now.decodes,
         context_tokens=now.context_tokens,

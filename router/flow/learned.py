@@ -7,6 +7,7 @@ Told by `router.flow.placement` of first tokens and complete answers; read by `r
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import Final
 
 from contracts.vocabulary import RebalanceMode
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 WEIGHT: Final = 0.05
 """The weight of the newest answer or hand-off in a mean."""
+REMEMBERED: Final = 64
+"""The latest answers of which it is known what three quarters of them reach."""
 UNKNOWN_PART: Final = 0.5
 """The part of its longest length that an answer is expected to have before any has ended."""
 UNKNOWN_OUTPUT_TOKENS: Final = 128
@@ -42,6 +45,18 @@ class _Mean:
         self.value += max(WEIGHT, 1 / self._number) * (value - self.value)
 
 
+class _Low:
+    """What three quarters of the latest values reach; 0 before there is one."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._values: deque[float] = deque(maxlen=REMEMBERED)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+        self.value = sorted(self._values)[len(self._values) // 4]
+
+
 class Learned:
     """Means over the latest answers, and a record of prompts; one object per placement."""
 
@@ -52,13 +67,17 @@ class Learned:
         """The incarnations of which prefixes are known, by worker id."""
         self._part = _Mean(UNKNOWN_PART)
         self._output_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)
+        self._sure_part, self._sure_tokens = _Low(), _Low()
         self._bytes_per_s: dict[tuple[str, str], float] = {}
 
     def answered(self, longest_tokens: int, output_tokens: int) -> None:
         """Learn from a complete answer; `longest_tokens` is 0 if it might have been of any length."""
         self._output_tokens.add(output_tokens)
+        self._sure_tokens.add(output_tokens)
         if longest_tokens:
-            self._part.add(min(1.0, output_tokens / longest_tokens))
+            part = min(1.0, output_tokens / longest_tokens)
+            self._part.add(part)
+            self._sure_part.add(part)
 
     def moved(self, source: str, sink: str, num_bytes: int, took_s: float) -> None:
         """Learn from a hand-off between two workers."""
@@ -69,6 +88,10 @@ class Learned:
     def output_tokens(self, longest_tokens: int) -> float:
         """Return the expected length of an answer, which may have `longest_tokens` (0: any number)."""
         return max(1.0, self._part.value * longest_tokens) if longest_tokens else self._output_tokens.value
+
+    def sure_tokens(self, longest_tokens: int) -> float:
+        """Return the length that three of four such answers have at least; 0 as long as none has ended."""
+        return self._sure_part.value * longest_tokens if longest_tokens else self._sure_tokens.value
 
     def bytes_per_s(self, source: str, sink: str) -> float:
         """Return how fast KV moves from one worker to the other."""

@@ -302,7 +302,7 @@ class Simulation:
             self.rebalancer.placed(self._wanted(request))
             if self.rebalancer.due(self._now_s):
                 self.rebalancer.read(self._now_s, self._alike)
-            decode.paces.expect(str(request.number), self._limits.tpot_s, expected_tokens=request.output_tokens)
+            decode.paces.expect(str(request.number), self._limits.tpot_s, sure_tokens=request.output_tokens)
 
 
 def arrivals(rate: float, number: int, seed: int, prompt_tokens: int, output_tokens: int) -> list[Request]:

@@ -3,6 +3,7 @@
 #
 #   bash tools/gpu/first_run.sh                     # Qwen3-8B on two GPUs, by gRPC and by CUDA IPC; writes runs/gpu-first-run/
 #   MODEL=Qwen/Qwen3-0.6B bash tools/gpu/first_run.sh
+#   SHARED=1 MODEL=Qwen/Qwen3-0.6B bash tools/gpu/first_run.sh   # two engines on one GPU, with 8 GiB of KV cache each
 #   CONFIG=deploy/local.yaml TRANSPORTS="grpc shm" LONGEST_CHARS=6000 CHECK=--dry-run bash tools/gpu/first_run.sh   # no GPU
 #
 # Plain vLLM answers 60 prompts on one GPU first, then a deployment does by each transport: tokens must be the same but
@@ -28,7 +29,12 @@ step() { # title, command...: its output is shown and kept; a failure is counted
   fi
 }
 
-settings=(--name "$name" --port 8000 ${MODEL:+--model "$MODEL"})
+shared=()
+[[ -n ${SHARED:-} ]] && shared=(
+  --set ray.share_gpus=true --set engine_args.gpu_memory_utilization=0.45
+  --set "pools.prefill.kv_cache_bytes=8 GiB" --set "pools.decode.kv_cache_bytes=8 GiB"
+)
+settings=(--name "$name" --port 8000 ${MODEL:+--model "$MODEL"} "${shared[@]}")
 
 plain_vllm() { # one engine with the settings of a decode worker
   $python -m tools.gpu.plain "$config" "$out/plain.json" ${MODEL:+--model "$MODEL"} --longest-chars "$longest_chars"
@@ -53,7 +59,7 @@ split() { # transport
 }
 
 step "device" $python -m tools.gpu.check $check --out "$out/check.json"
-step "doctor" "$ridgeline" doctor -c "$config" ${MODEL:+--set "model.path=$MODEL"}
+step "doctor" "$ridgeline" doctor -c "$config" ${MODEL:+--set "model.path=$MODEL"} "${shared[@]}"
 step "plain vLLM" plain_vllm
 for transport in $transports; do
   step "split by $transport" split "$transport" &&

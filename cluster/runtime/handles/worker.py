@@ -34,7 +34,7 @@ def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
         ray.remote(ServiceActor)
         .options(
             num_cpus=settings.cores_per_worker,
-            num_gpus=settings.gpus_per_worker,
+            num_gpus=config.gpus_of(settings),
             resources=settings.resources,
             runtime_env={"env_vars": env},
             max_concurrency=16,
@@ -52,6 +52,11 @@ class WorkerHandle(ActorHandle):
         self.planned = planned
         self._plan = plan
         self._cores = cores
+
+    @property
+    def gpus(self) -> float:
+        """The GPUs that it takes; half a one if it shares it."""
+        return self._plan.config.gpus_of(self.planned.settings)
 
     def follow(self, plan: Plan) -> None:
         """Start by this plan instead, which was changed after the workers had been placed."""

@@ -176,16 +176,16 @@ async def test_a_whole_replica_has_no_transfer_at_all(decode):
 
 @pytest.mark.parametrize("handoff", [None, make_handoff("h1", 3)])
 async def test_the_limit_of_a_task_reaches_the_engine_beside_what_else_its_decode_leg_carries(decode, handoff):
-    limits = {"tpot_limit_s": 0.08, "expected_output_tokens": 20.0}
+    limits = {"tpot_limit_s": 0.08, "sure_output_tokens": 20.0}
     await deltas_of(DecodeHandler(), decode, make_task(**limits, handoff=handoff, emitted_token_ids=[T1]))
     [call] = decode.calls
     assert call.params.extra_args[sampling.TPOT_LIMIT] == 0.08
-    assert call.params.extra_args[sampling.EXPECTED_TOKENS] == 19.0
+    assert call.params.extra_args[sampling.SURE_TOKENS] == 19.0
     assert (call.transfer is not None) == (handoff is not None)
 
 
 async def test_a_limit_that_a_client_put_into_its_request_does_not_reach_the_engine(decode):
-    params = SamplingParams(max_tokens=2, extra_args={sampling.TPOT_LIMIT: 0.001, sampling.EXPECTED_TOKENS: 9.0})
+    params = SamplingParams(max_tokens=2, extra_args={sampling.TPOT_LIMIT: 0.001, sampling.SURE_TOKENS: 9.0})
     await deltas_of(DecodeHandler(), decode, make_task(params=params))
     assert decode.calls[0].params.extra_args is None
 

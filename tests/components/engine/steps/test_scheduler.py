@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from contracts.workers import TPOT_LIMIT_USED
 from engine.connector.scheduler_side import FETCH
-from engine.request.sampling import EXPECTED_TOKENS, FORCED, TPOT_LIMIT
+from engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
 from engine.steps.pace import CATCH_UP
 from engine.steps.scheduler import BoundedAsyncScheduler, BoundedScheduler, bound_steps
 
@@ -216,7 +216,7 @@ def test_a_sequence_that_just_began_is_not_disturbed_beyond_its_limit(make: Make
 def test_a_sequence_that_is_expected_to_go_on_lets_a_longer_chunk_through_at_once_and_keeps_its_mean(make: Make):
     limit_s = 2.0 * DECODE_S
     engine = warmed(make())
-    engine.add("limited", 250, 60, **{TPOT_LIMIT: limit_s, EXPECTED_TOKENS: 60.0})
+    engine.add("limited", 250, 60, **{TPOT_LIMIT: limit_s, SURE_TOKENS: 60.0})
     engine.step()
     for number in range(8):
         engine.add(f"long{number}", 1000, 1)

@@ -321,6 +321,35 @@ def test_a_pool_with_gpus_has_the_defaults_of_gpus_and_the_others_keep_theirs():
     assert loaded.origins["pools.colocated.max_num_seqs"] == "default"
 
 
+SHARED_GPU = {
+    **ranks_of(1, 1, gpus=True),
+    "ray.share_gpus": "true",
+    "engine_args.gpu_memory_utilization": "0.45",
+    "pools.prefill.kv_cache_bytes": "8 GiB",
+    "pools.decode.kv_cache_bytes": "8 GiB",
+}
+
+
+def test_workers_that_share_a_gpu_take_half_a_one_each():
+    config = load_config(None, SHARED_GPU).config
+    assert config.gpus_of(config.pools.prefill) == 0.5
+    whole = load_config(None, ranks_of(2, 2, gpus=True)).config
+    assert whole.gpus_of(whole.pools.prefill) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        (dict.fromkeys((f"pools.{pool}.gpus_per_worker" for pool in ("prefill", "decode")), "0"), "is 0: set it to 1"),
+        (ranks_of(2, 2, gpus=True), "gpus_per_worker is 2: set it to 1"),
+        ({"engine_args.gpu_memory_utilization": "0.6"}, "set engine_args.gpu_memory_utilization to 0.45"),
+        ({"pools.decode.kv_cache_bytes": "null"}, "ray.share_gpus needs pools.decode.kv_cache_bytes"),
+    ],
+)
+def test_a_gpu_that_cannot_be_shared_is_refused_with_the_fix(changes, fix):
+    assert any(fix in problem for problem in problems_of(**SHARED_GPU | changes))
+
+
 def test_what_is_set_beats_the_defaults_of_gpus(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("pools: {prefill: {gpus_per_worker: 1, kv_cache_bytes: 8 GiB}, decode: {gpus_per_worker: 1}}")

@@ -106,6 +106,20 @@ def test_a_smaller_part_of_the_memory_needs_less_of_it_free():
     assert failures(checks(on_gpus(engine_args__gpu_memory_utilization="0.5"), half_free)) == []
 
 
+SHARED = {
+    "ray__share_gpus": "true",
+    "engine_args__gpu_memory_utilization": "0.45",
+    **{f"pools__{pool}__kv_cache_bytes": "8 GiB" for pool in ("prefill", "decode", "colocated")},
+}
+
+
+def test_two_workers_that_share_a_gpu_need_one_and_the_memory_of_both():
+    assert failures(checks(on_gpus(**SHARED), host(H100, gpus=1))) == []
+    half_free = host(dataclasses.replace(H100, free_bytes=41 * GIB), gpus=1)
+    found = failures(checks(on_gpus(**SHARED), half_free))
+    assert any("two engines of prefill want 72.0 GiB" in sentence for sentence in found), found
+
+
 def test_weights_that_do_not_fit_their_ranks_are_a_failure_and_more_ranks_are_the_fix():
     large = ModelFacts(parameters=70_000_000_000)
     found = failures(checks(on_gpus(), host(model=large)))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from contracts.workers import BARE_TAKES, BORROWED, TPOT_LIMIT_USED
-from engine.steps.pace import CATCH_UP, BareSteps, Paces
+from engine.steps.pace import CATCH_UP, LOST_LIMITS, BareSteps, Paces
 
 LIMIT_S = 0.1
 STEP_S = TPOT_LIMIT_USED * LIMIT_S
@@ -85,44 +85,44 @@ def test_a_sequence_that_has_ended_is_forgotten():
     assert not paces
 
 
-def test_a_sequence_that_can_no_longer_keep_its_limit_asks_for_nothing():
+def test_a_sequence_that_can_no_longer_keep_its_limit_lets_long_steps_through():
     paces = Paces()
     paces.expect("a", LIMIT_S)
     paces.allowance_s("a", 1, 10, 0.0, BARE)
     late_s = 9 * LIMIT_S
     assert paces.allowance_s("a", 2, 9, late_s, BareSteps(alone_s=0.0)) == pytest.approx(CATCH_UP * STEP_S)
-    assert paces.allowance_s("a", 2, 9, late_s, BareSteps(alone_s=LIMIT_S / 2)) == math.inf
+    assert paces.allowance_s("a", 2, 9, late_s, BareSteps(alone_s=LIMIT_S / 2)) == LOST_LIMITS * LIMIT_S
 
 
 def test_a_sequence_lets_a_long_step_through_at_once_if_the_rest_of_its_answer_makes_up_for_it():
     paces = Paces()
-    paces.expect("a", LIMIT_S, expected_tokens=64)
+    paces.expect("a", LIMIT_S, sure_tokens=64)
     assert paces.allowance_s("a", 1, LEFT, 10.0, HALF) == pytest.approx(2 * STEP_S)
 
 
 def test_a_sequence_lends_only_a_part_of_what_it_can_save_in_the_tokens_that_are_expected():
     paces = Paces()
-    paces.expect("a", LIMIT_S, expected_tokens=4)
+    paces.expect("a", LIMIT_S, sure_tokens=4)
     saves_s = STEP_S * (1 - BARE_TAKES / 2)
     assert paces.allowance_s("a", 1, LEFT, 10.0, HALF) == pytest.approx(STEP_S + 2 * BORROWED * saves_s)
 
 
 def test_a_sequence_does_not_lend_beyond_its_longest_answer():
     paces = Paces()
-    paces.expect("a", LIMIT_S, expected_tokens=64)
+    paces.expect("a", LIMIT_S, sure_tokens=64)
     assert paces.allowance_s("a", 1, 1, 10.0, HALF) == pytest.approx(STEP_S)
 
 
 def test_a_sequence_beside_which_steps_take_about_its_limit_lends_nothing():
     paces = Paces()
-    paces.expect("a", LIMIT_S, expected_tokens=64)
+    paces.expect("a", LIMIT_S, sure_tokens=64)
     bare = BareSteps(together_s=STEP_S / BARE_TAKES)
     assert paces.allowance_s("a", 1, LEFT, 10.0, bare) == pytest.approx(STEP_S)
 
 
 def test_an_answer_beside_prompts_that_take_all_that_it_lends_keeps_its_limit_in_the_mean():
     paces, now_s = Paces(), 10.0
-    paces.expect("a", LIMIT_S, expected_tokens=64)
+    paces.expect("a", LIMIT_S, sure_tokens=64)
     for made in range(1, 65):
         now_s += paces.allowance_s("a", made, 64 - made, now_s, HALF)
     assert (now_s - 10.0) / 64 == pytest.approx(STEP_S)

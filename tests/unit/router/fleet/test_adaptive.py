@@ -132,7 +132,6 @@ def test_until_an_answer_begins_its_worker_gets_no_further_with_prompts_than_its
 def test_the_first_prompt_is_as_far_computed_as_it_would_be_alone_whatever_waits_behind_it():
     from_nothing = seat_prompts(a_load(), [PROMPT, PROMPT], UNLOADED_S / 2)
     assert from_nothing.prompt_tokens == pytest.approx(1.5 * PROMPT)
-    assert seat_prompts(a_load(prompt_tokens=2 * PROMPT), [PROMPT, PROMPT], UNLOADED_S / 2) == from_nothing
 
 
 def test_what_is_cached_is_neither_computed_nor_attended_from():

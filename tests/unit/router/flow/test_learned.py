@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.flow.learned import UNKNOWN_OUTPUT_TOKENS, UNKNOWN_PART, WEIGHT, Learned
+from router.flow.learned import REMEMBERED, UNKNOWN_OUTPUT_TOKENS, UNKNOWN_PART, WEIGHT, Learned
 
 
 def test_before_any_answer_half_of_the_longest_is_expected_or_a_guess():
@@ -33,3 +33,14 @@ def test_answers_without_a_longest_length_say_nothing_of_the_part():
     learned = Learned(16)
     learned.answered(0, 1000)
     assert learned.output_tokens(100) == 100 * UNKNOWN_PART
+
+
+def test_what_three_of_four_answers_reach_is_sure_and_nothing_before_there_is_one():
+    learned = Learned(16)
+    assert learned.sure_tokens(100) == learned.sure_tokens(0) == 0
+    for tokens in (80, 20, 100, 60):
+        learned.answered(100, tokens)
+    assert (learned.sure_tokens(200), learned.sure_tokens(0)) == (pytest.approx(120), 60)
+    for _ in range(REMEMBERED):
+        learned.answered(100, 100)
+    assert learned.sure_tokens(200) == 200
