@@ -29,8 +29,6 @@ INTERVAL_S: Final = 10.0
 LEAST_USE: Final = 0.7
 LEAST_KEPT: Final = 0.9
 MORE: Final = 1.15
-LEAST_WORKERS: Final = 3
-"""In a fleet of fewer no worker favours a phase: in simulation the choices alone then hold as much, or more."""
 LEAST_COUNTED: Final = 8
 """Prompts in an interval, or answers, below which it says nothing."""
 KEPT_PART: Final = 0.75
@@ -139,7 +137,7 @@ class Rebalancer:
         With more or fewer of them than when it was decided, about the same share does, and each phase has one.
         """
         prefill_workers, of = self._decided
-        if not prefill_workers or workers < LEAST_WORKERS:
+        if not prefill_workers or workers < 2:
             return 0
         return min(workers - 1, max(1, round(prefill_workers * workers / of)))
 
@@ -192,8 +190,6 @@ class Rebalancer:
     def _better(self, workers: Workers, traffic: Traffic) -> Change | None:
         """Return a shape that holds `MORE` times as much as the present one, if it is needed: the last reading's
         candidate if it is one of them, else the best."""
-        if workers.number < LEAST_WORKERS:
-            return None
         present = self.prefill_workers(workers.number)
         now = held_per_s(workers, traffic, present)
         if not traffic.limited:

@@ -1,7 +1,6 @@
 """Mode `adaptive` over two workers with fake engines and real gRPC: who gets what, and what becomes of its limits."""
 
 import asyncio
-from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
@@ -131,32 +130,29 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
         assert all(worker.outstanding == type(worker.outstanding)() for worker in fleet.workers), "nothing stays held"
 
 
-def keep_two_for_prompts(rebalancer):
-    """Have two of three workers favour prefill, by traffic that it is told of and that came long ago."""
+def keep_one_for_prompts(rebalancer):
+    """Have one of two workers favour prefill, by traffic that it is told of and that came long ago."""
     for second in range(100):
         rebalancer.placed(Wanted(512, 64, 5 * shape.PROMPT_S, 1.3 * shape.STEP_S))
         if rebalancer.due(float(second)):
-            rebalancer.read(float(second), shape.fleet(3))
-    assert rebalancer.prefill_workers(3) == 2
+            rebalancer.read(float(second), shape.fleet(2))
+    assert rebalancer.prefill_workers(2) == 1
 
 
 async def test_once_workers_favour_a_phase_requests_are_split_between_them_and_the_workers_say_it():
-    layouts = LAYOUTS | {"decode_1": LAYOUTS["decode"]}
-    like_decode = {mode: {"decode": of["decode-0"]} for mode, of in ROLES.by_mode.items()}
-    roles = replace(ROLES, of_new=like_decode)
-    async with asyncio.timeout(PATIENCE_S), hosts(**layouts) as started, a_fleet(addresses(started), roles) as fleet:
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet, rebalance="act")
         await serving.learn()
-        keep_two_for_prompts(serving.learned.rebalancer)
+        keep_one_for_prompts(serving.learned.rebalancer)
         for number in range(3):
             prompt = [token + 100 * number for token in PROMPT]
             sent, ending = serving.ask(3, prompt)
             await serving.step_until(ending)
             assert sent == expected(3, prompt)
         assert serving.decisions()[("split", "least_latency")] >= 2, "the first is placed before the favours are told"
-        assert sorted(worker.favours for worker in fleet.workers) == ["decode", "prefill", "prefill"]
+        assert sorted(worker.favours for worker in fleet.workers) == ["decode", "prefill"]
         await fleet.change_mode("colocated")
-        assert [worker.favours for worker in fleet.workers] == [None, None, None]
+        assert [worker.favours for worker in fleet.workers] == [None, None]
 
 
 async def test_the_rebalancer_is_told_of_limits_within_reach_and_of_who_kept_their_own(monkeypatch):
