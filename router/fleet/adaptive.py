@@ -28,6 +28,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from contracts.vocabulary import Phase
+from contracts.workers import TPOT_LIMIT_USED
 from router.fleet.prediction import Asked, Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
 
 ABOUT = 0.1
@@ -47,6 +48,10 @@ TPOT_SLACK = 0.1
 """The part of a limit by which a prediction for an answer of `LONG_ANSWER_TOKENS` may exceed it: sequences end before
 the answer does, and those that take their places are chosen with the limit in view. For shorter answers it is less."""
 LONG_ANSWER_TOKENS = 50
+CROWDED = (1.1, 1.35)
+"""Where the longest step that keeps the limits of a worker's sequences is fewer times as long as one without prompts
+than the second of these, a prompt beside them is likely to make them miss their limits, and below the first certain:
+then steps that take a little longer than predicted cannot be made up for."""
 CONSIDERED = 2
 """Workers that are considered for each half of a request that is split."""
 SHORT_LIST = 3
@@ -222,6 +227,8 @@ class _View(msgspec.Struct):
     """What the prompt adds to the steps there."""
     begins_s: float
     """What steps take that would not be without the prompt."""
+    crowds: float
+    """Limits of the sequences that decode there that are likely to be missed because of the prompt."""
     steps_after_s: float
     """A step of what decodes there or will, and of the answer."""
 
@@ -240,8 +247,19 @@ def _view(wanted: Wanted, load: Load) -> _View:
         overdue=min(MOST_OVERDUE, max(0.0, part - TTFT_MISSED[1])),
         computes_s=compute_s(load, tokens, attends),
         begins_s=0.0 if load.decoding else math.ceil(tokens / load.step_tokens) * load.model.base_s,
+        crowds=_crowds(load),
         steps_after_s=step_s(load, 1, wanted.context_tokens),
     )
+
+
+def _crowds(load: Load) -> float:
+    """Return how many of the sequences that decode there are likely to miss their limits if a prompt is computed beside
+    them: up to half, since on average they have half of their tokens already."""
+    if not load.decoding or load.tpot_limit_s == math.inf:
+        return 0.0
+    certain, unlikely = CROWDED
+    part = TPOT_LIMIT_USED * load.tpot_limit_s / step_s(load)
+    return load.decoding / 2 * min(1.0, max(0.0, (unlikely - part) / (unlikely - certain)))
 
 
 def _decode_rank(view: _View) -> tuple[bool, float, float, float]:
@@ -303,7 +321,7 @@ def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Optio
         decode_worker=decode.load.worker_id,
         ttft_s=prompt.ttft_s,
         tpot_s=answer.tpot_s,
-        broken=prompt.late + answer.breaks,
+        broken=prompt.late + prompt.crowds + answer.breaks,
         work_s=prompt.computes_s + prompt.begins_s + answer.decode_s,
         latency_s=prompt.ttft_s + wanted.output_tokens * answer.tpot_s + delays_s,
         cached_tokens=prompt.load.cached_tokens,

@@ -25,13 +25,13 @@ from router.fleet.shape import Traffic, Workers, best_shape, held_per_s
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S: Final = 5.0
+INTERVAL_S: Final = 10.0
 LEAST_USE: Final = 0.7
 LEAST_KEPT: Final = 0.9
 MORE: Final = 1.15
 LEAST_COUNTED: Final = 8
 """Prompts in an interval, or answers, below which it says nothing."""
-KEPT_PART: Final = 0.5
+KEPT_PART: Final = 0.75
 """The part with which what was counted before a reading still counts at the next one."""
 LEAST_LIMITED: Final = 0.1
 """With fewer requests that have limits than this part, there are none to divide workers for."""

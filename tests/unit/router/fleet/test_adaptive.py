@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from contracts.workers import LEAST_PROMPT_SHARE, StepModel
+from contracts.workers import LEAST_PROMPT_SHARE, TPOT_LIMIT_USED, StepModel
 from router.fleet.adaptive import Wanted, choose
 from router.fleet.prediction import Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
 from router.fleet.prediction import with_prompts as seat_prompts
@@ -187,7 +187,7 @@ def test_a_worker_does_not_stand_idle_because_a_hand_over_would_wait():
 
 
 def test_a_prompt_that_is_late_everywhere_goes_where_it_is_least_late():
-    limit_s = 1.3 * step_s(decoding("w0", 6))
+    limit_s = 1.45 * step_s(decoding("w0", 6))
     shorter = decoding("w0", 6, tpot_limit_s=limit_s)
     longer = with_prompts("w1", 3, decodes=1, decoding=1, context_tokens=544, tpot_limit_s=limit_s)
     late = choose(wanted(1.3 * UNLOADED_S, limit_s), [shorter, longer], fast)
@@ -213,6 +213,20 @@ def test_sequences_that_will_have_ended_before_the_answer_begins_do_not_count_ag
     at_once, after = (choose(wanted(30, 0.2), [busy, with_prompts("w1", prompts)], fast) for prompts in (0, 4))
     assert at_once.chosen.decode_worker == "w1"
     assert pair_of(after)[1] == "w0"
+
+
+@pytest.mark.parametrize(("part", "crowded"), [(1.05, 2.0), (1.1, 2.0), (1.225, 1.0), (1.35, 0.0), (2.0, 0.0)])
+def test_a_prompt_beside_sequences_with_hardly_any_time_to_spare_is_likely_to_make_half_of_them_late(part, crowded):
+    limit_s = part * step_s(decoding("w", 4)) / TPOT_LIMIT_USED
+    decision = choose(wanted(tpot_s=10 * limit_s), [decoding("w0", 4, tpot_limit_s=limit_s)], fast)
+    others_s = step_s(decoding("w0", 4), 1, 544) / limit_s
+    assert decision.chosen.broken == pytest.approx(crowded + (2.0 if others_s > 1.2 else 0.0))
+
+
+def test_a_prompt_keeps_away_from_such_sequences_if_it_is_in_time_elsewhere():
+    limit_s = 1.2 * step_s(decoding("w0", 4)) / TPOT_LIMIT_USED
+    workers = [decoding("w0", 4, tpot_limit_s=limit_s), with_prompts("w1", 3)]
+    assert choose(wanted(20 * UNLOADED_S, limit_s), workers, fast).chosen.prompt_worker == "w1"
 
 
 def test_a_sequence_whose_kv_arrives_beside_prompts_waits_for_a_longer_step():
