@@ -25,14 +25,25 @@ import torch
 from contracts import errors
 from contracts.rpc.address import split_host_port
 from kv_transfer.collective.group import FETCHER_RANK, FORM_S, PairGroup, backend_for, join_store
-from kv_transfer.collective.wire import COLLECT, FORMED, JOIN, STOP, Chunk, End, Invitation, Stop, Transfer
+from kv_transfer.collective.wire import (
+    COLLECT,
+    FORMAT,
+    FORMED,
+    JOIN,
+    STOP,
+    Chunk,
+    End,
+    Invitation,
+    Stop,
+    Transfer,
+    most_blocks,
+)
 from kv_transfer.fetch.control import CONTROL_DEADLINE_S, GrpcControl
 from kv_transfer.fetch.stream import SourceStream, read_last_events
 from kv_transfer.fetch.threads import run_in_thread
 from kv_transfer.interfaces import Pull, Puller, SourceDescription
 from kv_transfer.memory.glibc import keep_freed_memory
 from kv_transfer.wire import grpc_methods
-from kv_transfer.wire.frames import TARGET_FRAME_BYTES
 
 MAX_CONCURRENT_FETCHES: Final = 8
 FORMING_THREADS: Final = 4
@@ -65,9 +76,12 @@ class CollectivePuller(Puller):
     def obstacle(self, source: SourceDescription) -> str | None:
         if self._backend is None:
             return f"this build of torch.distributed has no backend for {self._device.type}"
-        theirs = source.offers.get(self.name, {}).get("backend")
+        offer = source.offers.get(self.name, {})
+        theirs = offer.get("backend")
         if theirs != self._backend:
             return f"its backend is {theirs or 'none'}, {self._backend} here"
+        if offer.get("format") != FORMAT:
+            return "it runs another version of Ridgeline, whose tensors are others"
         return None
 
     async def pull(self, pull: Pull) -> None:
@@ -220,9 +234,8 @@ class _RunningTransfer:
         self._number = next(membership.numbers)
         message = _encode(Transfer(group=membership.name, number=self._number, request=pull.request))
         self._stream = SourceStream(membership.channel, COLLECT, pull, message)
-        most = max(1, TARGET_FRAME_BYTES // pull.pool.block_bytes)
-        self._place = _Place(pull.pool.num_layers, len(pull.target_block_ids), most)
-        self._failure: errors.HandoffError | None = None
+        self._place = _Place(len(pull.target_block_ids), most_blocks(pull.pool))
+        self._checksums: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._patience: threading.Timer | None = None
         self._ended = False
@@ -271,8 +284,6 @@ class _RunningTransfer:
                 errors.UNREACHABLE,
                 errors.TIMEOUT,
             )
-            if self._failure is not None:
-                raise self._failure from failure
             raise
         if not isinstance(end, End):
             raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address} ended the transfer in the middle")
@@ -284,68 +295,57 @@ class _RunningTransfer:
         self._pull.progress.first_byte()
         self._place.expect(chunk)
         pool = self._pull.pool
-        blocks = pool.staging(chunk.count)
+        blocks = pool.staging(pool.num_layers, chunk.count)
         self._membership.group.receive(blocks, self._pull.give_up_at_s)
         if self._stream.cancelled.is_set():
             return
-        if pool.checksum(blocks) != chunk.checksum:
-            sentence = f"the checksum of layer {chunk.layer} block {chunk.first} is wrong"
-            self._failure = errors.TransferFailed(errors.CORRUPTED, sentence)
-            self.stop()
-            return
-        pool.scatter(chunk.layer, self._pull.target_block_ids[chunk.first : chunk.first + chunk.count], blocks)
+        self._checksums.append(pool.checksum(blocks))
+        target_ids = self._pull.target_block_ids[chunk.first : chunk.first + chunk.count]
+        pool.scatter(pool.layers, target_ids, blocks)
         self._pull.progress.landed(blocks.nbytes)
         if self._place.segment_ended:
             self._pull.progress.segment_ends()
 
     def _finish(self, end: End) -> None:
-        if self._failure is not None:
-            raise self._failure
         self._stream.raise_if_cancelled()
         if not end.complete:
             raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address} stopped the transfer")
         self._place.check_whole()
+        if self._pull.pool.on_host(self._checksums) != end.checksums:
+            raise errors.TransferFailed(errors.CORRUPTED, "the checksums of the tensors are wrong")
         self._pull.progress.first_token = end.first_token
 
 
 class _Place:
-    """The position of the next chunk: segment by segment, in each layer by layer, positions ascending."""
+    """The position of the next chunk: segment by segment, positions ascending."""
 
-    def __init__(self, num_layers: int, num_blocks: int, most_in_chunk: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, num_blocks: int, most_in_chunk: int) -> None:
         self._num_blocks = num_blocks
         self._most_in_chunk = most_in_chunk
-        self._start = 0
         self._end = 0
-        self._layer = 0
         self._next = 0
 
     @property
     def segment_ended(self) -> bool:
         """Whether the last chunk received ended its segment."""
-        return self._layer == 0 and self._next == self._start == self._end
+        return self._next == self._end
 
     def expect(self, chunk: Chunk) -> None:
         """Raise TransferFailed(`corrupted`) unless this is the next chunk in order."""
-        begins = self._layer == 0 and self._next == self._start
-        if (chunk.layer, chunk.first) != (self._layer, self._next) or not (begins or chunk.end == self._end):
-            raise self._corrupted(f"layer {chunk.layer} block {chunk.first} of a segment that ends at {chunk.end}")
+        if chunk.first != self._next or not (self.segment_ended or chunk.end == self._end):
+            raise self._corrupted(f"block {chunk.first} of a segment that ends at {chunk.end}")
         if chunk.end > self._num_blocks or not 1 <= chunk.count <= min(chunk.end - chunk.first, self._most_in_chunk):
             raise self._corrupted(f"{chunk.count} blocks from {chunk.first} of {chunk.end}")
         self._end = chunk.end
         self._next += chunk.count
-        if self._next == self._end:
-            self._layer, self._next = self._layer + 1, self._start
-            if self._layer == self._num_layers:
-                self._layer, self._start, self._next = 0, self._end, self._end
 
     def check_whole(self) -> None:
         """Raise TransferFailed(`corrupted`) unless everything has arrived."""
-        if self._layer or self._next != self._num_blocks:
+        if self._next != self._num_blocks:
             raise self._corrupted("the end")
 
     def _corrupted(self, what: str) -> errors.TransferFailed:
-        due = f"layer {self._layer} block {self._next} of {self._num_blocks} was due"
+        due = f"block {self._next} of {self._num_blocks} was due"
         return errors.TransferFailed(errors.CORRUPTED, f"{what} came where {due}")
 
 

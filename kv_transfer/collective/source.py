@@ -1,9 +1,9 @@
 """The `collective` transport's sending end: gRPC methods that a `GrpcKvSource` serves beside its own.
 
 Each group is held open by its fetcher's Join stream, so a fetcher that closes or dies takes its groups with it. The
-source sends copies: tensors gathered from the blocks, at most `WINDOW_CHUNKS` of them at a time, each described to the
-fetcher with its checksum. A transfer that does not end in order breaks its group, because it is unknown what the
-fetcher has received.
+source sends copies: tensors gathered from the blocks of all layers, at most `WINDOW_CHUNKS` of them at a time, each
+described to the fetcher, and all their checksums at the end. A transfer that does not end in order breaks its group,
+because it is unknown what the fetcher has received.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from contracts.handoff import new_handoff_id
 from kv_transfer.collective.group import SOURCE_RANK, PairGroup, SendWindow, backend_for, host_store
 from kv_transfer.collective.wire import (
     COLLECT,
+    FORMAT,
     FORMED,
     JOIN,
     STOP,
@@ -31,12 +32,12 @@ from kv_transfer.collective.wire import (
     Invitation,
     Stop,
     Transfer,
+    most_blocks,
 )
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.source.block_server import BlockRead, BlockServer, Segment, Wanted
 from kv_transfer.source.grpc_source import FetchSlot, SourceExtension, parse
 from kv_transfer.wire import grpc_methods
-from kv_transfer.wire.frames import blocks_per_frame
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -69,7 +70,7 @@ class CollectiveSource(SourceExtension):
 
     def offer(self) -> dict[str, Any] | None:
         backend = backend_for(self._device)
-        return None if backend is None else {"backend": backend}
+        return None if backend is None else {"backend": backend, "format": FORMAT}
 
     def handlers(self, server: BlockServer, slot: FetchSlot) -> Mapping[str, grpc.RpcMethodHandler]:
         def join(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -210,32 +211,25 @@ class _ServedGroup:
 
 def _send_all(server: BlockServer, read: BlockRead, window: SendWindow, wanted: Wanted) -> Generator[bytes, None, End]:
     """Yield the encoded chunks; return the End."""
+    pool, checksums = read.pool, []
     for segment in read.segments(wanted):
-        for layer, start, block_ids in _chunks(read.pool, segment):
+        for start, block_ids in _chunks(pool, segment):
             window.make_room()
             if not wanted():
                 return End(complete=False)
-            tensor = read.pool.gather(layer, block_ids)
-            chunk = Chunk(
-                layer=layer,
-                first=segment.first + start,
-                count=len(block_ids),
-                end=segment.first + len(segment.block_ids),
-                checksum=read.pool.checksum(tensor),
-            )
+            tensor = pool.gather(pool.layers, block_ids)
+            checksums.append(pool.checksum(tensor))
             window.send(tensor)
             server.count_sent(tensor.nbytes)
-            yield _encode(chunk)
+            end = segment.first + len(segment.block_ids)
+            yield _encode(Chunk(first=segment.first + start, count=len(block_ids), end=end))
         if segment.last:
-            return End(complete=True, first_token=segment.first_token)
+            return End(complete=True, first_token=segment.first_token, checksums=pool.on_host(checksums))
     return End(complete=False)
 
 
-def _chunks(pool: BlockPool, segment: Segment) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield (layer, position in the segment, blocks), layer by layer."""
-    if not segment.block_ids:
-        return
-    step = blocks_per_frame(pool.block_bytes, len(segment.block_ids))
-    for layer in range(pool.num_layers):
-        for start in range(0, len(segment.block_ids), step):
-            yield layer, start, segment.block_ids[start : start + step]
+def _chunks(pool: BlockPool, segment: Segment) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield (position in the segment, blocks)."""
+    most = most_blocks(pool)
+    for start in range(0, len(segment.block_ids), most):
+        yield start, segment.block_ids[start : start + most]

@@ -13,13 +13,18 @@ from typing import Annotated, Final
 import msgspec
 
 from kv_transfer.interfaces import FetchRequest
+from kv_transfer.memory.blocks import BlockPool
 
 JOIN: Final = "CollectiveJoin"
 COLLECT: Final = "CollectiveFetch"
 STOP: Final = "CollectiveStop"
 FORMED: Final = b"formed"
-WINDOW_CHUNKS: Final = 3
+WINDOW_CHUNKS: Final = 2
 """Tensors sent and not yet received: what a cancelled fetch drains, and what a transfer holds in source memory."""
+CHUNK_BYTES: Final = 16 << 20
+"""Size of a tensor aimed at. Links between GPUs reach their speed with messages of this size."""
+FORMAT: Final = 2
+"""Of the messages and of what they describe; a source offers its own. Until 2, a tensor was a part of one layer."""
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,17 +51,14 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One tensor: `count` whole blocks of one layer, positions ascending from `first`, of a segment that ends at `end`.
+    """One tensor: all layers of `count` blocks, positions ascending from `first`, of a segment that ends at `end`.
 
     Positions are relative to the request's, as they are in frames.
     """
 
-    layer: int
     first: int
     count: int
     end: int
-    checksum: int
-    """`BlockPool.checksum` of the tensor."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -65,3 +67,10 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     complete: bool
     """False if the transfer was stopped."""
     first_token: int | None = None
+    checksums: list[int] = []
+    """`BlockPool.checksum` of each tensor, if complete. They come at the end, so that a GPU is waited for once."""
+
+
+def most_blocks(pool: BlockPool) -> int:
+    """Return how many blocks a tensor has at most."""
+    return max(1, CHUNK_BYTES // (pool.num_layers * pool.block_bytes))

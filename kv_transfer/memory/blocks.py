@@ -74,6 +74,15 @@ class BlockPool:
             bad = [block_id for block_id in block_ids if not 0 <= block_id < self.num_blocks]
             raise ValueError(f"block ids {bad[:5]} are outside the pool's {self.num_blocks} blocks")
 
+    @property
+    def layers(self) -> range:
+        """All layers."""
+        return range(self.num_layers)
+
+    def _check_layers(self, layers: range) -> None:
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
+            raise ValueError(f"{layers} of {self.num_layers} layers")
+
     def commit(self) -> None:
         """Touch every page of the cache, so that no transfer pays for page faults. The content does not change.
 
@@ -110,35 +119,43 @@ class BlockPool:
         """The device on which the blocks lie."""
         return self._memory.device
 
-    def staging(self, num_blocks: int) -> torch.Tensor:
-        """Return an uninitialised uint8 [num_blocks, block_bytes] on the pool's device, contiguous."""
-        return self._memory.staging(num_blocks)
+    def staging(self, num_layers: int, num_blocks: int) -> torch.Tensor:
+        """Return an uninitialised uint8 [num_layers, num_blocks, block_bytes] on the pool's device, contiguous."""
+        return self._memory.staging(num_layers, num_blocks)
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return a finished copy of the blocks, uint8 [len(block_ids), block_bytes], contiguous, on the pool's device.
+    def gather(self, layers: range, block_ids: Sequence[int]) -> torch.Tensor:
+        """Return a finished copy of these layers' blocks, on the pool's device.
 
-        Raises ValueError for ids that name no block.
+        It is uint8 [len(layers), len(block_ids), block_bytes], contiguous. Raises ValueError for ids that name no
+        block, and for layers that are not there.
         """
+        self._check_layers(layers)
         self.check_block_ids(block_ids)
-        return self._memory.gather(layer, block_ids)
+        return self._memory.gather(layers, block_ids)
 
-    def scatter(self, layer: int, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
-        """Copy rows on the pool's device, as `gather` makes them, into distinct blocks; change nothing else.
+    def scatter(self, layers: range, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
+        """Copy what `gather` makes into distinct blocks of these layers; change nothing else.
 
-        Returns when the bytes are there. Raises ValueError if shape or ids do not fit.
+        Returns when the bytes are there. Raises ValueError if shape, ids or layers do not fit.
         """
+        self._check_layers(layers)
         self.check_block_ids(block_ids)
-        if tuple(blocks.shape) != (len(block_ids), self.block_bytes):
-            raise ValueError(f"{tuple(blocks.shape)} does not fill {len(block_ids)} blocks of {self.block_bytes} bytes")
-        self._memory.scatter(layer, block_ids, blocks)
+        if tuple(blocks.shape) != (len(layers), len(block_ids), self.block_bytes):
+            room = f"{len(layers)} layers of {len(block_ids)} blocks of {self.block_bytes} bytes"
+            raise ValueError(f"{tuple(blocks.shape)} does not fill {room}")
+        self._memory.scatter(layers, block_ids, blocks)
 
-    def checksum(self, blocks: torch.Tensor) -> int:
-        """Return the checksum of a contiguous tensor, computed on the pool's device.
+    def checksum(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the checksum of a contiguous tensor, a number on the pool's device: `on_host` waits for it.
 
         Equal bytes in the same kind of memory give the same sum. It detects any changed byte and any two 32-bit words
-        that changed places.
+        that changed places. The tensor must not change before the sum is on the host.
         """
         return self._memory.checksum(blocks)
+
+    def on_host(self, checksums: Sequence[torch.Tensor]) -> list[int]:
+        """Return the checksums as numbers, after one copy from the device."""
+        return self._memory.on_host(checksums)
 
     def copies_from(
         self, source: BlockPool, source_ids: Sequence[int], block_ids: Sequence[int], layers: range | None = None
@@ -149,9 +166,8 @@ class BlockPool:
         Only these `layers` are copied, if given. In host memory each byte is copied once, unless one of the pools is
         indexed. Raises ValueError if the pools, the ids or the layers do not match.
         """
-        wanted = range(self.num_layers) if layers is None else layers
-        if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.num_layers:
-            raise ValueError(f"{wanted} of {self.num_layers} layers")
+        wanted = self.layers if layers is None else layers
+        self._check_layers(wanted)
         source.check_block_ids(source_ids)
         self.check_block_ids(block_ids)
         if (source.num_layers, source.block_bytes) != (self.num_layers, self.block_bytes):

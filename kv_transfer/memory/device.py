@@ -142,26 +142,41 @@ class DeviceMemory(BlockMemory):
             on_device.copy_(on_host, non_blocking=True)
             scatter_rows(rows, lane.indices(block_ids), on_device)
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+    def gather(self, layers: range, block_ids: Sequence[int]) -> torch.Tensor:
         lane = self._lane()
         with lane.running():
-            blocks = lane.tensor(len(block_ids), self._layers[layer].shape[1])
-            gather_rows(self._layers[layer], lane.indices(block_ids), blocks)
+            blocks, indices = lane.tensor(len(layers), len(block_ids), self.shapes[0][1]), lane.indices(block_ids)
+            for places, rows in self._views(layers):
+                gather_rows(rows, indices, blocks[places])
             return blocks
 
-    def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
+    def scatter(self, layers: range, block_ids: Sequence[int], source: torch.Tensor) -> None:
         lane = self._lane()
         with lane.running():
-            scatter_rows(self._layers[layer], lane.indices(block_ids), source)
+            indices = lane.indices(block_ids)
+            for places, rows in self._views(layers):
+                scatter_rows(rows, indices, source[places])
 
-    def staging(self, num_blocks: int) -> torch.Tensor:
+    def staging(self, num_layers: int, num_blocks: int) -> torch.Tensor:
         lane = self._lane()
         with lane.running():
-            return lane.tensor(num_blocks, self._layers[0].shape[1])
+            return lane.tensor(num_layers, num_blocks, self.shapes[0][1])
 
-    def checksum(self, blocks: torch.Tensor) -> int:
-        with self._lane().running():
+    def checksum(self, blocks: torch.Tensor) -> torch.Tensor:
+        with self._lane().selected():
             return weighted_sum(blocks)
+
+    def on_host(self, checksums: Sequence[torch.Tensor]) -> list[int]:
+        with self._lane().selected():
+            return torch.stack([*checksums]).tolist() if checksums else []
+
+    def _views(self, layers: range) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield (places among `layers`, [places, num_blocks, block_bytes]): all at once if they are evenly spaced."""
+        if self._stack is not None:
+            yield slice(0, len(layers)), self._stack[layers.start : layers.stop]
+            return
+        for place, layer in enumerate(layers):
+            yield slice(place, place + 1), self._layers[layer][None]
 
     def part(self, start: int, num_bytes: int) -> DeviceMemory:
         narrowed = DeviceMemory([layer[:, start : start + num_bytes] for layer in self._layers])
@@ -183,15 +198,18 @@ class DeviceMemory(BlockMemory):
 
 
 def gather_rows(rows: torch.Tensor, indices: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy these rows of bytes into `into`, in words of eight bytes where both allow it: fewer, wider accesses."""
+    """Copy these rows of bytes, of each layer if there are several, into `into`.
+
+    In words of eight bytes where both allow it: fewer, wider accesses.
+    """
     rows, into = _in_words(rows, into)
-    torch.index_select(rows, 0, indices, out=into)
+    torch.index_select(rows, -2, indices, out=into)
 
 
 def scatter_rows(rows: torch.Tensor, indices: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the rows of `source` into these distinct rows, in words where both allow it."""
+    """Copy the rows of `source` into these distinct rows, of each layer if there are several, in words if possible."""
     rows, source = _in_words(rows, source)
-    rows.index_copy_(0, indices, source)
+    rows.index_copy_(-2, indices, source)
 
 
 def _in_words(*matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -228,8 +246,8 @@ def _arrived(mark: Mark, num_bytes: int) -> int:
     return num_bytes
 
 
-def weighted_sum(tensor: torch.Tensor) -> int:
-    """Return a checksum of a contiguous uint8 tensor, computed where it lies; only the sum comes to the host.
+def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a checksum of a contiguous uint8 tensor, an int64 [] where the tensor lies.
 
     Words of 32 bits, each times an odd weight of its own. No change within one word and no exchange of two goes
     unnoticed in a tensor of up to 2^29 words: either changes the sum by a product that is not 0 and below 2^63.
@@ -238,7 +256,7 @@ def weighted_sum(tensor: torch.Tensor) -> int:
     whole = flat.numel() // 4 * 4
     values = torch.cat((flat[:whole].view(torch.int32).to(torch.int64), flat[whole:].to(torch.int64)))
     weights = torch.arange(values.numel(), device=tensor.device) * 2 + 1
-    return int((values * weights).sum().item())
+    return (values * weights).sum()
 
 
 class Mark:
@@ -300,14 +318,14 @@ class _Lane:
         shape = (num_blocks, block_bytes)
         return self._on_device[:num_bytes].view(shape), self._on_host[:num_bytes].view(shape)
 
-    def tensor(self, num_blocks: int, block_bytes: int) -> torch.Tensor:
-        """Return a new uint8 [num_blocks, block_bytes] on the device. Call it only while `selected`.
+    def tensor(self, *shape: int) -> torch.Tensor:
+        """Return a new uint8 tensor of this shape on the device. Call it only while `selected`.
 
         Its memory comes from this stream's share, so no kernel of the engine can still be using it. It is an ordinary
         tensor, not an inference-mode one, so that it can be written outside of inference mode.
         """
         with torch.inference_mode(False):
-            return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, device=self._device)
+            return torch.empty(shape, dtype=torch.uint8, device=self._device)
 
     def indices(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return the ids as int64 on the device. Call it only while `selected`."""

@@ -56,20 +56,24 @@ class BlockMemory(ABC):
         """Copy row i of `source` to block `block_ids[i]`; return when the bytes are there."""
 
     @abstractmethod
-    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+    def gather(self, layers: range, block_ids: Sequence[int]) -> torch.Tensor:
         """Return a copy of the blocks; see `BlockPool.gather`."""
 
     @abstractmethod
-    def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
-        """Copy row i of `source`, on this device, to block `block_ids[i]`; return when the bytes are there."""
+    def scatter(self, layers: range, block_ids: Sequence[int], source: torch.Tensor) -> None:
+        """Copy row i of each layer of `source`, on this device, to block `block_ids[i]`; return when it is there."""
 
     @abstractmethod
-    def staging(self, num_blocks: int) -> torch.Tensor:
+    def staging(self, num_layers: int, num_blocks: int) -> torch.Tensor:
         """Return room for this many blocks; see `BlockPool.staging`."""
 
     @abstractmethod
-    def checksum(self, blocks: torch.Tensor) -> int:
+    def checksum(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return the blocks' checksum; see `BlockPool.checksum`."""
+
+    @abstractmethod
+    def on_host(self, checksums: Sequence[torch.Tensor]) -> list[int]:
+        """Return checksums as numbers; see `BlockPool.on_host`."""
 
     @abstractmethod
     def part(self, start: int, num_bytes: int) -> BlockMemory:
@@ -105,19 +109,27 @@ class HostMemory(BlockMemory):
     def write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
         self._layers[layer][list(block_ids)] = source
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
-        return torch.from_numpy(self._layers[layer][list(block_ids)])
+    def gather(self, layers: range, block_ids: Sequence[int]) -> torch.Tensor:
+        blocks, ids = self.staging(len(layers), len(block_ids)), list(block_ids)
+        for layer, rows in zip(layers, blocks.numpy(), strict=True):
+            rows[:] = self._layers[layer][ids]
+        return blocks
 
-    def scatter(self, layer: int, block_ids: Sequence[int], source: torch.Tensor) -> None:
-        self.write(layer, block_ids, source.numpy())
+    def scatter(self, layers: range, block_ids: Sequence[int], source: torch.Tensor) -> None:
+        for layer, rows in zip(layers, source.numpy(), strict=True):
+            self.write(layer, block_ids, rows)
 
-    def staging(self, num_blocks: int) -> torch.Tensor:
-        return torch.empty((num_blocks, self.shapes[0][1]), dtype=torch.uint8)
+    def staging(self, num_layers: int, num_blocks: int) -> torch.Tensor:
+        return torch.empty((num_layers, num_blocks, self.shapes[0][1]), dtype=torch.uint8)
 
-    def checksum(self, blocks: torch.Tensor) -> int:
+    def checksum(self, blocks: torch.Tensor) -> torch.Tensor:
         import xxhash  # here, because `tools.gpu.check` runs this package where there is torch and numpy alone
 
-        return xxhash.xxh3_64_intdigest(blocks.numpy().data)
+        digest = xxhash.xxh3_64_digest(blocks.numpy().data)
+        return torch.tensor(int.from_bytes(digest, "big", signed=True))
+
+    def on_host(self, checksums: Sequence[torch.Tensor]) -> list[int]:
+        return [int(checksum) for checksum in checksums]
 
     def part(self, start: int, num_bytes: int) -> HostMemory:
         return HostMemory([layer[:, start : start + num_bytes] for layer in self._layers])

@@ -6,6 +6,7 @@ write to blocks that may be another request's by then. `pinned` asks for the pin
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Generator, Iterator
@@ -114,11 +115,10 @@ def _late(pull: Pull, now_s: float) -> errors.TransferFailed:
 
 def _place(piece: Readable, room: Room, pool: BlockPool) -> int:
     """Copy a piece that has landed to its blocks; return its bytes."""
-    layer_bytes = len(piece.target_ids) * pool.block_bytes
-    for index, layer in enumerate(piece.layers):
-        landed = room.memory[index * layer_bytes : (index + 1) * layer_bytes]
-        pool.scatter(layer, piece.target_ids, landed.view(len(piece.target_ids), pool.block_bytes))
-    return layer_bytes * len(piece.layers)
+    shape = (len(piece.layers), len(piece.target_ids), pool.block_bytes)
+    landed = room.memory[: math.prod(shape)]
+    pool.scatter(piece.layers, piece.target_ids, landed.view(shape))
+    return landed.nbytes
 
 
 def pieces(readable: Readable, block_bytes: int, most_bytes: int = PIECE_BYTES) -> Iterator[Readable]:

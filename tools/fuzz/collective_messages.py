@@ -14,17 +14,14 @@ from kv_transfer.collective.wire import Chunk, End
 from kv_transfer.wire import grpc_methods
 from tools.fuzz.msgpack_damage import messages
 
-LAYERS, BLOCKS = 2, 4
+BLOCKS = 4
 
 
 def _valid() -> list[bytes]:
-    """Return the messages for two segments of two blocks."""
-    chunks: list[Chunk | End] = [
-        Chunk(layer=layer, first=first, count=2, end=first + 2, checksum=7)
-        for first in (0, 2)
-        for layer in range(LAYERS)
-    ]
-    return [msgspec.msgpack.encode(told) for told in (*chunks, End(complete=True, first_token=5))]
+    """Return the messages for two segments of two blocks, the first one in two tensors."""
+    chunks = [Chunk(first=first, count=count, end=end) for first, count, end in ((0, 1, 2), (1, 1, 2), (2, 2, 4))]
+    end = End(complete=True, first_token=5, checksums=[7, 8, -9])
+    return [msgspec.msgpack.encode(told) for told in (*chunks, end)]
 
 
 _VALID = _valid()
@@ -45,17 +42,17 @@ def conversations(draw: st.DrawFn) -> list[bytes]:
 
 def check_conversation(said: list[bytes]) -> None:
     """Check that each accepted chunk lies inside what was asked for, and only once; a whole answer has all of them."""
-    place, landed, reason = _Place(LAYERS, BLOCKS, most_in_chunk=BLOCKS), set(), errors.CORRUPTED
+    place, landed, reason = _Place(BLOCKS, most_in_chunk=BLOCKS), set(), errors.CORRUPTED
     try:
         for message in said:
             told = grpc_methods.read_answer(_decode_told, message, "fuzz")
             if isinstance(told, End):
                 place.check_whole()
-                assert len(landed) == LAYERS * BLOCKS
+                assert len(landed) == BLOCKS
                 return
             place.expect(told)
-            blocks = {(told.layer, block) for block in range(told.first, told.first + told.count)}
-            assert blocks <= {(layer, block) for layer in range(LAYERS) for block in range(BLOCKS)}, told
+            blocks = set(range(told.first, told.first + told.count))
+            assert blocks <= set(range(BLOCKS)), told
             assert not blocks & landed, told
             landed |= blocks
     except errors.TransferFailed as error:

@@ -78,17 +78,24 @@ def problems(machine: Machine, shape: CacheShape, num_blocks: int) -> list[str]:
         wanted = _bytes(tensor)[ids]
         if b"".join(from_pool.read(layer, ids)) != wanted.numpy().tobytes():
             found.append(f"read of layer {layer}")
-        gathered = from_pool.gather(layer, ids)
-        if not torch.equal(gathered.cpu(), wanted):
+        only = range(layer, layer + 1)
+        gathered = from_pool.gather(only, ids)
+        if not torch.equal(gathered.cpu()[0], wanted):
             found.append(f"gather of layer {layer}")
         if layer % 2:
-            to_pool.scatter(layer, places, gathered)
+            to_pool.scatter(only, places, gathered)
         else:
             to_pool.write(layer, places, memoryview(wanted.numpy().tobytes()))
         expected = before[layer].clone()
         expected[places] = wanted
         if not torch.equal(_bytes(target[layer]), expected):
             found.append(f"write of layer {layer}")
+    every = from_pool.gather(from_pool.layers, ids)
+    if not torch.equal(every.cpu(), torch.stack([_bytes(tensor)[ids] for tensor in source])):
+        found.append("gather of all layers")
+    to_pool.scatter(to_pool.layers, ids, every)
+    if any(not torch.equal(_bytes(there)[ids], _bytes(here)[ids]) for here, there in zip(source, target, strict=True)):
+        found.append("write of all layers")
     if shape.block_bytes % 2 == 0:
         half = shape.block_bytes // 2
         read = b"".join(from_pool.part(half, half).read(0, ids))
@@ -117,12 +124,12 @@ def speeds(machine: Machine, copy_bytes_per_s: float) -> Iterator[Row]:
 def _speeds_of(machine: Machine, pool: BlockPool, ids: list[int], copy_bytes_per_s: float) -> Iterator[Row]:
     size = len(ids) * pool.block_bytes
     payload = memoryview(bytearray(size))
-    staged = pool.gather(0, ids)
+    staged = pool.gather(range(1), ids)
     work: dict[str, Callable[[], object]] = {
         "to the host (what gRPC sends)": lambda: pool.read(0, ids),
         "from the host (what gRPC gets)": lambda: pool.write(0, ids, payload),
-        "gathered on the device": lambda: pool.gather(0, ids),
-        "scattered on the device": lambda: pool.scatter(1, ids, staged),
+        "gathered on the device": lambda: pool.gather(range(1), ids),
+        "scattered on the device": lambda: pool.scatter(range(1, 2), ids, staged),
     }
     for what, one in work.items():
         rate = size / wall_seconds(machine, one)

@@ -120,13 +120,11 @@ def test_no_header_whatsoever_makes_the_reader_fail_otherwise_or_write_outside()
         {"end": 1 << 62, "count": 1 << 62},
         {"end": -1},
         {"first": -4},
-        {"layer": -1},
-        {"layer": 1 << 62},
     ],
 )
 def test_a_collective_chunk_that_claims_the_absurd_is_refused_before_memory_is_taken(changes):
-    place = _Place(num_layers=2, num_blocks=8, most_in_chunk=4)
-    chunk = Chunk(**{"layer": 0, "first": 0, "count": 4, "end": 8, "checksum": 0, **changes})
+    place = _Place(num_blocks=8, most_in_chunk=4)
+    chunk = Chunk(**{"first": 0, "count": 4, "end": 8, **changes})
     with pytest.raises(errors.TransferFailed) as caught:
         place.expect(chunk)
     assert caught.value.reason == errors.CORRUPTED

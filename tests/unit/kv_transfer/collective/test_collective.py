@@ -157,53 +157,67 @@ def test_auto_does_not_pick_the_collective():
     assert "collective" not in AUTO, "with nccl it has not run anywhere yet"
 
 
+BOTH = range(2)
+
+
 def pools(seed, num_blocks=8, block_bytes=101):
-    """The same blocks twice: as host memory, and as a device's."""
+    """The same blocks three times: in host memory, on a device, and there with layers that are apart."""
     layers = np.random.default_rng(seed).integers(0, 256, (2, num_blocks, block_bytes), dtype=np.uint8)
-    on_device = torch.from_numpy(layers.copy())
-    return (layers, BlockPool(list(layers))), (on_device.numpy(), BlockPool(DeviceMemory(list(on_device))))
+    together, apart = torch.from_numpy(layers.copy()), [torch.from_numpy(layer.copy()) for layer in layers]
+    return (
+        (layers, BlockPool(list(layers))),
+        (together.numpy(), BlockPool(DeviceMemory(list(together)))),
+        ([layer.numpy() for layer in apart], BlockPool(DeviceMemory(apart))),
+    )
 
 
-@pytest.mark.parametrize("kind", [0, 1])
-def test_gathered_blocks_are_a_copy_and_scattered_ones_touch_nothing_else(kind):
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("chosen", [BOTH, range(1, 2)])
+def test_gathered_blocks_are_a_copy_and_scattered_ones_touch_nothing_else(kind, chosen):
     layers, pool = pools(1)[kind]
-    before, part = layers.copy(), pool.part(3, 40)
-    gathered = part.gather(1, [5, 0, 2])
+    before, part = np.array(layers), pool.part(3, 40)
+    gathered = part.gather(chosen, [5, 0, 2])
     assert gathered.is_contiguous()
-    np.testing.assert_array_equal(gathered.numpy(), layers[1, [5, 0, 2], 3:43])
-    staged = part.staging(3)
+    np.testing.assert_array_equal(gathered.numpy(), before[chosen.start : chosen.stop, [5, 0, 2], 3:43])
+    staged = part.staging(len(chosen), 3)
     staged.copy_(gathered)
     gathered.zero_()
-    np.testing.assert_array_equal(layers, before)
-    part.scatter(0, [7, 1, 3], staged)
-    before[0, [7, 1, 3], 3:43] = before[1, [5, 0, 2], 3:43]
-    np.testing.assert_array_equal(layers, before)
+    np.testing.assert_array_equal(np.array(layers), before)
+    part.scatter(chosen, [7, 1, 3], staged)
+    for layer in chosen:
+        before[layer, [7, 1, 3], 3:43] = before[layer, [5, 0, 2], 3:43]
+    np.testing.assert_array_equal(np.array(layers), before)
 
 
-@pytest.mark.parametrize("kind", [0, 1])
-def test_ids_and_shapes_that_do_not_fit_are_refused(kind):
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_ids_layers_and_shapes_that_do_not_fit_are_refused(kind):
     layers, pool = pools(1)[kind]
-    before = layers.copy()
+    before = np.array(layers)
     with pytest.raises(ValueError, match="outside the pool"):
-        pool.gather(0, [8])
+        pool.gather(BOTH, [8])
     with pytest.raises(ValueError, match="outside the pool"):
-        pool.scatter(0, [-1], pool.staging(1))
+        pool.scatter(BOTH, [-1], pool.staging(2, 1))
     with pytest.raises(ValueError, match="does not fill"):
-        pool.scatter(0, [1, 2], pool.staging(1))
-    np.testing.assert_array_equal(layers, before)
+        pool.scatter(BOTH, [1, 2], pool.staging(2, 1))
+    with pytest.raises(ValueError, match="does not fill"):
+        pool.scatter(range(1), [1], pool.staging(2, 1))
+    with pytest.raises(ValueError, match="of 2 layers"):
+        pool.gather(range(1, 3), [1])
+    np.testing.assert_array_equal(np.array(layers), before)
 
 
-@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("kind", [0, 1, 2])
 def test_the_checksum_tells_every_changed_byte(kind):
     _, pool = pools(1)[kind]
-    blocks = pool.gather(0, [3, 4])
-    right = pool.checksum(blocks)
+    blocks = pool.gather(BOTH, [3, 4])
+    [right] = pool.on_host([pool.checksum(blocks)])
     for position in range(blocks.numel()):
         for bit in (1, 0x80, 0xFF):
             blocks.view(-1)[position] ^= bit
-            assert pool.checksum(blocks) != right
+            assert pool.on_host([pool.checksum(blocks)]) != [right]
             blocks.view(-1)[position] ^= bit
-    assert pool.checksum(blocks) == right
+    assert pool.on_host([pool.checksum(blocks)] * 2) == [right, right]
+    assert pool.on_host([]) == []
 
 
 def test_the_weighted_sum_tells_words_that_changed_places():
@@ -217,5 +231,5 @@ def test_the_weighted_sum_tells_words_that_changed_places():
 
 
 def test_the_weighted_sum_of_no_more_than_a_few_bytes_is_defined():
-    assert len({weighted_sum(numbers(size, seed=3)) for size in (1, 2, 3, 4, 5)}) == 5
+    assert len({int(weighted_sum(numbers(size, seed=3))) for size in (1, 2, 3, 4, 5)}) == 5
     assert weighted_sum(torch.empty(0, dtype=torch.uint8)) == 0
