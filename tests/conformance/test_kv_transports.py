@@ -111,12 +111,15 @@ class TestCollective(TransportConformance):
     def harness(self):
         return Harness("collective", slow_gathers)
 
+    @pytest.fixture(autouse=True)
+    def a_tensor_for_each_block(self, monkeypatch):
+        monkeypatch.setattr("kv_transfer.collective.wire.CHUNK_BYTES", 1)
+
     @pytest.mark.parametrize("position", [0, 7, 96, -1])
     @pytest.mark.parametrize("damaged_chunk", [0, 1])
     async def test_a_byte_that_changes_on_the_way_is_noticed_and_the_group_survives(
-        self, harness, position, damaged_chunk, monkeypatch
+        self, harness, position, damaged_chunk
     ):
-        monkeypatch.setattr("kv_transfer.collective.wire.CHUNK_BYTES", 1)  # a tensor for each block
         async with self.nodes(harness) as (prefill, decode):
             ids = [1, 2]
             before = [layer.copy() for layer in decode.layers]
@@ -143,7 +146,6 @@ class TestCollective(TransportConformance):
     async def test_a_chunk_that_is_not_due_is_refused(self, harness, monkeypatch):
         from kv_transfer.collective import source
 
-        monkeypatch.setattr("kv_transfer.collective.wire.CHUNK_BYTES", 1)
         real = source._chunks
         monkeypatch.setattr(source, "_chunks", lambda *args: list(real(*args))[::-1])
         async with self.nodes(harness) as (prefill, decode):
@@ -155,7 +157,8 @@ class TestCollective(TransportConformance):
             monkeypatch.setattr(source, "_chunks", real)
             assert await self._fetch_ok(prefill, decode, handoff, [1, 2])
 
-    async def test_a_slow_reader_holds_the_source_back(self, harness):
+    async def test_a_slow_reader_holds_the_source_back(self, harness, monkeypatch):
+        monkeypatch.setattr("kv_transfer.collective.wire.CHUNK_BYTES", CHUNK_BYTES)
         layout = make_layout(num_layers=48, block_bytes=1 << 18)
         ids = list(range(12))
         async with self.nodes(harness, (layout, layout), num_blocks=len(ids)) as (prefill, decode):

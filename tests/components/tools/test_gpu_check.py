@@ -53,14 +53,15 @@ def test_without_a_device_nothing_is_checked_and_the_status_says_so(tmp_path, ca
 def test_a_wrong_byte_is_found_and_named(monkeypatch):
     right = BlockPool.gather
 
-    def wrong(pool, layer, ids):
-        copied = right(pool, layer, ids)
-        copied[0, 0] ^= 1
+    def wrong(pool, layers, ids):
+        copied = right(pool, layers, ids)
+        copied[0, 0, 0] ^= 1
         return copied
 
     monkeypatch.setattr(BlockPool, "gather", wrong)
     assert blocks.problems(DRY, blocks.SHAPES[-1], 8) == [
         "gather of layer 0", "gather of layer 1", "write of layer 1", "gather of layer 2",
+        "gather of all layers", "write of all layers",
     ]  # fmt: skip
 
 
