@@ -10,7 +10,7 @@ import pytest
 
 from contracts import errors
 from kv_transfer.collective.group import PairGroup
-from kv_transfer.collective.wire import CHUNK_BYTES, WINDOW_CHUNKS
+from kv_transfer.collective.wire import WINDOW_CHUNKS
 from kv_transfer.fetch.threads import MAX_CONCURRENT_FETCHES
 from kv_transfer.transports import make_transport
 from tests.conformance.check_transport import (
@@ -113,7 +113,7 @@ class TestCollective(TransportConformance):
 
     @pytest.fixture(autouse=True)
     def a_tensor_for_each_block(self, monkeypatch):
-        monkeypatch.setattr("kv_transfer.collective.wire.CHUNK_BYTES", 1)
+        monkeypatch.setattr("kv_transfer.collective.wire.CHUNK_BYTES", {"cpu": 1})
 
     @pytest.mark.parametrize("position", [0, 7, 96, -1])
     @pytest.mark.parametrize("damaged_chunk", [0, 1])
@@ -157,8 +157,7 @@ class TestCollective(TransportConformance):
             monkeypatch.setattr(source, "_chunks", real)
             assert await self._fetch_ok(prefill, decode, handoff, [1, 2])
 
-    async def test_a_slow_reader_holds_the_source_back(self, harness, monkeypatch):
-        monkeypatch.setattr("kv_transfer.collective.wire.CHUNK_BYTES", CHUNK_BYTES)
+    async def test_a_slow_reader_holds_the_source_back(self, harness):
         layout = make_layout(num_layers=48, block_bytes=1 << 18)
         ids = list(range(12))
         async with self.nodes(harness, (layout, layout), num_blocks=len(ids)) as (prefill, decode):
@@ -175,7 +174,7 @@ class TestCollective(TransportConformance):
             ahead_bytes = prefill.source.bytes_sent_total
             gate.set()
             assert (await task).outcome == "ok"
-            most_bytes = (1 + WINDOW_CHUNKS) * CHUNK_BYTES
+            most_bytes = (1 + WINDOW_CHUNKS) * layout.num_layers * layout.block_bytes
             assert ahead_bytes <= most_bytes, f"{ahead_bytes >> 20} of 144 MiB left the source though nothing was read"
 
     async def test_a_cancelled_fetch_leaves_the_group_in_step(self, harness):
