@@ -29,9 +29,9 @@ RAY_SMALLEST_OBJECT_STORE_BYTES = 75 * MIB
 PLACEMENT_TIMEOUT_S = 120.0
 JOINED_PLACEMENT_TIMEOUT_S = 1800.0
 """Half an hour, since a node that the autoscaler launches takes ten minutes or more to boot and install."""
-WINDOW_STEPS = 2
 GPU_SHARERS = 2
 """Workers on one GPU with `ray.share_gpus`."""
+WINDOW_STEPS = 2
 """Engine steps' worth of prompts that a worker has at a time: one runs, and the next must not wait for the router."""
 
 _byte_size: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
@@ -561,6 +561,11 @@ def _model_conflicts(config: RidgelineConfig) -> list[str]:
 def _shared_gpu_conflicts(config: RidgelineConfig) -> list[str]:
     """Engines on one GPU must be told how much of it is theirs: each would measure what the other leaves meanwhile."""
     found = []
+    if config.transfer.transport == "collective":
+        found.append(
+            "transfer.transport collective cannot move KV between workers that share a GPU (ray.share_gpus), since "
+            "NCCL refuses them: set it to grpc or cuda-ipc."
+        )
     for name, pool in config.active_pools().items():
         if pool.gpus_per_worker != 1:
             found.append(
@@ -569,7 +574,7 @@ def _shared_gpu_conflicts(config: RidgelineConfig) -> list[str]:
             )
             continue
         part = config.args_of(name).get("gpu_memory_utilization")
-        if not isinstance(part, int | float) or part > 1 / GPU_SHARERS:
+        if not isinstance(part, int | float) or part >= 1 / GPU_SHARERS:
             found.append(
                 f"ray.share_gpus gives each worker half of a GPU, and {name} takes "
                 f"{'nine tenths' if part is None else part} of its memory: set engine_args.gpu_memory_utilization to "

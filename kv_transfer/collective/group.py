@@ -47,12 +47,7 @@ _DATA_TAG: Final = 0
 _NEVER_SENT_TAG: Final = 1
 _POLL_S: Final = 50e-6
 _BACKLOG: Final = 64
-_SETTINGS: Final = {
-    # How torch reacts to a dead peer, read when a group is made: by default it ends this process.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # How long a communicator that does not block is waited for; by default half an hour.
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(FORM_S)),
-}
+_ASYNC_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _construct: Final = threading.Lock()
 _c10d: Final[Any] = distributed  # its exports depend on the build, and its type hints do not say so
 
@@ -271,9 +266,8 @@ class _Nccl(_GroupEnd):
         backend = _c10d.ProcessGroupNCCL
         options = backend.Options()
         options._timeout = timedelta(seconds=_WATCHDOG_S)
-        options.config.blocking = 0  # or a peer that dies between the store and here holds this thread for ever
         options.is_high_priority_stream = True  # of another pool than the engine's streams: see memory/device.py
-        with _settings_are_ours():
+        with _errors_are_ours():
             self._group = backend(store, rank, 2, options)
         self._peer = 1 - rank
         self._stream = torch.cuda.Stream(device, priority=TRANSFER_PRIORITY)  # type: ignore[no-untyped-call]
@@ -305,16 +299,15 @@ class _Nccl(_GroupEnd):
 
 
 @contextmanager
-def _settings_are_ours() -> Iterator[None]:
-    """Set, while a group is made, what torch reads from the environment then."""
+def _errors_are_ours() -> Iterator[None]:
+    """Disable NCCL's reaction to a dead peer, read when a group is made: by default it ends this process."""
     with _construct:
-        before = {name: os.environ.get(name) for name in _SETTINGS}
-        os.environ.update(_SETTINGS)
+        before = os.environ.get(_ASYNC_ERRORS)
+        os.environ[_ASYNC_ERRORS] = "0"
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            if before is None:
+                del os.environ[_ASYNC_ERRORS]
+            else:
+                os.environ[_ASYNC_ERRORS] = before

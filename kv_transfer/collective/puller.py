@@ -27,7 +27,6 @@ from contracts.rpc.address import split_host_port
 from kv_transfer.collective.group import FETCHER_RANK, FORM_S, PairGroup, backend_for, join_store
 from kv_transfer.collective.wire import (
     COLLECT,
-    FORMAT,
     FORMED,
     JOIN,
     STOP,
@@ -37,6 +36,7 @@ from kv_transfer.collective.wire import (
     Stop,
     Transfer,
     most_blocks,
+    offered,
 )
 from kv_transfer.fetch.control import CONTROL_DEADLINE_S, GrpcControl
 from kv_transfer.fetch.stream import SourceStream, read_last_events
@@ -67,7 +67,7 @@ class CollectivePuller(Puller):
         keep_freed_memory()
         self._control = control
         self._device = device
-        self._backend = backend_for(device)
+        self._backend = offered(backend_for(device))
         self._host = host
         self._pairs: dict[str, _Pair] = {}
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT_FETCHES, thread_name_prefix="kv-collect")
@@ -76,12 +76,9 @@ class CollectivePuller(Puller):
     def obstacle(self, source: SourceDescription) -> str | None:
         if self._backend is None:
             return f"this build of torch.distributed has no backend for {self._device.type}"
-        offer = source.offers.get(self.name, {})
-        theirs = offer.get("backend")
+        theirs = source.offers.get(self.name, {}).get("backend")
         if theirs != self._backend:
             return f"its backend is {theirs or 'none'}, {self._backend} here"
-        if offer.get("format") != FORMAT:
-            return "it runs another version of Ridgeline, whose tensors are others"
         return None
 
     async def pull(self, pull: Pull) -> None:

@@ -22,7 +22,6 @@ from contracts.handoff import new_handoff_id
 from kv_transfer.collective.group import SOURCE_RANK, PairGroup, SendWindow, backend_for, host_store
 from kv_transfer.collective.wire import (
     COLLECT,
-    FORMAT,
     FORMED,
     JOIN,
     STOP,
@@ -33,6 +32,7 @@ from kv_transfer.collective.wire import (
     Stop,
     Transfer,
     most_blocks,
+    offered,
 )
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.source.block_server import BlockRead, BlockServer, Segment, Wanted
@@ -69,8 +69,8 @@ class CollectiveSource(SourceExtension):
         self._closed = False
 
     def offer(self) -> dict[str, Any] | None:
-        backend = backend_for(self._device)
-        return None if backend is None else {"backend": backend, "format": FORMAT}
+        backend = offered(backend_for(self._device))
+        return None if backend is None else {"backend": backend}
 
     def handlers(self, server: BlockServer, slot: FetchSlot) -> Mapping[str, grpc.RpcMethodHandler]:
         def join(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:

@@ -25,7 +25,7 @@ CHUNK_BYTES: Final = {"cpu": 2 << 20, "cuda": 16 << 20}
 """Size of a tensor aimed at, by the kind of device. Links between GPUs reach their speed with messages of this size; in
 host memory they would leave the caches between two copies, and gloo moves half as much (measured)."""
 FORMAT: Final = 2
-"""Of the messages and of what they describe; a source offers its own. Until 2, a tensor was a part of one layer."""
+"""Of the messages and of what they describe. Until 2, a tensor was a part of one layer."""
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +70,11 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     first_token: int | None = None
     checksums: list[int] = []
     """`BlockPool.checksum` of each tensor, if complete. They come at the end, so that a GPU is waited for once."""
+
+
+def offered(backend: str | None) -> str | None:
+    """Return what a source offers and a fetcher wants, with the format: versions before it compare this alone."""
+    return None if backend is None else f"{backend}/{FORMAT}"
 
 
 def most_blocks(pool: BlockPool) -> int:

@@ -238,28 +238,31 @@ def _view(wanted: Wanted, load: Load) -> _View:
     attends = attended(wanted.prompt_tokens, load.cached_tokens)
     took_s = prompt_s(load, tokens, attends)
     ttft_s = wanted.waited_s + took_s
-    part = ttft_s / wanted.ttft_limit_s
+    part, computes_s = ttft_s / wanted.ttft_limit_s, compute_s(load, tokens, attends)
     return _View(
         load=load,
         took_s=took_s,
         ttft_s=ttft_s,
         late=_missed(part, TTFT_MISSED),
         overdue=min(MOST_OVERDUE, max(0.0, part - TTFT_MISSED[1])),
-        computes_s=compute_s(load, tokens, attends),
+        computes_s=computes_s,
         begins_s=0.0 if load.decoding else math.ceil(tokens / load.step_tokens) * load.model.base_s,
-        crowds=_crowds(load),
+        crowds=_crowds(load, computes_s),
         steps_after_s=step_s(load, 1, wanted.context_tokens),
     )
 
 
-def _crowds(load: Load) -> float:
-    """Return how many of the sequences that decode there are likely to miss their limits if a prompt is computed beside
-    them: up to half, since on average they have half of their tokens already."""
+def _crowds(load: Load, computes_s: float) -> float:
+    """Return how many of the sequences that decode there are likely to miss their limits beside a prompt.
+
+    Up to half, since on average they have half of their tokens already; fewer if the prompt adds less than a step.
+    """
     if not load.decoding or load.tpot_limit_s == math.inf:
         return 0.0
     certain, unlikely = CROWDED
-    part = TPOT_LIMIT_USED * load.tpot_limit_s / step_s(load)
-    return load.decoding / 2 * min(1.0, max(0.0, (unlikely - part) / (unlikely - certain)))
+    alone_s = step_s(load)
+    crowded = min(1.0, max(0.0, (unlikely - TPOT_LIMIT_USED * load.tpot_limit_s / alone_s) / (unlikely - certain)))
+    return load.decoding / 2 * crowded * min(1.0, computes_s / alone_s)
 
 
 def _decode_rank(view: _View) -> tuple[bool, float, float, float]:

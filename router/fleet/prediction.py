@@ -70,7 +70,7 @@ class Load(msgspec.Struct, frozen=True):
     context_tokens: float = 0.0
     """Tokens of the latter's contexts."""
     left_tokens: float = 0.0
-    """Tokens that one that decodes has still to make, on average."""
+    """Tokens that one that decodes is sure to make yet, on average."""
     tpot_limit_s: float = math.inf
     """The least time per output token that one of them may take."""
     step_target_s: float = math.inf
@@ -142,7 +142,8 @@ def prompt_s(load: Load, tokens: float, attends: float) -> float:
     if not load.prompt_tokens:
         return _beside_s(load, tokens, attends, load.decoding, comes=load.decodes > load.decoding)
     before_s = _beside_s(load, load.prompt_tokens, load.prompt_attended, load.decoding)
-    return before_s + _beside_s(load, tokens, attends, load.decodes)
+    lent = replace(load, left_tokens=load.left_tokens * (1.0 - _lent_part(load)))
+    return before_s + _beside_s(lent, tokens, attends, load.decodes)
 
 
 def _beside_s(load: Load, tokens: float, attends: float, sequences: float, *, comes: bool = False) -> float:
@@ -162,12 +163,28 @@ def _steps_beside(load: Load, work_s: float, alone_s: float) -> float:
     limit_s = TPOT_LIMIT_USED * load.tpot_limit_s
     if limit_s == math.inf:
         return work_s / _room_s(alone_s, math.inf, load.step_target_s)
-    spare_s = max(0.0, limit_s - alone_s)
     longest_s = _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s)
-    lends_s = BORROWED * load.left_tokens * max(0.0, limit_s - BARE_TAKES * alone_s)
-    long_steps = min(work_s / longest_s, lends_s / ((MOST_LIMITS - 1.0) * limit_s))
-    usual_s = _room_s(alone_s, alone_s + (1.0 + AHEAD) * spare_s, load.step_target_s)
+    long_steps = min(work_s / longest_s, _most_long_steps(load, alone_s, limit_s))
+    usual_s = _room_s(alone_s, alone_s + (1.0 + AHEAD) * max(0.0, limit_s - alone_s), load.step_target_s)
     return long_steps + (work_s - long_steps * longest_s) / usual_s
+
+
+def _most_long_steps(load: Load, alone_s: float, limit_s: float) -> float:
+    """Return how many steps of `MOST_LIMITS` limits the sequences have time to lend for."""
+    lends_s = BORROWED * load.left_tokens * max(0.0, limit_s - BARE_TAKES * alone_s)
+    return lends_s / ((MOST_LIMITS - 1.0) * limit_s)
+
+
+def _lent_part(load: Load) -> float:
+    """Return the part of what the sequences can lend that the prompts take which the worker already has."""
+    limit_s = TPOT_LIMIT_USED * load.tpot_limit_s
+    if not load.decoding or limit_s == math.inf:
+        return 0.0
+    alone_s = load.model.step_s(0, load.decoding, load.decoding_context_tokens, 0)
+    most = _most_long_steps(load, alone_s, limit_s)
+    longest_s = _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s)
+    work_s = compute_s(load, load.prompt_tokens, load.prompt_attended)
+    return min(1.0, work_s / longest_s / most) if most else 0.0
 
 
 def _room_s(alone_s: float, step_s: float, target_s: float) -> float:

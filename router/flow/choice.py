@@ -117,7 +117,7 @@ class ByPrediction:
                 candidates.append(self._candidate(worker, load, demand))
         looked_at = short_list(candidates)
         by_id = {one.load.worker_id: one.worker for one in looked_at}
-        left_tokens = self._learned.output_tokens(0) / 2
+        left_tokens = self._learned.sure_tokens(0) / 2
         loads = [_load_of(one, model, left_tokens) for one in looked_at]
         cached_by_id = {one.worker_id: one.cached_tokens for one in loads}
         bytes_per_token = _kv_bytes_per_token(roomy[0][0])

@@ -90,8 +90,12 @@ class Learned:
         return max(1.0, self._part.value * longest_tokens) if longest_tokens else self._output_tokens.value
 
     def sure_tokens(self, longest_tokens: int) -> float:
-        """Return the length that three of four such answers have at least; 0 as long as none has ended."""
-        return self._sure_part.value * longest_tokens if longest_tokens else self._sure_tokens.value
+        """Return a length that three of four answers have at least, as a part of their longest one and as a number.
+
+        0 as long as none has ended.
+        """
+        tokens = self._sure_tokens.value
+        return min(tokens, self._sure_part.value * longest_tokens) if longest_tokens else tokens
 
     def bytes_per_s(self, source: str, sink: str) -> float:
         """Return how fast KV moves from one worker to the other."""

@@ -342,7 +342,8 @@ def test_workers_that_share_a_gpu_take_half_a_one_each():
     [
         (dict.fromkeys((f"pools.{pool}.gpus_per_worker" for pool in ("prefill", "decode")), "0"), "is 0: set it to 1"),
         (ranks_of(2, 2, gpus=True), "gpus_per_worker is 2: set it to 1"),
-        ({"engine_args.gpu_memory_utilization": "0.6"}, "set engine_args.gpu_memory_utilization to 0.45"),
+        ({"transfer.transport": "collective"}, "NCCL refuses them: set it to grpc or cuda-ipc"),
+        ({"engine_args.gpu_memory_utilization": "0.5"}, "set engine_args.gpu_memory_utilization to 0.45"),
         ({"pools.decode.kv_cache_bytes": "null"}, "ray.share_gpus needs pools.decode.kv_cache_bytes"),
     ],
 )

@@ -87,6 +87,13 @@ def test_beside_sequences_that_can_still_save_time_a_prompt_takes_fewer_steps():
     assert prompt_s(long, *asked) < prompt_s(middle, *asked) < prompt_s(short, *asked)
 
 
+def test_what_sequences_lend_to_one_prompt_they_do_not_lend_to_the_next():
+    asked = {"tpot_limit_s": 2 * step_s(decoding("w", 10)) / 0.95, "left_tokens": 20}
+    whole_s = prompt_s(decoding("w", 10, **asked), 2 * PROMPT, 2 * attended(PROMPT))
+    busy = decoding("w", 10, prompt_tokens=PROMPT, prompt_attended=attended(PROMPT), **asked)
+    assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(whole_s, rel=0.05)
+
+
 def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks():
     busy = decoding("w", 10, tpot_limit_s=0.01)
     steps = (UNLOADED_S - MODEL.base_s) / (LEAST_PROMPT_SHARE * step_s(busy))
@@ -221,6 +228,13 @@ def test_a_prompt_beside_sequences_with_hardly_any_time_to_spare_is_likely_to_ma
     decision = choose(wanted(tpot_s=10 * limit_s), [decoding("w0", 4, tpot_limit_s=limit_s)], fast)
     others_s = step_s(decoding("w0", 4), 1, 544) / limit_s
     assert decision.chosen.broken == pytest.approx(crowded + (2.0 if others_s > 1.2 else 0.0))
+
+
+def test_a_prompt_of_which_nearly_all_is_cached_crowds_nobody():
+    limit_s = step_s(decoding("w", 4)) / TPOT_LIMIT_USED
+    [option] = [choose(wanted(), [decoding("w0", 4, tpot_limit_s=limit_s, cached_tokens=PROMPT - 1)], fast).chosen]
+    [bare] = [choose(wanted(), [decoding("w0", 4, tpot_limit_s=limit_s)], fast).chosen]
+    assert bare.broken - option.broken > 1.9
 
 
 def test_a_prompt_keeps_away_from_such_sequences_if_it_is_in_time_elsewhere():

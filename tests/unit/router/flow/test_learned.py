@@ -40,7 +40,15 @@ def test_what_three_of_four_answers_reach_is_sure_and_nothing_before_there_is_on
     assert learned.sure_tokens(100) == learned.sure_tokens(0) == 0
     for tokens in (80, 20, 100, 60):
         learned.answered(100, tokens)
-    assert (learned.sure_tokens(200), learned.sure_tokens(0)) == (pytest.approx(120), 60)
+    assert (learned.sure_tokens(50), learned.sure_tokens(0)) == (pytest.approx(30), 60)
     for _ in range(REMEMBERED):
         learned.answered(100, 100)
-    assert learned.sure_tokens(200) == 200
+    assert learned.sure_tokens(200) == 100
+
+
+def test_a_long_answer_that_is_allowed_is_not_sure_because_short_ones_were_as_long_as_they_might_be():
+    learned = Learned(16)
+    for longest, tokens in [(16, 16)] * 48 + [(30_000, 300)] * 16:
+        learned.answered(longest, tokens)
+    assert learned.sure_tokens(30_000) == 16
+    assert learned.sure_tokens(8) == 8
