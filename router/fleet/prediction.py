@@ -139,52 +139,42 @@ def compute_s(load: Load, tokens: float, attends: float) -> float:
 
 def prompt_s(load: Load, tokens: float, attends: float) -> float:
     """Return the seconds until a prompt is computed that comes to a worker now, behind what it has."""
+    left_tokens = load.left_tokens
     if not load.prompt_tokens:
-        return _beside_s(load, tokens, attends, load.decoding, comes=load.decodes > load.decoding)
-    before_s = _beside_s(load, load.prompt_tokens, load.prompt_attended, load.decoding)
-    lent = replace(load, left_tokens=load.left_tokens * (1.0 - _lent_part(load)))
-    return before_s + _beside_s(lent, tokens, attends, load.decodes)
+        return _beside(load, tokens, attends, load.decoding, left_tokens, comes=load.decodes > load.decoding)[0]
+    before_s, left_tokens = _beside(load, load.prompt_tokens, load.prompt_attended, load.decoding, left_tokens)
+    return before_s + _beside(load, tokens, attends, load.decodes, left_tokens)[0]
 
 
-def _beside_s(load: Load, tokens: float, attends: float, sequences: float, *, comes: bool = False) -> float:
-    """Return the seconds that prompt tokens take beside so many of the sequences; `comes`: others are on their way."""
-    work_s = compute_s(load, tokens, attends)
-    if sequences:
-        alone_s = load.model.step_s(0, sequences, load.context_tokens * sequences / load.decodes, 0)
-        steps = _steps_beside(load, work_s, alone_s)
-    else:
+def _beside(
+    load: Load, tokens: float, attends: float, sequences: float, left_tokens: float, *, comes: bool = False
+) -> tuple[float, float]:
+    """Return the seconds that prompt tokens take beside so many of the sequences, and for how many of `left_tokens`
+    these can still lend time after that; `comes`: others are on their way."""
+    work_s, limit_s, steps = compute_s(load, tokens, attends), TPOT_LIMIT_USED * load.tpot_limit_s, 0.0
+    if not sequences:
         alone_s = load.model.base_s
-        steps = work_s / _room_s(alone_s, MOST_LIMITS * TPOT_LIMIT_USED * load.tpot_limit_s, math.inf) if comes else 0.0
-    return work_s + math.ceil(max(steps, tokens / load.step_tokens)) * alone_s
+        if comes:
+            steps = work_s / _room_s(alone_s, MOST_LIMITS * limit_s, math.inf)
+    else:
+        alone_s = load.model.step_s(0, sequences, load.context_tokens * sequences / load.decodes, 0)
+        if limit_s == math.inf:
+            steps = work_s / _room_s(alone_s, math.inf, load.step_target_s)
+        else:
+            steps, left_tokens = _steps_beside(load, work_s, alone_s, limit_s, left_tokens)
+    return work_s + math.ceil(max(steps, tokens / load.step_tokens)) * alone_s, left_tokens
 
 
-def _steps_beside(load: Load, work_s: float, alone_s: float) -> float:
-    """Return the steps in which sequences that take `alone_s` for one without prompts leave room for this work."""
-    limit_s = TPOT_LIMIT_USED * load.tpot_limit_s
-    if limit_s == math.inf:
-        return work_s / _room_s(alone_s, math.inf, load.step_target_s)
+def _steps_beside(load: Load, work_s: float, alone_s: float, limit_s: float, left_tokens: float) -> tuple[float, float]:
+    """Return the steps in which sequences that take `alone_s` for one without prompts leave room for this work, and for
+    how many tokens they can lend after it."""
     longest_s = _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s)
-    long_steps = min(work_s / longest_s, _most_long_steps(load, alone_s, limit_s))
+    per_token = BORROWED * max(0.0, limit_s - BARE_TAKES * alone_s) / ((MOST_LIMITS - 1.0) * limit_s)
+    long_steps = min(work_s / longest_s, left_tokens * per_token)
+    if per_token:
+        left_tokens -= long_steps / per_token
     usual_s = _room_s(alone_s, alone_s + (1.0 + AHEAD) * max(0.0, limit_s - alone_s), load.step_target_s)
-    return long_steps + (work_s - long_steps * longest_s) / usual_s
-
-
-def _most_long_steps(load: Load, alone_s: float, limit_s: float) -> float:
-    """Return how many steps of `MOST_LIMITS` limits the sequences have time to lend for."""
-    lends_s = BORROWED * load.left_tokens * max(0.0, limit_s - BARE_TAKES * alone_s)
-    return lends_s / ((MOST_LIMITS - 1.0) * limit_s)
-
-
-def _lent_part(load: Load) -> float:
-    """Return the part of what the sequences can lend that the prompts take which the worker already has."""
-    limit_s = TPOT_LIMIT_USED * load.tpot_limit_s
-    if not load.decoding or limit_s == math.inf:
-        return 0.0
-    alone_s = load.model.step_s(0, load.decoding, load.decoding_context_tokens, 0)
-    most = _most_long_steps(load, alone_s, limit_s)
-    longest_s = _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s)
-    work_s = compute_s(load, load.prompt_tokens, load.prompt_attended)
-    return min(1.0, work_s / longest_s / most) if most else 0.0
+    return long_steps + (work_s - long_steps * longest_s) / usual_s, left_tokens
 
 
 def _room_s(alone_s: float, step_s: float, target_s: float) -> float:
