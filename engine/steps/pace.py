@@ -13,7 +13,7 @@ CATCH_UP: Final = 0.75
 predicted now and then; without this, each such step would stay in the mean for good."""
 
 LOST_LIMITS: Final = 4.0
-"""A sequence that can no longer keep its limit lets steps take so many of it."""
+"""How many of its limits a step may take for a sequence that can no longer keep its limit."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Paces:
         ahead of its limit lets a longer chunk through, and so does one that will be, by `BORROWED` of what it can save
         in the tokens that it is sure to make: up to `MOST_LIMITS` limits. One that is further behind asks for less
         than the limit, down to `CATCH_UP` of it. One that would miss its limit even if each of the `left_tokens` that
-        it may still make took only a step of itself alone asks for no more than `LOST_LIMITS`, since it would only make
-        prompts late; steps of a whole prompt would make those late that come to decode meanwhile.
+        it may still make took only a step of itself alone lets steps take `LOST_LIMITS` limits: to ask for less would
+        only make prompts late, and steps of a whole prompt would delay the sequences that join meanwhile.
         """
         pace = self._paces.get(request_id)
         if pace is None:

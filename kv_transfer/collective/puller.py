@@ -1,9 +1,10 @@
 """The `collective` transport's receiving end: whole tensors through a pair group, their descriptions over gRPC.
 
 There is one group for each source, formed when it is first used. It runs one transfer at a time, since its messages
-carry no names. A transfer that is cancelled, or fails on this side, tells the source to stop, and then receives what
-was already sent without writing it, so that the group stays in step. If that takes too long the group is dropped, and
-the next fetch forms another. `group.py` says which parts of this have run.
+carry no names. A transfer that is cancelled tells the source to stop, and then receives what was already sent without
+writing it, so that the group stays in step. If that takes too long the group is dropped, and the next fetch forms
+another. Checksums come last, so a transfer that fails by them has written the blocks that it was for. `group.py` says
+which parts of this have run.
 """
 
 from __future__ import annotations

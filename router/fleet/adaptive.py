@@ -49,9 +49,9 @@ TPOT_SLACK = 0.1
 the answer does, and those that take their places are chosen with the limit in view. For shorter answers it is less."""
 LONG_ANSWER_TOKENS = 50
 CROWDED = (1.1, 1.35)
-"""Where the longest step that keeps the limits of a worker's sequences is fewer times as long as one without prompts
-than the second of these, a prompt beside them is likely to make them miss their limits, and below the first certain:
-then steps that take a little longer than predicted cannot be made up for."""
+"""The longest step that keeps the limits of a worker's sequences, over one without prompts. From the second of these
+down to the first, a prompt beside them is more and more likely to make them miss their limits: what steps take longer
+than predicted cannot be made up for."""
 CONSIDERED = 2
 """Workers that are considered for each half of a request that is split."""
 SHORT_LIST = 3
@@ -259,9 +259,8 @@ def _crowds(load: Load, computes_s: float) -> float:
     """
     if not load.decoding or load.tpot_limit_s == math.inf:
         return 0.0
-    certain, unlikely = CROWDED
     alone_s = step_s(load)
-    crowded = min(1.0, max(0.0, (unlikely - TPOT_LIMIT_USED * load.tpot_limit_s / alone_s) / (unlikely - certain)))
+    crowded = 1.0 - _missed(TPOT_LIMIT_USED * load.tpot_limit_s / alone_s, CROWDED)
     return load.decoding / 2 * crowded * min(1.0, computes_s / alone_s)
 
 
@@ -275,7 +274,8 @@ def _decode_rank(view: _View) -> tuple[bool, float, float, float]:
 
 
 def _missed(part: float, certain: tuple[float, float]) -> float:
-    """Return how likely a limit is missed of which a prediction takes this part."""
+    """Return how likely a limit is missed of which a prediction takes this part: 0 up to the first of `certain`, 1 from
+    the second on."""
     kept, missed = certain
     if part <= kept:
         return 0.0
