@@ -8,6 +8,9 @@ mind:
 - nothing is changed while all is well: the load is below `LEAST_USE` of what the present shape holds, and at least
   `LEAST_KEPT` of the answers kept their limits;
 - a shape must hold `MORE` times as much as the present one at two readings, one after the other.
+
+It is quick where waiting has no use: once `TURNED_PROMPTS` in a row, over `TURNED_S` at least, have limits that are all
+shorter or all longer than before, or come when nothing is known, these limits count alone and one reading is enough.
 """
 
 from __future__ import annotations
@@ -33,6 +36,12 @@ LEAST_COUNTED: Final = 8
 """Prompts in an interval, or answers, below which it says nothing."""
 KEPT_PART: Final = 0.75
 """The part with which what was counted before a reading still counts at the next one."""
+UNLIKE: Final = 1.25
+"""Limits are others than before if they are this many times as long, or as short, as the mean."""
+TURNED_PROMPTS: Final = 6
+TURNED_S: Final = 3.0
+"""Prompts in a row with other limits than before, and the time over which they have come, that say that the traffic has
+turned. Of two kinds of requests that come by turns, one is hardly ever alone for so long."""
 LEAST_LIMITED: Final = 0.1
 """With fewer requests that have limits than this part, there are none to divide workers for."""
 LEAST_SPLIT: Final = 0.5
@@ -85,6 +94,17 @@ class _Counted(msgspec.Struct):
         for name in self.__struct_fields__:
             setattr(self, name, KEPT_PART * getattr(self, name))
 
+    @property
+    def per_limits(self) -> tuple[float, float] | None:
+        """The means of 1 / TTFT limit and 1 / TPOT limit; None without requests."""
+        return (self.per_ttft_limit / self.requests, self.per_tpot_limit / self.requests) if self.requests else None
+
+    def take_limits(self, latest: _Counted) -> None:
+        """Forget all limits but those of the latest requests, which are counted already."""
+        part = self.requests / latest.requests
+        self.limited = part * latest.limited
+        self.per_ttft_limit, self.per_tpot_limit = part * latest.per_ttft_limit, part * latest.per_tpot_limit
+
     def traffic(self, requests_per_s: float) -> Traffic:
         limited = self.limited >= LEAST_LIMITED * self.requests and self.may_split >= LEAST_SPLIT * self.requests
         return Traffic(
@@ -98,12 +118,49 @@ class _Counted(msgspec.Struct):
         )
 
 
+Sides = tuple[int, ...]
+"""For the limits on TTFT and on TPOT: 0 for about as long as usual, 1 for shorter, -1 for longer."""
+
+
+class _Turn:
+    """The latest requests, as long as the limits of all of them are on the same side of what was usual before."""
+
+    def __init__(self) -> None:
+        self.latest = _Counted()
+        self._usual: tuple[float, float] | None = None
+        """What `_Counted.per_limits` was before the first of them."""
+        self._sides: Sides = (0, 0)
+        self._since_s = math.inf
+
+    def add(self, wanted: Wanted, counted: _Counted, now_s: float) -> None:
+        """Add a request that is not in `counted` yet."""
+        if not self.latest.requests or self._sides_of(wanted) != self._sides:
+            self.latest, self._usual, self._since_s = _Counted(), counted.per_limits, now_s
+            self._sides = self._sides_of(wanted)
+        self.latest.add(wanted, 0)
+
+    def is_done(self, now_s: float) -> bool:
+        """Return whether these are enough to say that the traffic has turned."""
+        turns = any(self._sides)
+        return turns and self.latest.requests >= TURNED_PROMPTS and now_s - self._since_s >= TURNED_S
+
+    def requests_per_s(self, now_s: float) -> float:
+        return self.latest.requests / (now_s - self._since_s)
+
+    def _sides_of(self, wanted: Wanted) -> Sides:
+        if self._usual is None:
+            return 1, 1
+        limits = zip((1 / wanted.ttft_limit_s, 1 / wanted.tpot_limit_s), self._usual, strict=True)
+        return tuple((limit > UNLIKE * usual) - (limit < usual / UNLIKE) for limit, usual in limits)
+
+
 class Rebalancer:
     """The shape that a fleet has, and the one that it should have."""
 
     def __init__(self, mode: RebalanceMode = "act") -> None:
         self._mode = mode
         self._counted = _Counted()
+        self._turn = _Turn()
         self._prompts = 0
         """Since the last reading, as are the answers."""
         self._answers = 0
@@ -118,12 +175,13 @@ class Rebalancer:
         self._favours_of: tuple[int, list[str]] = (0, [])
         """The shape and the workers that `_favours` is for."""
 
-    def placed(self, wanted: Wanted, cached_tokens: float = 0) -> None:
+    def placed(self, wanted: Wanted, now_s: float, cached_tokens: float = 0) -> None:
         """Count a prompt that has been placed on a worker that is expected to have so many of its tokens.
 
         Neither limit may be less than an idle worker takes, or one request would weigh like thousands.
         """
         self._prompts += 1
+        self._turn.add(wanted, self._counted, now_s)
         self._counted.add(wanted, cached_tokens)
 
     def answered(self, *, within_limits: bool) -> None:
@@ -160,21 +218,27 @@ class Rebalancer:
         if self._mode == "none":
             return False
         if now_s - self._read_s >= 10 * INTERVAL_S:
-            self._counted = _Counted()
+            self._counted, self._turn = _Counted(), _Turn()
             self._begin(now_s)
-        return now_s - self._read_s >= INTERVAL_S and self._prompts >= LEAST_COUNTED
+        waited = now_s - self._read_s >= INTERVAL_S and self._prompts >= LEAST_COUNTED
+        return waited or self._turn.is_done(now_s)
 
     def read(self, now_s: float, workers: Workers) -> Change | None:
         """Return the change that is due now, if any, after making it in mode `act`. Call it only when a reading is."""
-        traffic = self._counted.traffic(self._prompts / (now_s - self._read_s))
-        better, candidate = self._better(workers, traffic), self._candidate
+        requests_per_s = self._prompts / (now_s - self._read_s)
+        if turned := self._turn.is_done(now_s):
+            requests_per_s = self._turn.requests_per_s(now_s)
+            self._counted.take_limits(self._turn.latest)
+            self._turn, self._candidate, self._answers = _Turn(), None, 0
+        better, candidate = self._better(workers, self._counted.traffic(requests_per_s)), self._candidate
         self._counted.age()
         self._begin(now_s)
         self._candidate = better.prefill_workers if better else None
         if better is None:
             self._advised = None
             return None
-        if better.prefill_workers != candidate or better.prefill_workers == self._advised:
+        confirmed = turned or better.prefill_workers == candidate
+        if not confirmed or better.prefill_workers == self._advised:
             return None
         if self._mode == "advise":
             self._advised = better.prefill_workers

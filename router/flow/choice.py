@@ -148,7 +148,7 @@ class ByPrediction:
             ttft_limit_s=max(wanted.ttft_limit_s, least_ttft_s),
             tpot_limit_s=max(wanted.tpot_limit_s, least_tpot_s),
         )
-        rebalancer.placed(within_reach, cached_tokens)
+        rebalancer.placed(within_reach, now_s, cached_tokens)
         workers = [worker for worker in self._workers() if not worker.leaves]
         if rebalancer.due(now_s) and (alike := _alike(workers)) is not None:
             rebalancer.read(now_s, alike)

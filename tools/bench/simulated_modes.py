@@ -299,7 +299,7 @@ class Simulation:
         decode.assigned[request.number] = request
         self._decodes_on[request.number] = decode
         if self._mode == "adaptive":
-            self.rebalancer.placed(self._wanted(request))
+            self.rebalancer.placed(self._wanted(request), self._now_s)
             if self.rebalancer.due(self._now_s):
                 self.rebalancer.read(self._now_s, self._alike)
             decode.paces.expect(str(request.number), self._limits.tpot_s, sure_tokens=request.output_tokens)

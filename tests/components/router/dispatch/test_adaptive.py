@@ -133,7 +133,7 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
 def keep_one_for_prompts(rebalancer):
     """Have one of two workers favour prefill, by traffic that it is told of and that came long ago."""
     for second in range(100):
-        rebalancer.placed(Wanted(512, 64, 5 * shape.PROMPT_S, 1.3 * shape.STEP_S))
+        rebalancer.placed(Wanted(512, 64, 5 * shape.PROMPT_S, 1.3 * shape.STEP_S), float(second))
         if rebalancer.due(float(second)):
             rebalancer.read(float(second), shape.fleet(2))
     assert rebalancer.prefill_workers(2) == 1
@@ -161,7 +161,7 @@ async def test_the_rebalancer_is_told_of_limits_within_reach_and_of_who_kept_the
         await serving.learn()
         placed, kept = [], []
         rebalancer = serving.learned.rebalancer
-        monkeypatch.setattr(rebalancer, "placed", lambda wanted, cached_tokens: placed.append(wanted))
+        monkeypatch.setattr(rebalancer, "placed", lambda wanted, _, cached_tokens: placed.append(wanted))
         monkeypatch.setattr(rebalancer, "answered", lambda *, within_limits: kept.append(within_limits))
         for limit_s in (1e-6, 60.0):
             _, ending = serving.ask(3, ttft_limit_s=limit_s, tpot_limit_s=limit_s)

@@ -2,11 +2,12 @@
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 
 from router.fleet.adaptive import Wanted
-from router.fleet.rebalance import INTERVAL_S, LEAST_COUNTED, Rebalancer
+from router.fleet.rebalance import INTERVAL_S, LEAST_COUNTED, TURNED_PROMPTS, TURNED_S, Rebalancer
 from tests.unit.router.fleet.test_shape import PROMPT_S, STEP_S, fleet
 
 NAMES = [f"worker-{number}" for number in range(8)]
@@ -35,7 +36,7 @@ class Loop:
         number, kinds = math.ceil(rate * INTERVAL_S * readings), kinds or (asked(),)
         for served in range(number):
             self.now_s += 1 / rate
-            self.it.placed(kinds[served % len(kinds)])
+            self.it.placed(kinds[served % len(kinds)], self.now_s)
             if self.it.due(self.now_s):
                 self.changes.append(self.it.read(self.now_s, fleet(self.workers)))
             self.it.answered(within_limits=served / number < within)
@@ -67,8 +68,37 @@ def test_under_load_that_another_shape_holds_better_the_workers_are_divided_once
     assert "TPOT 42.9 ms" in loop.sentences[0]
 
 
+def test_when_nothing_is_known_a_few_prompts_are_enough():
+    loop = Loop().serve(0.9 * TURNED_S / INTERVAL_S)
+    assert loop.shapes == []
+    assert loop.serve(0.4 * TURNED_S / INTERVAL_S).shapes == [4]
+
+
+def test_few_prompts_in_a_long_time_are_not_enough():
+    assert Loop().serve(0.9, rate=(TURNED_PROMPTS - 1) / INTERVAL_S, within=0.0).shapes == []
+
+
+@pytest.mark.parametrize("before", [LOOSE, NONE])
+def test_limits_that_turn_tight_count_alone_and_at_once_and_so_do_those_that_turn_loose_again(before):
+    loop = Loop().serve(20, asked(before))
+    assert loop.serve(1.3 * TURNED_S / INTERVAL_S, asked(TIGHT)).shapes == [4]
+    assert "TPOT 42.9 ms" in loop.sentences[0]
+    loop.serve(1.3 * TURNED_S / INTERVAL_S, asked(NONE))
+    assert loop.shapes == [4, 0]
+
+
+def test_tight_and_loose_limits_by_turns_are_no_turn_of_the_traffic():
+    read_at_s = []
+    loop = Loop().serve(1, asked(LOOSE), asked(TIGHT))
+    for _ in range(200):
+        before = len(loop.changes)
+        loop.serve(0.05, asked(LOOSE), asked(TIGHT))
+        read_at_s += [loop.now_s] * (len(loop.changes) - before)
+    assert all(later - sooner > 0.9 * INTERVAL_S for sooner, later in pairwise(read_at_s))
+
+
 def test_one_reading_changes_nothing_and_one_that_says_otherwise_begins_anew():
-    loop = Loop()
+    loop = Loop().serve(2, rate=IDLE)
     for _ in range(10):
         loop.serve(0.6, rate=BUSY).serve(2.4, rate=IDLE)
     assert len(loop.changes) >= 20
@@ -76,8 +106,10 @@ def test_one_reading_changes_nothing_and_one_that_says_otherwise_begins_anew():
 
 
 def test_two_readings_that_want_different_shapes_change_nothing():
-    loop = Loop().serve(1.1, rate=4.0, within=0.0).serve(1.0, asked(TIGHT, 60, 200), rate=10.0, within=0.0)
-    assert len(loop.changes) == 2
+    loop = Loop().serve(2, rate=IDLE)
+    before = len(loop.changes)
+    loop.serve(1.1, rate=4.0, within=0.0).serve(1.0, asked(TIGHT, 60, 200), rate=10.0, within=0.0)
+    assert len(loop.changes) >= before + 2
     assert loop.shapes == []
 
 
@@ -147,9 +179,9 @@ def test_a_lost_worker_leaves_both_phases_with_workers_and_the_shape_is_as_befor
 
 
 def test_after_a_long_pause_it_begins_anew():
-    loop = Loop().serve(1.9)
+    loop = Loop().serve(2, rate=IDLE).serve(1.0)
     loop.now_s += 1000
-    assert loop.serve(0.9).shapes == []
+    assert loop.serve(0.2).shapes == []
 
 
 @pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])
