@@ -152,11 +152,11 @@ class ByPrediction:
         workers = [worker for worker in self._workers() if not worker.leaves]
         if rebalancer.due(now_s) and (alike := _alike(workers)) is not None:
             rebalancer.read(now_s, alike)
-        favours = rebalancer.favours([worker.worker_id for worker in workers])
-        if favours or self._any_favours:
+        if rebalancer.prefill_workers(len(workers)) or self._any_favours:
+            favours = rebalancer.favours([worker.worker_id for worker in workers])
             for worker in workers:
                 worker.outstanding.favours = favours.get(worker.worker_id)
-        self._any_favours = bool(favours)
+            self._any_favours = bool(favours)
 
     def least_s(self, demand: Demand) -> float | None:
         """Return the seconds of the prompt alone on an idle worker; 0 while no model is known."""
