@@ -57,9 +57,9 @@ CONSIDERED = 2
 SHORT_LIST = 3
 """In a large fleet, workers that are looked at by each of three rules of thumb."""
 
-AGAINST = 0.3
-"""What it counts to use a worker for the phase that it does not favour, in requests lost. A request that it saves
-is worth more; without limits each such use counts like the request's latency once more."""
+AGAINST = 1.0
+"""What it counts to use a worker for the phase that it does not favour, in requests lost: as much as one that it saves,
+since it makes others late that come after. Without limits each such use counts like the request's latency once more."""
 
 HandoverS = Callable[[str, str], float]
 """Returns the seconds that it takes to move the prompt's KV from one worker to another."""
@@ -169,7 +169,7 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
             CONSIDERED, computing, key=lambda view: (view.load.favours == "decode", view.late, view.ttft_s)
         )
         for decode in nsmallest(CONSIDERED, fits, key=_decode_rank):
-            waits_s = joined_step_s(decode.load, wanted.tpot_limit_s) / 2
+            waits_s = joined_step_s(decode.load, decode.alone_s, wanted.tpot_limit_s) / 2
             for prompt in prompts:
                 if prompt is not decode:
                     gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + waits_s
@@ -227,6 +227,8 @@ class _View(msgspec.Struct):
     """What the prompt adds to the steps there."""
     begins_s: float
     """What steps take that would not be without the prompt."""
+    alone_s: float
+    """A step of what decodes there or will; 0 if nothing does."""
     crowds: float
     """Limits of the sequences that decode there that are likely to be missed because of the prompt."""
     steps_after_s: float
@@ -238,7 +240,7 @@ def _view(wanted: Wanted, load: Load) -> _View:
     attends = attended(wanted.prompt_tokens, load.cached_tokens)
     took_s = prompt_s(load, tokens, attends)
     ttft_s = wanted.waited_s + took_s
-    part, computes_s = ttft_s / wanted.ttft_limit_s, compute_s(load, tokens, attends)
+    part, computes_s, alone_s = ttft_s / wanted.ttft_limit_s, compute_s(load, tokens, attends), step_s(load)
     return _View(
         load=load,
         took_s=took_s,
@@ -247,19 +249,19 @@ def _view(wanted: Wanted, load: Load) -> _View:
         overdue=min(MOST_OVERDUE, max(0.0, part - TTFT_MISSED[1])),
         computes_s=computes_s,
         begins_s=0.0 if load.decoding else math.ceil(tokens / load.step_tokens) * load.model.base_s,
-        crowds=_crowds(load, computes_s),
+        alone_s=alone_s,
+        crowds=_crowds(load, alone_s, computes_s),
         steps_after_s=step_s(load, 1, wanted.context_tokens),
     )
 
 
-def _crowds(load: Load, computes_s: float) -> float:
+def _crowds(load: Load, alone_s: float, computes_s: float) -> float:
     """Return how many of the sequences that decode there are likely to miss their limits beside a prompt.
 
     Up to half, since on average they have half of their tokens already; fewer if the prompt adds less than a step.
     """
     if not load.decoding or load.tpot_limit_s == math.inf:
         return 0.0
-    alone_s = step_s(load)
     crowded = 1.0 - _missed(TPOT_LIMIT_USED * load.tpot_limit_s / alone_s, CROWDED)
     return load.decoding / 2 * crowded * min(1.0, computes_s / alone_s)
 
@@ -299,18 +301,20 @@ class _Answer(msgspec.Struct):
 
 def _answer(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> _Answer:
     """Predict the answer, which begins once the prompt is computed: until then some of those that decode will end."""
-    then = later(decode.load, prompt.took_s, wanted.output_tokens)
-    before_s, after_s = step_s(then), step_s(then, 1, wanted.context_tokens)
-    added_s = after_s - (before_s or then.model.base_s)
-    steps_s = tpot_s(then, after_s, wanted.output_tokens, prompt.took_s)
+    load = decode.load
+    decodes, context_tokens = later(load, decode.alone_s, prompt.took_s, wanted.output_tokens)
+    before_s = load.model.step_s(0, decodes, context_tokens, 0) if decodes else 0.0
+    after_s = load.model.step_s(0, decodes + 1, context_tokens + wanted.context_tokens, 0)
+    added_s = after_s - (before_s or load.model.base_s)
+    steps_s = tpot_s(load, before_s, after_s, wanted.output_tokens, prompt.took_s)
     per_token_s = steps_s + gap_s / max(1.0, wanted.output_tokens - 1)
     certain = (1.0 + TPOT_SLACK * min(1.0, wanted.output_tokens / LONG_ANSWER_TOKENS), TPOT_MISSED)
-    before, after = _missed(before_s / then.tpot_limit_s, certain), _missed(after_s / then.tpot_limit_s, certain)
+    before, after = _missed(before_s / load.tpot_limit_s, certain), _missed(after_s / load.tpot_limit_s, certain)
     return _Answer(
         tpot_s=per_token_s,
-        decode_s=wanted.output_tokens * (added_s if then.favours == "decode" else after_s / (then.decodes + 1)),
-        delays_s=then.decodes * wanted.output_tokens * max(0.0, after_s - before_s),
-        breaks=_missed(per_token_s / wanted.tpot_limit_s, certain) + then.decodes * max(0.0, after - before) / 2,
+        decode_s=wanted.output_tokens * (added_s if load.favours == "decode" else after_s / (decodes + 1)),
+        delays_s=decodes * wanted.output_tokens * max(0.0, after_s - before_s),
+        breaks=_missed(per_token_s / wanted.tpot_limit_s, certain) + decodes * max(0.0, after - before) / 2,
     )
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from contracts.vocabulary import Mode, Pool
 from contracts.workers import WorkerDescription
 from router.client_identity import ANONYMOUS
@@ -34,8 +36,7 @@ class Rerouted(Exception):
     """The prompt waited for a pool that no longer serves; it must go another way."""
 
 
-@dataclass(frozen=True)
-class WorkerLoad:
+class WorkerLoad(msgspec.Struct, frozen=True):
     """One worker as the router sees it: what this router has sent there, and what the worker last reported."""
 
     worker_id: str

@@ -106,26 +106,24 @@ def step_s(load: Load, more_sequences: int = 0, more_context_tokens: float = 0.0
     return load.model.step_s(0, sequences, load.context_tokens + more_context_tokens, 0) if sequences else 0.0
 
 
-def later(load: Load, after_s: float, output_tokens: float) -> Load:
-    """Return the load once `after_s` seconds have passed, when some of the sequences that decode now will have ended.
+def later(load: Load, alone_s: float, after_s: float, output_tokens: float) -> tuple[float, float]:
+    """Return how many sequences decode or will once `after_s` seconds have passed, and the tokens of their contexts.
 
-    They are taken to have answers of this length, of which any part may be left. Those that do not decode yet, because
-    their prompts are still to be computed, stay.
+    Some of those that decode now, in steps of `alone_s`, will have ended. They are taken to have answers of this
+    length, of which any part may be left. Those that do not decode yet, since their prompts are not computed, stay.
     """
     if not load.decoding:
-        return load
-    ended = load.decoding * min(1.0, after_s / step_s(load) / max(1.0, output_tokens))
-    decodes = load.decodes - ended
-    context_tokens = load.context_tokens * decodes / load.decodes
-    return replace(load, decoding=load.decoding - ended, decodes=decodes, context_tokens=context_tokens)
+        return load.decodes, load.context_tokens
+    decodes = load.decodes - load.decoding * min(1.0, after_s / alone_s / max(1.0, output_tokens))
+    return decodes, load.context_tokens * decodes / load.decodes
 
 
-def joined_step_s(load: Load, tpot_limit_s: float) -> float:
+def joined_step_s(load: Load, alone_s: float, tpot_limit_s: float) -> float:
     """Return the seconds of the step that runs when the KV of a sequence with this limit arrives.
 
-    While its KV is on its way, the engine lets a step that computes prompts take `MOST_LIMITS` limits.
+    While its KV is on its way, the engine lets a step that computes prompts take `MOST_LIMITS` limits. One without
+    prompts takes `alone_s`.
     """
-    alone_s = step_s(load)
     mixed_s = alone_s + compute_s(load, load.prompt_tokens, load.prompt_attended)
     limit_s = MOST_LIMITS * TPOT_LIMIT_USED * min(load.tpot_limit_s, tpot_limit_s)
     return max(alone_s, min(mixed_s, limit_s, load.step_target_s))
@@ -182,17 +180,18 @@ def _room_s(alone_s: float, step_s: float, target_s: float) -> float:
     return max(min(step_s, target_s) - alone_s, LEAST_PROMPT_SHARE * alone_s)
 
 
-def tpot_s(load: Load, alone_s: float, output_tokens: float, after_prompts_s: float = 0.0) -> float:
+def tpot_s(load: Load, others_s: float, alone_s: float, output_tokens: float, after_prompts_s: float = 0.0) -> float:
     """Return the time per output token of a sequence whose answer begins after `after_prompts_s`.
 
-    `alone_s` is a step with it and without prompts. The prompts that the worker still computes then make its steps
-    longer, within what its sequences allow; until then it spends on them what it does not spend on its sequences.
+    `alone_s` is a step with it and without prompts, `others_s` one of the others alone, 0 without any. The prompts that
+    the worker still computes then make its steps longer, within what its sequences allow; until then it spends on them
+    what it does not spend on its sequences.
     """
     longest_s = min(TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s)
-    on_prompts = 1.0
-    if load.decodes and math.isfinite(longest_s):
-        on_prompts = max(LEAST_PROMPT_SHARE, 1.0 - step_s(load) / longest_s)
-    left_s = max(0.0, compute_s(load, load.prompt_tokens, load.prompt_attended) - on_prompts * after_prompts_s)
+    left_s = 0.0
+    if load.prompt_tokens:
+        on_prompts = max(LEAST_PROMPT_SHARE, 1.0 - others_s / longest_s)
+        left_s = max(0.0, compute_s(load, load.prompt_tokens, load.prompt_attended) - on_prompts * after_prompts_s)
     return max(alone_s, min(alone_s + left_s / max(1.0, output_tokens), longest_s))
 
 

@@ -6,8 +6,9 @@ p prompt tokens, o output tokens, TTFT limit F and TPOT limit L, N workers, and 
 - k workers that favour prefill compute a prompt, as far as they do not have it, in s seconds. They hold k / s
   requests/s times the part of their time that may be used so that nine of ten prompts wait less than F - s:
   1 / (1 + `WAIT` s / (k (F - s))), from the exponential tail of a queue with k servers and one service time.
-- The N - k others have M = (N - k) n places, n being the most sequences whose step takes at most L, and for which one
-  has KV blocks. Arrivals vary, so M - `SPARED` sqrt(M) of them are used on average, and each gives o tokens in o steps.
+- The N - k others have M = (N - k) n places, n being the mean number of sequences whose step takes L, or fewer if there
+  are no KV blocks for them. Arrivals vary, so M - `SPARED` sqrt(M) of them are used on average, and each gives o tokens
+  in o steps.
 - A fleet without favours computes prompts in what decode leaves of its steps: of each step of T seconds, the base is
   lost, and N (1 - base / T) / (time of the prompt's tokens + time of o tokens) requests/s remain. T is the longest step
   that the engine allows: `TPOT_LIMIT_USED` L, or a step full of prompt tokens if that is shorter.
@@ -106,10 +107,19 @@ def _decodes(workers: Workers, traffic: Traffic, number: int) -> float:
     return used / (traffic.output_tokens * max(SHORTEST_S, _step_s(workers, traffic, used / number)))
 
 
-def _fitting(workers: Workers, traffic: Traffic) -> int:
-    """Return the most sequences whose step takes at most the limit on TPOT."""
-    numbers = range(1, min(workers.places, int(workers.kv_tokens / traffic.context_tokens)) + 1)
-    return bisect_right(numbers, traffic.tpot_limit_s, key=lambda sequences: _step_s(workers, traffic, sequences))
+def _fitting(workers: Workers, traffic: Traffic) -> float:
+    """Return the mean number of sequences whose step takes the limit on TPOT; 0 if one alone takes longer.
+
+    Between two numbers it is interpolated: the mean counts, and a place less for a limit that is missed by a hair would
+    turn the fleet.
+    """
+    most = min(workers.places, int(workers.kv_tokens / traffic.context_tokens))
+    numbers = range(1, most + 1)
+    fitting = bisect_right(numbers, traffic.tpot_limit_s, key=lambda sequences: _step_s(workers, traffic, sequences))
+    if fitting in (0, most):
+        return fitting
+    below_s, above_s = (_step_s(workers, traffic, sequences) for sequences in (fitting, fitting + 1))
+    return fitting + max(0.0, (traffic.tpot_limit_s - below_s) / max(SHORTEST_S, above_s - below_s))
 
 
 def _together(workers: Workers, traffic: Traffic) -> float:

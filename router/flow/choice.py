@@ -110,11 +110,11 @@ class ByPrediction:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
         loads_of = dict(roomy)
         open_ids = {load.worker_id for load in loads_of.values()}
-        candidates = []
+        needed_blocks, candidates = blocks_needed(demand, roomy[0][1].block_size_tokens), []
         for worker in self._workers():
             load = loads_of.get(worker) or worker.load()
             if load.takes_work and load.worker_id not in demand.avoided and (load.worker_id in open_ids or not urgent):
-                candidates.append(self._candidate(worker, load, demand))
+                candidates.append(self._candidate(worker, load, demand, needed_blocks))
         looked_at = short_list(candidates)
         by_id = {one.load.worker_id: one.worker for one in looked_at}
         left_tokens = self._learned.sure_tokens(0) / 2
@@ -163,22 +163,23 @@ class ByPrediction:
         model = self._any_model()
         return idle_prompt_s(model, demand.prompt_tokens) if model else 0.0
 
-    def _candidate(self, worker: Worker, load: WorkerLoad, demand: Demand) -> _Candidate:
+    def _candidate(self, worker: Worker, load: WorkerLoad, demand: Demand, needed_blocks: int) -> _Candidate:
         """Return a worker as it is, with what it has of the prompt, or will have once another one is computed that is
         the same."""
         now, prefix, cached, shares = worker.outstanding, demand.prefix, 0, False
-        left = load.kv_blocks_free - load.kv_blocks_promised - blocks_needed(demand, load.block_size_tokens)
+        left = load.kv_blocks_free - load.kv_blocks_promised - needed_blocks
         if prefix:
             shares = worker.computes(prefix[-1])
             known = self._learned.cached_tokens(worker.description, prefix)
             cached = len(prefix) * worker.description.block_size_tokens if shares else known
+            cached = min(cached, demand.prompt_tokens - 1)
         return _Candidate(
             worker=worker,
             load=load,
             prompt_tokens=now.prompt_tokens,
             decodes=now.decodes,
             room=left >= 0 and load.running < load.max_running,
-            cached_tokens=min(cached, demand.prompt_tokens - 1),
+            cached_tokens=cached,
             shares=shares,
             favours=now.favours,
         )

@@ -73,7 +73,7 @@ def test_beside_sequences_with_a_limit_a_prompt_is_spread_over_the_steps_that_it
     busy = decoding("w", 10, tpot_limit_s=2 * step / 0.95)
     work_s = UNLOADED_S - MODEL.base_s
     assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(2 * work_s, rel=0.1)
-    assert tpot_s(busy, step_s(busy, 1, 544), OUTPUT) >= step_s(busy, 1, 544)
+    assert tpot_s(busy, step_s(busy), step_s(busy, 1, 544), OUTPUT) >= step_s(busy, 1, 544)
 
 
 def test_beside_sequences_that_can_still_save_time_a_prompt_takes_fewer_steps():
@@ -132,8 +132,8 @@ def test_until_an_answer_begins_its_worker_gets_no_further_with_prompts_than_its
     slow = with_prompts("w", 1, **limited, tpot_limit_s=1.1 * step_s(decoding("w", 10)))
     free = with_prompts("w", 1, **limited)
     alone_s = step_s(free, 1, 544)
-    assert tpot_s(free, alone_s, OUTPUT, UNLOADED_S) == alone_s
-    assert tpot_s(slow, alone_s, OUTPUT, UNLOADED_S) > alone_s
+    assert tpot_s(free, step_s(free), alone_s, OUTPUT, UNLOADED_S) == alone_s
+    assert tpot_s(slow, step_s(slow), alone_s, OUTPUT, UNLOADED_S) > alone_s
 
 
 def test_the_first_prompt_is_as_far_computed_as_it_would_be_alone_whatever_waits_behind_it():
@@ -149,9 +149,11 @@ def test_what_is_cached_is_neither_computed_nor_attended_from():
 def test_the_answers_steps_grow_by_the_prompts_beside_it_up_to_what_its_limit_lets_them():
     beside = with_prompts("w", 1, decodes=3, decoding=3, context_tokens=1632)
     alone_s = step_s(beside, 1, 544)
-    assert tpot_s(beside, alone_s, OUTPUT) == pytest.approx(alone_s + (UNLOADED_S - MODEL.base_s) / OUTPUT)
+    assert tpot_s(beside, step_s(beside), alone_s, OUTPUT) == pytest.approx(
+        alone_s + (UNLOADED_S - MODEL.base_s) / OUTPUT
+    )
     limited = with_prompts("w", 3, decodes=3, decoding=3, context_tokens=1632, tpot_limit_s=0.06)
-    assert tpot_s(limited, alone_s, OUTPUT) == pytest.approx(0.95 * 0.06)
+    assert tpot_s(limited, step_s(limited), alone_s, OUTPUT) == pytest.approx(0.95 * 0.06)
 
 
 # What is chosen
@@ -213,9 +215,9 @@ def test_the_time_that_a_request_has_waited_counts():
 
 def test_sequences_that_will_have_ended_before_the_answer_begins_do_not_count_against_it():
     load = decoding("w0", 40)
-    then = later(load, 20 * step_s(load), 40)
-    assert (then.decoding, then.decodes, then.context_tokens) == (20, 20, load.context_tokens / 2)
-    assert later(load, 100 * step_s(load), 40).decodes == 0
+    alone_s = step_s(load)
+    assert later(load, alone_s, 20 * alone_s, 40) == (20, load.context_tokens / 2)
+    assert later(load, alone_s, 100 * alone_s, 40) == (0, 0)
     busy = decoding("w0", 40, tpot_limit_s=step_s(decoding("w0", 30)))
     at_once, after = (choose(wanted(30, 0.2), [busy, with_prompts("w1", prompts)], fast) for prompts in (0, 4))
     assert at_once.chosen.decode_worker == "w1"
@@ -245,9 +247,9 @@ def test_a_prompt_keeps_away_from_such_sequences_if_it_is_in_time_elsewhere():
 
 def test_a_sequence_whose_kv_arrives_beside_prompts_waits_for_a_longer_step():
     alone, beside = decoding("w0", 3), with_prompts("w0", 3, decodes=3, decoding=3, context_tokens=1632)
-    assert joined_step_s(alone, 0.2) == step_s(alone)
-    assert joined_step_s(beside, 0.2) == pytest.approx(2 * 0.95 * 0.2)
-    assert joined_step_s(beside, math.inf) == pytest.approx(
+    assert joined_step_s(alone, step_s(alone), 0.2) == step_s(alone)
+    assert joined_step_s(beside, step_s(beside), 0.2) == pytest.approx(2 * 0.95 * 0.2)
+    assert joined_step_s(beside, step_s(beside), math.inf) == pytest.approx(
         step_s(beside) + compute_s(beside, beside.prompt_tokens, beside.prompt_attended)
     )
 

@@ -1,8 +1,7 @@
 """Which worker gets a request."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from router.fleet.policy import (
     SHORT_PROMPT,

@@ -54,9 +54,16 @@ def test_a_tpot_limit_below_a_step_alone_holds_nothing_anywhere():
 
 
 def test_workers_that_only_decode_hold_as_many_sequences_as_steps_within_the_limit_allow():
-    """A limit of 0.0465 s allows five sequences, and ten workers have 50 places."""
-    held = held_per_s(fleet(20), traffic(math.inf, 0.0465 / STEP_S, prompt_tokens=1), 10)
-    assert 50 / (64 * 0.0465) > held > 0.8 * 50 / (64 * 0.0465)
+    """A step of five sequences takes 0.045 s, and ten workers have 50 places."""
+    held = held_per_s(fleet(20), traffic(math.inf, 0.045 / STEP_S, prompt_tokens=1), 10)
+    assert 50 / (64 * 0.045) > held > 0.8 * 50 / (64 * 0.045)
+
+
+def test_a_limit_that_leaves_hardly_room_for_two_sequences_holds_about_as_much_as_one_with_hardly_too_little():
+    just, nearly = (
+        held_per_s(fleet(2), traffic(math.inf, tpot / STEP_S, prompt_tokens=1), 1) for tpot in (0.0361, 0.0359)
+    )
+    assert nearly > 0.9 * just > 0.0
 
 
 def test_the_two_phases_of_a_split_hold_what_the_narrower_one_holds():
