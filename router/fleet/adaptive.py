@@ -11,9 +11,9 @@ since one that takes twice the time that it must takes the time of another reque
 the one with the least latency is chosen, its own and what it adds to others'. Without limits nothing is broken, and
 only latency counts: its mean is kept low.
 
-Some workers may favour a phase (`router.fleet.rebalance`). To use one against that counts as `AGAINST` lost requests:
-it is done to save more than one. A worker that favours decode has nothing better to do with
-its steps, so an answer there costs what it adds to them, and answers are spread instead of gathered.
+Some workers may favour a phase (`router.fleet.rebalance`). To use one against its favour counts as `AGAINST` lost
+requests: it is done to save more than one. A worker that favours decode has nothing better to do with its steps, so an
+answer there costs what it adds to them, and answers are spread instead of gathered.
 
 `router.flow.choice` asks when a prompt is next; the answer may be a worker that has no room for a prompt yet.
 """

@@ -1,7 +1,7 @@
 """Decides now and then how many workers of mode `adaptive` should favour which phase. No clock and no I/O of its own.
 
 Told of prompts by `router.flow.choice`, which asks for the workers' favours, and of answers by `router.flow.placement`.
-The loop is slow and lazy: at most once in `INTERVAL_S`, when a prompt has been placed, it compares what the fleet holds
+The loop is slow and lazy: once in `INTERVAL_S`, when a prompt has been placed, it compares what the fleet holds
 in its present shape with what it would hold in the best one (`router.fleet.shape`). What keeps it from changing its
 mind:
 
@@ -9,14 +9,16 @@ mind:
   `LEAST_KEPT` of the answers kept their limits;
 - a shape must hold `MORE` times as much as the present one at two readings, one after the other.
 
-It is quick where waiting has no use: once `TURNED_PROMPTS` in a row, over `TURNED_S` at least, have limits that are all
-shorter or all longer than before, or come when nothing is known, these limits count alone and one reading is enough.
+It is quick where waiting has no use: once the latest `TURNED_PROMPTS`, over `TURNED_S` at least, have limits alike that
+hardly any of the `REMEMBERED` before them had, or come when nothing is known, no other limits count, and one reading is
+enough. That happens once in `QUICK_AGAIN_S` at most.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from typing import Final
 
 import msgspec
@@ -36,12 +38,18 @@ LEAST_COUNTED: Final = 8
 """Prompts in an interval, or answers, below which it says nothing."""
 KEPT_PART: Final = 0.75
 """The part with which what was counted before a reading still counts at the next one."""
-UNLIKE: Final = 1.25
-"""Limits are others than before if they are this many times as long, or as short, as the mean."""
+ALIKE: Final = 1.25
+"""Limits are alike if neither is more than this many times the other."""
 TURNED_PROMPTS: Final = 6
 TURNED_S: Final = 3.0
-"""Prompts in a row with other limits than before, and the time over which they have come, that say that the traffic has
-turned. Of two kinds of requests that come by turns, one is hardly ever alone for so long."""
+"""Prompts in a row with limits alike, and the time over which they have come, that say that the traffic has turned, if
+their limits are new."""
+REMEMBERED: Final = 32
+NEW: Final = 1
+"""Limits are new if at most so many of the `REMEMBERED` prompts before them had limits alike."""
+QUICK_AGAIN_S: Final = 2 * INTERVAL_S
+"""Time after a turn in which no other one counts, so that a client that changes its limits again and again does not
+change the fleet each time."""
 LEAST_LIMITED: Final = 0.1
 """With fewer requests that have limits than this part, there are none to divide workers for."""
 LEAST_SPLIT: Final = 0.5
@@ -94,11 +102,6 @@ class _Counted(msgspec.Struct):
         for name in self.__struct_fields__:
             setattr(self, name, KEPT_PART * getattr(self, name))
 
-    @property
-    def per_limits(self) -> tuple[float, float] | None:
-        """The means of 1 / TTFT limit and 1 / TPOT limit; None without requests."""
-        return (self.per_ttft_limit / self.requests, self.per_tpot_limit / self.requests) if self.requests else None
-
     def take_limits(self, latest: _Counted) -> None:
         """Forget all limits but those of the latest requests, which are counted already."""
         part = self.requests / latest.requests
@@ -118,40 +121,44 @@ class _Counted(msgspec.Struct):
         )
 
 
-Sides = tuple[int, ...]
-"""For the limits on TTFT and on TPOT: 0 for about as long as usual, 1 for shorter, -1 for longer."""
+PerLimits = tuple[float, float]
+"""1 / TTFT limit and 1 / TPOT limit of a request."""
+
+
+def _are_alike(one: PerLimits, other: PerLimits) -> bool:
+    return all(a <= ALIKE * b and b <= ALIKE * a for a, b in zip(one, other, strict=True))
 
 
 class _Turn:
-    """The latest requests, as long as the limits of all of them are on the same side of what was usual before."""
+    """The latest requests, as long as the limits of all of them are alike, and what limits there were before."""
 
     def __init__(self) -> None:
         self.latest = _Counted()
-        self._usual: tuple[float, float] | None = None
-        """What `_Counted.per_limits` was before the first of them."""
-        self._sides: Sides = (0, 0)
+        self._limits: PerLimits = (0.0, 0.0)
+        """Those of the first of the latest requests."""
+        self._are_new = False
         self._since_s = math.inf
+        self._taken_s = -math.inf
+        self._before: deque[PerLimits] = deque(maxlen=REMEMBERED)
 
-    def add(self, wanted: Wanted, counted: _Counted, now_s: float) -> None:
-        """Add a request that is not in `counted` yet."""
-        if not self.latest.requests or self._sides_of(wanted) != self._sides:
-            self.latest, self._usual, self._since_s = _Counted(), counted.per_limits, now_s
-            self._sides = self._sides_of(wanted)
+    def add(self, wanted: Wanted, now_s: float) -> None:
+        """Count a request."""
+        limits = 1 / wanted.ttft_limit_s, 1 / wanted.tpot_limit_s
+        if not self.latest.requests or not _are_alike(limits, self._limits):
+            self._before.extend([self._limits] * min(REMEMBERED, int(self.latest.requests)))
+            self.latest, self._limits, self._since_s = _Counted(), limits, now_s
+            self._are_new = sum(_are_alike(limits, before) for before in self._before) <= NEW
         self.latest.add(wanted, 0)
 
     def is_done(self, now_s: float) -> bool:
         """Return whether these are enough to say that the traffic has turned."""
-        turns = any(self._sides)
-        return turns and self.latest.requests >= TURNED_PROMPTS and now_s - self._since_s >= TURNED_S
+        enough = self.latest.requests >= TURNED_PROMPTS and now_s - self._since_s >= TURNED_S
+        return self._are_new and enough and now_s - self._taken_s >= QUICK_AGAIN_S
 
-    def requests_per_s(self, now_s: float) -> float:
-        return self.latest.requests / (now_s - self._since_s)
-
-    def _sides_of(self, wanted: Wanted) -> Sides:
-        if self._usual is None:
-            return 1, 1
-        limits = zip((1 / wanted.ttft_limit_s, 1 / wanted.tpot_limit_s), self._usual, strict=True)
-        return tuple((limit > UNLIKE * usual) - (limit < usual / UNLIKE) for limit, usual in limits)
+    def take(self, now_s: float) -> float:
+        """Note that the turn has been read; return its requests/s."""
+        self._are_new, self._taken_s = False, now_s
+        return (self.latest.requests - 1) / (now_s - self._since_s)
 
 
 class Rebalancer:
@@ -181,7 +188,7 @@ class Rebalancer:
         Neither limit may be less than an idle worker takes, or one request would weigh like thousands.
         """
         self._prompts += 1
-        self._turn.add(wanted, self._counted, now_s)
+        self._turn.add(wanted, now_s)
         self._counted.add(wanted, cached_tokens)
 
     def answered(self, *, within_limits: bool) -> None:
@@ -225,11 +232,12 @@ class Rebalancer:
 
     def read(self, now_s: float, workers: Workers) -> Change | None:
         """Return the change that is due now, if any, after making it in mode `act`. Call it only when a reading is."""
-        requests_per_s = self._prompts / (now_s - self._read_s)
         if turned := self._turn.is_done(now_s):
-            requests_per_s = self._turn.requests_per_s(now_s)
+            requests_per_s = self._turn.take(now_s)
             self._counted.take_limits(self._turn.latest)
-            self._turn, self._candidate, self._answers = _Turn(), None, 0
+            self._candidate, self._answers = None, 0
+        else:
+            requests_per_s = self._prompts / (now_s - self._read_s)
         better, candidate = self._better(workers, self._counted.traffic(requests_per_s)), self._candidate
         self._counted.age()
         self._begin(now_s)

@@ -2,12 +2,11 @@
 
 import math
 import random
-from itertools import pairwise
 
 import pytest
 
 from router.fleet.adaptive import Wanted
-from router.fleet.rebalance import INTERVAL_S, LEAST_COUNTED, TURNED_PROMPTS, TURNED_S, Rebalancer
+from router.fleet.rebalance import INTERVAL_S, LEAST_COUNTED, QUICK_AGAIN_S, TURNED_PROMPTS, TURNED_S, Rebalancer
 from tests.unit.router.fleet.test_shape import PROMPT_S, STEP_S, fleet
 
 NAMES = [f"worker-{number}" for number in range(8)]
@@ -83,18 +82,37 @@ def test_limits_that_turn_tight_count_alone_and_at_once_and_so_do_those_that_tur
     loop = Loop().serve(20, asked(before))
     assert loop.serve(1.3 * TURNED_S / INTERVAL_S, asked(TIGHT)).shapes == [4]
     assert "TPOT 42.9 ms" in loop.sentences[0]
-    loop.serve(1.3 * TURNED_S / INTERVAL_S, asked(NONE))
+    loop.serve(QUICK_AGAIN_S / INTERVAL_S, asked(TIGHT)).serve(1.3 * TURNED_S / INTERVAL_S, asked(NONE))
     assert loop.shapes == [4, 0]
 
 
-def test_tight_and_loose_limits_by_turns_are_no_turn_of_the_traffic():
-    read_at_s = []
-    loop = Loop().serve(1, asked(LOOSE), asked(TIGHT))
-    for _ in range(200):
-        before = len(loop.changes)
-        loop.serve(0.05, asked(LOOSE), asked(TIGHT))
-        read_at_s += [loop.now_s] * (len(loop.changes) - before)
-    assert all(later - sooner > 0.9 * INTERVAL_S for sooner, later in pairwise(read_at_s))
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
+@pytest.mark.parametrize("other", [LOOSE, NONE])
+def test_two_kinds_of_limits_in_random_order_are_no_turn_of_the_traffic(share, other):
+    draw, loop = random.Random(1), Loop().serve(0.25)
+    loop.serve(60, *draw.choices((asked(TIGHT), asked(other)), weights=(share, 1 - share), k=60 * 30))
+    assert len(loop.changes) <= 62, "a reading in 10 s, but for the first and perhaps one more"
+
+
+def test_limits_that_turn_again_and_again_change_the_fleet_no_faster_than_readings_do():
+    loop = Loop(workers=2).serve(1, asked(NONE), rate=2.2)
+    for _ in range(40):
+        loop.serve(0.36, asked(TIGHT), rate=2.2).serve(0.36, asked(NONE), rate=2.2)
+    assert len(loop.shapes) <= 4
+
+
+def test_two_prompts_in_the_moment_of_a_reading_are_counted():
+    loop = Loop().serve(2, asked(LOOSE))
+    loop.now_s += 0.9 * INTERVAL_S
+    for _ in range(2):
+        loop.it.placed(asked(TIGHT), loop.now_s)
+    for _ in range(10):
+        loop.now_s += 0.4
+        for _ in range(2):
+            loop.it.placed(asked(TIGHT), loop.now_s)
+            if loop.it.due(loop.now_s):
+                loop.changes.append(loop.it.read(loop.now_s, fleet(8)))
+    assert loop.shapes == [4]
 
 
 def test_one_reading_changes_nothing_and_one_that_says_otherwise_begins_anew():
