@@ -41,8 +41,16 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
             + self.per_context_token_s * context_tokens
             + self.per_attended_token_s * attended
         )
-        bucket = int(prefill_tokens + sequences).bit_length()
-        return line_s * (self.corrections[bucket] if bucket < len(self.corrections) else 1.0)
+        return line_s * self._correction(prefill_tokens + sequences)
+
+    def decode_s(self, sequences: float, context_tokens: float) -> float:
+        """Return the seconds of a step without prompt tokens, for this S and C."""
+        line_s = self.base_s + self.per_sequence_s * sequences + self.per_context_token_s * context_tokens
+        return line_s * self._correction(sequences) if self.corrections else line_s
+
+    def _correction(self, tokens: float) -> float:
+        bucket = int(tokens).bit_length()
+        return self.corrections[bucket] if bucket < len(self.corrections) else 1.0
 
 
 MIN_FITTED_STEPS = 16

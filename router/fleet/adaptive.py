@@ -22,12 +22,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from heapq import nsmallest
-from typing import Protocol, TypeVar
+from operator import attrgetter
 
 import msgspec
 
-from contracts.vocabulary import Phase
 from contracts.workers import TPOT_LIMIT_USED
 from router.fleet.prediction import Asked, Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
 
@@ -54,9 +52,6 @@ down to the first, a prompt beside them is more and more likely to make them mis
 than predicted cannot be made up for."""
 CONSIDERED = 2
 """Workers that are considered for each half of a request that is split."""
-SHORT_LIST = 3
-"""In a large fleet, workers that are looked at by each of three rules of thumb."""
-
 AGAINST = 1.0
 """What it counts to use a worker for the phase that it does not favour, in requests lost: as much as one that it saves,
 since it makes others late that come after. Without limits each such use counts like the request's latency once more."""
@@ -76,7 +71,7 @@ class Wanted(Asked, frozen=True):
     """The length that its answer will most likely have at least; its engine counts on that."""
 
 
-class Option(msgspec.Struct, frozen=True):
+class Option(msgspec.Struct, frozen=True, gc=False):
     """A way to serve a request, and what is predicted for it."""
 
     prompt_worker: str
@@ -115,60 +110,21 @@ class Decision(msgspec.Struct, frozen=True):
     """See `Wanted`."""
 
 
-class Glance(Protocol):
-    """What of a worker decides whether it is worth a prediction; a `Load` has more."""
-
-    @property
-    def prompt_tokens(self) -> float:
-        """Prompt tokens that it has to compute."""
-        ...
-
-    @property
-    def decodes(self) -> float:
-        """Sequences that decode there or will."""
-        ...
-
-    @property
-    def room(self) -> bool:
-        """Whether it has room for one more sequence."""
-        ...
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that it has."""
-        ...
-
-    @property
-    def shares(self) -> bool:
-        """Whether it computes the same prompt now."""
-        ...
-
-    @property
-    def favours(self) -> Phase | None:
-        """The phase that it should be kept free for."""
-        ...
-
-
-Seen = TypeVar("Seen", bound=Glance)
-
-
 def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Decision | None:
     """Return the best option; None without any worker.
 
     A worker without room for the sequence does not decode it, unless none has room. While a worker computes the same
     prompt, for another sequence of a request with n > 1, no other one computes it too.
     """
-    views = [_view(wanted, load) for load in short_list(loads)]
+    views = [_view(wanted, load) for load in loads]
     computing = [view for view in views if view.load.shares] or views
     fits = [view for view in views if view.load.room] or views
     if not fits:
         return None
     options = [_option(wanted, view, view, 0.0) for view in fits if view in computing or not wanted.may_split]
     if wanted.may_split:
-        prompts = nsmallest(
-            CONSIDERED, computing, key=lambda view: (view.load.favours == "decode", view.late, view.ttft_s)
-        )
-        for decode in nsmallest(CONSIDERED, fits, key=_decode_rank):
+        prompts = sorted(computing, key=_prompt_rank)[:CONSIDERED]
+        for decode in sorted(fits, key=_decode_rank)[:CONSIDERED]:
             waits_s = joined_step_s(decode.load, decode.alone_s, wanted.tpot_limit_s) / 2
             for prompt in prompts:
                 if prompt is not decode:
@@ -177,42 +133,30 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
     return _within_limits(wanted, options) if wanted.limited else _least_latency(wanted, options)
 
 
-def short_list(workers: Sequence[Seen]) -> Sequence[Seen]:
-    """Return the workers worth a prediction: those with the fewest prompts, with the most of this one, and with the
-    fewest answers of those that have any, which are the cheapest to add to."""
-    if len(workers) <= 3 * SHORT_LIST:
-        return workers
-    numbered = list(enumerate(workers))
-    ranks: tuple[list[tuple[float, ...]], ...] = (
-        [(one.favours == "decode", one.prompt_tokens, one.decodes, number) for number, one in numbered],
-        [(not one.shares, -one.cached_tokens, number) for number, one in numbered if one.cached_tokens],
-        [(one.favours == "prefill", not (one.favours or one.decodes), one.decodes, number) for number, one in numbered
-         if one.room],
-    )  # fmt: skip
-    chosen = {int(rank[-1]) for ranked in ranks for rank in sorted(ranked)[:SHORT_LIST]}
-    return [workers[number] for number in sorted(chosen)]
+_latency_s = attrgetter("latency_s")
 
 
 def _least_latency(wanted: Wanted, options: list[Option]) -> Decision:
-    first, *others = nsmallest(1 + CONSIDERED, options, key=lambda option: option.latency_s * (1 + option.against))
+    ranked = sorted(options, key=lambda option: option.latency_s * (1 + option.against))
+    first, *others = ranked[: 1 + CONSIDERED]
     return Decision(first, "least_latency", tuple(others), wanted.sure_tokens)
 
 
 def _within_limits(wanted: Wanted, options: list[Option]) -> Decision:
     least_s = max(1e-9, min(option.work_s for option in options))
-
-    def lost(option: Option) -> float:
-        unwanted = OVERDUE * option.overdue + AGAINST * option.against
-        return option.broken + unwanted + option.work_s / least_s - 1.0
-
-    about = min(map(lost, options)) + ABOUT
-    chosen = min((option for option in options if lost(option) <= about), key=lambda option: option.latency_s)
-    others = nsmallest(CONSIDERED, (option for option in options if option is not chosen), key=lost)
+    lost = [
+        option.broken + OVERDUE * option.overdue + AGAINST * option.against + option.work_s / least_s - 1.0
+        for option in options
+    ]
+    about = min(lost) + ABOUT
+    chosen = min((one for one, loses in zip(options, lost, strict=True) if loses <= about), key=_latency_s)
+    ranked = sorted(range(len(options)), key=lost.__getitem__)[: 1 + CONSIDERED]
+    others = [options[place] for place in ranked if options[place] is not chosen][:CONSIDERED]
     reason = "fewest_broken" if chosen.broken >= 0.5 else "within_limits"
     return Decision(chosen, reason, tuple(others), wanted.sure_tokens)
 
 
-class _View(msgspec.Struct):
+class _View(msgspec.Struct, gc=False):
     """A worker with what is predicted for either half of the request there."""
 
     load: Load
@@ -266,6 +210,11 @@ def _crowds(load: Load, alone_s: float, computes_s: float) -> float:
     return load.decoding / 2 * crowded * min(1.0, computes_s / alone_s)
 
 
+def _prompt_rank(view: _View) -> tuple[bool, float, float]:
+    """Return by which of them to choose a worker to compute the prompt, smallest first."""
+    return view.load.favours == "decode", view.late, view.ttft_s
+
+
 def _decode_rank(view: _View) -> tuple[bool, float, float, float]:
     """Return by which of them to choose a worker to decode, smallest first, before the prompt's worker is known."""
     load = view.load
@@ -284,53 +233,37 @@ def _missed(part: float, certain: tuple[float, float]) -> float:
     return 1.0 if part >= missed else (part - kept) / (missed - kept)
 
 
-class _Answer(msgspec.Struct):
-    """What is predicted for the answer on the worker that decodes it."""
-
-    tpot_s: float
-    decode_s: float
-    """Its share of the steps in which it is made. A step for few sequences takes nearly as long as one for many, so
-    that answers gather where there are some; what one adds, given the others, lets them spread, which is wanted among
-    workers that favour decode."""
-    delays_s: float
-    """What it adds to the latencies of the others there."""
-    breaks: float
-    """Limits on TPOT that are likely to be missed because of it: its own, and of the others half of those whose steps
-    become too long, since on average they have half of their tokens already."""
-
-
-def _answer(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> _Answer:
-    """Predict the answer, which begins once the prompt is computed: until then some of those that decode will end."""
-    load = decode.load
-    decodes, context_tokens = later(load, decode.alone_s, prompt.took_s, wanted.output_tokens)
-    before_s = load.model.step_s(0, decodes, context_tokens, 0) if decodes else 0.0
-    after_s = load.model.step_s(0, decodes + 1, context_tokens + wanted.context_tokens, 0)
-    added_s = after_s - (before_s or load.model.base_s)
-    steps_s = tpot_s(load, before_s, after_s, wanted.output_tokens, prompt.took_s)
-    per_token_s = steps_s + gap_s / max(1.0, wanted.output_tokens - 1)
-    certain = (1.0 + TPOT_SLACK * min(1.0, wanted.output_tokens / LONG_ANSWER_TOKENS), TPOT_MISSED)
-    before, after = _missed(before_s / load.tpot_limit_s, certain), _missed(after_s / load.tpot_limit_s, certain)
-    return _Answer(
-        tpot_s=per_token_s,
-        decode_s=wanted.output_tokens * (added_s if load.favours == "decode" else after_s / (decodes + 1)),
-        delays_s=decodes * wanted.output_tokens * max(0.0, after_s - before_s),
-        breaks=_missed(per_token_s / wanted.tpot_limit_s, certain) + decodes * max(0.0, after - before) / 2,
-    )
-
-
 def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Option:
-    """Predict one option; `gap_s` is what a hand-over adds between the first two tokens."""
-    answer = _answer(wanted, prompt, decode, gap_s)
-    delays_s = prompt.load.decoding * prompt.computes_s + answer.delays_s
-    against = (prompt.load.favours == "decode") + (decode.load.favours == "prefill")
+    """Predict one option; `gap_s` is what a hand-over adds between the first two tokens.
+
+    The answer begins once the prompt is computed: until then some of those that decode will end. It is likely to break
+    its own limit on TPOT, and of the others half of those whose steps become too long because of it, since on average
+    they have half of their tokens already.
+
+    Its work is its share of the steps in which it is made. A step for few sequences takes nearly as long as one for
+    many, so that answers gather where there are some; what one adds, given the others, lets them spread, which is
+    wanted among workers that favour decode.
+    """
+    load, output_tokens = decode.load, wanted.output_tokens
+    decodes, context_tokens = later(load, decode.alone_s, prompt.took_s, output_tokens)
+    before_s = load.model.decode_s(decodes, context_tokens) if decodes else 0.0
+    after_s = load.model.decode_s(decodes + 1, context_tokens + wanted.context_tokens)
+    added_s = after_s - (before_s or load.model.base_s)
+    per_token_s = tpot_s(load, before_s, after_s, output_tokens, prompt.took_s) + gap_s / max(1.0, output_tokens - 1)
+    certain = (1.0 + TPOT_SLACK * min(1.0, output_tokens / LONG_ANSWER_TOKENS), TPOT_MISSED)
+    before, after = _missed(before_s / load.tpot_limit_s, certain), _missed(after_s / load.tpot_limit_s, certain)
+    breaks = _missed(per_token_s / wanted.tpot_limit_s, certain) + decodes * max(0.0, after - before) / 2
+    delays_s = prompt.load.decoding * prompt.computes_s + decodes * output_tokens * max(0.0, after_s - before_s)
+    decode_s = output_tokens * (added_s if load.favours == "decode" else after_s / (decodes + 1))
+    against = (prompt.load.favours == "decode") + (load.favours == "prefill")
     return Option(
         prompt_worker=prompt.load.worker_id,
-        decode_worker=decode.load.worker_id,
+        decode_worker=load.worker_id,
         ttft_s=prompt.ttft_s,
-        tpot_s=answer.tpot_s,
-        broken=prompt.late + prompt.crowds + answer.breaks,
-        work_s=prompt.computes_s + prompt.begins_s + answer.decode_s,
-        latency_s=prompt.ttft_s + wanted.output_tokens * answer.tpot_s + delays_s,
+        tpot_s=per_token_s,
+        broken=prompt.late + prompt.crowds + breaks,
+        work_s=prompt.computes_s + prompt.begins_s + decode_s,
+        latency_s=prompt.ttft_s + output_tokens * per_token_s + delays_s,
         cached_tokens=prompt.load.cached_tokens,
         against=against if wanted.may_split else 0,
         overdue=prompt.overdue,

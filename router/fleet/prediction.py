@@ -61,8 +61,8 @@ class Load(msgspec.Struct, frozen=True):
     """Tokens that one step computes at most."""
     prompt_tokens: float = 0.0
     """Prompt tokens that it has to compute before those of a prompt that comes now, see `with_prompts`."""
-    prompt_attended: float = 0.0
-    """What they attend to, see `attended`."""
+    prompts_s: float = 0.0
+    """Seconds that they add to the steps that compute them, see `compute_s`."""
     decoding: float = 0
     """Sequences that decode there now, those included whose first token was made elsewhere and whose KV comes."""
     decodes: float = 0
@@ -103,7 +103,7 @@ def idle_prompt_s(model: StepModel, tokens: float) -> float:
 def step_s(load: Load, more_sequences: int = 0, more_context_tokens: float = 0.0) -> float:
     """Return the seconds of a step of all that decode or will, and of some more; 0 without any."""
     sequences = load.decodes + more_sequences
-    return load.model.step_s(0, sequences, load.context_tokens + more_context_tokens, 0) if sequences else 0.0
+    return load.model.decode_s(sequences, load.context_tokens + more_context_tokens) if sequences else 0.0
 
 
 def later(load: Load, alone_s: float, after_s: float, output_tokens: float) -> tuple[float, float]:
@@ -124,7 +124,7 @@ def joined_step_s(load: Load, alone_s: float, tpot_limit_s: float) -> float:
     While its KV is on its way, the engine lets a step that computes prompts take `MOST_LIMITS` limits. One without
     prompts takes `alone_s`.
     """
-    mixed_s = alone_s + compute_s(load, load.prompt_tokens, load.prompt_attended)
+    mixed_s = alone_s + load.prompts_s
     limit_s = MOST_LIMITS * TPOT_LIMIT_USED * min(load.tpot_limit_s, tpot_limit_s)
     return max(alone_s, min(mixed_s, limit_s, load.step_target_s))
 
@@ -137,42 +137,56 @@ def compute_s(load: Load, tokens: float, attends: float) -> float:
 
 def prompt_s(load: Load, tokens: float, attends: float) -> float:
     """Return the seconds until a prompt is computed that comes to a worker now, behind what it has."""
-    left_tokens = load.left_tokens
+    left_tokens, work_s = load.left_tokens, compute_s(load, tokens, attends)
     if not load.prompt_tokens:
-        return _beside(load, tokens, attends, load.decoding, left_tokens, comes=load.decodes > load.decoding)[0]
-    before_s, left_tokens = _beside(load, load.prompt_tokens, load.prompt_attended, load.decoding, left_tokens)
-    return before_s + _beside(load, tokens, attends, load.decodes, left_tokens)[0]
+        return _through(load, _steps(load, load.decoding, comes=True), tokens, work_s, left_tokens)[0]
+    steps = _steps(load, load.decoding)
+    before_s, left_tokens = _through(load, steps, load.prompt_tokens, load.prompts_s, left_tokens)
+    if load.decodes != load.decoding:
+        steps = _steps(load, load.decodes)
+    return before_s + _through(load, steps, tokens, work_s, left_tokens)[0]
 
 
-def _beside(
-    load: Load, tokens: float, attends: float, sequences: float, left_tokens: float, *, comes: bool = False
-) -> tuple[float, float]:
-    """Return the seconds that prompt tokens take beside so many of the sequences, and for how many of `left_tokens`
-    these can still lend time after that; `comes`: others are on their way."""
-    work_s, limit_s, steps = compute_s(load, tokens, attends), TPOT_LIMIT_USED * load.tpot_limit_s, 0.0
+class _Steps(msgspec.Struct, frozen=True, gc=False):
+    """The steps in which a worker computes prompts; in seconds."""
+
+    alone_s: float
+    """A step without prompts."""
+    usual_s: float
+    """What prompts may have of a step on average; inf if it has as many tokens as a step may have."""
+    longest_s: float = math.inf
+    """What they may have of it while sequences lend them time."""
+    long_steps_per_token: float = 0.0
+    """Steps for which a token lends time that a sequence is sure to make yet."""
+
+
+def _steps(load: Load, sequences: float, *, comes: bool = False) -> _Steps:
+    """Return what steps are like beside so many of the sequences; `comes`: if there are none, beside those to come."""
+    limit_s = TPOT_LIMIT_USED * load.tpot_limit_s
     if not sequences:
         alone_s = load.model.base_s
-        if comes:
-            steps = work_s / _room_s(alone_s, MOST_LIMITS * limit_s, math.inf)
-    else:
-        alone_s = load.model.step_s(0, sequences, load.context_tokens * sequences / load.decodes, 0)
-        if limit_s == math.inf:
-            steps = work_s / _room_s(alone_s, math.inf, load.step_target_s)
-        else:
-            steps, left_tokens = _steps_beside(load, work_s, alone_s, limit_s, left_tokens)
-    return work_s + math.ceil(max(steps, tokens / load.step_tokens)) * alone_s, left_tokens
+        begins = comes and load.decodes > 0
+        return _Steps(alone_s, _room_s(alone_s, MOST_LIMITS * limit_s, math.inf) if begins else math.inf)
+    alone_s = load.model.decode_s(sequences, load.context_tokens * sequences / load.decodes)
+    if limit_s == math.inf:
+        return _Steps(alone_s, _room_s(alone_s, math.inf, load.step_target_s))
+    return _Steps(
+        alone_s,
+        _room_s(alone_s, alone_s + (1.0 + AHEAD) * max(0.0, limit_s - alone_s), load.step_target_s),
+        _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s),
+        BORROWED * max(0.0, limit_s - BARE_TAKES * alone_s) / ((MOST_LIMITS - 1.0) * limit_s),
+    )
 
 
-def _steps_beside(load: Load, work_s: float, alone_s: float, limit_s: float, left_tokens: float) -> tuple[float, float]:
-    """Return the steps in which sequences that take `alone_s` for one without prompts leave room for this work, and for
-    how many tokens they can lend after it."""
-    longest_s = _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s)
-    per_token = BORROWED * max(0.0, limit_s - BARE_TAKES * alone_s) / ((MOST_LIMITS - 1.0) * limit_s)
-    long_steps = min(work_s / longest_s, left_tokens * per_token)
+def _through(load: Load, steps: _Steps, tokens: float, work_s: float, left_tokens: float) -> tuple[float, float]:
+    """Return the seconds that prompt tokens take in such steps, and for how many of `left_tokens` the sequences there
+    can still lend time after that."""
+    number, per_token = work_s / steps.usual_s, steps.long_steps_per_token
     if per_token:
+        long_steps = min(work_s / steps.longest_s, left_tokens * per_token)
         left_tokens -= long_steps / per_token
-    usual_s = _room_s(alone_s, alone_s + (1.0 + AHEAD) * max(0.0, limit_s - alone_s), load.step_target_s)
-    return long_steps + (work_s - long_steps * longest_s) / usual_s, left_tokens
+        number = long_steps + (work_s - long_steps * steps.longest_s) / steps.usual_s
+    return work_s + math.ceil(max(number, tokens / load.step_tokens)) * steps.alone_s, left_tokens
 
 
 def _room_s(alone_s: float, step_s: float, target_s: float) -> float:
@@ -191,7 +205,7 @@ def tpot_s(load: Load, others_s: float, alone_s: float, output_tokens: float, af
     left_s = 0.0
     if load.prompt_tokens:
         on_prompts = max(LEAST_PROMPT_SHARE, 1.0 - others_s / longest_s)
-        left_s = max(0.0, compute_s(load, load.prompt_tokens, load.prompt_attended) - on_prompts * after_prompts_s)
+        left_s = max(0.0, load.prompts_s - on_prompts * after_prompts_s)
     return max(alone_s, min(alone_s + left_s / max(1.0, output_tokens), longest_s))
 
 
@@ -201,8 +215,5 @@ def with_prompts(load: Load, prompts_tokens: Sequence[int], first_for_s: float) 
         return load
     first = prompts_tokens[0]
     done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, prompt_s(load, first, attended(first))))
-    return replace(
-        load,
-        prompt_tokens=sum(prompts_tokens) - done,
-        prompt_attended=sum(map(attended, prompts_tokens)) - attended(done),
-    )
+    tokens, attends = sum(prompts_tokens) - done, sum(map(attended, prompts_tokens)) - attended(done)
+    return replace(load, prompt_tokens=tokens, prompts_s=compute_s(load, tokens, attends))

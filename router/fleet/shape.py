@@ -96,7 +96,7 @@ def _prefills(workers: Workers, traffic: Traffic, number: int) -> float:
 
 
 def _step_s(workers: Workers, traffic: Traffic, sequences: float) -> float:
-    return workers.model.step_s(0, sequences, sequences * traffic.context_tokens, 0)
+    return workers.model.decode_s(sequences, sequences * traffic.context_tokens)
 
 
 def _decodes(workers: Workers, traffic: Traffic, number: int) -> float:

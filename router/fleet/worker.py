@@ -145,23 +145,45 @@ class Worker:
 
     def load(self, distance: int = 0) -> WorkerLoad:
         """Return a snapshot for the policy, of a worker that is so far from the one that computes the prompt."""
-        status = self.status
         return WorkerLoad(
             worker_id=self.worker_id,
             connected=self.client.connected,
-            draining=status.draining if status else False,
+            draining=self._drains,
             healthy=self._is_healthy(),
             distance=distance,
-            in_doubt=self.client.failed_s > self._known_s,
+            in_doubt=self._in_doubt,
             outstanding_prompt_tokens=self.outstanding.prompt_tokens,
             running=self.outstanding.running,
             max_running=self.max_num_seqs,
             block_size_tokens=self.description.block_size_tokens,
-            kv_blocks_free=status.kv_blocks_free if status else self.description.num_kv_blocks,
+            kv_blocks_free=self.kv_blocks_free,
             kv_blocks_total=self.description.num_kv_blocks,
             kv_blocks_promised=self.outstanding.promised_blocks,
             kv_blocks_held=self.outstanding.held_blocks,
         )
+
+    @property
+    def kv_blocks_free(self) -> int:
+        """KV blocks that no sequence had at its last answer."""
+        return self.status.kv_blocks_free if self.status else self.description.num_kv_blocks
+
+    def has_room(self, blocks: int) -> bool:
+        """Return whether its free, unpromised KV blocks and its batch have room for one more sequence."""
+        left = self.kv_blocks_free - self.outstanding.promised_blocks - blocks
+        return left >= 0 and self.outstanding.running < self.max_num_seqs
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it may get new work now; its `load` says so as well."""
+        return self.client.connected and self._is_healthy() and not self._drains and not self._in_doubt
+
+    @property
+    def _in_doubt(self) -> bool:
+        return self.client.failed_s > self._known_s
+
+    @property
+    def _drains(self) -> bool:
+        return self.status.draining if self.status else False
 
     def _is_healthy(self) -> bool:
         if self.held_back or not self.answers:

@@ -9,27 +9,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
 
-from contracts.vocabulary import Phase, Pool
+from contracts.vocabulary import Pool
 from contracts.workers import StepModel
-from router.fleet.adaptive import Decision, Wanted, choose, short_list
-from router.fleet.policy import PROMPT_SCORERS, Demand, WorkerLoad, blocks_needed, pick
+from router.fleet.adaptive import Decision, Wanted, choose
+from router.fleet.policy import PROMPT_SCORERS, Demand, blocks_needed, pick
 from router.fleet.prediction import Load, idle_prompt_s, with_prompts
 from router.fleet.shape import Workers
+from router.fleet.short_list import short_list
 from router.fleet.worker import Worker
 from router.flow.learned import Learned
 
-Roomy = Sequence[tuple[Worker, WorkerLoad]]
-"""Workers that would take a prompt now, with their loads."""
 
-
-@dataclass(frozen=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """The workers of a prompt whose turn it is."""
 
     worker: Worker
@@ -41,10 +37,11 @@ class Choice:
 class Chooser(Protocol):
     """Chooses the workers of the prompt that is next."""
 
-    def choose(self, demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
+    def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker], *, urgent: bool) -> Choice | None:
         """Return the choice; None to wait for a worker that has no room now, which only an `urgent` prompt never does.
 
-        `waited_s` is the time since the request's arrival; `roomy` is not empty.
+        `waited_s` is the time since the request's arrival; `roomy` are the workers that would take a prompt now, at
+        least one.
         """
         ...
 
@@ -53,29 +50,16 @@ class Chooser(Protocol):
         ...
 
 
-class _Candidate(msgspec.Struct, frozen=True):
-    """A worker that may get the prompt, and what decides whether it is worth a prediction."""
-
-    worker: Worker
-    load: WorkerLoad
-    prompt_tokens: float
-    decodes: float
-    room: bool
-    cached_tokens: int
-    shares: bool
-    favours: Phase | None
-
-
 class ByScore:
     """Chooses by the scores of the workers that have room."""
 
     def __init__(self, pool: Pool) -> None:
         self._scorer = PROMPT_SCORERS[pool]
 
-    def choose(self, demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice:
+    def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker], *, urgent: bool) -> Choice:
         """Return the best worker with room."""
-        chosen = pick(demand, (load for _, load in roomy), self._scorer)
-        return Choice(next(worker for worker, load in roomy if load.worker_id == chosen))
+        chosen = pick(demand, (worker.load() for worker in roomy), self._scorer)
+        return Choice(next(worker for worker in roomy if worker.worker_id == chosen))
 
     def least_s(self, demand: Demand) -> float | None:
         """Return None: prompts go first come, first served."""
@@ -103,24 +87,22 @@ class ByPrediction:
         self._any_favours = False
         """Whether a worker was told last time that it favours a phase."""
 
-    def choose(self, demand: Demand, waited_s: float, roomy: Roomy, *, urgent: bool) -> Choice | None:
+    def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker], *, urgent: bool) -> Choice | None:
         """Return the best workers, or None if the one for the prompt has no room now."""
         model = self._any_model()
         if model is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
-        loads_of = dict(roomy)
-        open_ids = {load.worker_id for load in loads_of.values()}
-        needed_blocks, candidates = blocks_needed(demand, roomy[0][1].block_size_tokens), []
-        for worker in self._workers():
-            load = loads_of.get(worker) or worker.load()
-            if load.takes_work and load.worker_id not in demand.avoided and (load.worker_id in open_ids or not urgent):
-                candidates.append(self._candidate(worker, load, demand, needed_blocks))
-        looked_at = short_list(candidates)
-        by_id = {one.load.worker_id: one.worker for one in looked_at}
+        open_workers, avoided = set(roomy), demand.avoided
+        takes_work = [one for one in self._workers() if one in open_workers or (not urgent and one.takes_work)]
+        reached = [one for one in takes_work if one.worker_id not in avoided] if avoided else takes_work
+        needed_blocks = blocks_needed(demand, roomy[0].description.block_size_tokens)
+        cached = [self._cached_tokens(worker, demand) for worker in reached] if demand.prefix else ()
         left_tokens = self._learned.sure_tokens(0) / 2
-        loads = [_load_of(one, model, left_tokens) for one in looked_at]
-        cached_by_id = {one.worker_id: one.cached_tokens for one in loads}
-        bytes_per_token = _kv_bytes_per_token(roomy[0][0])
+        looked_at = short_list(reached, needed_blocks, cached)
+        loads = [self._load(worker, model, demand, needed_blocks, left_tokens) for worker in looked_at]
+        by_id = {worker.worker_id: worker for worker in looked_at}
+        cached_by_id = {load.worker_id: load.cached_tokens for load in loads}
+        bytes_per_token = _kv_bytes_per_token(roomy[0])
 
         def handover_s(source: str, sink: str) -> float:
             moved_bytes = (demand.prompt_tokens - cached_by_id[sink]) * bytes_per_token
@@ -131,18 +113,19 @@ class ByPrediction:
         if decision is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
         chosen = decision.chosen
-        if chosen.prompt_worker not in open_ids:
+        worker = by_id[chosen.prompt_worker]
+        if worker not in open_workers:
             return None
         if not urgent:
             self._rebalance(wanted, model, chosen.cached_tokens)
         decode = by_id[chosen.decode_worker] if chosen.splits else None
-        return Choice(by_id[chosen.prompt_worker], decode, decision)
+        return Choice(worker, decode, decision)
 
     def _rebalance(self, wanted: Wanted, model: StepModel, cached_tokens: int) -> None:
         """Count a prompt that is placed, and have workers favour from now on the phases that the rebalancer says."""
         rebalancer, now_s = self._learned.rebalancer, self._clock()
         least_ttft_s = idle_prompt_s(model, wanted.prompt_tokens)
-        least_tpot_s = model.step_s(0, 1, wanted.context_tokens, 0)
+        least_tpot_s = model.decode_s(1, wanted.context_tokens)
         within_reach = replace(
             wanted,
             ttft_limit_s=max(wanted.ttft_limit_s, least_ttft_s),
@@ -163,26 +146,34 @@ class ByPrediction:
         model = self._any_model()
         return idle_prompt_s(model, demand.prompt_tokens) if model else 0.0
 
-    def _candidate(self, worker: Worker, load: WorkerLoad, demand: Demand, needed_blocks: int) -> _Candidate:
-        """Return a worker as it is, with what it has of the prompt, or will have once another one is computed that is
-        the same."""
-        now, prefix, cached, shares = worker.outstanding, demand.prefix, 0, False
-        left = load.kv_blocks_free - load.kv_blocks_promised - needed_blocks
-        if prefix:
-            shares = worker.computes(prefix[-1])
-            known = self._learned.cached_tokens(worker.description, prefix)
-            cached = len(prefix) * worker.description.block_size_tokens if shares else known
-            cached = min(cached, demand.prompt_tokens - 1)
-        return _Candidate(
-            worker=worker,
-            load=load,
-            prompt_tokens=now.prompt_tokens,
+    def _cached_tokens(self, worker: Worker, demand: Demand) -> int:
+        """Return how many tokens of the prompt it has, or will have once the same one is computed that is there."""
+        prefix = demand.prefix
+        if not prefix:
+            return 0
+        known = self._learned.cached_tokens(worker.description, prefix)
+        tokens = len(prefix) * worker.description.block_size_tokens if worker.computes(prefix[-1]) else known
+        return min(tokens, demand.prompt_tokens - 1)
+
+    def _load(self, worker: Worker, model: StepModel, demand: Demand, needed_blocks: int, left_tokens: float) -> Load:
+        """Return what predictions need of a worker; `model` is another one's, if it has none of its own yet."""
+        now, role = worker.outstanding, worker.role
+        idle = Load(
+            worker_id=worker.worker_id,
+            model=worker.step_model or model,
+            step_tokens=role.max_num_batched_tokens if role else worker.description.max_model_len_tokens,
+            decoding=now.decoding,
             decodes=now.decodes,
-            room=left >= 0 and load.running < load.max_running,
-            cached_tokens=cached,
-            shares=shares,
+            context_tokens=now.context_tokens,
+            left_tokens=left_tokens,
+            tpot_limit_s=worker.tpot_limit_s,
+            step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
+            room=worker.has_room(needed_blocks),
+            cached_tokens=self._cached_tokens(worker, demand),
+            shares=bool(demand.prefix) and worker.computes(demand.prefix[-1]),
             favours=now.favours,
         )
+        return with_prompts(idle, *worker.prompts_ahead())
 
     def _wanted(self, demand: Demand, waited_s: float) -> Wanted:
         return Wanted(
@@ -212,27 +203,6 @@ def _alike(workers: Sequence[Worker]) -> Workers | None:
                 kv_tokens=known.num_kv_blocks * known.block_size_tokens,
             )
     return None
-
-
-def _load_of(one: _Candidate, model: StepModel, left_tokens: float) -> Load:
-    """Return what predictions need of a worker; `model` is another worker's, if it has none of its own yet."""
-    worker, now, role = one.worker, one.worker.outstanding, one.worker.role
-    idle = Load(
-        worker_id=one.load.worker_id,
-        model=worker.step_model or model,
-        step_tokens=role.max_num_batched_tokens if role else worker.description.max_model_len_tokens,
-        decoding=now.decoding,
-        decodes=now.decodes,
-        context_tokens=now.context_tokens,
-        left_tokens=left_tokens,
-        tpot_limit_s=worker.tpot_limit_s,
-        step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
-        room=one.room,
-        cached_tokens=one.cached_tokens,
-        shares=one.shares,
-        favours=one.favours,
-    )
-    return with_prompts(idle, *worker.prompts_ahead())
 
 
 def _kv_bytes_per_token(worker: Worker) -> float:

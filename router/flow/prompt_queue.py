@@ -30,7 +30,6 @@ from router.fleet.policy import (
     Demand,
     NoWorker,
     Rerouted,
-    WorkerLoad,
     blocks_needed,
     context_tokens,
     pools_of,
@@ -302,7 +301,7 @@ class PromptQueue:
             return
         self._rate.finished(worker_id, turn.demand.prompt_tokens)
         self.dispatch()
-        if turn.worker.load().outstanding_prompt_tokens:
+        if turn.worker.outstanding.prompt_tokens:
             self._rate.begin(worker_id, self._full(turn.worker))
 
     # --- what admission and metrics read
@@ -332,7 +331,7 @@ class PromptQueue:
         """Return what one can know of the queue; `waiting` in it goes on to change."""
         return QueueNow(
             waiting=self._queue.waiting,
-            on_workers_tokens=sum(worker.load().outstanding_prompt_tokens for worker in self._workers()),
+            on_workers_tokens=sum(worker.outstanding.prompt_tokens for worker in self._workers()),
             starts_at_once=not len(self._queue) and bool(self._with_room()),
             tokens_per_s=self.tokens_per_s,
         )
@@ -343,14 +342,9 @@ class PromptQueue:
 
     # ---
 
-    def _with_room(self) -> list[tuple[Worker, WorkerLoad]]:
-        """Return the workers whose window is not full, with their loads."""
-        loads = [(worker, worker.load()) for worker in self._workers()]
-        return [
-            (worker, load)
-            for worker, load in loads
-            if load.takes_work and load.outstanding_prompt_tokens < self._window_tokens
-        ]
+    def _with_room(self) -> list[Worker]:
+        """Return the workers whose window is not full."""
+        return [worker for worker in self._workers() if worker.takes_work and not self._full(worker)]
 
     def _push(self, waiting: _Waiting) -> Entry[_Waiting]:
         """Put a prompt into the queue, with the time by which it must start if its first token is to be in time."""
@@ -369,11 +363,11 @@ class PromptQueue:
         )
 
     def _full(self, worker: Worker) -> bool:
-        return worker.load().outstanding_prompt_tokens >= self._window_tokens
+        return worker.outstanding.prompt_tokens >= self._window_tokens
 
     def _grant(self, waiting: _Waiting, choice: Choice) -> None:
         worker = choice.worker
-        idle = not worker.load().outstanding_prompt_tokens
+        idle = not worker.outstanding.prompt_tokens
         decode_worker = choice.decode_worker or (worker if waiting.decodes_here else None)
         waiting.granted.set_result(self.seat(waiting.demand, worker, decode_worker, choice.decision))
         if idle:

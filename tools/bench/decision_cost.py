@@ -89,10 +89,9 @@ def measure(workers: int, streams: int, decisions: int) -> list[float]:
             for _ in range(2):
                 held.enter_context(worker.reserve(draw.randrange(100, 4_000)))
         for _ in range(decisions):
-            roomy = [(worker, worker.load()) for worker in fleet]
             demand = Demand(PROMPT_TOKENS, LONGEST_ANSWER_TOKENS, ttft_limit_s=1.0, tpot_limit_s=0.03)
             began_s = time.perf_counter()
-            choice = rules.choose(demand, 0.01, roomy, urgent=False)
+            choice = rules.choose(demand, 0.01, fleet, urgent=False)
             took_us.append((time.perf_counter() - began_s) * 1e6)
             assert choice is not None, "every worker has room"
             assert choice.decision is not None, "every worker has a model of its steps"

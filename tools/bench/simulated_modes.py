@@ -148,7 +148,7 @@ class Worker:
     def _prompt_tokens(self, now_s: float, context_tokens: int) -> int:
         """Return how many prompt tokens the step may have, as `engine.steps.scheduler` bounds them."""
         free, sequences = self.step_tokens - len(self.decoding), len(self.decoding)
-        together_s = self.machine.step_s(0, sequences, context_tokens, 0)
+        together_s = self.machine.decode_s(sequences, context_tokens)
         allowances_s = (self._allowed_s(request, now_s, together_s) for request in self.assigned.values())
         allowed_s = min(allowances_s, default=math.inf)
         if allowed_s == math.inf:
@@ -159,7 +159,7 @@ class Worker:
     def _allowed_s(self, request: Request, now_s: float, together_s: float) -> float:
         name = str(request.number)
         if request in self.decoding:
-            bare = BareSteps(self.machine.step_s(0, 1, request.context_tokens, 0), together_s)
+            bare = BareSteps(self.machine.decode_s(1, request.context_tokens), together_s)
             return self.paces.allowance_s(name, request.made, request.output_tokens - request.made, now_s, bare)
         return math.inf if request in self.prompts else self.paces.arrival_s(name)
 
@@ -339,7 +339,7 @@ def unloaded(machine: StepModel, prompt_tokens: int) -> tuple[float, float]:
     """Return the seconds of a prompt and of a decode step on an idle worker."""
     return (
         idle_prompt_s(machine, prompt_tokens),
-        machine.step_s(0, 1, prompt_tokens, 0),
+        machine.decode_s(1, prompt_tokens),
     )
 
 

@@ -26,7 +26,7 @@ from engine.steps.pace import CATCH_UP
 from engine.steps.scheduler import BoundedAsyncScheduler, BoundedScheduler, bound_steps
 
 Make = Callable[..., Stepping]
-DECODE_S = MACHINE.step_s(0, 4, 1000, 0)
+DECODE_S = MACHINE.decode_s(4, 1000)
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ async def test_the_rebalancer_is_told_of_limits_within_reach_and_of_who_kept_the
         assert kept == [False, True]
         absurd, honest = placed
         assert absurd.ttft_limit_s == idle_prompt_s(MODEL, len(PROMPT))
-        assert absurd.tpot_limit_s == MODEL.step_s(0, 1, absurd.context_tokens, 0)
+        assert absurd.tpot_limit_s == MODEL.decode_s(1, absurd.context_tokens)
         assert (honest.ttft_limit_s, honest.tpot_limit_s) == (60.0, 60.0)
 
 

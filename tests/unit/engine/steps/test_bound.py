@@ -34,7 +34,7 @@ def test_the_step_fits_and_with_one_token_more_it_would_not(seed: int):
     prompts = [Prompt(draw.randrange(0, 3000), draw.randrange(1, 300)) for _ in range(draw.randrange(1, 4))]
     prompts.append(Prompt(0, 2048))
     sequences, context_tokens = draw.randrange(1, 30), draw.randrange(100, 30_000)
-    decode_s = LINE.step_s(0, sequences, context_tokens, 0)
+    decode_s = LINE.decode_s(sequences, context_tokens)
     target_s = decode_s * draw.uniform(1.2, 20)
     tokens = most_prefill_tokens(LINE, target_s, sequences, context_tokens, prompts)
     assert tokens == 1 or step_s(LINE, tokens, sequences, context_tokens, prompts) <= target_s * 1.0001
@@ -48,7 +48,7 @@ def test_a_longer_context_before_a_chunk_makes_it_shorter():
 
 
 def test_prompts_progress_whatever_the_target():
-    decode_s = LINE.step_s(0, 8, 4000, 0)
+    decode_s = LINE.decode_s(8, 4000)
     tokens = most_prefill_tokens(LINE, 0.001, 8, 4000, [Prompt(0, 2048)])
     assert tokens == int(0.1 * decode_s / LINE.per_prefill_token_s) >= 1
     slow = msgspec.structs.replace(LINE, per_prefill_token_s=1.0)

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from contracts.workers import MIN_FITTED_STEPS, StepModel
@@ -151,3 +152,10 @@ def test_a_step_costs_the_engine_less_than_a_tenth_of_a_millisecond():
     for load, took_s in steps:
         fit.observe(load, took_s)
     assert (time.process_time() - began_s) / len(steps) < 100e-6
+
+
+@pytest.mark.parametrize("sequences", [0, 1, 3.5, 40])
+@pytest.mark.parametrize("corrections", [(), (1.0, 0.9, 1.2), (1.0,) * 6 + (1.3,)])
+def test_a_step_without_prompts_takes_what_one_with_no_prompt_tokens_takes(sequences, corrections):
+    model = msgspec.structs.replace(TRUE, corrections=corrections)
+    assert model.decode_s(sequences, 1000) == pytest.approx(model.step_s(0, sequences, 1000, 0))

@@ -38,7 +38,7 @@ def decoding(name, sequences, **values):
 
 
 def with_prompts(name, prompts, **values):
-    return a_load(name, prompt_tokens=PROMPT * prompts, prompt_attended=attended(PROMPT) * prompts, **values)
+    return seat_prompts(a_load(name, **values), [PROMPT] * prompts, 0.0)
 
 
 def wanted(ttft_s=math.inf, tpot_s=math.inf, **values):
@@ -90,7 +90,7 @@ def test_beside_sequences_that_can_still_save_time_a_prompt_takes_fewer_steps():
 def test_what_sequences_lend_to_one_prompt_they_do_not_lend_to_the_next():
     asked = {"tpot_limit_s": 2 * step_s(decoding("w", 10)) / 0.95, "left_tokens": 20}
     whole_s = prompt_s(decoding("w", 10, **asked), 2 * PROMPT, 2 * attended(PROMPT))
-    busy = decoding("w", 10, prompt_tokens=PROMPT, prompt_attended=attended(PROMPT), **asked)
+    busy = seat_prompts(decoding("w", 10, **asked), [PROMPT], 0.0)
     assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(whole_s, rel=0.05)
 
 
@@ -249,9 +249,7 @@ def test_a_sequence_whose_kv_arrives_beside_prompts_waits_for_a_longer_step():
     alone, beside = decoding("w0", 3), with_prompts("w0", 3, decodes=3, decoding=3, context_tokens=1632)
     assert joined_step_s(alone, step_s(alone), 0.2) == step_s(alone)
     assert joined_step_s(beside, step_s(beside), 0.2) == pytest.approx(2 * 0.95 * 0.2)
-    assert joined_step_s(beside, step_s(beside), math.inf) == pytest.approx(
-        step_s(beside) + compute_s(beside, beside.prompt_tokens, beside.prompt_attended)
-    )
+    assert joined_step_s(beside, step_s(beside), math.inf) == pytest.approx(step_s(beside) + beside.prompts_s)
 
 
 def test_without_limits_the_least_latency_counts_that_of_others_included():
@@ -337,11 +335,3 @@ def test_a_request_that_may_not_be_split_pays_for_no_favour():
     idle, busy = favouring("p", "prefill"), favouring("d", "decode", 3)
     decision = choose(wanted(**LIMITS, may_split=False), [idle, busy], fast)
     assert decision.chosen.against == 0
-
-
-def test_in_a_large_fleet_the_workers_that_favour_a_phase_are_among_those_that_are_looked_at():
-    prefills = [with_prompts(f"p{number}", 1, favours="prefill") for number in range(6)]
-    decodes = [favouring(f"d{number}", "decode", number) for number in range(6)]
-    prompt, decode = pair_of(choose(wanted(**LIMITS), prefills + decodes, fast))
-    assert prompt.startswith("p")
-    assert decode == "d0"

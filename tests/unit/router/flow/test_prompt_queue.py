@@ -419,7 +419,7 @@ class Patient:
 
     def choose(self, demand, waited_s, roomy, *, urgent):
         self.asked.append((demand.client, waited_s))
-        return None if demand.client == "picky" else Choice(roomy[0][0])
+        return None if demand.client == "picky" else Choice(roomy[0])
 
     def least_s(self, demand):
         return 1.0

@@ -1,0 +1,66 @@
+"""Which workers of a large fleet are looked at."""
+
+import pytest
+
+from router.fleet.short_list import BY_EACH_RULE, short_list
+from router.fleet.worker import Worker
+from tests.support.samples import LAYOUT, worker_description
+
+
+class Client:
+    connected = True
+    failed_s = float("-inf")
+
+
+def a_worker(number, *, prompt_tokens=0, decodes=0, promised_blocks=0, running=None, favours=None):
+    worker = Worker(Client(), worker_description(worker_id=f"w{number}", pool="adaptive", layout=LAYOUT))
+    now = worker.outstanding
+    now.prompt_tokens, now.decodes, now.promised_blocks, now.favours = prompt_tokens, decodes, promised_blocks, favours
+    now.running = decodes if running is None else running
+    return worker
+
+
+def names(workers, needed_blocks=1, cached_tokens=()):
+    return {worker.worker_id for worker in short_list(workers, needed_blocks, cached_tokens)}
+
+
+def test_a_small_fleet_is_looked_at_as_a_whole():
+    workers = [a_worker(number, prompt_tokens=number) for number in range(3 * BY_EACH_RULE)]
+    assert short_list(workers, 1) == workers
+
+
+def test_of_a_large_fleet_those_with_the_fewest_prompt_tokens_and_those_with_the_fewest_answers_are_looked_at():
+    workers = [a_worker(number, prompt_tokens=number * 100, decodes=40 - number) for number in range(20)]
+    assert names(workers) == {"w0", "w1", "w2", "w17", "w18", "w19"}
+
+
+def test_of_workers_with_as_many_prompt_tokens_those_with_the_fewest_answers_come_first():
+    workers = [a_worker(number, decodes=(40 - number) % 41) for number in range(20)]
+    assert names(workers) == {"w17", "w18", "w19"}
+
+
+def test_answers_gather_on_workers_that_have_some():
+    workers = [a_worker(number, prompt_tokens=10 * (number < 10)) for number in range(20)]
+    workers[4].outstanding.decodes = 5
+    assert "w4" in names(workers)
+
+
+@pytest.mark.parametrize("full", [{"promised_blocks": 10**9}, {"running": 10**6}])
+def test_a_worker_without_room_is_not_looked_at_for_its_few_answers(full):
+    workers = [a_worker(number, prompt_tokens=100 + number, decodes=10 + number) for number in range(20)]
+    workers[19] = a_worker(19, prompt_tokens=10_000, decodes=1, **full)
+    assert "w19" not in names(workers)
+
+
+def test_workers_with_most_of_the_prompt_are_looked_at_however_busy_they_are():
+    workers = [a_worker(number, prompt_tokens=100 * number, decodes=1 + number) for number in range(20)]
+    cached = [0] * 20
+    cached[12:17] = 16, 64, 32, 48, 16
+    assert names(workers, 1, cached) == {"w0", "w1", "w2", "w13", "w14", "w15"}
+
+
+def test_workers_that_favour_a_phase_are_looked_at_for_it_first_and_for_the_other_one_last():
+    prefills = [a_worker(number, prompt_tokens=1000 + number, favours="prefill") for number in range(10)]
+    decodes = [a_worker(10 + number, decodes=number, favours="decode") for number in range(10)]
+    assert names(prefills + decodes) == {"w0", "w1", "w2", "w10", "w11", "w12"}
+    assert names(prefills[:1] + decodes) == {"w0", "w10", "w11", "w12"}, "of those that favour decode the same ones"
