@@ -1,10 +1,11 @@
 """First to second token with and without overlap, alone and under load, in alternation on the same cores.
 
-Two disaggregated deployments are up at once, one with `transfer.overlap` and one without; the idle one's engines sleep.
+Two disaggregated deployments are up at once, one with `transfer.overlap` and one without; the idle one's engines sleep,
+but its router and workers ask each other how they are. `--ways after` leaves out the one without overlap.
 The gaps after the second token are those of the same streams, so what the first gap is longer by is the hand-over's
 price. Under load prompts arrive at random and keep prefill busy for a given share of the time.
 
-usage: python -m tools.bench.hand_over [--alone 10] [--loaded 24] [--rounds 2] [--busy 0.6] [--set NAME=VALUE]
+usage: python -m tools.bench.hand_over [--alone 10] [--loaded 24] [--rounds 2] [--busy 0.6] [--ways after] [--set NAME=VALUE]
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
@@ -121,7 +123,7 @@ async def loaded(http: httpx.AsyncClient, url: str, requests: int, rate: float, 
 
 
 async def measure(given: argparse.Namespace, console: Console) -> dict[tuple[str, str], Gaps]:
-    """Start both deployments and alternate between them; return the gaps by (load, way)."""
+    """Start the deployments and alternate between them; return the gaps by (load, way)."""
     settings = dict(each.split("=", 1) for each in given.set)
     loaded_configs = {
         way: load_config(
@@ -129,20 +131,20 @@ async def measure(given: argparse.Namespace, console: Console) -> dict[tuple[str
             {"server.port": "0", "ray.share_cores": "true", "name": way, "transfer.overlap": overlap, **settings},
         ).config
         for way, overlap in WAYS.items()
+        if way in given.ways
     }
-    found = {(load, way): Gaps() for load in ("alone", "loaded") for way in WAYS}
-    async with (
-        ray_runtime(loaded_configs["before"]),
-        httpx.AsyncClient(timeout=300) as http,
-        started(loaded_configs["before"], console) as before,
-        started(loaded_configs["after"], console) as after,
-    ):
-        urls = {"before": before.url, "after": after.url}
+    found = {(load, way): Gaps() for load in ("alone", "loaded") for way in loaded_configs}
+    async with AsyncExitStack() as up:
+        await up.enter_async_context(ray_runtime(next(iter(loaded_configs.values()))))
+        http = await up.enter_async_context(httpx.AsyncClient(timeout=300))
+        urls = {
+            way: (await up.enter_async_context(started(config, console))).url for way, config in loaded_configs.items()
+        }
         ttft_s = statistics.median([(await alone(http, url, 2))[1] for url in urls.values()])
         rate = given.busy / ttft_s
         console.print(f"a prompt takes {ttft_s:.2f} s: {rate:.2f} requests/s keep prefill {given.busy:.0%} busy")
         for number in range(given.rounds):
-            for way in list(WAYS)[:: -1 if number % 2 else 1]:
+            for way in list(urls)[:: -1 if number % 2 else 1]:
                 found["alone", way].first_ms += (gaps := (await alone(http, urls[way], given.alone))[0]).first_ms
                 found["alone", way].later_ms += gaps.later_ms
                 scraped = parse_metrics((await http.get(f"{urls[way]}/metrics")).text)
@@ -169,6 +171,7 @@ def main() -> None:
     parser.add_argument("--loaded", type=int, default=24, help="requests a round that arrive at random")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--busy", type=float, default=0.6, help="share of the time that prefill is to be busy")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="before: without overlap")
     parser.add_argument("--set", action="append", default=[], help="a setting of both deployments, as name=value")
     given = parser.parse_args()
     console = Console(width=160)
@@ -179,6 +182,8 @@ def main() -> None:
     for (load, way), gaps in found.items():
         table.add_row(load, WAYS[way], *gaps.row())
     console.print(table)
+    if "after" not in given.ways:
+        return
     alone_ms, under_load = found["alone", "after"].tax_ms, found["loaded", "after"]
     steps = under_load.tax_ms / under_load.step_ms
     console.print(

@@ -45,8 +45,8 @@ SEARCH_SPAN: Final = 4.0
 beyond the knee has grown to the limit."""
 FIRST_SHARE: Final = 0.8
 """The search begins at this share of what the workers are calculated to hold."""
-CLIMBING_SHARE: Final = 0.6
-"""The share of cells that are expected to have another rate to try after a block."""
+CLIMBS: Final = 1.4
+"""The other rates that a cell is expected to have to try after a block."""
 MOST_REPEATS: Final = 2
 """Repeats of a round in which a worker was lost; then the run goes on without it."""
 
@@ -162,7 +162,7 @@ class Course:
         cells = self.settings.cells if ADAPTIVE in self.settings.arms else ()
         at = {place: next_cell_rate(rates, chosen.knee, *rounds.counted_at(place)) for place in cells}
         of_rounds = [rate for _ in self.settings.pure_arms for rate in rates] + list(at.values())
-        climbing = list(at.values())[: math.ceil(CLIMBING_SHARE * len(at))]
+        climbing = [statistics.fmean(rates)] * math.ceil(CLIMBS * len(at))
         left_s = self.ends_s - self.clock.spent_s
         most = self.settings.most_blocks - whole
         plan = plan_blocks([*of_rounds, *climbing], left_s, beside_s, most, self.settings.requests)

@@ -17,6 +17,8 @@ STEP: Final = 1.6
 MOST_RATES: Final = 4
 """Rates that are tried in a search."""
 WELL_MET, BADLY_MET = 0.85, 0.5
+NEARLY: Final = 0.8
+"""The part of the highest figure of the other modes that a rate must give for the adaptive mode to be tried there."""
 
 
 def next_search_rate(counted: Mapping[str, Sequence[Round]], start: float) -> float | None:
@@ -61,10 +63,12 @@ def goodputs(rounds: Sequence[Round]) -> dict[float, float]:
     return {rate: rate * sum(one.met for one in here) / sum(one.total for one in here) for rate, here in at.items()}
 
 
-def best_rate(counted: Mapping[str, Sequence[Round]]) -> float | None:
-    """Return the rate with the highest goodput of any of these modes; None if none served a request in time."""
+def good_rates(counted: Mapping[str, Sequence[Round]]) -> list[float]:
+    """Return the rates at which the best of these modes serves nearly as much as any at its best rate, the best first;
+    none if no mode served a request in time."""
     found = [(goodput, rate) for rounds in counted.values() for rate, goodput in goodputs(rounds).items() if goodput]
-    return max(found)[1] if found else None
+    best = max(found, default=(0.0, 0.0))[0]
+    return list(dict.fromkeys(rate for goodput, rate in sorted(found, reverse=True) if goodput >= NEARLY * best))
 
 
 def nearest(rates: Sequence[float], wanted: float) -> float:
@@ -78,20 +82,21 @@ def next_cell_rate(
     """Return the rate at which the adaptive mode has its next round at the limits of a cell.
 
     It starts where the better of the others served most, or at the knee if none had a round yet. It goes on upwards
-    while nearly all of its requests are in time, then to that rate, then downwards if it failed; else it tells its own
-    best rate more exactly.
+    while nearly all of its requests are in time, then to every rate at which the others served nearly as much, so that
+    the highest figures of all modes come from the same rates; then downwards if it failed; else it tells its own best
+    rate more exactly.
     """
-    best_of_others = best_rate(others) if others else knee
-    start = nearest(rates, best_of_others) if best_of_others is not None else min(rates)
+    good = [nearest(rates, rate) for rate in (good_rates(others) if others else [knee])]
     shares = {rate: goodput / rate for rate, goodput in goodputs(own).items()}
     if not shares:
-        return start
+        return good[0] if good else min(rates)
     lowest, highest = min(shares), max(shares)
     higher, lower = [rate for rate in rates if rate > highest], [rate for rate in rates if rate < lowest]
     if shares[highest] >= WELL_MET and higher:
         return min(higher)
-    if start not in shares:
-        return start
+    for rate in good:
+        if rate not in shares:
+            return rate
     if shares[lowest] < BADLY_MET and lower:
         return max(lower)
     return max(shares, key=lambda rate: rate * shares[rate])

@@ -39,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True):
     """Requests of a slice; rounds take windows of it in turn."""
     ttft_factors: tuple[float, ...] = TTFT_FACTORS
     tpot_factors: tuple[float, ...] = TPOT_FACTORS
-    rate_factors: tuple[float, ...] = (0.7, 1.0, 1.4, 2.0)
+    rate_factors: tuple[float, ...] = (0.7, 1.0, 1.2, 1.45, 2.0)
     """Rates as multiples of the knee of the better pure mode."""
     knees: dict[str, float] = {}
     """Knees that are given, by workload; the others are searched for."""

@@ -13,7 +13,7 @@ from tools.bench.modes.budget import (
     requests_within,
     share_of,
 )
-from tools.bench.modes.rates import best_rate, better_knee, nearest, next_cell_rate, next_search_rate
+from tools.bench.modes.rates import better_knee, good_rates, nearest, next_cell_rate, next_search_rate
 
 RATES = [0.3, 0.4, 0.6] * 2 + [0.4] * 16
 BESIDE_S = 15.0
@@ -87,7 +87,7 @@ OTHERS = {"colocated": _at({0.35: 10, 0.5: 9, 0.7: 4}), "disaggregated": _at({0.
 
 
 def test_the_adaptive_mode_starts_where_the_better_of_the_others_served_most():
-    assert best_rate(OTHERS) == 0.5
+    assert good_rates(OTHERS) == [0.5]
     assert next_cell_rate(LADDER, 0.7, [], OTHERS) == 0.5
     assert next_cell_rate(LADDER, 0.7, [], {"colocated": _at({0.45: 9})}) == 0.5
     assert next_cell_rate(LADDER, 0.7, [], {}) == 0.7
@@ -103,6 +103,15 @@ def test_the_adaptive_mode_goes_down_where_it_failed_and_else_stays_at_its_best(
     assert next_cell_rate(LADDER, 0.7, _at({0.5: 4}), OTHERS) == 0.35
     assert next_cell_rate(LADDER, 0.7, _at({0.5: 7}), OTHERS) == 0.5
     assert next_cell_rate(LADDER, 0.7, _at({0.7: 6}), OTHERS) == 0.5
+
+
+def test_the_adaptive_mode_is_tried_at_every_rate_at_which_the_others_served_nearly_as_much_as_at_their_best():
+    others = {"colocated": _at({0.35: 10, 0.5: 9, 0.7: 4}), "disaggregated": _at({0.35: 5, 0.5: 4, 0.7: 6, 1.0: 1})}
+    assert good_rates(others) == [0.5, 0.7]
+    assert good_rates({"colocated": _at({0.5: 0})}) == []
+    assert next_cell_rate(LADDER, 0.7, _at({0.5: 7}), others) == 0.7
+    assert next_cell_rate(LADDER, 0.7, _at({0.5: 7, 0.7: 6}), others) == 0.7, "none is left, so its best one again"
+    assert next_cell_rate(LADDER, 0.7, _at({1.0: 1}), others) == 0.5, "before it goes down"
 
 
 def test_nearest_is_by_factor_and_not_by_difference():
