@@ -25,7 +25,7 @@ def most_prefill_tokens(
 
     `sequences` decode in it and have `context_tokens` together.
     """
-    decode_s = model.step_s(0, sequences, context_tokens, 0.0)
+    decode_s = model.decode_s(sequences, context_tokens)
     step_s = max(step_s, (1.0 + LEAST_PROMPT_SHARE) * decode_s)
     line_s = model.base_s + model.per_sequence_s * sequences + model.per_context_token_s * context_tokens
     tokens = 0

@@ -150,20 +150,24 @@ class Bounded:
         arrived = request.request_id in self.finished_recving_kv_req_ids
         return arrived and request.request_id not in self.failed_recving_kv_req_ids
 
+    def _planned_s(self) -> float:
+        """Return what a step is planned to take: less than the target by as much as predictions err."""
+        return self.step_target_s / (1.0 + self._step_fit.model.error)
+
     def _allowed_tokens(self: Any, batch: _Batch, now_s: float) -> int | None:
         """Return how many prompt tokens the step may have; None if nothing bounds them."""
         now_s += self._step_clock.remaining_s(now_s)
         sequences = [*batch.sequences]
-        step_s = self.step_target_s if sequences and self.step_target_s > 0.0 else math.inf
+        step_s = self._planned_s() if sequences and self.step_target_s > 0.0 else math.inf
         context_tokens = sum(request.num_computed_tokens for request in sequences)
         if self._paces:
             for request in batch.joining:  # its KV came at any moment of the last step
                 self._paces.joins(request.request_id, self._step_clock.took_s / 2)
             model = self._step_fit.model
-            together_s = model.step_s(0, len(sequences), context_tokens, 0.0)
+            together_s = model.decode_s(len(sequences), context_tokens)
             for request in sequences:
                 made = request.num_output_tokens + request.num_output_placeholders
-                bare = BareSteps(model.step_s(0, 1, request.num_computed_tokens, 0.0), together_s)
+                bare = BareSteps(model.decode_s(1, request.num_computed_tokens), together_s)
                 left = request.max_tokens - made
                 step_s = min(step_s, self._paces.allowance_s(request.request_id, made, left, now_s, bare))
             for request in self.kv_holding_waiting:

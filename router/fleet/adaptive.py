@@ -8,8 +8,9 @@ much of the workers' time it would take. The choice is the option that loses the
            + `OVERDUE` for each limit on TTFT by which its first token comes too late
 
 since one that takes twice the time that it must takes the time of another request. Of options that lose about the same,
-the one with the least latency is chosen, its own and what it adds to others'. Without limits nothing is broken, and
-only latency counts: its mean is kept low.
+the one with the least latency is chosen, its own and what it adds to others'. If its worker has enough prompts for now,
+its time to first token counts twice, since those behind it wait too while another worker has room. Without limits
+nothing is broken, and only latency counts: its mean is kept low.
 
 Some workers may favour a phase (`router.fleet.rebalance`). To use one against its favour counts as `AGAINST` lost
 requests: it is done to save more than one. A worker that favours decode has nothing better to do with its steps, so an
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 
 import msgspec
 
@@ -91,6 +91,8 @@ class Option(msgspec.Struct, frozen=True, gc=False):
     """Workers that it uses for the phase that they do not favour."""
     overdue: float = 0.0
     """The limits on TTFT by which its first token comes too late."""
+    waits: bool = False
+    """Whether the prompt waits for a worker that has enough of them now."""
 
     @property
     def splits(self) -> bool:
@@ -133,7 +135,9 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
     return _within_limits(wanted, options) if wanted.limited else _least_latency(wanted, options)
 
 
-_latency_s = attrgetter("latency_s")
+def _delay_s(option: Option) -> float:
+    """Return its latency, and what a prompt that waits for its worker takes from those that wait behind it."""
+    return option.latency_s + (option.ttft_s if option.waits else 0.0)
 
 
 def _least_latency(wanted: Wanted, options: list[Option]) -> Decision:
@@ -149,7 +153,7 @@ def _within_limits(wanted: Wanted, options: list[Option]) -> Decision:
         for option in options
     ]
     about = min(lost) + ABOUT
-    chosen = min((one for one, loses in zip(options, lost, strict=True) if loses <= about), key=_latency_s)
+    chosen = min((one for one, loses in zip(options, lost, strict=True) if loses <= about), key=_delay_s)
     ranked = sorted(range(len(options)), key=lost.__getitem__)[: 1 + CONSIDERED]
     others = [options[place] for place in ranked if options[place] is not chosen][:CONSIDERED]
     reason = "fewest_broken" if chosen.broken >= 0.5 else "within_limits"
@@ -267,4 +271,5 @@ def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Optio
         cached_tokens=prompt.load.cached_tokens,
         against=against if wanted.may_split else 0,
         overdue=prompt.overdue,
+        waits=not prompt.load.takes_prompt,
     )

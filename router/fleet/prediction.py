@@ -75,6 +75,8 @@ class Load(msgspec.Struct, frozen=True):
     """The least time per output token that one of them may take."""
     step_target_s: float = math.inf
     """The time that a step may take by the worker's role, while something decodes."""
+    takes_prompt: bool = True
+    """Whether it has so few prompts that it would be sent one more now."""
     room: bool = True
     """Whether its KV blocks and its batch have room for one more sequence."""
     cached_tokens: int = 0

@@ -12,6 +12,10 @@ p prompt tokens, o output tokens, TTFT limit F and TPOT limit L, N workers, and 
 - A fleet without favours computes prompts in what decode leaves of its steps: of each step of T seconds, the base is
   lost, and N (1 - base / T) / (time of the prompt's tokens + time of o tokens) requests/s remain. T is the longest step
   that the engine allows: `TPOT_LIMIT_USED` L, or a step full of prompt tokens if that is shorter.
+- Where T is `ROOMY` times a step of one sequence, such a fleet also finds the better part of a division by itself:
+  answers gather on N - k workers, and prompts go to the others, r(k) requests/s, and beside the answers. With w and a,
+  the times that the prompt's tokens and an answer add to steps, that is (r(k) w + (N - k) (1 - base / T)) / (w + a), as
+  far as a prompt beside answers is in time: what they leave of a step must be at least w / F of it.
 """
 
 from __future__ import annotations
@@ -32,6 +36,10 @@ SPARED: Final = 0.7
 prefill worker hands over at even intervals, so that fewer are needed than for arrivals by chance."""
 SHORTEST_S: Final = 1e-9
 """No time is taken to be shorter: a fit to few kinds of steps may find that something takes none."""
+ROOMY: Final = 1.75
+"""Steps of one sequence in the longest step from which on a fleet needs no division. Simulated with 2 and 8 workers
+(`tools.bench.simulated_modes`), it holds as much as with the best one there, and more where steps may be longer; below,
+prompts beside answers are computed in too small pieces."""
 MOST_USED: Final = 0.97
 """The part of their time that workers which only compute prompts can be used at most."""
 
@@ -64,11 +72,13 @@ def held_per_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> floa
 
     0: none favours anything.
     """
-    if not prefill_workers:
-        return _together(workers, traffic)
-    return min(
-        _prefills(workers, traffic, prefill_workers), _decodes(workers, traffic, workers.number - prefill_workers)
-    )
+    if prefill_workers:
+        decode_workers = workers.number - prefill_workers
+        return min(_prefills(workers, traffic, prefill_workers), _decodes(workers, traffic, decode_workers))
+    together = _together(workers, traffic)
+    if TPOT_LIMIT_USED * traffic.tpot_limit_s < ROOMY * _step_s(workers, traffic, 1):
+        return together
+    return max([together, *(_gathered(workers, traffic, number) for number in range(1, workers.number))])
 
 
 def best_shape(workers: Workers, traffic: Traffic) -> int:
@@ -123,8 +133,32 @@ def _fitting(workers: Workers, traffic: Traffic) -> float:
 
 
 def _together(workers: Workers, traffic: Traffic) -> float:
+    work_s = max(SHORTEST_S, _tokens_s(workers.model, traffic) + _answer_s(workers.model, traffic))
+    return workers.number * _usable(workers, traffic) / work_s
+
+
+def _gathered(workers: Workers, traffic: Traffic, prefill_workers: int) -> float:
+    """Return the rate if answers have gathered on the other workers, which also compute prompts beside them."""
+    decode_workers = workers.number - prefill_workers
+    prefills, tokens_s = (
+        _prefills(workers, traffic, prefill_workers),
+        max(SHORTEST_S, _tokens_s(workers.model, traffic)),
+    )
+    usable = decode_workers * _usable(workers, traffic)
+    rate = (prefills * tokens_s + usable) / (tokens_s + _answer_s(workers.model, traffic))
+    part_for_prompts = (rate - prefills) * tokens_s / decode_workers
+    if tokens_s > part_for_prompts * traffic.ttft_limit_s:
+        rate = prefills
+    return min(rate, _decodes(workers, traffic, decode_workers))
+
+
+def _usable(workers: Workers, traffic: Traffic) -> float:
+    """Return the part of the longest steps that their base leaves."""
     model = workers.model
     step_s = min(TPOT_LIMIT_USED * traffic.tpot_limit_s, model.base_s + model.per_prefill_token_s * workers.step_tokens)
-    sequence_s = model.per_sequence_s + model.per_context_token_s * traffic.context_tokens
-    work_s = max(SHORTEST_S, _tokens_s(model, traffic) + traffic.output_tokens * sequence_s)
-    return workers.number * max(0.0, 1 - model.base_s / max(SHORTEST_S, step_s)) / work_s
+    return max(0.0, 1 - model.base_s / max(SHORTEST_S, step_s))
+
+
+def _answer_s(model: StepModel, traffic: Traffic) -> float:
+    """Return what an answer adds to the steps that it is in."""
+    return traffic.output_tokens * (model.per_sequence_s + model.per_context_token_s * traffic.context_tokens)

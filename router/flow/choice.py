@@ -50,6 +50,18 @@ class Chooser(Protocol):
         ...
 
 
+class _Now(msgspec.Struct, frozen=True):
+    """What is the same for all workers while a prompt's are chosen."""
+
+    demand: Demand
+    model: StepModel
+    """For workers that have none of their own yet."""
+    open_workers: set[Worker]
+    needed_blocks: int
+    left_tokens: float
+    """See `Load`."""
+
+
 class ByScore:
     """Chooses by the scores of the workers that have room."""
 
@@ -95,11 +107,16 @@ class ByPrediction:
         open_workers, avoided = set(roomy), demand.avoided
         takes_work = [one for one in self._workers() if one in open_workers or (not urgent and one.takes_work)]
         reached = [one for one in takes_work if one.worker_id not in avoided] if avoided else takes_work
-        needed_blocks = blocks_needed(demand, roomy[0].description.block_size_tokens)
+        now = _Now(
+            demand=demand,
+            model=model,
+            open_workers=open_workers,
+            needed_blocks=blocks_needed(demand, roomy[0].description.block_size_tokens),
+            left_tokens=self._learned.sure_tokens(0) / 2,
+        )
         cached = [self._cached_tokens(worker, demand) for worker in reached] if demand.prefix else ()
-        left_tokens = self._learned.sure_tokens(0) / 2
-        looked_at = short_list(reached, needed_blocks, cached)
-        loads = [self._load(worker, model, demand, needed_blocks, left_tokens) for worker in looked_at]
+        looked_at = short_list(reached, now.needed_blocks, cached)
+        loads = [self._load(worker, now) for worker in looked_at]
         by_id = {worker.worker_id: worker for worker in looked_at}
         cached_by_id = {load.worker_id: load.cached_tokens for load in loads}
         bytes_per_token = _kv_bytes_per_token(roomy[0])
@@ -155,23 +172,24 @@ class ByPrediction:
         tokens = len(prefix) * worker.description.block_size_tokens if worker.computes(prefix[-1]) else known
         return min(tokens, demand.prompt_tokens - 1)
 
-    def _load(self, worker: Worker, model: StepModel, demand: Demand, needed_blocks: int, left_tokens: float) -> Load:
-        """Return what predictions need of a worker; `model` is another one's, if it has none of its own yet."""
-        now, role = worker.outstanding, worker.role
+    def _load(self, worker: Worker, now: _Now) -> Load:
+        """Return what predictions need of a worker."""
+        counted, role, prefix = worker.outstanding, worker.role, now.demand.prefix
         idle = Load(
             worker_id=worker.worker_id,
-            model=worker.step_model or model,
+            model=worker.step_model or now.model,
             step_tokens=role.max_num_batched_tokens if role else worker.description.max_model_len_tokens,
-            decoding=now.decoding,
-            decodes=now.decodes,
-            context_tokens=now.context_tokens,
-            left_tokens=left_tokens,
+            decoding=counted.decoding,
+            decodes=counted.decodes,
+            context_tokens=counted.context_tokens,
+            left_tokens=now.left_tokens,
             tpot_limit_s=worker.tpot_limit_s,
             step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
-            room=worker.has_room(needed_blocks),
-            cached_tokens=self._cached_tokens(worker, demand),
-            shares=bool(demand.prefix) and worker.computes(demand.prefix[-1]),
-            favours=now.favours,
+            takes_prompt=worker in now.open_workers,
+            room=worker.has_room(now.needed_blocks),
+            cached_tokens=self._cached_tokens(worker, now.demand),
+            shares=bool(prefix) and worker.computes(prefix[-1]),
+            favours=counted.favours,
         )
         return with_prompts(idle, *worker.prompts_ahead())
 

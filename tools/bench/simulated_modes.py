@@ -22,6 +22,8 @@ from itertools import count
 from statistics import mean
 from typing import Final
 
+import msgspec
+
 from contracts.vocabulary import Mode, Phase
 from contracts.workers import StepModel
 from engine.steps.bound import Prompt, most_prefill_tokens
@@ -277,7 +279,12 @@ class Simulation:
     def _predicted(self, room: list[Worker]) -> tuple[Request, Worker, Worker] | None:
         request = next((one for one in self._waiting if self._may_be_in_time(one)), self._waiting[0])
         favours = self.rebalancer.favours([*self._by_name])
-        loads = [worker.load(self._now_s, self._limits, favours.get(worker.name)) for worker in self._workers]
+        loads = [
+            msgspec.structs.replace(
+                worker.load(self._now_s, self._limits, favours.get(worker.name)), takes_prompt=worker in room
+            )
+            for worker in self._workers
+        ]
         decision = choose(self._wanted(request), loads, lambda _source, _sink: HANDOVER_S)
         assert decision is not None
         prompt = self._by_name[decision.chosen.prompt_worker]

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support import stepping_scheduler
@@ -90,6 +91,22 @@ def test_a_step_with_decodes_keeps_the_target_and_a_prompt_uses_all_of_it(make: 
     assert max(took) <= 1.03 * target_s
     assert min(took[:-1]) >= 0.93 * target_s
     assert engine.scheduler._report()["shortened_chunks_total"] == len(took) - 1
+
+
+def test_a_step_is_planned_shorter_than_the_target_by_as_much_as_the_model_errs(make: Make):
+    engine = warmed(make())
+    for number in range(4):
+        engine.add(f"d{number}", 250, 150)
+    engine.step()
+    engine.step()
+    engine.scheduler.step_target_s = target_s = 2.0 * DECODE_S
+    engine.add("long", 1500, 1)
+    fit, took = engine.scheduler._step_fit, []
+    for _ in range(5):
+        fit.model = msgspec.structs.replace(fit.model, error=0.1)
+        engine.step()
+        took.append(engine.times_s[-1])
+    assert 0.93 * target_s / 1.1 <= min(took) <= max(took) <= 1.03 * target_s / 1.1
 
 
 def test_without_decodes_a_prompt_is_computed_whole(make: Make):

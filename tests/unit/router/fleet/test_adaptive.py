@@ -224,6 +224,17 @@ def test_sequences_that_will_have_ended_before_the_answer_begins_do_not_count_ag
     assert pair_of(after)[1] == "w0"
 
 
+def test_a_prompt_waits_for_a_worker_only_if_that_is_worth_as_long_a_wait_of_those_behind_it():
+    """With a short answer all options lose about the same. Behind one prompt it takes 2.1 s, 2.0 of them to the first
+    token; beside two answers 3.3 s, with what it adds to them, and beside eight more than both together."""
+    short = Wanted(PROMPT, 4, 20 * UNLOADED_S, 0.15)
+    behind = with_prompts("w0", 1)
+    full = with_prompts("w0", 1, takes_prompt=False)
+    few, many = (decoding("w1", number, tpot_limit_s=0.15) for number in (2, 8))
+    chosen = [choose(short, loads, fast).chosen for loads in ([behind, few], [full, few], [full, many])]
+    assert [(option.prompt_worker, option.waits) for option in chosen] == [("w0", False), ("w1", False), ("w0", True)]
+
+
 @pytest.mark.parametrize(("part", "crowded"), [(1.05, 2.0), (1.1, 2.0), (1.225, 1.0), (1.35, 0.0), (2.0, 0.0)])
 def test_a_prompt_beside_sequences_with_hardly_any_time_to_spare_is_likely_to_make_half_of_them_late(part, crowded):
     limit_s = part * step_s(decoding("w", 4)) / TPOT_LIMIT_USED

@@ -1,0 +1,85 @@
+"""What becomes of the workers' state when a prompt's are chosen by prediction."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from contracts.workers import StepModel, WorkerStatus
+from router.fleet.policy import Demand
+from router.fleet.worker import Worker
+from router.flow.choice import ByPrediction
+from router.flow.learned import Learned
+from tests.support.samples import LAYOUT, worker_description
+
+MODEL = StepModel(
+    base_s=0.04,
+    per_prefill_token_s=0.0017,
+    per_sequence_s=0.002,
+    per_context_token_s=0.0,
+    per_attended_token_s=0.0,
+    steps=100,
+)
+PROMPT = 512
+ANSWERS = 4
+SHORT = Demand(PROMPT, ANSWERS, ttft_limit_s=20.0, tpot_limit_s=0.15)
+
+
+class Client:
+    connected = True
+    failed_s = float("-inf")
+
+
+class Pair:
+    """A worker that computes a prompt, and one that decodes two answers."""
+
+    def __init__(self) -> None:
+        self.workers = [self._worker(number) for number in range(2)]
+        self.first, self.second = self.workers
+        self.rules = ByPrediction("adaptive", lambda: self.workers, Learned(32))
+        self.held = ExitStack()
+        self.held.enter_context(self.first.reserve(PROMPT))
+        for _ in range(2):
+            answer = self.second.reserve(decode_context_tokens=544, tpot_limit_s=0.15)
+            self.held.enter_context(answer).prompt_done()
+
+    def _worker(self, number: int) -> Worker:
+        described = worker_description(
+            worker_id=f"w{number}", pool="adaptive", layout=LAYOUT, num_kv_blocks=1000, max_model_len_tokens=4096
+        )
+        worker = Worker(Client(), described)
+        worker.status = WorkerStatus(worker_id=f"w{number}", kv_blocks_free=900, step_model=MODEL)
+        return worker
+
+    def choose(self, roomy: list[Worker], *, urgent: bool = False):
+        return self.rules.choose(SHORT, 0.0, roomy, urgent=urgent)
+
+
+@pytest.fixture
+def pair():
+    found = Pair()
+    with found.held:
+        yield found
+
+
+def test_a_prompt_goes_beside_a_few_answers_rather_than_wait_in_the_router(pair):
+    assert pair.choose(pair.workers).worker is pair.first
+    chosen = pair.choose([pair.second])
+    assert chosen.worker is pair.second
+    assert not chosen.decision.chosen.waits
+    assert any(option.waits for option in chosen.decision.others)
+
+
+def test_a_prompt_waits_where_it_would_make_many_others_wait_and_an_urgent_one_does_not(pair):
+    for _ in range(10):
+        answer = pair.second.reserve(decode_context_tokens=544, tpot_limit_s=0.15)
+        pair.held.enter_context(answer).prompt_done()
+    assert pair.choose([pair.second]) is None
+    assert pair.choose([pair.second], urgent=True).worker is pair.second
+
+
+def test_a_worker_that_takes_no_work_is_not_waited_for(pair):
+    for _ in range(10):
+        answer = pair.second.reserve(decode_context_tokens=544, tpot_limit_s=0.15)
+        pair.held.enter_context(answer).prompt_done()
+    pair.first.held_back = True
+    assert pair.choose([pair.second]).worker is pair.second
