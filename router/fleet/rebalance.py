@@ -7,7 +7,8 @@ mind:
 
 - nothing is changed while all is well: the load is below `LEAST_USE` of what the present shape holds, and at least
   `LEAST_KEPT` of the answers kept their limits;
-- a shape must hold `MORE` times as much as the present one at two readings, one after the other.
+- a shape must hold `MORE` times as much as the present one at two readings, one after the other, and `LEAST_WORTH` of
+  the load.
 
 It is quick where waiting has no use: once the latest `TURNED_PROMPTS`, over `TURNED_S` at least, have limits alike that
 hardly any of the `REMEMBERED` before them had, or come when nothing is known, no other limits count, and one reading is
@@ -34,6 +35,9 @@ INTERVAL_S: Final = 10.0
 LEAST_USE: Final = 0.7
 LEAST_KEPT: Final = 0.9
 MORE: Final = 1.15
+LEAST_WORTH: Final = 0.2
+"""The part of the load that a shape must hold to be worth a change. In a minute in which steps take hardly less than a
+limit on TPOT, what shapes hold is next to nothing, and which one holds more of it is chance."""
 LEAST_COUNTED: Final = 8
 """Prompts in an interval, or answers, below which it says nothing."""
 KEPT_PART: Final = 0.75
@@ -271,7 +275,7 @@ class Rebalancer:
             candidate = held_per_s(workers, traffic, self._candidate)
             best = self._candidate if candidate > MORE * now else best
         most = held_per_s(workers, traffic, best)
-        if most <= MORE * now:
+        if most <= MORE * now or most < LEAST_WORTH * traffic.requests_per_s:
             return None
         kept = self._within_limits / self._answers if self._answers >= LEAST_COUNTED else 1.0
         if traffic.requests_per_s < LEAST_USE * now and kept >= LEAST_KEPT:

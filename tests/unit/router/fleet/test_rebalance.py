@@ -7,7 +7,8 @@ import pytest
 
 from router.fleet.adaptive import Wanted
 from router.fleet.rebalance import INTERVAL_S, LEAST_COUNTED, QUICK_AGAIN_S, TURNED_PROMPTS, TURNED_S, Rebalancer
-from tests.unit.router.fleet.test_shape import PROMPT_S, STEP_S, fleet
+from router.fleet.shape import held_per_s
+from tests.unit.router.fleet.test_shape import PROMPT_S, STEP_S, fleet, traffic
 
 NAMES = [f"worker-{number}" for number in range(8)]
 TIGHT = (5 * PROMPT_S, 1.3 * STEP_S)
@@ -157,6 +158,15 @@ def test_requests_that_may_not_be_split_divide_no_worker():
 def test_a_shape_that_holds_nothing_is_not_changed_to_another_one_that_does_not():
     loop = Loop().serve(5).serve(20, asked((0.5 * PROMPT_S, 0.5 * STEP_S)))
     assert loop.shapes == [4]
+
+
+def test_a_shape_that_holds_next_to_nothing_of_the_load_is_no_reason_for_a_change():
+    loop = Loop(workers=2).serve(4, rate=0.8)
+    assert loop.shapes == [1]
+    beyond = asked((1.01 * PROMPT_S, 1.02 * STEP_S))
+    assert 0 < held_per_s(fleet(2), traffic(1.01, 1.02), 0) < 0.2 * 0.8
+    assert held_per_s(fleet(2), traffic(1.01, 1.02), 1) < held_per_s(fleet(2), traffic(1.01, 1.02), 0) / 1.15
+    assert loop.serve(6, beyond, rate=0.8).shapes == [1]
 
 
 def test_two_sizes_by_turns_divide_the_workers_and_do_not_do_it_again_and_again():
