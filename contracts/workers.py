@@ -48,6 +48,10 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
         line_s = self.base_s + self.per_sequence_s * sequences + self.per_context_token_s * context_tokens
         return line_s * self._correction(sequences) if self.corrections else line_s
 
+    def planned_s(self, target_s: float) -> float:
+        """Return what a step is planned to take to keep a target: less by as much as predictions err, up to a limit."""
+        return target_s / (1.0 + min(self.error, MOST_MARGIN))
+
     def _correction(self, tokens: float) -> float:
         bucket = int(tokens).bit_length()
         return self.corrections[bucket] if bucket < len(self.corrections) else 1.0
@@ -57,6 +61,9 @@ MIN_FITTED_STEPS = 16
 """A model that was fitted to fewer steps is not used."""
 
 
+MOST_MARGIN = 0.1
+"""The most by which a target on steps exceeds what is planned: with more, prompts would hardly go on while a model errs
+much."""
 TPOT_LIMIT_USED = 0.95
 """The part of a limit on TPOT that engines use, and routers predict with; the rest is for steps that take longer than
 predicted."""

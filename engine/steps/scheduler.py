@@ -59,7 +59,7 @@ class Bounded:
     """What `BoundedScheduler` and `BoundedAsyncScheduler` add to vLLM's; nothing of it waits for anything."""
 
     step_target_s = 0.0
-    """While sequences decode, a step takes no longer than this; 0: no target. Set between two steps."""
+    """While sequences decode, a step should take no longer than this; 0: no target. Set between two steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -150,15 +150,12 @@ class Bounded:
         arrived = request.request_id in self.finished_recving_kv_req_ids
         return arrived and request.request_id not in self.failed_recving_kv_req_ids
 
-    def _planned_s(self) -> float:
-        """Return what a step is planned to take: less than the target by as much as predictions err."""
-        return self.step_target_s / (1.0 + self._step_fit.model.error)
-
     def _allowed_tokens(self: Any, batch: _Batch, now_s: float) -> int | None:
         """Return how many prompt tokens the step may have; None if nothing bounds them."""
         now_s += self._step_clock.remaining_s(now_s)
         sequences = [*batch.sequences]
-        step_s = self._planned_s() if sequences and self.step_target_s > 0.0 else math.inf
+        planned_s = self._step_fit.model.planned_s(self.step_target_s)
+        step_s = planned_s if sequences and self.step_target_s > 0.0 else math.inf
         context_tokens = sum(request.num_computed_tokens for request in sequences)
         if self._paces:
             for request in batch.joining:  # its KV came at any moment of the last step

@@ -74,7 +74,7 @@ class Load(msgspec.Struct, frozen=True):
     tpot_limit_s: float = math.inf
     """The least time per output token that one of them may take."""
     step_target_s: float = math.inf
-    """The time that a step may take by the worker's role, while something decodes."""
+    """The time that a step is planned to take at most by the worker's role, while something decodes."""
     takes_prompt: bool = True
     """Whether it has so few prompts that it would be sent one more now."""
     room: bool = True

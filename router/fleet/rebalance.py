@@ -10,6 +10,8 @@ mind:
 - a shape must hold `MORE` times as much as the present one at two readings, one after the other, and `LEAST_WORTH` of
   the load.
 
+A division is undone at two readings that say that limits have become so wide that it is of no use, or are none.
+
 It is quick where waiting has no use: once the latest `TURNED_PROMPTS`, over `TURNED_S` at least, have limits alike that
 hardly any of the `REMEMBERED` before them had, or come when nothing is known, no other limits count, and one reading is
 enough. That happens once in `QUICK_AGAIN_S` at most.
@@ -27,7 +29,7 @@ import msgspec
 from contracts.vocabulary import Phase, RebalanceMode
 from router.fleet.adaptive import Wanted
 from router.fleet.prediction import attended
-from router.fleet.shape import Traffic, Workers, best_shape, held_per_s
+from router.fleet.shape import Traffic, Workers, best_shape, held_per_s, needs_no_division
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +271,12 @@ class Rebalancer:
         present = self.prefill_workers(workers.number)
         now = held_per_s(workers, traffic, present)
         if not traffic.limited:
-            return self._undone(workers, traffic) if present else None
+            return self._undone(workers, f"hardly any requests of {_size(traffic)} have limits and may be split")
+        if present and needs_no_division(workers, traffic):
+            tpot_ms = 1e3 * traffic.tpot_limit_s
+            return self._undone(
+                workers, f"steps leave prompts time within TPOT {tpot_ms:.3g} ms, so nothing is divided"
+            )
         best = best_shape(workers, traffic)
         if self._candidate is not None and self._candidate < workers.number:
             candidate = held_per_s(workers, traffic, self._candidate)
@@ -287,8 +294,8 @@ class Rebalancer:
         )
         return Change(best, workers.number, reason)
 
-    def _undone(self, workers: Workers, traffic: Traffic) -> Change:
-        return Change(0, workers.number, f"hardly any requests of {_size(traffic)} have limits and may be split")
+    def _undone(self, workers: Workers, reason: str) -> Change | None:
+        return Change(0, workers.number, reason) if self.prefill_workers(workers.number) else None
 
 
 def _size(traffic: Traffic) -> str:

@@ -76,9 +76,14 @@ def held_per_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> floa
         decode_workers = workers.number - prefill_workers
         return min(_prefills(workers, traffic, prefill_workers), _decodes(workers, traffic, decode_workers))
     together = _together(workers, traffic)
-    if TPOT_LIMIT_USED * traffic.tpot_limit_s < ROOMY * _step_s(workers, traffic, 1):
+    if not needs_no_division(workers, traffic):
         return together
     return max([together, *(_gathered(workers, traffic, number) for number in range(1, workers.number))])
+
+
+def needs_no_division(workers: Workers, traffic: Traffic) -> bool:
+    """Return whether steps leave so much time for prompts that a fleet without favours holds what any division does."""
+    return _longest_step_s(workers, traffic) >= ROOMY * _step_s(workers, traffic, 1)
 
 
 def best_shape(workers: Workers, traffic: Traffic) -> int:
@@ -154,9 +159,12 @@ def _gathered(workers: Workers, traffic: Traffic, prefill_workers: int) -> float
 
 def _usable(workers: Workers, traffic: Traffic) -> float:
     """Return the part of the longest steps that their base leaves."""
+    return max(0.0, 1 - workers.model.base_s / max(SHORTEST_S, _longest_step_s(workers, traffic)))
+
+
+def _longest_step_s(workers: Workers, traffic: Traffic) -> float:
     model = workers.model
-    step_s = min(TPOT_LIMIT_USED * traffic.tpot_limit_s, model.base_s + model.per_prefill_token_s * workers.step_tokens)
-    return max(0.0, 1 - model.base_s / max(SHORTEST_S, step_s))
+    return min(TPOT_LIMIT_USED * traffic.tpot_limit_s, model.base_s + model.per_prefill_token_s * workers.step_tokens)
 
 
 def _answer_s(model: StepModel, traffic: Traffic) -> float:

@@ -114,8 +114,7 @@ class ByPrediction:
             needed_blocks=blocks_needed(demand, roomy[0].description.block_size_tokens),
             left_tokens=self._learned.sure_tokens(0) / 2,
         )
-        cached = [self._cached_tokens(worker, demand) for worker in reached] if demand.prefix else ()
-        looked_at = short_list(reached, now.needed_blocks, cached)
+        looked_at = short_list(reached, now.needed_blocks, self._prefixes(reached, demand))
         loads = [self._load(worker, now) for worker in looked_at]
         by_id = {worker.worker_id: worker for worker in looked_at}
         cached_by_id = {load.worker_id: load.cached_tokens for load in loads}
@@ -163,6 +162,12 @@ class ByPrediction:
         model = self._any_model()
         return idle_prompt_s(model, demand.prompt_tokens) if model else 0.0
 
+    def _prefixes(self, workers: Sequence[Worker], demand: Demand) -> list[tuple[bool, int]]:
+        """Return of each worker whether it computes the same prompt now, and the tokens that it has of it."""
+        if not (prefix := demand.prefix):
+            return []
+        return [(worker.computes(prefix[-1]), self._cached_tokens(worker, demand)) for worker in workers]
+
     def _cached_tokens(self, worker: Worker, demand: Demand) -> int:
         """Return how many tokens of the prompt it has, or will have once the same one is computed that is there."""
         prefix = demand.prefix
@@ -174,17 +179,22 @@ class ByPrediction:
 
     def _load(self, worker: Worker, now: _Now) -> Load:
         """Return what predictions need of a worker."""
-        counted, role, prefix = worker.outstanding, worker.role, now.demand.prefix
+        counted, role, prefix, model = (
+            worker.outstanding,
+            worker.role,
+            now.demand.prefix,
+            worker.step_model or now.model,
+        )
         idle = Load(
             worker_id=worker.worker_id,
-            model=worker.step_model or now.model,
+            model=model,
             step_tokens=role.max_num_batched_tokens if role else worker.description.max_model_len_tokens,
             decoding=counted.decoding,
             decodes=counted.decodes,
             context_tokens=counted.context_tokens,
             left_tokens=now.left_tokens,
             tpot_limit_s=worker.tpot_limit_s,
-            step_target_s=role.step_target_s if role and role.step_target_s else math.inf,
+            step_target_s=model.planned_s(role.step_target_s) if role and role.step_target_s else math.inf,
             takes_prompt=worker in now.open_workers,
             room=worker.has_room(now.needed_blocks),
             cached_tokens=self._cached_tokens(worker, now.demand),

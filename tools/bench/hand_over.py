@@ -5,7 +5,7 @@ but its router and workers ask each other how they are. `--ways after` leaves ou
 The gaps after the second token are those of the same streams, so what the first gap is longer by is the hand-over's
 price. Under load prompts arrive at random and keep prefill busy for a given share of the time.
 
-usage: python -m tools.bench.hand_over [--alone 10] [--loaded 24] [--rounds 2] [--busy 0.6] [--ways WAY]
+usage: python -m tools.bench.hand_over [--alone 10] [--loaded 24] [--rounds 2] [--busy 0.6] [--ways WAY] [--set N=V]
 """
 
 from __future__ import annotations

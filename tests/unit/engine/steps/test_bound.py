@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from contracts.workers import StepModel
+from contracts.workers import LEAST_PROMPT_SHARE, StepModel
 from engine.steps.bound import Prompt, most_prefill_tokens
 
 LINE = StepModel(
@@ -48,9 +48,10 @@ def test_a_longer_context_before_a_chunk_makes_it_shorter():
 
 
 def test_prompts_progress_whatever_the_target():
-    decode_s = LINE.decode_s(8, 4000)
-    tokens = most_prefill_tokens(LINE, 0.001, 8, 4000, [Prompt(0, 2048)])
-    assert tokens == int(0.1 * decode_s / LINE.per_prefill_token_s) >= 1
+    quick = msgspec.structs.replace(LINE, per_prefill_token_s=1e-4, per_attended_token_s=0.0)
+    tokens = most_prefill_tokens(quick, 0.001, 8, 4000, [Prompt(0, 2048)])
+    assert tokens == pytest.approx(LEAST_PROMPT_SHARE * quick.decode_s(8, 4000) / 1e-4, abs=1.5)
+    assert tokens >= 5
     slow = msgspec.structs.replace(LINE, per_prefill_token_s=1.0)
     assert most_prefill_tokens(slow, 0.001, 8, 4000, [Prompt(0, 2048)]) == 1
 

@@ -151,6 +151,15 @@ def test_loose_limits_and_none_divide_no_worker_and_undo_a_division():
     assert undone.it.favours(NAMES) == {}
 
 
+def test_a_division_is_undone_at_two_readings_once_limits_leave_steps_time_for_prompts():
+    loop = Loop().serve(5, asked((5 * PROMPT_S, 1.7 * STEP_S)), rate=5.0)
+    assert loop.shapes == [5]
+    wider = asked((5 * PROMPT_S, 2.1 * STEP_S))
+    assert loop.serve(1, wider, rate=5.0).shapes == [5]
+    assert loop.serve(10, wider, rate=5.0).shapes == [5, 0]
+    assert "time within TPOT" in loop.sentences[-1]
+
+
 def test_requests_that_may_not_be_split_divide_no_worker():
     assert Loop().serve(10, asked(may_split=False)).shapes == []
 

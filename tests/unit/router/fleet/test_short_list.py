@@ -20,8 +20,8 @@ def a_worker(number, *, prompt_tokens=0, decodes=0, promised_blocks=0, running=N
     return worker
 
 
-def names(workers, needed_blocks=1, cached_tokens=()):
-    return {worker.worker_id for worker in short_list(workers, needed_blocks, cached_tokens)}
+def names(workers, needed_blocks=1, prefixes=()):
+    return {worker.worker_id for worker in short_list(workers, needed_blocks, prefixes)}
 
 
 def test_a_small_fleet_is_looked_at_as_a_whole():
@@ -54,9 +54,11 @@ def test_a_worker_without_room_is_not_looked_at_for_its_few_answers(full):
 
 def test_workers_with_most_of_the_prompt_are_looked_at_however_busy_they_are():
     workers = [a_worker(number, prompt_tokens=100 * number, decodes=1 + number) for number in range(20)]
-    cached = [0] * 20
-    cached[12:17] = 16, 64, 32, 48, 16
+    cached = [(False, 0)] * 20
+    cached[12:17] = [(False, tokens) for tokens in (16, 64, 32, 48, 16)]
     assert names(workers, 1, cached) == {"w0", "w1", "w2", "w13", "w14", "w15"}
+    cached[16] = True, 64
+    assert names(workers, 1, cached) == {"w0", "w1", "w2", "w13", "w15", "w16"}, "which computes it now"
 
 
 def test_workers_that_favour_a_phase_are_looked_at_for_it_first_and_for_the_other_one_last():
@@ -64,3 +66,10 @@ def test_workers_that_favour_a_phase_are_looked_at_for_it_first_and_for_the_othe
     decodes = [a_worker(10 + number, decodes=number, favours="decode") for number in range(10)]
     assert names(prefills + decodes) == {"w0", "w1", "w2", "w10", "w11", "w12"}
     assert names(prefills[:1] + decodes) == {"w0", "w10", "w11", "w12"}, "of those that favour decode the same ones"
+
+
+def test_a_worker_that_favours_nothing_and_has_no_answers_comes_before_those_that_favour_prefill():
+    prefills = [a_worker(number, favours="prefill") for number in range(4)]
+    full = [a_worker(4 + number, decodes=1, promised_blocks=10**9, favours="decode") for number in range(8)]
+    joined = a_worker(12, prompt_tokens=5000)
+    assert "w12" in names([*prefills, *full, joined])
