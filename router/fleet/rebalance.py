@@ -272,7 +272,7 @@ class Rebalancer:
         now = held_per_s(workers, traffic, present)
         if not traffic.limited:
             return self._undone(workers, f"hardly any requests of {_size(traffic)} have limits and may be split")
-        if present and needs_no_division(workers, traffic):
+        if present and needs_no_division(workers, traffic, present):
             tpot_ms = 1e3 * traffic.tpot_limit_s
             return self._undone(
                 workers, f"steps leave prompts time within TPOT {tpot_ms:.3g} ms, so nothing is divided"

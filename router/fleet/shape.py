@@ -12,10 +12,11 @@ p prompt tokens, o output tokens, TTFT limit F and TPOT limit L, N workers, and 
 - A fleet without favours computes prompts in what decode leaves of its steps: of each step of T seconds, the base is
   lost, and N (1 - base / T) / (time of the prompt's tokens + time of o tokens) requests/s remain. T is the longest step
   that the engine allows: `TPOT_LIMIT_USED` L, or a step full of prompt tokens if that is shorter.
-- Where T is `ROOMY` times a step of one sequence, such a fleet also finds the better part of a division by itself:
+- Where T is `ROOMY` times a step of one sequence, such a fleet also comes to a division by itself, and to more:
   answers gather on N - k workers, and prompts go to the others, r(k) requests/s, and beside the answers. With w and a,
   the times that the prompt's tokens and an answer add to steps, that is (r(k) w + (N - k) (1 - base / T)) / (w + a), as
-  far as a prompt beside answers is in time: what they leave of a step must be at least w / F of it.
+  far as a prompt beside answers is in time: what they leave of a step must be at least w / F of it. Choices one at a
+  time find `FOUND` of the best of these.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ prefill worker hands over at even intervals, so that fewer are needed than for a
 SHORTEST_S: Final = 1e-9
 """No time is taken to be shorter: a fit to few kinds of steps may find that something takes none."""
 ROOMY: Final = 1.75
-"""Steps of one sequence in the longest step from which on a fleet needs no division. Simulated with 2 and 8 workers
-(`tools.bench.simulated_modes`), it holds as much as with the best one there, and more where steps may be longer; below,
-prompts beside answers are computed in too small pieces."""
+"""Steps of one sequence in the longest step, from which on prompts beside answers do not come in too small pieces."""
+FOUND: Final = 0.85
+"""The part of what the best gathering of answers would hold that choices one at a time find. Chosen by simulation
+(`tools.bench.simulated_modes`): a division of two workers holds less than that where steps are long, since neither is
+used as it could be; one of eight holds more."""
 MOST_USED: Final = 0.97
 """The part of their time that workers which only compute prompts can be used at most."""
 
@@ -76,13 +79,19 @@ def held_per_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> floa
         decode_workers = workers.number - prefill_workers
         return min(_prefills(workers, traffic, prefill_workers), _decodes(workers, traffic, decode_workers))
     together = _together(workers, traffic)
-    if not needs_no_division(workers, traffic):
+    if not _is_roomy(workers, traffic):
         return together
-    return max([together, *(_gathered(workers, traffic, number) for number in range(1, workers.number))])
+    gathered = max((_gathered(workers, traffic, number) for number in range(1, workers.number)), default=0.0)
+    return max(together, FOUND * gathered)
 
 
-def needs_no_division(workers: Workers, traffic: Traffic) -> bool:
-    """Return whether steps leave so much time for prompts that a fleet without favours holds what any division does."""
+def needs_no_division(workers: Workers, traffic: Traffic, prefill_workers: int) -> bool:
+    """Return whether steps leave so much time for prompts that this division holds no more than none."""
+    divided = held_per_s(workers, traffic, prefill_workers)
+    return _is_roomy(workers, traffic) and held_per_s(workers, traffic, 0) >= divided
+
+
+def _is_roomy(workers: Workers, traffic: Traffic) -> bool:
     return _longest_step_s(workers, traffic) >= ROOMY * _step_s(workers, traffic, 1)
 
 
