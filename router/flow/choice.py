@@ -53,7 +53,6 @@ class Chooser(Protocol):
 class _Now(msgspec.Struct, frozen=True):
     """What is the same for all workers while a prompt's are chosen."""
 
-    demand: Demand
     model: StepModel
     """For workers that have none of their own yet."""
     open_workers: set[Worker]
@@ -108,14 +107,14 @@ class ByPrediction:
         takes_work = [one for one in self._workers() if one in open_workers or (not urgent and one.takes_work)]
         reached = [one for one in takes_work if one.worker_id not in avoided] if avoided else takes_work
         now = _Now(
-            demand=demand,
             model=model,
             open_workers=open_workers,
             needed_blocks=blocks_needed(demand, roomy[0].description.block_size_tokens),
             left_tokens=self._learned.sure_tokens(0) / 2,
         )
-        looked_at = short_list(reached, now.needed_blocks, self._prefixes(reached, demand))
-        loads = [self._load(worker, now) for worker in looked_at]
+        prefixes = {worker: self._prefix_on(worker, demand) for worker in reached} if demand.prefix else {}
+        looked_at = short_list(reached, now.needed_blocks, [*prefixes.values()])
+        loads = [self._load(worker, now, *prefixes.get(worker, (False, 0))) for worker in looked_at]
         by_id = {worker.worker_id: worker for worker in looked_at}
         cached_by_id = {load.worker_id: load.cached_tokens for load in loads}
         bytes_per_token = _kv_bytes_per_token(roomy[0])
@@ -162,29 +161,16 @@ class ByPrediction:
         model = self._any_model()
         return idle_prompt_s(model, demand.prompt_tokens) if model else 0.0
 
-    def _prefixes(self, workers: Sequence[Worker], demand: Demand) -> list[tuple[bool, int]]:
-        """Return of each worker whether it computes the same prompt now, and the tokens that it has of it."""
-        if not (prefix := demand.prefix):
-            return []
-        return [(worker.computes(prefix[-1]), self._cached_tokens(worker, demand)) for worker in workers]
+    def _prefix_on(self, worker: Worker, demand: Demand) -> tuple[bool, int]:
+        """Return whether it computes the same prompt now, and how many of its tokens it has, or will have then."""
+        shares = worker.computes(demand.prefix[-1])
+        known = self._learned.cached_tokens(worker.description, demand.prefix)
+        tokens = len(demand.prefix) * worker.description.block_size_tokens if shares else known
+        return shares, min(tokens, demand.prompt_tokens - 1)
 
-    def _cached_tokens(self, worker: Worker, demand: Demand) -> int:
-        """Return how many tokens of the prompt it has, or will have once the same one is computed that is there."""
-        prefix = demand.prefix
-        if not prefix:
-            return 0
-        known = self._learned.cached_tokens(worker.description, prefix)
-        tokens = len(prefix) * worker.description.block_size_tokens if worker.computes(prefix[-1]) else known
-        return min(tokens, demand.prompt_tokens - 1)
-
-    def _load(self, worker: Worker, now: _Now) -> Load:
+    def _load(self, worker: Worker, now: _Now, shares: bool, cached_tokens: int) -> Load:
         """Return what predictions need of a worker."""
-        counted, role, prefix, model = (
-            worker.outstanding,
-            worker.role,
-            now.demand.prefix,
-            worker.step_model or now.model,
-        )
+        counted, role, model = worker.outstanding, worker.role, worker.step_model or now.model
         idle = Load(
             worker_id=worker.worker_id,
             model=model,
@@ -197,8 +183,8 @@ class ByPrediction:
             step_target_s=model.planned_s(role.step_target_s) if role and role.step_target_s else math.inf,
             takes_prompt=worker in now.open_workers,
             room=worker.has_room(now.needed_blocks),
-            cached_tokens=self._cached_tokens(worker, now.demand),
-            shares=bool(prefix) and worker.computes(prefix[-1]),
+            cached_tokens=cached_tokens,
+            shares=shares,
             favours=counted.favours,
         )
         return with_prompts(idle, *worker.prompts_ahead())

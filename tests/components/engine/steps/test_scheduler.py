@@ -74,7 +74,8 @@ def test_without_a_target_every_step_is_vllms(make: Make, seed: int, num_blocks:
     assert [list(step.items()) for step in ours] == [list(step.items()) for step in theirs]
 
 
-def test_a_step_with_decodes_keeps_the_target_and_a_prompt_uses_all_of_it(make: Make):
+def four_that_decode_and_a_long_prompt(make: Make) -> tuple[Stepping, float]:
+    """Return an engine that has them, and the target of its steps."""
     engine = warmed(make())
     for number in range(4):
         engine.add(f"d{number}", 250, 150)
@@ -82,6 +83,11 @@ def test_a_step_with_decodes_keeps_the_target_and_a_prompt_uses_all_of_it(make: 
     engine.step()
     engine.scheduler.step_target_s = target_s = 2.0 * DECODE_S
     engine.add("long", 1500, 1)
+    return engine, target_s
+
+
+def test_a_step_with_decodes_keeps_the_target_and_a_prompt_uses_all_of_it(make: Make):
+    engine, target_s = four_that_decode_and_a_long_prompt(make)
     took = []
     while not engine.tokens["long"]:
         computed = engine.step()
@@ -95,13 +101,7 @@ def test_a_step_with_decodes_keeps_the_target_and_a_prompt_uses_all_of_it(make: 
 
 @pytest.mark.parametrize("error", [0.1, 0.8])
 def test_a_step_is_planned_shorter_than_the_target_by_as_much_as_the_model_errs_up_to_a_tenth(make: Make, error: float):
-    engine = warmed(make())
-    for number in range(4):
-        engine.add(f"d{number}", 250, 150)
-    engine.step()
-    engine.step()
-    engine.scheduler.step_target_s = target_s = 2.0 * DECODE_S
-    engine.add("long", 1500, 1)
+    engine, target_s = four_that_decode_and_a_long_prompt(make)
     fit, took = engine.scheduler._step_fit, []
     for _ in range(5):
         fit.model = msgspec.structs.replace(fit.model, error=error)
