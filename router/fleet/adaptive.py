@@ -255,8 +255,9 @@ def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Optio
     added_s = after_s - (before_s or load.model.base_s)
     per_token_s = tpot_s(load, before_s, after_s, output_tokens, prompt.took_s) + gap_s / max(1.0, output_tokens - 1)
     certain = (1.0 + TPOT_SLACK * min(1.0, output_tokens / LONG_ANSWER_TOKENS), TPOT_MISSED)
-    before, after = _missed(before_s / load.tpot_limit_s, certain), _missed(after_s / load.tpot_limit_s, certain)
-    breaks = _missed(per_token_s / wanted.tpot_limit_s, certain) + decodes * max(0.0, after - before) / 2
+    breaks = _missed(per_token_s / wanted.tpot_limit_s, certain)
+    if after := _missed(after_s / load.tpot_limit_s, certain):
+        breaks += decodes * max(0.0, after - _missed(before_s / load.tpot_limit_s, certain)) / 2
     delays_s = prompt.load.decoding * prompt.computes_s + decodes * output_tokens * max(0.0, after_s - before_s)
     decode_s = output_tokens * (added_s if load.favours == "decode" else after_s / (decodes + 1))
     against = (prompt.load.favours == "decode") + (load.favours == "prefill")

@@ -63,6 +63,8 @@ class Load(msgspec.Struct, frozen=True):
     """Prompt tokens that it has to compute before those of a prompt that comes now, see `with_prompts`."""
     prompts_s: float = 0.0
     """Seconds that they add to the steps that compute them, see `compute_s`."""
+    steps: _Steps | None = None
+    """The steps in which it computes prompts beside what decodes now, if they have been worked out."""
     decoding: float = 0
     """Sequences that decode there now, those included whose first token was made elsewhere and whose KV comes."""
     decodes: float = 0
@@ -140,9 +142,9 @@ def compute_s(load: Load, tokens: float, attends: float) -> float:
 def prompt_s(load: Load, tokens: float, attends: float) -> float:
     """Return the seconds until a prompt is computed that comes to a worker now, behind what it has."""
     left_tokens, work_s = load.left_tokens, compute_s(load, tokens, attends)
+    steps = load.steps or _steps(load, load.decoding, comes=not load.prompt_tokens)
     if not load.prompt_tokens:
-        return _through(load, _steps(load, load.decoding, comes=True), tokens, work_s, left_tokens)[0]
-    steps = _steps(load, load.decoding)
+        return _through(load, steps, tokens, work_s, left_tokens)[0]
     before_s, left_tokens = _through(load, steps, load.prompt_tokens, load.prompts_s, left_tokens)
     if load.decodes != load.decoding:
         steps = _steps(load, load.decodes)
@@ -170,11 +172,12 @@ def _steps(load: Load, sequences: float, *, comes: bool = False) -> _Steps:
         begins = comes and load.decodes > 0
         return _Steps(alone_s, _room_s(alone_s, MOST_LIMITS * limit_s, math.inf) if begins else math.inf)
     alone_s = load.model.decode_s(sequences, load.context_tokens * sequences / load.decodes)
+    spare_s = limit_s - alone_s if limit_s > alone_s else 0.0
     if limit_s == math.inf:
         return _Steps(alone_s, _room_s(alone_s, math.inf, load.step_target_s))
     return _Steps(
         alone_s,
-        _room_s(alone_s, alone_s + (1.0 + AHEAD) * max(0.0, limit_s - alone_s), load.step_target_s),
+        _room_s(alone_s, alone_s + (1.0 + AHEAD) * spare_s, load.step_target_s),
         _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s),
         BORROWED * max(0.0, limit_s - BARE_TAKES * alone_s) / ((MOST_LIMITS - 1.0) * limit_s),
     )
@@ -193,7 +196,8 @@ def _through(load: Load, steps: _Steps, tokens: float, work_s: float, left_token
 
 def _room_s(alone_s: float, step_s: float, target_s: float) -> float:
     """Return the part of a step that prompts may have."""
-    return max(min(step_s, target_s) - alone_s, LEAST_PROMPT_SHARE * alone_s)
+    room_s, least_s = (step_s if step_s < target_s else target_s) - alone_s, LEAST_PROMPT_SHARE * alone_s
+    return room_s if room_s > least_s else least_s
 
 
 def tpot_s(load: Load, others_s: float, alone_s: float, output_tokens: float, after_prompts_s: float = 0.0) -> float:
@@ -204,10 +208,10 @@ def tpot_s(load: Load, others_s: float, alone_s: float, output_tokens: float, af
     what it does not spend on its sequences.
     """
     longest_s = min(TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s)
-    left_s = 0.0
-    if load.prompt_tokens:
-        on_prompts = max(LEAST_PROMPT_SHARE, 1.0 - others_s / longest_s)
-        left_s = max(0.0, load.prompts_s - on_prompts * after_prompts_s)
+    if not load.prompt_tokens:
+        return alone_s
+    on_prompts = max(LEAST_PROMPT_SHARE, 1.0 - others_s / longest_s)
+    left_s = max(0.0, load.prompts_s - on_prompts * after_prompts_s)
     return max(alone_s, min(alone_s + left_s / max(1.0, output_tokens), longest_s))
 
 
@@ -215,7 +219,9 @@ def with_prompts(load: Load, prompts_tokens: Sequence[int], first_for_s: float) 
     """Return a load without prompts with these to compute, of which the first has been computed for `first_for_s`."""
     if not prompts_tokens:
         return load
-    first = prompts_tokens[0]
-    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, prompt_s(load, first, attended(first))))
+    first, beside = prompts_tokens[0], load
+    if load.decoding:
+        beside = replace(load, steps=_steps(load, load.decoding))
+    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, prompt_s(beside, first, attended(first))))
     tokens, attends = sum(prompts_tokens) - done, sum(map(attended, prompts_tokens)) - attended(done)
-    return replace(load, prompt_tokens=tokens, prompts_s=compute_s(load, tokens, attends))
+    return replace(beside, prompt_tokens=tokens, prompts_s=compute_s(load, tokens, attends))

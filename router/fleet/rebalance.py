@@ -226,6 +226,11 @@ class Rebalancer:
             }
         return self._favours
 
+    @property
+    def divides(self) -> bool:
+        """Whether it has decided that workers favour phases."""
+        return self._decided[0] > 0
+
     def due(self, now_s: float) -> bool:
         """Return whether it is time for a reading. After a long pause it begins anew."""
         if self._mode == "none":

@@ -1,37 +1,59 @@
-"""Which workers of a large fleet are worth a prediction, by three rules of thumb. Used by `router.flow.choice`."""
+"""Which workers of a large fleet are worth a prediction, by three rules of thumb. Used by `router.flow.choice`.
+
+The numbers were chosen by simulation (`tools.bench.simulated_modes`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import chain, islice
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
-from router.fleet.worker import Outstanding, Worker
+from router.fleet.worker import Outstanding
 
-BY_EACH_RULE: Final = 3
-"""Workers that are looked at by each rule."""
+FOR_PROMPT: Final = 3
+"""Workers that are looked at because they would compute the prompt soon."""
+FOR_ANSWER: Final = 2
+"""Workers that are looked at because they have few answers."""
+FOR_PREFIX: Final = 3
+"""Workers that are looked at because they have the beginning of the prompt."""
+BESIDE_ANSWERS: Final = 0.5
+"""What each answer that a worker has or will have adds to the time that prompts take there, over the time without."""
+
+
+class Listed(Protocol):
+    """What the rules look at; of the product it is `router.fleet.worker.Worker`."""
+
+    @property
+    def outstanding(self) -> Outstanding:
+        """What is outstanding on the worker."""
+        ...
+
+    def has_room(self, blocks: int) -> bool:
+        """Return whether one more sequence of so many KV blocks has room."""
+        ...
+
+
+One = TypeVar("One", bound=Listed)
 
 
 def short_list(
-    workers: Sequence[Worker], needed_blocks: int, prefixes: Sequence[tuple[bool, int]] = ()
-) -> Sequence[Worker]:
-    """Return the workers with the fewest prompt tokens to compute, those with the most of this prompt in their caches,
-    and, with room for its KV blocks, those with the fewest answers of those that have any: they are the cheapest to add
-    to.
+    workers: Sequence[One], prompt_tokens: int, needed_blocks: int, holders: Iterable[Sequence[One]] = ()
+) -> Sequence[One]:
+    """Return the workers that would have computed a prompt of so many tokens first, those that have more of it in their
+    caches than these, and, with room for its KV blocks, those with the fewest answers of those that have any: they are
+    the cheapest to add to.
 
-    A worker that favours a phase comes last for the other one. `prefixes` says of each worker whether it computes the
-    same prompt now, which goes before all that caches have, and how many of its tokens it has; empty if no worker has
-    any. In a fleet of no more workers than the rules may name, all are returned.
+    A worker that favours a phase comes last for the other one. `holders` are the workers that have any of the prompt:
+    in the first group those that compute it now, then those that have the most of it, and so on. In a fleet of no more
+    workers than the rules may name, all are returned.
     """
-    if len(workers) <= 3 * BY_EACH_RULE:
+    if len(workers) <= FOR_PROMPT + FOR_ANSWER + FOR_PREFIX:
         return workers
     now = [worker.outstanding for worker in workers]
+    soon = [(one.prompt_tokens + prompt_tokens) * (1.0 + BESIDE_ANSWERS * one.decodes) for one in now]
+    by_prompts = sorted(range(len(workers)), key=soon.__getitem__)
     by_answers = sorted(range(len(workers)), key=[one.decodes for one in now].__getitem__)
-    by_prompts = sorted(by_answers, key=[one.prompt_tokens for one in now].__getitem__)
-    by_known = sorted(
-        (place for place, (_, tokens) in enumerate(prefixes) if tokens),
-        key=lambda place: (not prefixes[place][0], -prefixes[place][1]),
-    )
     for_prompts = chain(
         (place for place in by_prompts if now[place].favours != "decode"),
         (place for place in by_prompts if now[place].favours == "decode"),
@@ -42,8 +64,20 @@ def short_list(
         (place for place in by_answers if now[place].favours == "prefill"),
     )
     with_room = (place for place in for_answers if workers[place].has_room(needed_blocks))
-    chosen = {place for rule in (for_prompts, with_room, by_known) for place in islice(rule, BY_EACH_RULE)}
-    return [workers[place] for place in sorted(chosen)]
+    chosen = {workers[place] for place in islice(for_prompts, FOR_PROMPT)}
+    chosen.update(_with_more_than(chosen, holders))
+    chosen.update(workers[place] for place in islice(with_room, FOR_ANSWER))
+    return [worker for worker in workers if worker in chosen]
+
+
+def _with_more_than(chosen: Set[One], holders: Iterable[Sequence[One]]) -> list[One]:
+    """Return workers that have more of a prompt than those that are chosen already, `FOR_PREFIX` of them at most."""
+    more: list[One] = []
+    for group in holders:
+        if len(more) >= FOR_PREFIX or not chosen.isdisjoint(group):
+            break
+        more += sorted(group, key=lambda worker: worker.outstanding.prompt_tokens)
+    return more[:FOR_PREFIX]
 
 
 def _gathers(now: Outstanding) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import msgspec
 
@@ -32,6 +33,7 @@ STALL_TIMEOUT_S = 60.0
 STALLED_PART = 1 / 3
 """A worker whose engine has work but no step for this fraction of `supervision.stall_timeout_s` gets no new work."""
 OnNews = Callable[[Pool], None]
+Key = TypeVar("Key")
 
 
 class Outstanding(msgspec.Struct):
@@ -71,6 +73,8 @@ class Worker:
         self._gives_role = gives_role
         self.client = client
         self.description = description
+        self.worker_id = description.worker_id
+        """The worker's name in logs, metrics and tables."""
         self.role: Role | None = None
         """What it is for; None: what it was started for. It is told with the next status request."""
         self.status: WorkerStatus | None = None
@@ -97,15 +101,12 @@ class Worker:
         """The prompts that it still has to compute, in their order."""
         self._head_since_s = 0.0
         """When it began with the first of them."""
+        self.last_blocks: Counter[int] = Counter()
+        """The hashes of their last whole blocks: another sequence of one of these prompts can share its KV."""
         self._tpot_limits_s: Counter[float] = Counter()
         """The limits of the sequences that it decodes or will decode."""
         self.outstanding = Outstanding()
         """What `reserve` has counted here; in one of several routers, what their dispatcher has."""
-
-    @property
-    def worker_id(self) -> str:
-        """The worker's name in logs, metrics and tables."""
-        return self.description.worker_id
 
     @property
     def pool(self) -> Pool:
@@ -289,9 +290,7 @@ class Worker:
             now.decodes -= decodes
             now.context_tokens -= decode_context_tokens
             if decodes:
-                self._tpot_limits_s[tpot_limit_s] -= 1
-            if not self._tpot_limits_s[tpot_limit_s]:
-                del self._tpot_limits_s[tpot_limit_s]
+                _take_one(self._tpot_limits_s, tpot_limit_s)
             reservation.close()
 
     @property
@@ -311,24 +310,30 @@ class Worker:
         tokens = [prompt.prompt_tokens for prompt in self._prompts]
         return tokens, time.monotonic() - self._head_since_s if tokens else 0.0
 
-    def computes(self, last_block: int) -> bool:
-        """Return whether it is computing a prompt with the same blocks now, so that another one can share them."""
-        return any(prompt.last_block == last_block for prompt in self._prompts)
-
     def begin_prompt(self, prompt: PromptReservation) -> None:
         """Count the prompt as the last one to be computed, for `PromptReservation`."""
         if not self._prompts:
             self._head_since_s = time.monotonic()
         self._prompts[prompt] = None
         self.outstanding.prompt_tokens += prompt.prompt_tokens
+        if prompt.last_block is not None:
+            self.last_blocks[prompt.last_block] += 1
 
     def end_prompt(self, prompt: PromptReservation) -> None:
         """No longer count the prompt, for `PromptReservation`."""
         was_first = next(iter(self._prompts)) is prompt
         del self._prompts[prompt]
         self.outstanding.prompt_tokens -= prompt.prompt_tokens
+        if prompt.last_block is not None:
+            _take_one(self.last_blocks, prompt.last_block)
         if was_first:
             self._head_since_s = time.monotonic()
+
+
+def _take_one(counts: Counter[Key], key: Key) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 class PromptReservation:

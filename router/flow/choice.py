@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -100,11 +100,12 @@ class ByPrediction:
 
     def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker], *, urgent: bool) -> Choice | None:
         """Return the best workers, or None if the one for the prompt has no room now."""
-        model = self._any_model()
+        workers = self._workers()
+        model = _any_model(workers)
         if model is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
         open_workers, avoided = set(roomy), demand.avoided
-        takes_work = [one for one in self._workers() if one in open_workers or (not urgent and one.takes_work)]
+        takes_work = [one for one in workers if one in open_workers or (not urgent and one.takes_work)]
         reached = [one for one in takes_work if one.worker_id not in avoided] if avoided else takes_work
         now = _Now(
             model=model,
@@ -112,9 +113,8 @@ class ByPrediction:
             needed_blocks=blocks_needed(demand, roomy[0].description.block_size_tokens),
             left_tokens=self._learned.sure_tokens(0) / 2,
         )
-        prefixes = {worker: self._prefix_on(worker, demand) for worker in reached} if demand.prefix else {}
-        looked_at = short_list(reached, now.needed_blocks, [*prefixes.values()])
-        loads = [self._load(worker, now, *prefixes.get(worker, (False, 0))) for worker in looked_at]
+        looked_at = short_list(reached, demand.prompt_tokens, now.needed_blocks, self._holders(reached, demand))
+        loads = [self._load(worker, now, demand) for worker in looked_at]
         by_id = {worker.worker_id: worker for worker in looked_at}
         cached_by_id = {load.worker_id: load.cached_tokens for load in loads}
         bytes_per_token = _kv_bytes_per_token(roomy[0])
@@ -132,11 +132,11 @@ class ByPrediction:
         if worker not in open_workers:
             return None
         if not urgent:
-            self._rebalance(wanted, model, chosen.cached_tokens)
+            self._rebalance(workers, wanted, model, chosen.cached_tokens)
         decode = by_id[chosen.decode_worker] if chosen.splits else None
         return Choice(worker, decode, decision)
 
-    def _rebalance(self, wanted: Wanted, model: StepModel, cached_tokens: int) -> None:
+    def _rebalance(self, workers: Sequence[Worker], wanted: Wanted, model: StepModel, cached_tokens: int) -> None:
         """Count a prompt that is placed, and have workers favour from now on the phases that the rebalancer says."""
         rebalancer, now_s = self._learned.rebalancer, self._clock()
         least_ttft_s = idle_prompt_s(model, wanted.prompt_tokens)
@@ -147,8 +147,11 @@ class ByPrediction:
             tpot_limit_s=max(wanted.tpot_limit_s, least_tpot_s),
         )
         rebalancer.placed(within_reach, now_s, cached_tokens)
-        workers = [worker for worker in self._workers() if not worker.leaves]
-        if rebalancer.due(now_s) and (alike := _alike(workers)) is not None:
+        is_due = rebalancer.due(now_s)
+        if not (is_due or rebalancer.divides or self._any_favours):
+            return
+        workers = [worker for worker in workers if not worker.leaves]
+        if is_due and (alike := _alike(workers)) is not None:
             rebalancer.read(now_s, alike)
         if rebalancer.prefill_workers(len(workers)) or self._any_favours:
             favours = rebalancer.favours([worker.worker_id for worker in workers])
@@ -158,19 +161,32 @@ class ByPrediction:
 
     def least_s(self, demand: Demand) -> float | None:
         """Return the seconds of the prompt alone on an idle worker; 0 while no model is known."""
-        model = self._any_model()
+        model = _any_model(self._workers())
         return idle_prompt_s(model, demand.prompt_tokens) if model else 0.0
+
+    def _holders(self, workers: Sequence[Worker], demand: Demand) -> Iterator[list[Worker]]:
+        """Yield those of the workers that compute the same prompt now, then those that have most of it, and so on."""
+        if not demand.prefix:
+            return
+        yield [worker for worker in workers if demand.prefix[-1] in worker.last_blocks]
+        by_id = {worker.worker_id: worker for worker in workers}
+        for worker_ids in self._learned.prefixes.holders(demand.prefix):
+            yield [by_id[worker_id] for worker_id in worker_ids if worker_id in by_id]
 
     def _prefix_on(self, worker: Worker, demand: Demand) -> tuple[bool, int]:
         """Return whether it computes the same prompt now, and how many of its tokens it has, or will have then."""
-        shares = worker.computes(demand.prefix[-1])
-        known = self._learned.cached_tokens(worker.description, demand.prefix)
-        tokens = len(demand.prefix) * worker.description.block_size_tokens if shares else known
+        known, prefix = worker.description, demand.prefix
+        shares = prefix[-1] in worker.last_blocks
+        if shares:
+            tokens = len(prefix) * known.block_size_tokens
+        else:
+            tokens = self._learned.prefixes.cached_tokens(known.worker_id, known.incarnation, prefix)
         return shares, min(tokens, demand.prompt_tokens - 1)
 
-    def _load(self, worker: Worker, now: _Now, shares: bool, cached_tokens: int) -> Load:
+    def _load(self, worker: Worker, now: _Now, demand: Demand) -> Load:
         """Return what predictions need of a worker."""
         counted, role, model = worker.outstanding, worker.role, worker.step_model or now.model
+        shares, cached_tokens = self._prefix_on(worker, demand) if demand.prefix else (False, 0)
         idle = Load(
             worker_id=worker.worker_id,
             model=model,
@@ -200,8 +216,9 @@ class ByPrediction:
             may_split=demand.prompt_tokens >= self._min_remote_prefill_tokens,
         )
 
-    def _any_model(self) -> StepModel | None:
-        return next((model for worker in self._workers() if (model := worker.step_model) is not None), None)
+
+def _any_model(workers: Sequence[Worker]) -> StepModel | None:
+    return next((model for worker in workers if (model := worker.step_model) is not None), None)
 
 
 def _alike(workers: Sequence[Worker]) -> Workers | None:

@@ -63,8 +63,6 @@ class Learned:
     def __init__(self, block_size_tokens: int, rebalance: RebalanceMode = "none") -> None:
         self.prefixes = PrefixIndex(block_size_tokens)
         self.rebalancer = Rebalancer(rebalance)
-        self._incarnations: dict[str, str] = {}
-        """The incarnations of which prefixes are known, by worker id."""
         self._part = _Mean(UNKNOWN_PART)
         self._output_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)
         self._sure_part, self._sure_tokens = _Low(), _Low()
@@ -101,16 +99,9 @@ class Learned:
         """Return how fast KV moves from one worker to the other."""
         return self._bytes_per_s.get((source, sink), UNKNOWN_BYTES_PER_S)
 
-    def cached_tokens(self, worker: WorkerDescription, prefix: BlockHashes) -> int:
-        """Return how many of a prompt's first tokens a worker has, as far as known."""
-        if not prefix or self._incarnations.get(worker.worker_id) != worker.incarnation:
-            return 0
-        return self.prefixes.cached_tokens(worker.worker_id, prefix)
-
     def computed(self, worker: WorkerDescription, prefix: BlockHashes) -> None:
         """Record that a worker has these blocks in its KV cache."""
         if prefix:
-            self._incarnations[worker.worker_id] = worker.incarnation
             self.prefixes.computed(worker.worker_id, worker.incarnation, prefix, worker.num_kv_blocks)
 
     def had(self, worker: WorkerDescription, prefix: BlockHashes, cached_tokens: int, expected_tokens: int) -> None:
@@ -120,9 +111,3 @@ class Learned:
                 "%s has less than half of the prefixes that it should have: it is chosen by load until more is known",
                 worker.worker_id,
             )
-
-    def forget_prefixes(self) -> None:
-        """Forget all prefixes, because the workers' caches were emptied."""
-        for worker_id in self._incarnations:
-            self.prefixes.forget(worker_id)
-        self._incarnations.clear()

@@ -142,7 +142,7 @@ class LocalPlacement:
 
     def forget_prefixes(self) -> None:
         """Forget which worker has which prompts."""
-        self._learned.forget_prefixes()
+        self._learned.prefixes.forget_all()
 
     def route_of(self, wish: Wish) -> Route:
         """Return which way it would go at this moment."""

@@ -1,7 +1,8 @@
 """Measures what a decision of mode adaptive costs the router: its own rules over its own count of what workers do.
 
 There are no engines and no network: 32 workers decode 2,000 streams, every one of them computes two prompts, and a
-decision chooses the workers of one more.
+decision chooses the workers of one more. It is measured twice: with prompts of which no worker has anything, and with
+turns of conversations that share a system prompt, which all workers have, each conversation being on one of them.
 
 usage: python -m tools.bench.decision_cost [--workers 32] [--streams 2000] [--decisions 3000]
 """
@@ -18,6 +19,7 @@ from typing import Any, Final, cast
 from contracts.handoff import KvLayout
 from contracts.workers import StepModel, WorkerDescription, WorkerStatus
 from router.fleet.policy import Demand
+from router.fleet.prefixes import BlockHashes
 from router.fleet.worker import Worker
 from router.flow.choice import ByPrediction
 from router.flow.learned import Learned
@@ -31,11 +33,14 @@ MODEL: Final = StepModel(
     steps=100,
 )
 """Steps about as long as an 8B model's on one GPU."""
+BLOCK_TOKENS: Final = 16
+SYSTEM_PROMPT_TOKENS: Final = 1_000
+KV_BLOCKS: Final = 100_000
 LAYOUT: Final = KvLayout(
     model="m",
     dtype="bfloat16",
     kv_dtype="auto",
-    block_size_tokens=16,
+    block_size_tokens=BLOCK_TOKENS,
     num_layers=32,
     num_kv_heads=8,
     block_bytes=65_536,
@@ -66,8 +71,8 @@ def _worker(number: int) -> Worker:
         host="host",
         layout=LAYOUT,
         transfer_addresses=["address"],
-        num_kv_blocks=100_000,
-        block_size_tokens=16,
+        num_kv_blocks=KV_BLOCKS,
+        block_size_tokens=BLOCK_TOKENS,
         max_model_len_tokens=8_192,
         max_num_seqs=256,
     )
@@ -76,10 +81,21 @@ def _worker(number: int) -> Worker:
     return worker
 
 
-def measure(workers: int, streams: int, decisions: int) -> list[float]:
+def _conversation(draw: random.Random, prompt_tokens: int) -> BlockHashes:
+    """Return the hashes of the blocks of a prompt that begins with the system prompt."""
+    shared, blocks = SYSTEM_PROMPT_TOKENS // BLOCK_TOKENS, prompt_tokens // BLOCK_TOKENS
+    return (*range(shared), *(draw.getrandbits(64) for _ in range(blocks - shared)))
+
+
+def measure(workers: int, streams: int, decisions: int, *, conversations: bool) -> list[float]:
     """Return the microseconds of each decision, in order of their length."""
     fleet, draw, took_us = [_worker(number) for number in range(workers)], random.Random(1), []
-    rules = ByPrediction("adaptive", lambda: fleet, Learned(16))
+    learned = Learned(BLOCK_TOKENS)
+    rules = ByPrediction("adaptive", lambda: [worker for worker in fleet if worker.pool == "adaptive"], learned)
+    begun = [_conversation(draw, PROMPT_TOKENS) for _ in range(decisions)]
+    if conversations:
+        for number, prefix in enumerate(begun):
+            learned.computed(fleet[number % workers].description, prefix[: -draw.randrange(1, 50)])
     with ExitStack() as held:
         for _ in range(streams):
             context = draw.randrange(100, 4_000)
@@ -87,9 +103,9 @@ def measure(workers: int, streams: int, decisions: int) -> list[float]:
             held.enter_context(reserve).prompt_done()
         for worker in fleet:
             for _ in range(2):
-                held.enter_context(worker.reserve(draw.randrange(100, 4_000)))
-        for _ in range(decisions):
-            demand = Demand(PROMPT_TOKENS, LONGEST_ANSWER_TOKENS, ttft_limit_s=1.0, tpot_limit_s=0.03)
+                held.enter_context(worker.reserve(draw.randrange(100, 4_000), last_block=draw.getrandbits(64)))
+        for prefix in begun:
+            demand = Demand(PROMPT_TOKENS, LONGEST_ANSWER_TOKENS, prefix=prefix, ttft_limit_s=1.0, tpot_limit_s=0.03)
             began_s = time.perf_counter()
             choice = rules.choose(demand, 0.01, fleet, urgent=False)
             took_us.append((time.perf_counter() - began_s) * 1e6)
@@ -99,16 +115,18 @@ def measure(workers: int, streams: int, decisions: int) -> list[float]:
 
 
 def main() -> None:
-    """Print the median and the 99th percentile."""
+    """Print the median and the 99th percentile of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("workers", 32), ("streams", 2_000), ("decisions", 3_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
-    took_us = measure(asked.workers, asked.streams, asked.decisions)
-    print(  # noqa: T201
-        f"{asked.workers} workers, {asked.streams} streams: a decision takes {statistics.median(took_us):.0f} us, "
-        f"p99 {took_us[int(0.99 * len(took_us))]:.0f} us ({len(took_us)} decisions)"
-    )
+    for prompts, conversations in (("new prompts", False), ("conversations", True)):
+        took_us = measure(asked.workers, asked.streams, asked.decisions, conversations=conversations)
+        print(  # noqa: T201
+            f"{asked.workers} workers, {asked.streams} streams, {prompts}: a decision takes "
+            f"{statistics.median(took_us):.0f} us, p99 {took_us[int(0.99 * len(took_us))]:.0f} us "
+            f"({len(took_us)} decisions)"
+        )
 
 
 if __name__ == "__main__":

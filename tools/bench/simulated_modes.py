@@ -22,8 +22,6 @@ from itertools import count
 from statistics import mean
 from typing import Final
 
-import msgspec
-
 from contracts.vocabulary import Mode, Phase
 from contracts.workers import StepModel
 from engine.steps.bound import Prompt, most_prefill_tokens
@@ -32,6 +30,8 @@ from router.fleet.adaptive import Wanted, choose
 from router.fleet.prediction import Load, idle_prompt_s, with_prompts
 from router.fleet.rebalance import Rebalancer
 from router.fleet.shape import Workers
+from router.fleet.short_list import short_list
+from router.fleet.worker import Outstanding
 
 
 def _model(base_s: float, per_prefill_token_s: float, per_sequence_s: float, per_context_token_s: float) -> StepModel:
@@ -120,6 +120,7 @@ class Worker:
     """What decodes there or will."""
     paces: Paces = field(default_factory=Paces)
     head_since_s: float = 0.0
+    favours: Phase | None = None
     steps: bool = False
     draw: random.Random = field(init=False)
 
@@ -165,7 +166,16 @@ class Worker:
             return self.paces.allowance_s(name, request.made, request.output_tokens - request.made, now_s, bare)
         return math.inf if request in self.prompts else self.paces.arrival_s(name)
 
-    def load(self, now_s: float, limits: Limits, favours: Phase | None = None) -> Load:
+    @property
+    def outstanding(self) -> Outstanding:
+        """What the router would count."""
+        return Outstanding(prompt_tokens=self.outstanding_tokens, decodes=len(self.assigned), favours=self.favours)
+
+    def has_room(self, blocks: int) -> bool:
+        """Return that there is room; KV blocks are not simulated."""
+        return True
+
+    def load(self, now_s: float, limits: Limits, *, takes_prompt: bool) -> Load:
         """Return what the router would know of it."""
         idle = Load(
             self.name,
@@ -176,7 +186,8 @@ class Worker:
             context_tokens=sum(one.prompt_tokens + one.output_tokens / 2 for one in self.assigned.values()),
             left_tokens=mean(one.output_tokens for one in self.assigned.values()) / 2 if self.assigned else 0.0,
             tpot_limit_s=limits.tpot_s if self.assigned else math.inf,
-            favours=favours,
+            takes_prompt=takes_prompt,
+            favours=self.favours,
         )
         begun_s = max(self.head_since_s, self.prompts[0].granted_s) if self.prompts else now_s
         return with_prompts(idle, [request.prompt_tokens for request in self.prompts], now_s - begun_s)
@@ -279,12 +290,10 @@ class Simulation:
     def _predicted(self, room: list[Worker]) -> tuple[Request, Worker, Worker] | None:
         request = next((one for one in self._waiting if self._may_be_in_time(one)), self._waiting[0])
         favours = self.rebalancer.favours([*self._by_name])
-        loads = [
-            msgspec.structs.replace(
-                worker.load(self._now_s, self._limits, favours.get(worker.name)), takes_prompt=worker in room
-            )
-            for worker in self._workers
-        ]
+        for worker in self._workers:
+            worker.favours = favours.get(worker.name)
+        looked_at = short_list(self._workers, request.prompt_tokens, 0)
+        loads = [worker.load(self._now_s, self._limits, takes_prompt=worker in room) for worker in looked_at]
         decision = choose(self._wanted(request), loads, lambda _source, _sink: HANDOVER_S)
         assert decision is not None
         prompt = self._by_name[decision.chosen.prompt_worker]

@@ -2,7 +2,19 @@
 
 import pytest
 
-from tools.bench.simulated_modes import MACHINES, MODES, Fleet, Limits, Simulation, Workload, arrivals, best, unloaded
+from tools.bench import simulated_modes
+from tools.bench.simulated_modes import (
+    MACHINES,
+    MODES,
+    Fleet,
+    Limits,
+    Simulation,
+    Workload,
+    arrivals,
+    best,
+    goodput,
+    unloaded,
+)
 
 LOAD = Workload(requests=100, seeds=2)
 FLEET = Fleet(MACHINES["avx2"])
@@ -24,3 +36,12 @@ def test_every_simulated_request_is_answered_in_full(mode):
     requests = arrivals(0.6, 50, 1, 300, 20)
     Simulation(FLEET, mode, Limits(5.0, 0.1)).run(requests)
     assert all(request.made == 20 and request.arrival_s < request.first_s < request.end_s for request in requests)
+
+
+def test_of_a_large_fleet_the_workers_on_the_short_list_hold_about_as_much_as_all_of_them_would(monkeypatch):
+    fleet, load = Fleet(MACHINES["bf16"], workers=16, noise=0.1), Workload(requests=300, seeds=1)
+    prompt_s, step_s = unloaded(fleet.machine, load.prompt_tokens)
+    limits, rate = Limits(5 * prompt_s, 4 * step_s), 0.7 * 16 / prompt_s
+    short = goodput(fleet, "adaptive", rate, limits, load)
+    monkeypatch.setattr(simulated_modes, "short_list", lambda workers, *_: workers)
+    assert short >= 0.97 * goodput(fleet, "adaptive", rate, limits, load)

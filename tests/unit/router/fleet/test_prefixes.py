@@ -26,7 +26,12 @@ def index_with(*prompts, kv_blocks=100, worker_id="w"):
 
 
 def cached(index, prompt, worker_id="w", salt=None):
-    return index.cached_tokens(worker_id, block_hashes(prompt, BLOCK, salt))
+    hashes = block_hashes(prompt, BLOCK, salt)
+    return max(index.cached_tokens(worker_id, incarnation, hashes) for incarnation in ("life-1", "life-2"))
+
+
+def holders(index, prompt, salt=None):
+    return list(index.holders(block_hashes(prompt, BLOCK, salt)))
 
 
 # --- hashes
@@ -83,6 +88,8 @@ def test_a_new_incarnation_has_nothing_of_what_the_last_one_had():
     index = index_with(PROMPT)
     index.computed("w", "life-2", block_hashes([1] * 8, BLOCK), 100)
     assert (cached(index, PROMPT), cached(index, [1] * 8)) == (0, 8)
+    assert index.cached_tokens("w", "life-1", block_hashes([1] * 8, BLOCK)) == 0
+    assert (holders(index, PROMPT), holders(index, [1] * 8)) == ([], [["w"]])
 
 
 def test_a_worker_that_is_forgotten_has_nothing_and_may_be_forgotten_again():
@@ -91,6 +98,15 @@ def test_a_worker_that_is_forgotten_has_nothing_and_may_be_forgotten_again():
     index.forget("w")
     index.forget("w")
     assert (cached(index, PROMPT), cached(index, PROMPT, "other")) == (0, 20)
+
+
+def test_when_caches_are_emptied_no_worker_has_anything():
+    index = index_with(PROMPT)
+    index.computed("other", "life-1", block_hashes(PROMPT, BLOCK), 100)
+    index.forget_all()
+    assert (cached(index, PROMPT), cached(index, PROMPT, "other"), holders(index, PROMPT)) == (0, 0, [])
+    index.computed("other", "life-1", block_hashes(PROMPT, BLOCK), 100)
+    assert holders(index, PROMPT) == [["other"]]
 
 
 def test_what_was_used_longest_ago_goes_first_and_of_one_prompt_its_end():
@@ -183,7 +199,7 @@ def beginnings(salt, tokens):
     return [(salt, *tokens[: BLOCK * (number + 1)]) for number in range(len(tokens) // BLOCK)]
 
 
-WORKERS = ("w0", "w1")
+WORKERS = ("w0", "w1", "w2")
 TOKENS = st.lists(st.integers(0, 1), max_size=6 * BLOCK).map(lambda bits: [bit for bit in bits for _ in range(2)])
 PROMPTS = st.tuples(st.sampled_from([None, "s"]), TOKENS)
 WHO = st.sampled_from(WORKERS)
@@ -230,7 +246,11 @@ def test_what_is_known_is_what_the_rules_say_and_never_more_than_the_cache_holds
         for one in WORKERS:
             assert index.blocks_of(one) == (len(naive[one].blocks) if one in naive else 0) <= kv_blocks
             for question in [rest[0], *asked]:
-                assert index.cached_tokens(one, block_hashes(question[1], BLOCK, question[0])) == has(one, *question)
+                assert cached(index, question[1], one, question[0]) == has(one, *question)
+        for salt, tokens in [rest[0], *asked]:
+            all_have = {one: has(one, salt, tokens) for one in WORKERS}
+            groups = [{one for one in WORKERS if all_have[one] == most} for most in sorted({*all_have.values()} - {0})]
+            assert [set(group) for group in holders(index, tokens, salt)] == groups[::-1]
 
 
 @pytest.mark.parametrize("blocks", [20_000, 22_000])  # a table that is nearly full, and one that has just grown
@@ -244,4 +264,4 @@ def test_a_full_record_takes_the_memory_that_is_stated(blocks):
     finally:
         tracemalloc.stop()
     assert index.blocks_of("w") == blocks
-    assert bytes_each < 240
+    assert bytes_each < 360

@@ -2,9 +2,11 @@
 
 import pytest
 
-from router.fleet.short_list import BY_EACH_RULE, short_list
+from router.fleet.short_list import FOR_ANSWER, FOR_PREFIX, FOR_PROMPT, short_list
 from router.fleet.worker import Worker
 from tests.support.samples import LAYOUT, worker_description
+
+PROMPT_TOKENS = 500
 
 
 class Client:
@@ -20,23 +22,29 @@ def a_worker(number, *, prompt_tokens=0, decodes=0, promised_blocks=0, running=N
     return worker
 
 
-def names(workers, needed_blocks=1, prefixes=()):
-    return {worker.worker_id for worker in short_list(workers, needed_blocks, prefixes)}
+def names(workers, needed_blocks=1, holders=()):
+    return {worker.worker_id for worker in short_list(workers, PROMPT_TOKENS, needed_blocks, holders)}
 
 
 def test_a_small_fleet_is_looked_at_as_a_whole():
-    workers = [a_worker(number, prompt_tokens=number) for number in range(3 * BY_EACH_RULE)]
-    assert short_list(workers, 1) == workers
+    workers = [a_worker(number, prompt_tokens=number) for number in range(FOR_PROMPT + FOR_ANSWER + FOR_PREFIX)]
+    assert short_list(workers, PROMPT_TOKENS, 1) == workers
 
 
 def test_of_a_large_fleet_those_with_the_fewest_prompt_tokens_and_those_with_the_fewest_answers_are_looked_at():
-    workers = [a_worker(number, prompt_tokens=number * 100, decodes=40 - number) for number in range(20)]
-    assert names(workers) == {"w0", "w1", "w2", "w17", "w18", "w19"}
+    workers = [a_worker(number, prompt_tokens=number * 1000, decodes=40 - number) for number in range(20)]
+    assert names(workers) == {"w0", "w1", "w2", "w18", "w19"}
 
 
 def test_of_workers_with_as_many_prompt_tokens_those_with_the_fewest_answers_come_first():
     workers = [a_worker(number, decodes=(40 - number) % 41) for number in range(20)]
     assert names(workers) == {"w17", "w18", "w19"}
+
+
+def test_an_idle_prompt_queue_behind_many_answers_is_longer_than_a_short_one_without_any():
+    gathered = [a_worker(number, decodes=20) for number in range(10)]
+    without = [a_worker(10 + number, prompt_tokens=600 + number) for number in range(6)]
+    assert names(gathered + without) == {"w0", "w1", "w10", "w11", "w12"}
 
 
 def test_answers_gather_on_workers_that_have_some():
@@ -52,20 +60,33 @@ def test_a_worker_without_room_is_not_looked_at_for_its_few_answers(full):
     assert "w19" not in names(workers)
 
 
+def by_what_they_have(workers, *groups):
+    return [[workers[number] for number in group] for group in groups]
+
+
 def test_workers_with_most_of_the_prompt_are_looked_at_however_busy_they_are():
     workers = [a_worker(number, prompt_tokens=100 * number, decodes=1 + number) for number in range(20)]
-    cached = [(False, 0)] * 20
-    cached[12:17] = [(False, tokens) for tokens in (16, 64, 32, 48, 16)]
-    assert names(workers, 1, cached) == {"w0", "w1", "w2", "w13", "w14", "w15"}
-    cached[16] = True, 64
-    assert names(workers, 1, cached) == {"w0", "w1", "w2", "w13", "w15", "w16"}, "which computes it now"
+    has_it = by_what_they_have(workers, [], [13], [15], [14], [12, 16])
+    assert names(workers, holders=has_it) == {"w0", "w1", "w2", "w13", "w14", "w15"}
+
+
+def test_of_workers_with_as_much_of_the_prompt_those_with_the_fewest_prompt_tokens_are_looked_at():
+    workers = [a_worker(number, prompt_tokens=100 * number, decodes=1 + number) for number in range(20)]
+    has_it = by_what_they_have(workers, [], [19, 18, 17, 16, 15])
+    assert names(workers, holders=has_it) == {"w0", "w1", "w2", "w15", "w16", "w17"}
+
+
+def test_workers_that_have_no_more_of_the_prompt_than_one_with_few_prompt_tokens_are_not_looked_at():
+    workers = [a_worker(number, prompt_tokens=100 * number, decodes=1 + number) for number in range(20)]
+    has_it = by_what_they_have(workers, [], [13], [2, 14], [15])
+    assert names(workers, holders=has_it) == {"w0", "w1", "w2", "w13"}
 
 
 def test_workers_that_favour_a_phase_are_looked_at_for_it_first_and_for_the_other_one_last():
     prefills = [a_worker(number, prompt_tokens=1000 + number, favours="prefill") for number in range(10)]
     decodes = [a_worker(10 + number, decodes=number, favours="decode") for number in range(10)]
-    assert names(prefills + decodes) == {"w0", "w1", "w2", "w10", "w11", "w12"}
-    assert names(prefills[:1] + decodes) == {"w0", "w10", "w11", "w12"}, "of those that favour decode the same ones"
+    assert names(prefills + decodes) == {"w0", "w1", "w2", "w10", "w11"}
+    assert names(prefills[:1] + decodes) == {"w0", "w10", "w11"}, "of those that favour decode the same ones"
 
 
 def test_a_worker_that_favours_nothing_and_has_no_answers_comes_before_those_that_favour_prefill():

@@ -51,8 +51,17 @@ def test_prompts_are_known_in_their_order_and_by_their_last_block_until_their_fi
     worker = a_worker()
     with worker.reserve(100, last_block=7) as first, worker.reserve(30, last_block=8):
         assert worker.prompts_ahead()[0] == [100, 30]
-        assert worker.computes(7)
+        assert 7 in worker.last_blocks
         first.prompt_done()
         assert worker.prompts_ahead()[0] == [30]
-        assert not worker.computes(7)
+        assert set(worker.last_blocks) == {8}
     assert worker.prompts_ahead() == ([], 0.0)
+    assert not worker.last_blocks
+
+
+def test_a_prompt_that_two_sequences_share_is_known_until_both_are_computed():
+    worker = a_worker()
+    with worker.reserve(100, last_block=7) as first, worker.reserve(100, last_block=7):
+        first.prompt_done()
+        assert 7 in worker.last_blocks
+    assert not worker.last_blocks
