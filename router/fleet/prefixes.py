@@ -6,7 +6,7 @@ forgotten in the same order, and is corrected when an engine says how much of a 
 wrong one costs a worse choice of worker, never a wrong answer: engines look for themselves, by hashes of their own. The
 reasons are in `docs/decisions/0037-the-routers-own-record-of-prefixes.md`.
 
-**Memory.** At most as many blocks for each worker as it has KV blocks, at 160 to 240 bytes each: 6 MB for a worker of
+**Memory.** At most as many blocks for each worker as it has KV blocks, at 220 to 360 bytes each: 12 MB for a worker of
 32,768 blocks.
 """
 
