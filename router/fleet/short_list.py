@@ -38,11 +38,15 @@ One = TypeVar("One", bound=Listed)
 
 
 def short_list(
-    workers: Sequence[One], prompt_tokens: int, needed_blocks: int, holders: Iterable[Sequence[One]] = ()
+    workers: Sequence[One],
+    prompt_tokens: int,
+    needed_blocks: int,
+    open_workers: Set[One],
+    holders: Iterable[Sequence[One]] = (),
 ) -> Sequence[One]:
-    """Return the workers that would have computed a prompt of so many tokens first, those that have more of it in their
-    caches than these, and, with room for its KV blocks, those with the fewest answers of those that have any: they are
-    the cheapest to add to.
+    """Return the workers that would be the first to have computed a prompt of so many tokens, at least one of them from
+    `open_workers`, which take a prompt now; those that have more of it in their caches than these; and, with room for
+    its KV blocks, those with the fewest answers of those that have any: they are the cheapest to add to.
 
     A worker that favours a phase comes last for the other one. `holders` are the workers that have any of the prompt:
     in the first group those that compute it now, then those that have the most of it, and so on. In a fleet of no more
@@ -65,6 +69,8 @@ def short_list(
     )
     with_room = (place for place in for_answers if workers[place].has_room(needed_blocks))
     chosen = {workers[place] for place in islice(for_prompts, FOR_PROMPT)}
+    if chosen.isdisjoint(open_workers):
+        chosen.update(islice((workers[place] for place in for_prompts if workers[place] in open_workers), 1))
     chosen.update(_with_more_than(chosen, holders))
     chosen.update(workers[place] for place in islice(with_room, FOR_ANSWER))
     return [worker for worker in workers if worker in chosen]

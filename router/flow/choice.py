@@ -113,7 +113,8 @@ class ByPrediction:
             needed_blocks=blocks_needed(demand, roomy[0].description.block_size_tokens),
             left_tokens=self._learned.sure_tokens(0) / 2,
         )
-        looked_at = short_list(reached, demand.prompt_tokens, now.needed_blocks, self._holders(reached, demand))
+        holders = self._holders(reached, demand)
+        looked_at = short_list(reached, demand.prompt_tokens, now.needed_blocks, open_workers, holders)
         loads = [self._load(worker, now, demand) for worker in looked_at]
         by_id = {worker.worker_id: worker for worker in looked_at}
         cached_by_id = {load.worker_id: load.cached_tokens for load in loads}

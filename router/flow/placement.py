@@ -144,6 +144,11 @@ class LocalPlacement:
         """Forget which worker has which prompts."""
         self._learned.prefixes.forget_all()
 
+    def _forget_removed_workers(self) -> None:
+        prefixes, workers = self._learned.prefixes, self._fleet.workers
+        if prefixes.workers > len(workers):
+            prefixes.forget_all_but([worker.worker_id for worker in workers])
+
     def route_of(self, wish: Wish) -> Route:
         """Return which way it would go at this moment."""
         return self._fleet.route(wish.demand, 0 if wish.canary else self._min_remote_prefill_tokens)
@@ -151,6 +156,7 @@ class LocalPlacement:
     @asynccontextmanager
     async def place(self, wish: Wish) -> AsyncIterator[Place]:
         """Wait for a place on the route that is right at the moment; on another one if that changes meanwhile."""
+        self._forget_removed_workers()
         while True:
             route = self.route_of(wish)
             began = False

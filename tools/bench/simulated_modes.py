@@ -292,7 +292,7 @@ class Simulation:
         favours = self.rebalancer.favours([*self._by_name])
         for worker in self._workers:
             worker.favours = favours.get(worker.name)
-        looked_at = short_list(self._workers, request.prompt_tokens, 0)
+        looked_at = short_list(self._workers, request.prompt_tokens, 0, set(room))
         loads = [worker.load(self._now_s, self._limits, takes_prompt=worker in room) for worker in looked_at]
         decision = choose(self._wanted(request), loads, lambda _source, _sink: HANDOVER_S)
         assert decision is not None

@@ -231,6 +231,22 @@ async def test_a_prompt_that_a_worker_has_is_computed_there_until_caches_are_emp
             assert len(had.calls) == 5
 
 
+async def test_what_a_worker_had_is_forgotten_once_it_is_removed():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        await serving.learn()
+        _, ending = serving.ask(3)
+        await serving.step_until(ending)
+        prefixes = serving.learned.prefixes
+        had = next(worker.worker_id for worker in fleet.workers if prefixes.blocks_of(worker.worker_id))
+        await fleet.remove(had)
+        for _ in range(2):  # the first one makes another worker known, the second finds one too many
+            _, ending = serving.ask(3)
+            await serving.step_until(ending)
+        assert prefixes.blocks_of(had) == 0
+        assert prefixes.workers == len(fleet.workers) == 1
+
+
 async def test_without_prefix_routing_a_prompt_goes_where_there_is_less_to_do_whoever_has_it():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet, prefix_routing=False)

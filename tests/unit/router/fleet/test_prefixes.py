@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.prefixes import JUDGED_PROMPTS, PrefixIndex, block_hashes
+from router.fleet.prefixes import CLEARED_AT_ONCE, JUDGED_PROMPTS, PrefixIndex, block_hashes
 
 BLOCK = 4
 PROMPT = list(range(100, 120))
@@ -119,6 +119,38 @@ def test_what_was_used_longest_ago_goes_first_and_of_one_prompt_its_end():
 
 def test_of_a_prompt_that_is_longer_than_the_cache_the_beginning_is_kept():
     assert cached(index_with(PROMPT, kv_blocks=3), PROMPT) == 12
+
+
+def test_the_blocks_of_a_forgotten_worker_are_cleared_away_by_and_by_and_never_named():
+    index, blocks = PrefixIndex(BLOCK), 3 * CLEARED_AT_ONCE
+    old = tuple(range(blocks))
+    index.computed("gone", "life-1", old, blocks)
+    index.computed("w", "life-1", old[:1], blocks)
+    index.forget_all_but(["w"])
+    assert index.workers == 1
+    left = []
+    for number in range(4):
+        assert [one for group in index.holders(old) for one in group] == ["w"]
+        left.append(len(index._holders))
+        index.computed("w", "life-1", (-1 - number,), blocks)
+    assert left == [blocks, blocks - CLEARED_AT_ONCE + 1, blocks - 2 * CLEARED_AT_ONCE + 2, 4]
+    index.computed("new", "life-1", old[:2], blocks)
+    assert list(index.holders(old)) == [["new"], ["w"]]
+
+
+HASHES = st.lists(st.integers(0, 6), min_size=1, max_size=8, unique=True).map(tuple)
+
+
+@given(
+    prompts=st.lists(st.tuples(st.sampled_from("abc"), HASHES), max_size=12), asked=HASHES, kv_blocks=st.integers(1, 9)
+)
+def test_prompts_with_a_hash_in_common_by_collision_break_nothing(prompts, asked, kv_blocks):
+    index = PrefixIndex(BLOCK)
+    for worker_id, hashes in prompts:
+        index.computed(worker_id, "life-1", hashes, kv_blocks)
+    named = [one for group in index.holders(asked) for one in group]
+    assert len(set(named)) == len(named) <= 3
+    assert all(0 <= index.cached_tokens(one, "life-1", asked) <= BLOCK * len(asked) for one in "abc")
 
 
 # --- what engines say

@@ -22,13 +22,14 @@ def a_worker(number, *, prompt_tokens=0, decodes=0, promised_blocks=0, running=N
     return worker
 
 
-def names(workers, needed_blocks=1, holders=()):
-    return {worker.worker_id for worker in short_list(workers, PROMPT_TOKENS, needed_blocks, holders)}
+def names(workers, needed_blocks=1, holders=(), open_workers=None):
+    takes_prompt = set(workers) if open_workers is None else open_workers
+    return {worker.worker_id for worker in short_list(workers, PROMPT_TOKENS, needed_blocks, takes_prompt, holders)}
 
 
 def test_a_small_fleet_is_looked_at_as_a_whole():
     workers = [a_worker(number, prompt_tokens=number) for number in range(FOR_PROMPT + FOR_ANSWER + FOR_PREFIX)]
-    assert short_list(workers, PROMPT_TOKENS, 1) == workers
+    assert short_list(workers, PROMPT_TOKENS, 1, set(workers)) == workers
 
 
 def test_of_a_large_fleet_those_with_the_fewest_prompt_tokens_and_those_with_the_fewest_answers_are_looked_at():
@@ -41,7 +42,7 @@ def test_of_workers_with_as_many_prompt_tokens_those_with_the_fewest_answers_com
     assert names(workers) == {"w17", "w18", "w19"}
 
 
-def test_an_idle_prompt_queue_behind_many_answers_is_longer_than_a_short_one_without_any():
+def test_a_worker_with_many_answers_and_no_prompts_comes_after_one_with_a_prompt_and_no_answers():
     gathered = [a_worker(number, decodes=20) for number in range(10)]
     without = [a_worker(10 + number, prompt_tokens=600 + number) for number in range(6)]
     assert names(gathered + without) == {"w0", "w1", "w10", "w11", "w12"}
@@ -58,6 +59,13 @@ def test_a_worker_without_room_is_not_looked_at_for_its_few_answers(full):
     workers = [a_worker(number, prompt_tokens=100 + number, decodes=10 + number) for number in range(20)]
     workers[19] = a_worker(19, prompt_tokens=10_000, decodes=1, **full)
     assert "w19" not in names(workers)
+
+
+def test_a_worker_that_takes_a_prompt_now_is_looked_at_however_many_answers_it_has():
+    full = [a_worker(number, prompt_tokens=3000, decodes=number // 3) for number in range(5)]
+    open_workers = [a_worker(5 + number, decodes=30 + number) for number in range(20)]
+    looked_at = names(full + open_workers, open_workers=set(open_workers[2:]))
+    assert looked_at == {"w0", "w1", "w2", "w3", "w4", "w7"}
 
 
 def by_what_they_have(workers, *groups):
