@@ -172,12 +172,11 @@ def _steps(load: Load, sequences: float, *, comes: bool = False) -> _Steps:
         begins = comes and load.decodes > 0
         return _Steps(alone_s, _room_s(alone_s, MOST_LIMITS * limit_s, math.inf) if begins else math.inf)
     alone_s = load.model.decode_s(sequences, load.context_tokens * sequences / load.decodes)
-    spare_s = limit_s - alone_s if limit_s > alone_s else 0.0
     if limit_s == math.inf:
         return _Steps(alone_s, _room_s(alone_s, math.inf, load.step_target_s))
     return _Steps(
         alone_s,
-        _room_s(alone_s, alone_s + (1.0 + AHEAD) * spare_s, load.step_target_s),
+        _room_s(alone_s, alone_s + (1.0 + AHEAD) * max(0.0, limit_s - alone_s), load.step_target_s),
         _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s),
         BORROWED * max(0.0, limit_s - BARE_TAKES * alone_s) / ((MOST_LIMITS - 1.0) * limit_s),
     )
@@ -207,9 +206,9 @@ def tpot_s(load: Load, others_s: float, alone_s: float, output_tokens: float, af
     the worker still computes then make its steps longer, within what its sequences allow; until then it spends on them
     what it does not spend on its sequences.
     """
-    longest_s = min(TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s)
     if not load.prompt_tokens:
         return alone_s
+    longest_s = min(TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s)
     on_prompts = max(LEAST_PROMPT_SHARE, 1.0 - others_s / longest_s)
     left_s = max(0.0, load.prompts_s - on_prompts * after_prompts_s)
     return max(alone_s, min(alone_s + left_s / max(1.0, output_tokens), longest_s))

@@ -22,9 +22,9 @@ import xxhash
 
 BlockHashes = tuple[int, ...]
 """One for each whole block of a prompt, in order; each stands for all tokens up to the end of its block."""
-JUDGED_PROMPTS = 32
 CLEARED_AT_ONCE = 1000
 """Blocks of forgotten workers that are cleared away when a prompt is recorded, which takes some 0.3 ms."""
+JUDGED_PROMPTS = 32
 LEAST_CONFIRMED = 0.5
 """A record of which engines confirm a smaller part over `JUDGED_PROMPTS` prompts is given up."""
 

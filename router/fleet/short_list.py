@@ -18,7 +18,7 @@ FOR_ANSWER: Final = 2
 FOR_PREFIX: Final = 3
 """Workers that are looked at because they have the beginning of the prompt."""
 BESIDE_ANSWERS: Final = 0.5
-"""What each answer that a worker has or will have adds to the time that prompts take there, over the time without."""
+"""Each answer that a worker has or will have is taken to slow prompts there by this part of their time without any."""
 
 
 class Listed(Protocol):

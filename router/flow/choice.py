@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -170,8 +171,12 @@ class ByPrediction:
         if not demand.prefix:
             return
         yield [worker for worker in workers if demand.prefix[-1] in worker.last_blocks]
+        groups = self._learned.prefixes.holders(demand.prefix)
+        most = next(groups, None)
+        if most is None:
+            return
         by_id = {worker.worker_id: worker for worker in workers}
-        for worker_ids in self._learned.prefixes.holders(demand.prefix):
+        for worker_ids in chain((most,), groups):
             yield [by_id[worker_id] for worker_id in worker_ids if worker_id in by_id]
 
     def _prefix_on(self, worker: Worker, demand: Demand) -> tuple[bool, int]:

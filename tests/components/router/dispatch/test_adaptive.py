@@ -79,6 +79,10 @@ class Serving:
             await asyncio.sleep(0.001)
         await ending
 
+    async def answer(self, tokens):
+        _, ending = self.ask(tokens)
+        await self.step_until(ending)
+
     def decisions(self):
         counted = (sample for family in self.registry.collect() for sample in family.samples)
         return {
@@ -214,20 +218,16 @@ async def test_a_prompt_that_a_worker_has_is_computed_there_until_caches_are_emp
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet)
         await serving.learn()
-        _, ending = serving.ask(3)
-        await serving.step_until(ending)
+        await serving.answer(3)
         had = next(engine for engine in serving.engines if engine.calls)
         for _ in range(3):
-            _, ending = serving.ask(3)
-            await serving.step_until(ending)
+            await serving.answer(3)
         assert len(had.calls) == 4
         with next(worker for worker in fleet.workers if serving.engine_of(worker) is had).reserve(30):
-            _, ending = serving.ask(3)
-            await serving.step_until(ending)
+            await serving.answer(3)
             assert len(had.calls) == 5, "6 tokens are computed sooner than 70, though it has others before"
             serving.placement.forget_prefixes()
-            _, ending = serving.ask(3)
-            await serving.step_until(ending)
+            await serving.answer(3)
             assert len(had.calls) == 5
 
 
@@ -235,14 +235,12 @@ async def test_what_a_worker_had_is_forgotten_once_it_is_removed():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet)
         await serving.learn()
-        _, ending = serving.ask(3)
-        await serving.step_until(ending)
+        await serving.answer(3)
         prefixes = serving.learned.prefixes
         had = next(worker.worker_id for worker in fleet.workers if prefixes.blocks_of(worker.worker_id))
         await fleet.remove(had)
         for _ in range(2):  # the first one makes another worker known, the second finds one too many
-            _, ending = serving.ask(3)
-            await serving.step_until(ending)
+            await serving.answer(3)
         assert prefixes.blocks_of(had) == 0
         assert prefixes.workers == len(fleet.workers) == 1
 
@@ -251,12 +249,10 @@ async def test_without_prefix_routing_a_prompt_goes_where_there_is_less_to_do_wh
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet, prefix_routing=False)
         await serving.learn()
-        _, ending = serving.ask(3)
-        await serving.step_until(ending)
+        await serving.answer(3)
         had = next(engine for engine in serving.engines if engine.calls)
         with next(worker for worker in fleet.workers if serving.engine_of(worker) is had).reserve(5):
-            _, ending = serving.ask(3)
-            await serving.step_until(ending)
+            await serving.answer(3)
         assert len(had.calls) == 1
 
 
