@@ -56,7 +56,7 @@ AGAINST = 1.0
 """What it counts to use a worker for the phase that it does not favour, in requests lost: as much as one that it saves,
 since it makes others late that come after. Without limits each such use counts like the request's latency once more."""
 
-HandoverS = Callable[[str, str], float]
+HandoverS = Callable[[Load, Load], float]
 """Returns the seconds that it takes to move the prompt's KV from one worker to another."""
 
 
@@ -119,19 +119,20 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
     prompt, for another sequence of a request with n > 1, no other one computes it too.
     """
     views = [_view(wanted, load) for load in loads]
+    tpot_missed = 1.0 + TPOT_SLACK * min(1.0, wanted.output_tokens / LONG_ANSWER_TOKENS), TPOT_MISSED
     computing = [view for view in views if view.load.shares] or views
     fits = [view for view in views if view.load.room] or views
     if not fits:
         return None
-    options = [_option(wanted, view, view, 0.0) for view in fits if view in computing or not wanted.may_split]
+    options = [_option(wanted, tpot_missed, view, view) for view in fits if view in computing or not wanted.may_split]
     if wanted.may_split:
         prompts = sorted(computing, key=_prompt_rank)[:CONSIDERED]
         for decode in sorted(fits, key=_decode_rank)[:CONSIDERED]:
             waits_s = joined_step_s(decode.load, decode.alone_s, wanted.tpot_limit_s) / 2
             for prompt in prompts:
                 if prompt is not decode:
-                    gap_s = handover_s(prompt.load.worker_id, decode.load.worker_id) + waits_s
-                    options.append(_option(wanted, prompt, decode, gap_s))
+                    gap_s = handover_s(prompt.load, decode.load) + waits_s
+                    options.append(_option(wanted, tpot_missed, prompt, decode, gap_s))
     return _within_limits(wanted, options) if wanted.limited else _least_latency(wanted, options)
 
 
@@ -147,13 +148,13 @@ def _least_latency(wanted: Wanted, options: list[Option]) -> Decision:
 
 
 def _within_limits(wanted: Wanted, options: list[Option]) -> Decision:
-    least_s = max(1e-9, min(option.work_s for option in options))
+    least_s = max(1e-9, min([option.work_s for option in options]))
     lost = [
         option.broken + OVERDUE * option.overdue + AGAINST * option.against + option.work_s / least_s - 1.0
         for option in options
     ]
     about = min(lost) + ABOUT
-    chosen = min((one for one, loses in zip(options, lost, strict=True) if loses <= about), key=_delay_s)
+    chosen = min([one for one, loses in zip(options, lost, strict=True) if loses <= about], key=_delay_s)
     ranked = sorted(range(len(options)), key=lost.__getitem__)[: 1 + CONSIDERED]
     others = [options[place] for place in ranked if options[place] is not chosen][:CONSIDERED]
     reason = "fewest_broken" if chosen.broken >= 0.5 else "within_limits"
@@ -185,21 +186,21 @@ class _View(msgspec.Struct, gc=False):
 
 def _view(wanted: Wanted, load: Load) -> _View:
     tokens = wanted.prompt_tokens - load.cached_tokens
-    attends = attended(wanted.prompt_tokens, load.cached_tokens)
-    took_s = prompt_s(load, tokens, attends)
+    computes_s = compute_s(load, tokens, attended(wanted.prompt_tokens, load.cached_tokens))
+    took_s, alone_s = prompt_s(load, tokens, computes_s), step_s(load)
     ttft_s = wanted.waited_s + took_s
-    part, computes_s, alone_s = ttft_s / wanted.ttft_limit_s, compute_s(load, tokens, attends), step_s(load)
+    part = ttft_s / wanted.ttft_limit_s
     return _View(
         load=load,
         took_s=took_s,
         ttft_s=ttft_s,
         late=_missed(part, TTFT_MISSED),
-        overdue=min(MOST_OVERDUE, max(0.0, part - TTFT_MISSED[1])),
+        overdue=0.0 if part <= TTFT_MISSED[1] else min(MOST_OVERDUE, part - TTFT_MISSED[1]),
         computes_s=computes_s,
         begins_s=0.0 if load.decoding else math.ceil(tokens / load.step_tokens) * load.model.base_s,
         alone_s=alone_s,
         crowds=_crowds(load, alone_s, computes_s),
-        steps_after_s=step_s(load, 1, wanted.context_tokens),
+        steps_after_s=load.model.decode_s(load.decodes + 1, load.context_tokens + wanted.context_tokens),
     )
 
 
@@ -224,8 +225,13 @@ def _decode_rank(view: _View) -> tuple[bool, float, float, float]:
     load = view.load
     if load.favours == "decode":
         return False, load.decodes, 0.0, 0.0
-    over = max(0.0, view.steps_after_s / load.tpot_limit_s - 1.0)
-    return load.favours == "prefill", load.decodes * over, view.steps_after_s / (load.decodes + 1), load.decodes
+    over = view.steps_after_s / load.tpot_limit_s - 1.0
+    return (
+        load.favours == "prefill",
+        load.decodes * over if over > 0.0 else 0.0,
+        view.steps_after_s / (load.decodes + 1),
+        load.decodes,
+    )
 
 
 def _missed(part: float, certain: tuple[float, float]) -> float:
@@ -237,7 +243,9 @@ def _missed(part: float, certain: tuple[float, float]) -> float:
     return 1.0 if part >= missed else (part - kept) / (missed - kept)
 
 
-def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Option:
+def _option(
+    wanted: Wanted, tpot_missed: tuple[float, float], prompt: _View, decode: _View, gap_s: float = 0.0
+) -> Option:
     """Predict one option; `gap_s` is what a hand-over adds between the first two tokens.
 
     The answer begins once the prompt is computed: until then some of those that decode will end. It is likely to break
@@ -254,11 +262,12 @@ def _option(wanted: Wanted, prompt: _View, decode: _View, gap_s: float) -> Optio
     after_s = load.model.decode_s(decodes + 1, context_tokens + wanted.context_tokens)
     added_s = after_s - (before_s or load.model.base_s)
     per_token_s = tpot_s(load, before_s, after_s, output_tokens, prompt.took_s) + gap_s / max(1.0, output_tokens - 1)
-    certain = (1.0 + TPOT_SLACK * min(1.0, output_tokens / LONG_ANSWER_TOKENS), TPOT_MISSED)
-    breaks = _missed(per_token_s / wanted.tpot_limit_s, certain)
-    if after := _missed(after_s / load.tpot_limit_s, certain):
-        breaks += decodes * max(0.0, after - _missed(before_s / load.tpot_limit_s, certain)) / 2
-    delays_s = prompt.load.decoding * prompt.computes_s + decodes * output_tokens * max(0.0, after_s - before_s)
+    breaks = _missed(per_token_s / wanted.tpot_limit_s, tpot_missed)
+    if after := _missed(after_s / load.tpot_limit_s, tpot_missed):
+        breaks += decodes * max(0.0, after - _missed(before_s / load.tpot_limit_s, tpot_missed)) / 2
+    delays_s = prompt.load.decoding * prompt.computes_s
+    if after_s > before_s:
+        delays_s += decodes * output_tokens * (after_s - before_s)
     decode_s = output_tokens * (added_s if load.favours == "decode" else after_s / (decodes + 1))
     against = (prompt.load.favours == "decode") + (load.favours == "prefill")
     return Option(

@@ -201,7 +201,7 @@ class Fleet:
     def _assign(self, mode: Mode, number: int, workers: Sequence[Worker]) -> None:
         self.mode, self._role_number = mode, number
         for worker in workers:
-            worker.role = self.roles.role_of(worker.worker_id, worker.description.pool, mode, number)
+            worker.assign(self.roles.role_of(worker.worker_id, worker.description.pool, mode, number))
             worker.outstanding.favours = None
 
     @property

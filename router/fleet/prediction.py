@@ -37,7 +37,7 @@ class Asked(msgspec.Struct, frozen=True):
 
     prompt_tokens: float
     output_tokens: float
-    """Expected length of its answer."""
+    """Expected length of its answer, at least 1."""
     ttft_limit_s: float = math.inf
     tpot_limit_s: float = math.inf
 
@@ -52,7 +52,7 @@ class Asked(msgspec.Struct, frozen=True):
         return self.prompt_tokens + self.output_tokens / 2
 
 
-class Load(msgspec.Struct, frozen=True):
+class Load(msgspec.Struct, frozen=True, gc=False):
     """What a worker has to do, as far as predictions need it."""
 
     worker_id: str
@@ -104,10 +104,9 @@ def idle_prompt_s(model: StepModel, tokens: float) -> float:
     return model.step_s(tokens, 0, 0, attended(tokens))
 
 
-def step_s(load: Load, more_sequences: int = 0, more_context_tokens: float = 0.0) -> float:
-    """Return the seconds of a step of all that decode or will, and of some more; 0 without any."""
-    sequences = load.decodes + more_sequences
-    return load.model.decode_s(sequences, load.context_tokens + more_context_tokens) if sequences else 0.0
+def step_s(load: Load) -> float:
+    """Return the seconds of a step of all that decode or will; 0 without any."""
+    return load.model.decode_s(load.decodes, load.context_tokens) if load.decodes else 0.0
 
 
 def later(load: Load, alone_s: float, after_s: float, output_tokens: float) -> tuple[float, float]:
@@ -118,7 +117,8 @@ def later(load: Load, alone_s: float, after_s: float, output_tokens: float) -> t
     """
     if not load.decoding:
         return load.decodes, load.context_tokens
-    decodes = load.decodes - load.decoding * min(1.0, after_s / alone_s / max(1.0, output_tokens))
+    ended = after_s / alone_s / output_tokens
+    decodes = load.decodes - load.decoding * (ended if ended < 1.0 else 1.0)
     return decodes, load.context_tokens * decodes / load.decodes
 
 
@@ -139,10 +139,10 @@ def compute_s(load: Load, tokens: float, attends: float) -> float:
     return model.per_prefill_token_s * tokens + model.per_attended_token_s * attends
 
 
-def prompt_s(load: Load, tokens: float, attends: float) -> float:
-    """Return the seconds until a prompt is computed that comes to a worker now, behind what it has."""
-    left_tokens, work_s = load.left_tokens, compute_s(load, tokens, attends)
-    steps = load.steps or _steps(load, load.decoding, comes=not load.prompt_tokens)
+def prompt_s(load: Load, tokens: float, work_s: float) -> float:
+    """Return the seconds until a prompt is computed that comes to a worker now, behind what it has; `work_s` are those
+    that it adds to the steps that compute it."""
+    left_tokens, steps = load.left_tokens, load.steps or _steps(load, load.decoding, comes=not load.prompt_tokens)
     if not load.prompt_tokens:
         return _through(load, steps, tokens, work_s, left_tokens)[0]
     before_s, left_tokens = _through(load, steps, load.prompt_tokens, load.prompts_s, left_tokens)
@@ -176,7 +176,7 @@ def _steps(load: Load, sequences: float, *, comes: bool = False) -> _Steps:
         return _Steps(alone_s, _room_s(alone_s, math.inf, load.step_target_s))
     return _Steps(
         alone_s,
-        _room_s(alone_s, alone_s + (1.0 + AHEAD) * max(0.0, limit_s - alone_s), load.step_target_s),
+        _room_s(alone_s, alone_s + (1.0 + AHEAD) * (limit_s - alone_s), load.step_target_s),
         _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s),
         BORROWED * max(0.0, limit_s - BARE_TAKES * alone_s) / ((MOST_LIMITS - 1.0) * limit_s),
     )
@@ -187,10 +187,13 @@ def _through(load: Load, steps: _Steps, tokens: float, work_s: float, left_token
     can still lend time after that."""
     number, per_token = work_s / steps.usual_s, steps.long_steps_per_token
     if per_token:
-        long_steps = min(work_s / steps.longest_s, left_tokens * per_token)
+        long_steps, lent_steps = work_s / steps.longest_s, left_tokens * per_token
+        if long_steps > lent_steps:
+            long_steps = lent_steps
         left_tokens -= long_steps / per_token
         number = long_steps + (work_s - long_steps * steps.longest_s) / steps.usual_s
-    return work_s + math.ceil(max(number, tokens / load.step_tokens)) * steps.alone_s, left_tokens
+    least = tokens / load.step_tokens
+    return work_s + math.ceil(number if number > least else least) * steps.alone_s, left_tokens
 
 
 def _room_s(alone_s: float, step_s: float, target_s: float) -> float:
@@ -210,17 +213,25 @@ def tpot_s(load: Load, others_s: float, alone_s: float, output_tokens: float, af
         return alone_s
     longest_s = min(TPOT_LIMIT_USED * load.tpot_limit_s, load.step_target_s)
     on_prompts = max(LEAST_PROMPT_SHARE, 1.0 - others_s / longest_s)
-    left_s = max(0.0, load.prompts_s - on_prompts * after_prompts_s)
-    return max(alone_s, min(alone_s + left_s / max(1.0, output_tokens), longest_s))
+    left_s = load.prompts_s - on_prompts * after_prompts_s
+    if left_s <= 0.0 or alone_s >= longest_s:
+        return alone_s
+    return min(alone_s + left_s / output_tokens, longest_s)
 
 
 def with_prompts(load: Load, prompts_tokens: Sequence[int], first_for_s: float) -> Load:
     """Return a load without prompts with these to compute, of which the first has been computed for `first_for_s`."""
     if not prompts_tokens:
         return load
-    first, beside = prompts_tokens[0], load
-    if load.decoding:
-        beside = replace(load, steps=_steps(load, load.decoding))
-    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, prompt_s(beside, first, attended(first))))
-    tokens, attends = sum(prompts_tokens) - done, sum(map(attended, prompts_tokens)) - attended(done)
-    return replace(beside, prompt_tokens=tokens, prompts_s=compute_s(load, tokens, attends))
+    first = prompts_tokens[0]
+    steps = _steps(load, load.decoding, comes=True)
+    first_s, _ = _through(load, steps, first, compute_s(load, first, attended(first)), load.left_tokens)
+    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, first_s))
+    attends = sum([attended(tokens) for tokens in prompts_tokens]) - attended(done)
+    tokens = sum(prompts_tokens) - done
+    return replace(
+        load,
+        prompt_tokens=tokens,
+        prompts_s=compute_s(load, tokens, attends),
+        steps=steps if load.decoding else None,
+    )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
@@ -81,6 +81,76 @@ class _Record:
         return good
 
 
+class Found:
+    """How much of one prompt each worker has, as far as known, until the index is told of something new.
+
+    However many workers have as much as each other, to find them takes as many looks into one table as it takes to
+    halve the prompt.
+    """
+
+    def __init__(
+        self,
+        hashes: BlockHashes,
+        block_size_tokens: int,
+        records: Mapping[str, _Record],
+        holders: Mapping[int, int],
+    ) -> None:
+        """`holders` has the bits of all workers that have a block. For `PrefixIndex`."""
+        self._hashes = hashes
+        self._block_size_tokens = block_size_tokens
+        self._records = records
+        self._holders = holders
+        self._groups: list[tuple[int, int]] = []
+        """The bits of workers that have equally many blocks, and how many; those with the most first. More of them are
+        looked up when they are asked for."""
+        self._grouped = 0
+        """The bits of all of these."""
+        self._most_blocks = _beginning(hashes, holders)
+        """What any other worker has at most."""
+
+    def cached_tokens(self, worker_id: str, incarnation: str) -> int:
+        """Return how many of the prompt's first tokens this incarnation of a worker has.
+
+        An engine computes at least the last token of a prompt, so it uses one block less of a prompt that it has whole.
+        """
+        record = self._records.get(worker_id)
+        if record is None or record.incarnation != incarnation:
+            return 0
+        for bits, blocks in self._groups:
+            if bits & record.bit:
+                return self._block_size_tokens * blocks
+        return self._block_size_tokens * _beginning(self._hashes[: self._most_blocks], record.blocks)
+
+    def groups(self, enough: Iterable[str] = ()) -> Iterator[list[str]]:
+        """Yield the ids of workers that have any of the prompt, those with the most first, as many tokens as each other
+        in one list. The lists end before the first one with a worker of `enough`."""
+        records, place = self._records, 0
+        last = sum(records[worker_id].bit for worker_id in enough if worker_id in records)
+        while place < len(self._groups) or self._look_up_group():
+            bits, _ = self._groups[place]
+            if bits & last:
+                return
+            place += 1
+            if worker_ids := [worker_id for worker_id, record in records.items() if record.bit & bits]:
+                yield worker_ids
+
+    def _look_up_group(self) -> bool:
+        """Look the next group up; return whether there is one."""
+        hashes, holders, others = self._hashes, self._holders, ~self._grouped
+        if self._groups:
+            # Whoever has a block has all before it, so those in no group yet have a beginning of the last one's blocks.
+            # Not so if two prompts have a hash in common by collision: then a worker may come too late, or never.
+            self._most_blocks = bisect_left(
+                hashes, True, 0, self._most_blocks, key=lambda one: not holders.get(one, 0) & others
+            )
+        if not self._most_blocks:
+            return False
+        bits = holders[hashes[self._most_blocks - 1]] & others
+        self._groups.append((bits, self._most_blocks))
+        self._grouped |= bits
+        return True
+
+
 class PrefixIndex:
     """The record of all workers. A worker of which nothing is known has 0 tokens of everything."""
 
@@ -98,31 +168,9 @@ class PrefixIndex:
         self._left_over: list[_Record] = []
         """Of workers that were forgotten, whose bits are still among the holders."""
 
-    def cached_tokens(self, worker_id: str, incarnation: str, hashes: BlockHashes) -> int:
-        """Return how many of a prompt's first tokens this incarnation of a worker has, as far as known.
-
-        An engine computes at least the last token of a prompt, so it uses one block less of a prompt that it has whole.
-        """
-        record = self._records.get(worker_id)
-        if record is None or record.incarnation != incarnation:
-            return 0
-        return self.block_size_tokens * _beginning(hashes, record.blocks)
-
-    def holders(self, hashes: BlockHashes) -> Iterator[list[str]]:
-        """Yield the ids of workers that have any of a prompt, those with the most first, as many tokens as each other
-        in one list.
-
-        However many workers there are, a list takes as many looks into one table as it takes to halve the prompt.
-        """
-        named, blocks = 0, _beginning(hashes, self._holders)
-        while blocks:
-            holders = self._holders[hashes[blocks - 1]] & ~named
-            named |= holders
-            if worker_ids := [worker_id for worker_id, record in self._records.items() if record.bit & holders]:
-                yield worker_ids
-            # Whoever has a block has all before it, so those that are not named yet have a beginning of these blocks.
-            # Not so if two prompts have a hash in common by collision: then a worker may be named too late, or never.
-            blocks = bisect_left(hashes, True, 0, blocks, key=lambda one: not self._holders.get(one, 0) & ~named)
+    def look_up(self, hashes: BlockHashes) -> Found:
+        """Look a prompt up."""
+        return Found(hashes, self.block_size_tokens, self._records, self._holders)
 
     def computed(self, worker_id: str, incarnation: str, hashes: BlockHashes, kv_blocks: int) -> None:
         """Record that a worker has a prompt in its KV cache, which has `kv_blocks` blocks.

@@ -132,7 +132,13 @@ PerLimits = tuple[float, float]
 
 
 def _are_alike(one: PerLimits, other: PerLimits) -> bool:
-    return all(a <= ALIKE * b and b <= ALIKE * a for a, b in zip(one, other, strict=True))
+    (ttft, tpot), (other_ttft, other_tpot) = one, other
+    return (
+        ttft <= ALIKE * other_ttft
+        and other_ttft <= ALIKE * ttft
+        and tpot <= ALIKE * other_tpot
+        and other_tpot <= ALIKE * tpot
+    )
 
 
 class _Turn:

@@ -5,8 +5,8 @@ The numbers were chosen by simulation (`tools.bench.simulated_modes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import islice
 from typing import Final, Protocol, TypeVar
 
 from router.fleet.worker import Outstanding
@@ -17,8 +17,11 @@ FOR_ANSWER: Final = 2
 """Workers that are looked at because they have few answers."""
 FOR_PREFIX: Final = 3
 """Workers that are looked at because they have the beginning of the prompt."""
-BESIDE_ANSWERS: Final = 0.5
-"""Each answer that a worker has or will have is taken to slow prompts there by this part of their time without any."""
+DOUBLES: Final = 2
+"""So many answers that a worker has or will have are taken to double the time of prompts there, twice as many to treble
+it, and so on."""
+LAST: Final = 1 << 48
+"""A rank this many times that of another worker, or this much more, comes after those of all others."""
 
 
 class Listed(Protocol):
@@ -42,37 +45,35 @@ def short_list(
     prompt_tokens: int,
     needed_blocks: int,
     open_workers: Set[One],
-    holders: Iterable[Sequence[One]] = (),
+    holders: Callable[[Set[One]], Iterable[Sequence[One]]] = lambda _: (),
 ) -> Sequence[One]:
     """Return the workers that would be the first to have computed a prompt of so many tokens, at least one of them from
     `open_workers`, which take a prompt now; those that have more of it in their caches than these; and, with room for
     its KV blocks, those with the fewest answers of those that have any: they are the cheapest to add to.
 
-    A worker that favours a phase comes last for the other one. `holders` are the workers that have any of the prompt:
-    in the first group those that compute it now, then those that have the most of it, and so on. In a fleet of no more
+    A worker that favours a phase comes last for the other one. `holders` returns the workers that have any of the
+    prompt: in the first group those that compute it now, then those that have the most of it, and so on. It is called
+    with those that were chosen by then, and may end before the first group that has one of them. In a fleet of no more
     workers than the rules may name, all are returned.
     """
     if len(workers) <= FOR_PROMPT + FOR_ANSWER + FOR_PREFIX:
         return workers
     now = [worker.outstanding for worker in workers]
-    soon = [(one.prompt_tokens + prompt_tokens) * (1.0 + BESIDE_ANSWERS * one.decodes) for one in now]
-    by_prompts = sorted(range(len(workers)), key=soon.__getitem__)
-    by_answers = sorted(range(len(workers)), key=[one.decodes for one in now].__getitem__)
-    for_prompts = chain(
-        (place for place in by_prompts if now[place].favours != "decode"),
-        (place for place in by_prompts if now[place].favours == "decode"),
-    )
-    for_answers = chain(
-        (place for place in by_answers if _gathers(now[place])),
-        (place for place in by_answers if now[place].favours is None and not now[place].decodes),
-        (place for place in by_answers if now[place].favours == "prefill"),
-    )
-    with_room = (place for place in for_answers if workers[place].has_room(needed_blocks))
-    chosen = {workers[place] for place in islice(for_prompts, FOR_PROMPT)}
+    soon = [
+        (one.prompt_tokens + prompt_tokens) * (DOUBLES + one.decodes) * (LAST if one.favours == "decode" else 1)
+        for one in now
+    ]
+    cheap = [
+        (one.decodes or LAST) if one.favours is None else one.decodes + 2 * LAST * (one.favours == "prefill")
+        for one in now
+    ]
+    by_prompts = [workers[place] for place in sorted(range(len(now)), key=soon.__getitem__)]
+    by_answers = (workers[place] for place in sorted(range(len(now)), key=cheap.__getitem__))
+    chosen = set(by_prompts[:FOR_PROMPT])
     if chosen.isdisjoint(open_workers):
-        chosen.update(islice((workers[place] for place in for_prompts if workers[place] in open_workers), 1))
-    chosen.update(_with_more_than(chosen, holders))
-    chosen.update(workers[place] for place in islice(with_room, FOR_ANSWER))
+        chosen.update(islice((worker for worker in by_prompts if worker in open_workers), 1))
+    chosen.update(_with_more_than(chosen, holders(chosen)))
+    chosen.update(islice((worker for worker in by_answers if worker.has_room(needed_blocks)), FOR_ANSWER))
     return [worker for worker in workers if worker in chosen]
 
 
@@ -84,7 +85,3 @@ def _with_more_than(chosen: Set[One], holders: Iterable[Sequence[One]]) -> list[
             break
         more += sorted(group, key=lambda worker: worker.outstanding.prompt_tokens)
     return more[:FOR_PREFIX]
-
-
-def _gathers(now: Outstanding) -> bool:
-    return now.favours == "decode" or (now.favours is None and now.decodes > 0)

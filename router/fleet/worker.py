@@ -76,7 +76,9 @@ class Worker:
         self.worker_id = description.worker_id
         """The worker's name in logs, metrics and tables."""
         self.role: Role | None = None
-        """What it is for; None: what it was started for. It is told with the next status request."""
+        """What it is for; None: what it was started for. Set by `assign`."""
+        self.pool: Pool = description.pool
+        """The pool it belongs to at present. Set by `assign`."""
         self.status: WorkerStatus | None = None
         self._counted: dict[Pool, dict[str, float]] = {}
         self._counted_until: Mapping[str, float] = {}
@@ -108,10 +110,9 @@ class Worker:
         self.outstanding = Outstanding()
         """What `reserve` has counted here; in one of several routers, what their dispatcher has."""
 
-    @property
-    def pool(self) -> Pool:
-        """The pool it belongs to at present."""
-        return self.role.pool if self.role else self.description.pool
+    def assign(self, role: Role | None) -> None:
+        """Change what it is for; None: what it was started for. It is told with the next status request."""
+        self.role, self.pool = role, role.pool if role else self.description.pool
 
     @property
     def title(self) -> str:

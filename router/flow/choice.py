@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -20,6 +20,7 @@ from contracts.workers import StepModel
 from router.fleet.adaptive import Decision, Wanted, choose
 from router.fleet.policy import PROMPT_SCORERS, Demand, blocks_needed, pick
 from router.fleet.prediction import Load, idle_prompt_s, with_prompts
+from router.fleet.prefixes import BlockHashes, Found
 from router.fleet.shape import Workers
 from router.fleet.short_list import short_list
 from router.fleet.worker import Worker
@@ -60,6 +61,8 @@ class _Now(msgspec.Struct, frozen=True):
     needed_blocks: int
     left_tokens: float
     """See `Load`."""
+    found: Found
+    """The workers that have any of the prompt."""
 
 
 class ByScore:
@@ -113,17 +116,17 @@ class ByPrediction:
             open_workers=open_workers,
             needed_blocks=blocks_needed(demand, roomy[0].description.block_size_tokens),
             left_tokens=self._learned.sure_tokens(0) / 2,
+            found=self._learned.prefixes.look_up(demand.prefix),
         )
-        holders = self._holders(reached, demand)
+        holders = partial(_holders, reached, demand.prefix, now.found)
         looked_at = short_list(reached, demand.prompt_tokens, now.needed_blocks, open_workers, holders)
-        loads = [self._load(worker, now, demand) for worker in looked_at]
+        loads = [_load(worker, now, demand) for worker in looked_at]
         by_id = {worker.worker_id: worker for worker in looked_at}
-        cached_by_id = {load.worker_id: load.cached_tokens for load in loads}
-        bytes_per_token = _kv_bytes_per_token(roomy[0])
+        bytes_per_token, bytes_per_s = _kv_bytes_per_token(roomy[0]), self._learned.bytes_per_s
 
-        def handover_s(source: str, sink: str) -> float:
-            moved_bytes = (demand.prompt_tokens - cached_by_id[sink]) * bytes_per_token
-            return moved_bytes / self._learned.bytes_per_s(source, sink)
+        def handover_s(source: Load, sink: Load) -> float:
+            moved_bytes = (demand.prompt_tokens - sink.cached_tokens) * bytes_per_token
+            return moved_bytes / bytes_per_s(source.worker_id, sink.worker_id)
 
         wanted = self._wanted(demand, waited_s)
         decision = choose(wanted, loads, handover_s)
@@ -166,51 +169,6 @@ class ByPrediction:
         model = _any_model(self._workers())
         return idle_prompt_s(model, demand.prompt_tokens) if model else 0.0
 
-    def _holders(self, workers: Sequence[Worker], demand: Demand) -> Iterator[list[Worker]]:
-        """Yield those of the workers that compute the same prompt now, then those that have most of it, and so on."""
-        if not demand.prefix:
-            return
-        yield [worker for worker in workers if demand.prefix[-1] in worker.last_blocks]
-        groups = self._learned.prefixes.holders(demand.prefix)
-        most = next(groups, None)
-        if most is None:
-            return
-        by_id = {worker.worker_id: worker for worker in workers}
-        for worker_ids in chain((most,), groups):
-            yield [by_id[worker_id] for worker_id in worker_ids if worker_id in by_id]
-
-    def _prefix_on(self, worker: Worker, demand: Demand) -> tuple[bool, int]:
-        """Return whether it computes the same prompt now, and how many of its tokens it has, or will have then."""
-        known, prefix = worker.description, demand.prefix
-        shares = prefix[-1] in worker.last_blocks
-        if shares:
-            tokens = len(prefix) * known.block_size_tokens
-        else:
-            tokens = self._learned.prefixes.cached_tokens(known.worker_id, known.incarnation, prefix)
-        return shares, min(tokens, demand.prompt_tokens - 1)
-
-    def _load(self, worker: Worker, now: _Now, demand: Demand) -> Load:
-        """Return what predictions need of a worker."""
-        counted, role, model = worker.outstanding, worker.role, worker.step_model or now.model
-        shares, cached_tokens = self._prefix_on(worker, demand) if demand.prefix else (False, 0)
-        idle = Load(
-            worker_id=worker.worker_id,
-            model=model,
-            step_tokens=role.max_num_batched_tokens if role else worker.description.max_model_len_tokens,
-            decoding=counted.decoding,
-            decodes=counted.decodes,
-            context_tokens=counted.context_tokens,
-            left_tokens=now.left_tokens,
-            tpot_limit_s=worker.tpot_limit_s,
-            step_target_s=model.planned_s(role.step_target_s) if role and role.step_target_s else math.inf,
-            takes_prompt=worker in now.open_workers,
-            room=worker.has_room(now.needed_blocks),
-            cached_tokens=cached_tokens,
-            shares=shares,
-            favours=counted.favours,
-        )
-        return with_prompts(idle, *worker.prompts_ahead())
-
     def _wanted(self, demand: Demand, waited_s: float) -> Wanted:
         return Wanted(
             prompt_tokens=demand.prompt_tokens,
@@ -224,7 +182,10 @@ class ByPrediction:
 
 
 def _any_model(workers: Sequence[Worker]) -> StepModel | None:
-    return next((model for worker in workers if (model := worker.step_model) is not None), None)
+    for worker in workers:
+        if (model := worker.step_model) is not None:
+            return model
+    return None
 
 
 def _alike(workers: Sequence[Worker]) -> Workers | None:
@@ -245,3 +206,52 @@ def _alike(workers: Sequence[Worker]) -> Workers | None:
 def _kv_bytes_per_token(worker: Worker) -> float:
     layout = worker.description.layout
     return layout.block_bytes * layout.num_layers * layout.tensor_parallel_size / layout.block_size_tokens
+
+
+def _holders(
+    workers: Sequence[Worker], prefix: BlockHashes, found: Found, enough: Set[Worker]
+) -> Iterator[Sequence[Worker]]:
+    """Yield those of the workers that compute the same prompt now, then those that have most of it, and so on, until
+    one of `enough` has as much."""
+    if not prefix:
+        return
+    last_block = prefix[-1]
+    yield [worker for worker in workers if last_block in worker.last_blocks]
+    by_id: dict[str, Worker] = {}
+    for worker_ids in found.groups(worker.worker_id for worker in enough):
+        by_id = by_id or {worker.worker_id: worker for worker in workers}
+        yield [by_id[worker_id] for worker_id in worker_ids if worker_id in by_id]
+
+
+def _prefix_on(worker: Worker, found: Found, demand: Demand) -> tuple[bool, int]:
+    """Return whether it computes the same prompt now, and how many of its tokens it has, or will have then."""
+    known, prefix = worker.description, demand.prefix
+    shares = prefix[-1] in worker.last_blocks
+    if shares:
+        tokens = len(prefix) * known.block_size_tokens
+    else:
+        tokens = found.cached_tokens(known.worker_id, known.incarnation)
+    return shares, min(tokens, demand.prompt_tokens - 1)
+
+
+def _load(worker: Worker, now: _Now, demand: Demand) -> Load:
+    """Return what predictions need of a worker."""
+    counted, role, model = worker.outstanding, worker.role, worker.step_model or now.model
+    shares, cached_tokens = _prefix_on(worker, now.found, demand) if demand.prefix else (False, 0)
+    idle = Load(
+        worker_id=worker.worker_id,
+        model=model,
+        step_tokens=role.max_num_batched_tokens if role else worker.description.max_model_len_tokens,
+        decoding=counted.decoding,
+        decodes=counted.decodes,
+        context_tokens=counted.context_tokens,
+        left_tokens=now.left_tokens,
+        tpot_limit_s=worker.tpot_limit_s,
+        step_target_s=model.planned_s(role.step_target_s) if role and role.step_target_s else math.inf,
+        takes_prompt=worker in now.open_workers,
+        room=worker.has_room(now.needed_blocks),
+        cached_tokens=cached_tokens,
+        shares=shares,
+        favours=counted.favours,
+    )
+    return with_prompts(idle, *worker.prompts_ahead())

@@ -84,8 +84,8 @@ class Learned:
             self._bytes_per_s[source, sink] = before + WEIGHT * (num_bytes / took_s - before)
 
     def output_tokens(self, longest_tokens: int) -> float:
-        """Return the expected length of an answer, which may have `longest_tokens` (0: any number)."""
-        return max(1.0, self._part.value * longest_tokens) if longest_tokens else self._output_tokens.value
+        """Return the expected length of an answer, which may have `longest_tokens` (0: any number); at least 1."""
+        return max(1.0, self._part.value * longest_tokens if longest_tokens else self._output_tokens.value)
 
     def sure_tokens(self, longest_tokens: int) -> float:
         """Return a length that three of four answers have at least, as a part of their longest one and as a number.

@@ -26,7 +26,8 @@ def fast(_source, _sink):
     return 0.02
 
 
-UNLOADED_S = 0.04 + compute_s(Load("w", MODEL, 512), PROMPT, attended(PROMPT))
+WORK_S = compute_s(Load("w", MODEL, 512), PROMPT, attended(PROMPT))
+UNLOADED_S = 0.04 + WORK_S
 
 
 def a_load(name="w0", **values):
@@ -53,85 +54,79 @@ def pair_of(decision):
 
 
 def test_a_prompt_alone_takes_its_computation_and_a_base_for_each_step():
-    assert prompt_s(a_load(), PROMPT, attended(PROMPT)) == pytest.approx(UNLOADED_S)
-    two_steps_s = prompt_s(a_load(), 2 * PROMPT, attended(2 * PROMPT))
-    assert two_steps_s == pytest.approx(0.08 + compute_s(a_load(), 1024, attended(1024)))
+    assert prompt_s(a_load(), PROMPT, WORK_S) == pytest.approx(UNLOADED_S)
+    two_works_s = compute_s(a_load(), 2 * PROMPT, attended(2 * PROMPT))
+    assert prompt_s(a_load(), 2 * PROMPT, two_works_s) == pytest.approx(0.08 + two_works_s)
 
 
 def test_a_prompt_waits_for_those_before_it():
-    assert prompt_s(with_prompts("w", 1), PROMPT, attended(PROMPT)) == pytest.approx(2 * UNLOADED_S)
+    assert prompt_s(with_prompts("w", 1), PROMPT, WORK_S) == pytest.approx(2 * UNLOADED_S)
 
 
 def test_beside_sequences_without_limits_a_prompt_takes_only_their_share_of_its_steps_longer():
     busy = decoding("w", 10)
-    longer_s = prompt_s(busy, PROMPT, attended(PROMPT)) - UNLOADED_S
+    longer_s = prompt_s(busy, PROMPT, WORK_S) - UNLOADED_S
     assert longer_s == pytest.approx(step_s(busy) - MODEL.base_s)
 
 
 def test_beside_sequences_with_a_limit_a_prompt_is_spread_over_the_steps_that_it_leaves():
     step = step_s(decoding("w", 10))
     busy = decoding("w", 10, tpot_limit_s=2 * step / 0.95)
-    work_s = UNLOADED_S - MODEL.base_s
-    assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(2 * work_s, rel=0.1)
-    assert tpot_s(busy, step_s(busy), step_s(busy, 1, 544), OUTPUT) >= step_s(busy, 1, 544)
+    assert prompt_s(busy, PROMPT, WORK_S) == pytest.approx(2 * WORK_S, rel=0.1)
+    joined_s = step_s(decoding("w", 11))
+    assert tpot_s(busy, step_s(busy), joined_s, OUTPUT) >= joined_s
 
 
 def test_beside_sequences_that_can_still_save_time_a_prompt_takes_fewer_steps():
     step = step_s(decoding("w", 10))
-    works_s, (long, middle, short) = (
-        UNLOADED_S - MODEL.base_s,
-        (decoding("w", 10, tpot_limit_s=2 * step / 0.95, left_tokens=left) for left in (1000, 15, 0)),
-    )
-    asked = PROMPT, attended(PROMPT)
-    assert prompt_s(long, *asked) == pytest.approx(4 / 3 * works_s, rel=0.1)
+    long, middle, short = (decoding("w", 10, tpot_limit_s=2 * step / 0.95, left_tokens=left) for left in (1000, 15, 0))
+    asked = PROMPT, WORK_S
+    assert prompt_s(long, *asked) == pytest.approx(4 / 3 * WORK_S, rel=0.1)
     assert prompt_s(long, *asked) < prompt_s(middle, *asked) < prompt_s(short, *asked)
 
 
 def test_what_sequences_lend_to_one_prompt_they_do_not_lend_to_the_next():
     asked = {"tpot_limit_s": 2 * step_s(decoding("w", 10)) / 0.95, "left_tokens": 20}
-    whole_s = prompt_s(decoding("w", 10, **asked), 2 * PROMPT, 2 * attended(PROMPT))
+    whole_s = prompt_s(decoding("w", 10, **asked), 2 * PROMPT, 2 * WORK_S)
     busy = seat_prompts(decoding("w", 10, **asked), [PROMPT], 0.0)
-    assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(whole_s, rel=0.05)
+    assert prompt_s(busy, PROMPT, WORK_S) == pytest.approx(whole_s, rel=0.05)
 
 
 def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks():
     busy = decoding("w", 10, tpot_limit_s=0.01)
-    steps = (UNLOADED_S - MODEL.base_s) / (LEAST_PROMPT_SHARE * step_s(busy))
-    assert prompt_s(busy, PROMPT, attended(PROMPT)) == pytest.approx(
-        UNLOADED_S - MODEL.base_s + steps * step_s(busy), rel=0.1
-    )
+    steps = WORK_S / (LEAST_PROMPT_SHARE * step_s(busy))
+    assert prompt_s(busy, PROMPT, WORK_S) == pytest.approx(WORK_S + steps * step_s(busy), rel=0.1)
 
 
 def test_a_prompt_behind_others_is_computed_beside_the_sequences_that_will_have_their_first_tokens_by_then():
     limit_s = 2 * step_s(decoding("w", 10)) / 0.95
     decode_too = decoding("w", 10, tpot_limit_s=limit_s)
-    alone_s = prompt_s(a_load(), PROMPT, attended(PROMPT))
-    beside_s = prompt_s(decode_too, PROMPT, attended(PROMPT))
+    alone_s = prompt_s(a_load(), PROMPT, WORK_S)
+    beside_s = prompt_s(decode_too, PROMPT, WORK_S)
     assert beside_s > 1.5 * alone_s
     coming = with_prompts("w", 1, decodes=10, context_tokens=5440, tpot_limit_s=limit_s)
-    assert prompt_s(coming, PROMPT, attended(PROMPT)) == pytest.approx(alone_s + beside_s)
+    assert prompt_s(coming, PROMPT, WORK_S) == pytest.approx(alone_s + beside_s)
 
 
 def test_while_sequences_are_on_their_way_a_prompt_may_take_longer_steps_than_beside_them():
-    alone_s = prompt_s(a_load(), PROMPT, attended(PROMPT))
+    alone_s = prompt_s(a_load(), PROMPT, WORK_S)
     coming = a_load(decodes=3, context_tokens=1632, tpot_limit_s=0.06)
     beside = decoding("w", 3, tpot_limit_s=0.06)
-    coming_s, beside_s = (prompt_s(load, PROMPT, attended(PROMPT)) for load in (coming, beside))
+    coming_s, beside_s = (prompt_s(load, PROMPT, WORK_S) for load in (coming, beside))
     assert 1.2 * alone_s < coming_s < beside_s / 2
 
 
 def test_a_step_target_bounds_prompts_however_far_sequences_are_ahead():
     step = step_s(decoding("w", 10))
     bounded = decoding("w", 10, step_target_s=2 * step)
-    work_s = UNLOADED_S - MODEL.base_s
-    assert prompt_s(bounded, PROMPT, attended(PROMPT)) == pytest.approx(2 * work_s, rel=0.1)
+    assert prompt_s(bounded, PROMPT, WORK_S) == pytest.approx(2 * WORK_S, rel=0.1)
 
 
 def test_until_an_answer_begins_its_worker_gets_no_further_with_prompts_than_its_sequences_allow():
     limited = {"decodes": 10, "decoding": 10, "context_tokens": 5440}
     slow = with_prompts("w", 1, **limited, tpot_limit_s=1.1 * step_s(decoding("w", 10)))
     free = with_prompts("w", 1, **limited)
-    alone_s = step_s(free, 1, 544)
+    alone_s = step_s(decoding("w", 11))
     assert tpot_s(free, step_s(free), alone_s, OUTPUT, UNLOADED_S) == alone_s
     assert tpot_s(slow, step_s(slow), alone_s, OUTPUT, UNLOADED_S) > alone_s
 
@@ -148,7 +143,7 @@ def test_what_is_cached_is_neither_computed_nor_attended_from():
 
 def test_the_answers_steps_grow_by_the_prompts_beside_it_up_to_what_its_limit_lets_them():
     beside = with_prompts("w", 1, decodes=3, decoding=3, context_tokens=1632)
-    alone_s = step_s(beside, 1, 544)
+    alone_s = step_s(decoding("w", 4))
     assert tpot_s(beside, step_s(beside), alone_s, OUTPUT) == pytest.approx(
         alone_s + (UNLOADED_S - MODEL.base_s) / OUTPUT
     )
@@ -239,7 +234,7 @@ def test_a_prompt_waits_for_a_worker_only_if_that_is_worth_as_long_a_wait_of_tho
 def test_a_prompt_beside_sequences_with_hardly_any_time_to_spare_is_likely_to_make_half_of_them_late(part, crowded):
     limit_s = part * step_s(decoding("w", 4)) / TPOT_LIMIT_USED
     decision = choose(wanted(tpot_s=10 * limit_s), [decoding("w0", 4, tpot_limit_s=limit_s)], fast)
-    others_s = step_s(decoding("w0", 4), 1, 544) / limit_s
+    others_s = step_s(decoding("w0", 5)) / limit_s
     assert decision.chosen.broken == pytest.approx(crowded + (2.0 if others_s > 1.2 else 0.0))
 
 

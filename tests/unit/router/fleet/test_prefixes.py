@@ -16,6 +16,7 @@ from router.fleet.prefixes import CLEARED_AT_ONCE, JUDGED_PROMPTS, PrefixIndex, 
 BLOCK = 4
 PROMPT = list(range(100, 120))
 """Five blocks."""
+LIVES = "life-1", "life-2"
 
 
 def index_with(*prompts, kv_blocks=100, worker_id="w"):
@@ -27,11 +28,11 @@ def index_with(*prompts, kv_blocks=100, worker_id="w"):
 
 def cached(index, prompt, worker_id="w", salt=None):
     hashes = block_hashes(prompt, BLOCK, salt)
-    return max(index.cached_tokens(worker_id, incarnation, hashes) for incarnation in ("life-1", "life-2"))
+    return max(index.look_up(hashes).cached_tokens(worker_id, life) for life in LIVES)
 
 
 def holders(index, prompt, salt=None):
-    return list(index.holders(block_hashes(prompt, BLOCK, salt)))
+    return list(index.look_up(block_hashes(prompt, BLOCK, salt)).groups())
 
 
 # --- hashes
@@ -88,7 +89,7 @@ def test_a_new_incarnation_has_nothing_of_what_the_last_one_had():
     index = index_with(PROMPT)
     index.computed("w", "life-2", block_hashes([1] * 8, BLOCK), 100)
     assert (cached(index, PROMPT), cached(index, [1] * 8)) == (0, 8)
-    assert index.cached_tokens("w", "life-1", block_hashes([1] * 8, BLOCK)) == 0
+    assert index.look_up(block_hashes([1] * 8, BLOCK)).cached_tokens("w", "life-1") == 0
     assert (holders(index, PROMPT), holders(index, [1] * 8)) == ([], [["w"]])
 
 
@@ -130,12 +131,12 @@ def test_the_blocks_of_a_forgotten_worker_are_cleared_away_by_and_by_and_never_n
     assert index.workers == 1
     left = []
     for number in range(4):
-        assert [one for group in index.holders(old) for one in group] == ["w"]
+        assert [one for group in index.look_up(old).groups() for one in group] == ["w"]
         left.append(len(index._holders))
         index.computed("w", "life-1", (-1 - number,), blocks)
     assert left == [blocks, blocks - CLEARED_AT_ONCE + 1, blocks - 2 * CLEARED_AT_ONCE + 2, 4]
     index.computed("new", "life-1", old[:2], blocks)
-    assert list(index.holders(old)) == [["new"], ["w"]]
+    assert list(index.look_up(old).groups()) == [["new"], ["w"]]
 
 
 HASHES = st.lists(st.integers(0, 6), min_size=1, max_size=8, unique=True).map(tuple)
@@ -148,9 +149,12 @@ def test_prompts_with_a_hash_in_common_by_collision_break_nothing(prompts, asked
     index = PrefixIndex(BLOCK)
     for worker_id, hashes in prompts:
         index.computed(worker_id, "life-1", hashes, kv_blocks)
-    named = [one for group in index.holders(asked) for one in group]
+    found = index.look_up(asked)
+    before = [found.cached_tokens(one, "life-1") for one in "abc"]
+    named = [one for group in found.groups() for one in group]
     assert len(set(named)) == len(named) <= 3
-    assert all(0 <= index.cached_tokens(one, "life-1", asked) <= BLOCK * len(asked) for one in "abc")
+    after = [found.cached_tokens(one, "life-1") for one in "abc"]
+    assert all(0 <= tokens <= BLOCK * len(asked) for tokens in (*before, *after))
 
 
 # --- what engines say
@@ -245,6 +249,23 @@ STEPS = st.lists(
 )
 
 
+def check_found(index, hashes, all_have):
+    """Hold what is found against the tokens that each worker has, before, while and after groups are looked up."""
+    groups = [{one for one in WORKERS if all_have[one] == most} for most in sorted({*all_have.values()} - {0})][::-1]
+    for enough in (None, *WORKERS):
+        found = index.look_up(hashes)
+
+        def each_has(found=found):
+            return {one: max(found.cached_tokens(one, life) for life in LIVES) for one in WORKERS}
+
+        assert each_has() == all_have
+        more = [group for group in groups if all(all_have[one] > all_have.get(enough, 0) for one in group)]
+        assert [set(group) for group in found.groups([enough])] == more
+        assert each_has() == all_have
+        assert [set(group) for group in found.groups()] == groups
+        assert each_has() == all_have
+
+
 @given(steps=STEPS, asked=st.lists(PROMPTS, min_size=1, max_size=4), kv_blocks=st.integers(1, 30))
 def test_what_is_known_is_what_the_rules_say_and_never_more_than_the_cache_holds(steps, asked, kv_blocks):
     index, naive = PrefixIndex(BLOCK), {}
@@ -281,8 +302,7 @@ def test_what_is_known_is_what_the_rules_say_and_never_more_than_the_cache_holds
                 assert cached(index, question[1], one, question[0]) == has(one, *question)
         for salt, tokens in [rest[0], *asked]:
             all_have = {one: has(one, salt, tokens) for one in WORKERS}
-            groups = [{one for one in WORKERS if all_have[one] == most} for most in sorted({*all_have.values()} - {0})]
-            assert [set(group) for group in holders(index, tokens, salt)] == groups[::-1]
+            check_found(index, block_hashes(tokens, BLOCK, salt), all_have)
 
 
 @pytest.mark.parametrize("blocks", [20_000, 22_000])  # a table that is nearly full, and one that has just grown

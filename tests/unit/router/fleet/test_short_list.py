@@ -24,7 +24,8 @@ def a_worker(number, *, prompt_tokens=0, decodes=0, promised_blocks=0, running=N
 
 def names(workers, needed_blocks=1, holders=(), open_workers=None):
     takes_prompt = set(workers) if open_workers is None else open_workers
-    return {worker.worker_id for worker in short_list(workers, PROMPT_TOKENS, needed_blocks, takes_prompt, holders)}
+    looked_at = short_list(workers, PROMPT_TOKENS, needed_blocks, takes_prompt, lambda _: holders)
+    return {worker.worker_id for worker in looked_at}
 
 
 def test_a_small_fleet_is_looked_at_as_a_whole():
