@@ -303,6 +303,18 @@ def mode(
 
 
 @app.command()
+def decisions(
+    url: UrlOption = LOCAL_URL,
+    last: Annotated[int, typer.Option(help="how many of the latest ones", min=1, max=256)] = 10,
+    admin_key_file: AdminKeyOption = None,
+) -> None:
+    """Explain the latest choices of workers in mode adaptive: reason, alternatives, what was predicted and seen."""
+    from cluster.commands.operators.decisions import decisions as explain
+
+    run(explain(url, last, admin_key_file=admin_key_file, console=console))
+
+
+@app.command()
 def scale(
     workers: Annotated[list[str], typer.Argument(help="how many workers a pool shall have: prefill=2 decode=1")],
     url: UrlOption = LOCAL_URL,

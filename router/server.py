@@ -259,7 +259,11 @@ class Router:
                 self._settings,
                 self._client,
                 admin_routes(
-                    self._fleet, self._decisions.modes, self.orders, self._decisions.placement.forget_prefixes
+                    self._fleet,
+                    self._decisions.modes,
+                    self.orders,
+                    self._metrics.explanations,
+                    self._decisions.placement.forget_prefixes,
                 ),
                 self._readiness,
                 self._gates,

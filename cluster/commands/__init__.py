@@ -8,6 +8,6 @@ report.py        `ridgeline report`
 bench.py         `ridgeline bench transfer`
 roofline.py      `ridgeline roofline`
 top.py           `ridgeline top`
-operators/       `ridgeline drain`, `mode`, `scale`, `restart`
+operators/       `ridgeline drain`, `mode`, `decisions`, `scale`, `restart`
 server_url.py    the option that names a running server
 """

@@ -212,4 +212,4 @@ class Attempt:
         limit_s = self.wish.demand.tpot_limit_s
         if self.decision is None or not math.isfinite(limit_s):
             return {}
-        return {"tpot_limit_s": limit_s, "sure_output_tokens": self.decision.sure_tokens}
+        return {"tpot_limit_s": limit_s, "sure_output_tokens": self.decision.wanted.sure_tokens}

@@ -106,10 +106,13 @@ class Decision(msgspec.Struct, frozen=True):
     chosen: Option
     reason: str
     """`within_limits`, `fewest_broken` (it is likely to break one) or `least_latency` (there are no limits)."""
-    others: tuple[Option, ...] = ()
+    others: tuple[Option, ...]
     """The next best options, best first."""
-    sure_tokens: float = 0.0
-    """See `Wanted`."""
+    wanted: Wanted
+    lost: tuple[float, ...] = ()
+    """The requests that each option loses, the chosen one and then the others; empty without limits."""
+    held_s: float = 0.0
+    """Time that the prompt has waited for a worker that had enough of them, while another one would have taken it."""
 
 
 def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Decision | None:
@@ -144,7 +147,7 @@ def _delay_s(option: Option) -> float:
 def _least_latency(wanted: Wanted, options: list[Option]) -> Decision:
     ranked = sorted(options, key=lambda option: option.latency_s * (1 + option.against))
     first, *others = ranked[: 1 + CONSIDERED]
-    return Decision(first, "least_latency", tuple(others), wanted.sure_tokens)
+    return Decision(first, "least_latency", tuple(others), wanted)
 
 
 def _within_limits(wanted: Wanted, options: list[Option]) -> Decision:
@@ -154,11 +157,18 @@ def _within_limits(wanted: Wanted, options: list[Option]) -> Decision:
         for option in options
     ]
     about = min(lost) + ABOUT
-    chosen = min([one for one, loses in zip(options, lost, strict=True) if loses <= about], key=_delay_s)
-    ranked = sorted(range(len(options)), key=lost.__getitem__)[: 1 + CONSIDERED]
-    others = [options[place] for place in ranked if options[place] is not chosen][:CONSIDERED]
-    reason = "fewest_broken" if chosen.broken >= 0.5 else "within_limits"
-    return Decision(chosen, reason, tuple(others), wanted.sure_tokens)
+    places = range(len(options))
+    best = min([place for place in places if lost[place] <= about], key=lambda place: _delay_s(options[place]))
+    ranked = sorted(places, key=lost.__getitem__)[: 1 + CONSIDERED]
+    others = [place for place in ranked if place != best][:CONSIDERED]
+    chosen = options[best]
+    return Decision(
+        chosen,
+        "fewest_broken" if chosen.broken >= 0.5 else "within_limits",
+        tuple([options[place] for place in others]),
+        wanted,
+        (lost[best], *[lost[place] for place in others]),
+    )
 
 
 class _View(msgspec.Struct, gc=False):

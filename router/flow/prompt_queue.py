@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from contracts.vocabulary import Pool
 from router.fleet.adaptive import Decision
@@ -195,13 +196,15 @@ class QueueNow(msgspec.Struct, frozen=True):
         return (self.on_workers_tokens + ahead + siblings_tokens) / self.tokens_per_s
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class _Waiting:
     demand: Demand
     decodes_here: bool
     granted: asyncio.Future[PromptTurn]
     pushed_s: float
     urgent: bool
+    held_since_s: float | None = None
+    """Since when it waits although a worker would take it."""
 
 
 class PromptQueue:
@@ -276,9 +279,10 @@ class PromptQueue:
             waited_s = asked.demand.waited_s + now_s - asked.pushed_s
             choice = self._chooser.choose(asked.demand, waited_s, roomy, urgent=asked.urgent)
             if choice is None:  # it waits for a worker that has no room now
+                asked.held_since_s = now_s if asked.held_since_s is None else asked.held_since_s
                 break
             self._queue.pop(may_start, now_s)
-            self._grant(asked, choice)
+            self._grant(asked, choice, now_s)
         self._watch_outage()
 
     def seat(
@@ -365,11 +369,13 @@ class PromptQueue:
     def _full(self, worker: Worker) -> bool:
         return worker.outstanding.prompt_tokens >= self._window_tokens
 
-    def _grant(self, waiting: _Waiting, choice: Choice) -> None:
-        worker = choice.worker
+    def _grant(self, waiting: _Waiting, choice: Choice, now_s: float) -> None:
+        worker, decision = choice.worker, choice.decision
+        if decision is not None and waiting.held_since_s is not None:
+            decision = replace(decision, held_s=now_s - waiting.held_since_s)
         idle = not worker.outstanding.prompt_tokens
         decode_worker = choice.decode_worker or (worker if waiting.decodes_here else None)
-        waiting.granted.set_result(self.seat(waiting.demand, worker, decode_worker, choice.decision))
+        waiting.granted.set_result(self.seat(waiting.demand, worker, decode_worker, decision))
         if idle:
             self._rate.begin(worker.worker_id, self._full(worker))
 

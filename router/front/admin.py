@@ -1,7 +1,8 @@
-"""The operator's paths: list the workers, drain one, change the mode, order more or fewer. Part of the HTTP app.
+"""The operator's paths: list the workers, drain one, change the mode, explain decisions, order more workers or fewer.
+Part of the HTTP app.
 
 `router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline drain`,
-`mode`, `scale` and `restart` are clients.
+`mode`, `decisions`, `scale` and `restart` are clients.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, HTTPException
+from fastapi import APIRouter, Depends, HTTPException, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.errors import WorkerLost
@@ -26,6 +27,7 @@ from router.front.http.context import current
 from router.front.middleware.admin_access import ADMIN_PATH
 from router.front.orders import Order, OrderBook
 from router.front.shared_answer import Shared
+from router.observe.explanations import KEPT, Explanations
 
 logger = logging.getLogger(__name__)
 _WITHOUT: dict[Pool, str] = {
@@ -37,6 +39,8 @@ _WITHOUT: dict[Pool, str] = {
 """What follows when the last worker of a pool leaves."""
 DRAIN_TIMEOUT_S = 30.0
 MOST_WORKERS = 1000
+DECISIONS = 20
+"""Decisions that are explained to who does not say how many."""
 REFRESH_EVERY_S = 0.5
 """Interval at which workers are asked for their figures when many callers want the list."""
 
@@ -82,7 +86,11 @@ class RestartBody(BaseModel):
 
 
 def admin_routes(
-    fleet: Fleet, modes: AnyModes, orders: OrderBook, on_forgotten: Callable[[], None] = lambda: None
+    fleet: Fleet,
+    modes: AnyModes,
+    orders: OrderBook,
+    explanations: Explanations,
+    on_forgotten: Callable[[], None] = lambda: None,
 ) -> APIRouter:
     """Return the routes below /ridgeline; `on_forgotten` is called when prefix caches have been emptied."""
     routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
@@ -113,6 +121,11 @@ def admin_routes(
         except (ModeImpossible, PairingRefused) as error:
             raise HTTPException(HTTPStatus.CONFLICT, f"the mode cannot become {body.mode}: {error}") from error
         return {"mode": change.mode, "rerouted_prompts": change.rerouted_prompts, "took_s": round(change.took_s, 3)}
+
+    @routes.get("/decisions")
+    async def decisions(last: Annotated[int, Query(ge=1, le=KEPT)] = DECISIONS) -> dict[str, Any]:
+        """Explain the latest decisions of this router, newest first."""
+        return {"mode": modes.mode, "decisions": explanations.rows(last)}
 
     @routes.post("/forget_prefixes")
     async def forget_prefixes() -> dict[str, Any]:

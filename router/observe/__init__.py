@@ -1,7 +1,8 @@
 """What operators see of the router.
 
-timeline.py   one record per request
-metrics.py    every Prometheus series except one
-loop_lag.py   the series about delays of the event loop
-fleet_use.py  how much of the workers is in use, for whoever scales the pools
+timeline.py      one record per request
+metrics.py       every Prometheus series except one
+explanations.py  the latest decisions of mode adaptive, and what came of them
+loop_lag.py      the series about delays of the event loop
+fleet_use.py     how much of the workers is in use, for whoever scales the pools
 """

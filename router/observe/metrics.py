@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from contracts.vocabulary import Mode, Phase, Pool
 from contracts.workers import WorkerStatus
 from router.fleet.policy import WorkerLoad
+from router.observe.explanations import Explanations
 from router.observe.timeline import Latency, Outcome, RequestTimeline
 from router.settings import PoolHardware
 
@@ -155,6 +156,8 @@ class RequestMetrics:
         )
         self._latencies: dict[tuple[Latency, Pool], Histogram] = {}
         """The children, cached because `labels` costs more than `observe`, and both run for each token."""
+        self.explanations = Explanations()
+        """The latest decisions, which no series can tell."""
 
     def observe(self, latency: Latency, pool: Pool, seconds: float) -> None:
         """Record the latency of a token that a worker of `pool` made and that has gone to its client."""
@@ -179,6 +182,7 @@ class RequestMetrics:
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Record a sequence that has ended."""
         self.requests.labels(timeline.path, outcome).inc()
+        self.explanations.add(timeline, outcome)
         for state, pause_s in timeline.pauses_s:
             self.pause.labels(state).observe(pause_s)
         if outcome != "finished":

@@ -1,7 +1,8 @@
 """Commands for operators of a running server. The server's side is `router.front.admin`.
 
-client.py  calls to the paths of operators
-drain.py   `ridgeline drain`
-mode.py    `ridgeline mode`
-orders.py  `ridgeline scale` and `ridgeline restart`
+client.py     calls to the paths of operators
+decisions.py  `ridgeline decisions`
+drain.py      `ridgeline drain`
+mode.py       `ridgeline mode`
+orders.py     `ridgeline scale` and `ridgeline restart`
 """

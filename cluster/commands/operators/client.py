@@ -1,6 +1,7 @@
 """Calls to the paths of operators of a running server.
 
-Used by `cluster.commands.operators.drain`, `cluster.commands.operators.mode` and `cluster.commands.operators.orders`.
+Used by `cluster.commands.operators.decisions`, `cluster.commands.operators.drain`, `cluster.commands.operators.mode`
+and `cluster.commands.operators.orders`.
 """
 
 from __future__ import annotations

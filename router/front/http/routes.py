@@ -24,6 +24,7 @@ ROUTES: Final[Mapping[str, Callers]] = {
     "/ridgeline/workers": "operators",
     "/ridgeline/drain": "operators",
     "/ridgeline/mode": "operators",
+    "/ridgeline/decisions": "operators",
     "/ridgeline/forget_prefixes": "operators",
     "/ridgeline/scale": "operators",
     "/ridgeline/restart": "operators",

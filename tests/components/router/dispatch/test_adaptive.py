@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
@@ -53,8 +54,8 @@ class Serving:
         self.queues = prompt_queues(fleet, settings, learned)
         self.registry = CollectorRegistry()
         self.placement = placement = LocalPlacement(fleet, self.queues, settings, learned)
-        metrics = RequestMetrics(self.registry)
-        self.orchestrator = Orchestrator(fleet, placement, settings, metrics, lambda handoff, after_s: None)
+        self.metrics = RequestMetrics(self.registry)
+        self.orchestrator = Orchestrator(fleet, placement, settings, self.metrics, lambda handoff, after_s: None)
         self.number = 0
 
     def engine_of(self, worker):
@@ -131,6 +132,10 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
         await asyncio.gather(serving.step_until(first[1]), serving.step_until(second[1]))
         assert (first[0], second[0]) == (expected(120), expected(120, another))
         assert serving.decisions() == {("whole", "within_limits"): 1, ("split", "within_limits"): 1}
+        for row, request_id in zip(serving.metrics.explanations.rows(10), ("r2", "r1"), strict=True):
+            assert (row["request_id"], row["outcome"], row["ttft_limit_s"]) == (request_id, "finished", 10.0)
+            assert row["seen"]["output_tokens"] == 120
+            assert row["options"][0]["lost"] == pytest.approx(min(one["lost"] for one in row["options"]), abs=0.1)
         assert all(worker.outstanding == type(worker.outstanding)() for worker in fleet.workers), "nothing stays held"
 
 

@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from rich.console import Console
 
+from cluster.commands.operators.decisions import decisions
 from cluster.commands.operators.drain import drain
 from cluster.config.api_keys import ApiKeyError, key_hashes
 from cluster.config.loader import explain, load_config
@@ -21,6 +22,7 @@ from router.front.http.context import WithContext
 from router.front.middleware.admin_access import AdminAccess
 from router.front.middleware.auth import Access, KeyGuard
 from router.front.orders import OrderBook
+from router.observe.explanations import Explanations
 from tests.support.fake_engine import make_task as a_task
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
@@ -46,7 +48,7 @@ async def admin(caller="127.0.0.1", access=LOCAL, **layouts):
         a_fleet([host.address for host in started]) as fleet,
     ):
         app = FastAPI()
-        app.include_router(admin_routes(fleet, Modes(fleet, {}), OrderBook()))
+        app.include_router(admin_routes(fleet, Modes(fleet, {}), OrderBook(), Explanations()))
         app = WithContext(KeyGuard(app, Access(admin=access)))
         transport = httpx.ASGITransport(app, client=(caller, 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -65,6 +67,14 @@ async def test_the_list_has_every_worker_with_its_pool_and_state():
         await started[0].stop()
         await eventually(lambda: not fleet.get("prefill-0").client.connected)
         assert (await http.get("/ridgeline/workers")).json()["workers"][0]["state"] == "lost"
+
+
+@pytest.mark.parametrize("last", ["0", "-1", "257", "all", "1e3", ""])
+async def test_an_impossible_number_of_decisions_is_refused(last):
+    async with admin() as (http, _, _, _):
+        assert (await http.get("/ridgeline/decisions", params={"last": last})).status_code == 422
+        told = (await http.get("/ridgeline/decisions")).json()
+        assert told == {"mode": "disaggregated", "decisions": []}
 
 
 async def test_a_worker_that_is_told_to_drain_says_so_at_once_and_refuses_work():
@@ -226,7 +236,7 @@ async def test_no_way_of_writing_an_operators_path_leads_past_the_admin_key(writ
 async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
     async with a_fleet([]) as fleet:
         app = FastAPI()
-        app.include_router(admin_routes(fleet, Modes(fleet, {}), OrderBook()))
+        app.include_router(admin_routes(fleet, Modes(fleet, {}), OrderBook(), Explanations()))
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert await statuses(http, **BEARER) == FORBIDDEN
@@ -251,6 +261,16 @@ async def test_the_command_tells_what_is_held_until_the_worker_is_gone():
         await fleet.remove("prefill-0")  # the supervisor's part
         await draining
         assert console.file.getvalue().splitlines()[-1] == "prefill-0 (prefill) is gone"
+
+
+async def test_the_command_that_explains_decisions_says_why_there_are_none():
+    async with admin() as (_, _, _, app), listening(app) as url:
+        console = Console(file=io.StringIO(), width=200)
+        await decisions(url, 5, admin_key_file=None, console=console)
+        assert console.file.getvalue() == (
+            "the server serves disaggregated, which predicts nothing: ridgeline mode adaptive, or cluster.mode: "
+            "adaptive\n"
+        )
 
 
 async def test_the_commands_failures_are_sentences_that_name_what_to_do():

@@ -6,9 +6,11 @@ import random
 
 import pytest
 
-from contracts.workers import WorkerStatus
+from contracts.workers import StepModel, WorkerStatus
+from router.fleet.adaptive import Wanted, choose
 from router.fleet.fleet import Worker
 from router.fleet.policy import PROMPT_SCORERS, Demand, NoWorker
+from router.fleet.prediction import Load
 from router.flow.choice import Choice
 from router.flow.decode_slots import DecodeSlots
 from router.flow.prompt_queue import PromptQueue
@@ -17,6 +19,9 @@ from tests.support.patience import eventually
 from tests.support.samples import LAYOUT, worker_description
 
 WINDOW = 1000
+MODEL = StepModel(
+    base_s=0.04, per_prefill_token_s=0.001, per_sequence_s=0.002, per_context_token_s=0.0, per_attended_token_s=0.0
+)
 
 
 class Client:
@@ -416,10 +421,13 @@ class Patient:
 
     def __init__(self):
         self.asked = []
+        self.is_picky = True
 
     def choose(self, demand, waited_s, roomy, *, urgent):
         self.asked.append((demand.client, waited_s))
-        return None if demand.client == "picky" else Choice(roomy[0])
+        if self.is_picky and demand.client == "picky":
+            return None
+        return Choice(roomy[0], decision=choose(Wanted(10, 10), [Load("prefill-0", MODEL, 512)], lambda *_: 0.0))
 
     def least_s(self, demand):
         return 1.0
@@ -445,3 +453,21 @@ async def test_a_chooser_is_told_how_long_a_request_has_waited_and_may_have_it_w
     bench.queue.dispatch()
     assert bench.started == []
     assert chooser.asked[-1] == ("picky", 7.0)
+    await bench.end()
+
+
+async def test_how_long_a_prompt_was_held_for_a_worker_is_told_with_the_decision():
+    chooser = Patient()
+    bench = Bench(chooser=chooser)
+    await bench.send("fills", WINDOW)
+    await bench.send("one", 10, client="picky")
+    bench.clock.now_s += 4  # there was no room on any worker, so it was not held by choice
+    await bench.finish("fills")
+    bench.clock.now_s += 2
+    bench.queue.dispatch()
+    bench.clock.now_s += 1
+    chooser.is_picky = False
+    bench.queue.dispatch()
+    await settle()
+    assert {name: turn.decision.held_s for name, turn in bench.turns.items()} == {"fills": 0.0, "one": 3.0}
+    await bench.end()
