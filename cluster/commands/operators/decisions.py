@@ -72,7 +72,10 @@ def _latency(name: str, predicted_s: float, seen_s: float | None, limit_s: float
 def _loses(other: dict[str, Any], chosen: dict[str, Any]) -> str:
     """Return by how much another option was worse, in the unit in which options are compared."""
     if other["lost"] is None:
-        return f"{duration_text(other['latency_s'])} of latency instead of {duration_text(chosen['latency_s'])}; "
+        return (
+            f"{duration_text(other['latency_s'])} of latency, its own and what it adds to others', instead of "
+            f"{duration_text(chosen['latency_s'])}; "
+        )
     more = other["lost"] - chosen["lost"]
     return f"loses {abs(more):.2f} requests {'more' if more >= 0 else 'fewer, but takes longer'}; "
 

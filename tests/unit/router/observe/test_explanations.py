@@ -69,7 +69,10 @@ def test_without_limits_options_are_told_by_their_latency():
     assert (row["ttft_limit_s"], row["tpot_limit_s"], row["options"][1]["lost"]) == (None, None, None)
     assert "this is the least latency" in lines[1]
     assert lines[2].endswith("TPOT 50 ms predicted, 60 ms seen, no limit")
-    assert lines[3] == "  or w0 alone: 3.00 s of latency instead of 3.00 s; TTFT 400 ms; TPOT 50 ms"
+    assert lines[3] == (
+        "  or w0 alone: 3.00 s of latency, its own and what it adds to others', instead of 3.00 s; TTFT 400 ms; "
+        "TPOT 50 ms"
+    )
 
 
 def test_what_happened_before_and_after_the_choice_is_told():
