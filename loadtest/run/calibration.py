@@ -224,7 +224,7 @@ def fit_budget(
 
 def duration_text(seconds: float) -> str:
     """Format a short time for people."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
 def minutes_text(seconds: float) -> str:

@@ -71,13 +71,17 @@ class Orchestrator:
         Raises NoWorker, WorkerLost, EngineFailed, InvalidTask, TaskRejected, CannotContinue or DeadlineExceeded.
         """
         metrics = self._uncounted if request.canary else self._metrics
+        wish = request.wish
         timeline = RequestTimeline(
             time.monotonic,
             request.request_id,
             len(request.prompt_token_ids),
-            self._placement.route_of(request.wish).path,
+            self._placement.route_of(wish).path,
             head_read_s=request.head_read_s,
             observe=metrics.observe,
+            client_request_id=request.client_request_id,
+            ttft_limit_s=wish.demand.ttft_limit_s,
+            tpot_limit_s=wish.demand.tpot_limit_s,
         )
         outcome: Outcome = "failed"
         limit_s = min(request.timeout_s or self._settings.request_deadline_s, self._settings.request_deadline_s)

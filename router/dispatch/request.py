@@ -50,6 +50,8 @@ class SequenceRequest:
     reasoning_parser_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
     """Only requests with the same salt share prefix caches."""
+    client_request_id: str = ""
+    """The id that its client knows; of n sequences each has its number appended."""
     client: str = ANONYMOUS
     """The client whose share its prompt tokens count against."""
     canary: bool = False

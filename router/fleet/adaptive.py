@@ -9,8 +9,11 @@ much of the workers' time it would take. The choice is the option that loses the
 
 since one that takes twice the time that it must takes the time of another request. Of options that lose about the same,
 the one with the least latency is chosen, its own and what it adds to others'. If its worker has enough prompts for now,
-its time to first token counts twice, since those behind it wait too while another worker has room. Without limits
-nothing is broken, and only latency counts: its mean is kept low.
+its time to first token counts twice, since those behind it wait too while another worker has room.
+
+Without limits nothing is broken, and only latency counts: its mean is kept low. What is known of one request does not
+suffice for that: an answer that is decoded where there are fewer than anywhere else is made slower by the prompts to
+come, since that is where they will be computed, and it makes them slower. `BESIDE_PROMPTS` counts that.
 
 Some workers may favour a phase (`router.fleet.rebalance`). To use one against its favour counts as `AGAINST` lost
 requests: it is done to save more than one. A worker that favours decode has nothing better to do with its steps, so an
@@ -56,6 +59,10 @@ AGAINST = 1.0
 """What it counts to use a worker for the phase that it does not favour, in requests lost: as much as one that it saves,
 since it makes others late that come after. Without limits each such use counts like the request's latency once more."""
 
+BESIDE_PROMPTS = 2.0
+"""How many times the prompts count, without limits, that are expected to be computed beside an answer: more than once,
+since they wait for it too, and so does what comes after them. Chosen by simulation (`tools.bench.simulated_modes`)."""
+
 HandoverS = Callable[[Load, Load], float]
 """Returns the seconds that it takes to move the prompt's KV from one worker to another."""
 
@@ -69,6 +76,8 @@ class Wanted(Asked, frozen=True):
     """Whether two workers may share it; not if its prompt is shorter than `router.min_remote_prefill_tokens`."""
     sure_tokens: float = 0.0
     """The length that its answer will most likely have at least; its engine counts on that."""
+    prompt_load: float = 0.0
+    """Seconds for which the prompts that come in one second are computed, on all the workers that are looked at."""
 
 
 class Option(msgspec.Struct, frozen=True, gc=False):
@@ -109,10 +118,12 @@ class Decision(msgspec.Struct, frozen=True):
     others: tuple[Option, ...]
     """The next best options, best first."""
     wanted: Wanted
-    lost: tuple[float, ...] = ()
-    """The requests that each option loses, the chosen one and then the others; empty without limits."""
+    costs: tuple[float, ...] = ()
+    """By what the chosen option and then the others were ranked: the requests that they lose, or without limits the
+    seconds of latency that they cost."""
     held_s: float = 0.0
-    """Time that the prompt has waited for a worker that had enough of them, while another one would have taken it."""
+    """Time for which the prompt was held back, next to be placed, since a worker that had enough prompts was better for
+    it than those that would have taken it."""
 
 
 def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Decision | None:
@@ -136,7 +147,7 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
                 if prompt is not decode:
                     gap_s = handover_s(prompt.load, decode.load) + waits_s
                     options.append(_option(wanted, tpot_missed, prompt, decode, gap_s))
-    return _within_limits(wanted, options) if wanted.limited else _least_latency(wanted, options)
+    return _within_limits(wanted, options) if wanted.limited else _least_latency(wanted, options, _for_prompts(views))
 
 
 def _delay_s(option: Option) -> float:
@@ -144,10 +155,26 @@ def _delay_s(option: Option) -> float:
     return option.latency_s + (option.ttft_s if option.waits else 0.0)
 
 
-def _least_latency(wanted: Wanted, options: list[Option]) -> Decision:
-    ranked = sorted(options, key=lambda option: option.latency_s * (1 + option.against))
-    first, *others = ranked[: 1 + CONSIDERED]
-    return Decision(first, "least_latency", tuple(others), wanted)
+def _for_prompts(views: list[_View]) -> str | None:
+    """Return the worker that has fewer answers than any other one, so that prompts will go there.
+
+    None if there is none, or if workers favour phases, which says where prompts go.
+    """
+    if len(views) < 2 or any(view.load.favours for view in views):
+        return None
+    fewest, second = sorted(views, key=lambda view: view.load.decodes)[:2]
+    return fewest.load.worker_id if fewest.load.decodes < second.load.decodes else None
+
+
+def _least_latency(wanted: Wanted, options: list[Option], for_prompts: str | None) -> Decision:
+    beside_s = BESIDE_PROMPTS * wanted.prompt_load * wanted.output_tokens
+    costs = [
+        (_delay_s(option) + (beside_s * option.tpot_s if option.decode_worker == for_prompts else 0.0))
+        * (1 + option.against)
+        for option in options
+    ]
+    best, *others = sorted(range(len(options)), key=costs.__getitem__)[: 1 + CONSIDERED]
+    return _decision(wanted, "least_latency", options, costs, best, others)
 
 
 def _within_limits(wanted: Wanted, options: list[Option]) -> Decision:
@@ -161,13 +188,20 @@ def _within_limits(wanted: Wanted, options: list[Option]) -> Decision:
     best = min([place for place in places if lost[place] <= about], key=lambda place: _delay_s(options[place]))
     ranked = sorted(places, key=lost.__getitem__)[: 1 + CONSIDERED]
     others = [place for place in ranked if place != best][:CONSIDERED]
-    chosen = options[best]
+    reason = "fewest_broken" if options[best].broken >= 0.5 else "within_limits"
+    return _decision(wanted, reason, options, lost, best, others)
+
+
+def _decision(
+    wanted: Wanted, reason: str, options: list[Option], costs: list[float], best: int, others: list[int]
+) -> Decision:
+    """Return the decision for the option at the place `best`."""
     return Decision(
-        chosen,
-        "fewest_broken" if chosen.broken >= 0.5 else "within_limits",
+        options[best],
+        reason,
         tuple([options[place] for place in others]),
         wanted,
-        (lost[best], *[lost[place] for place in others]),
+        (costs[best], *[costs[place] for place in others]),
     )
 
 

@@ -10,7 +10,10 @@ mind:
 - a shape must hold `MORE` times as much as the present one at two readings, one after the other, and `LEAST_WORTH` of
   the load.
 
-A division is undone at two readings that say that limits have become so wide that it is of no use, or are none.
+Without limits it compares how long requests take on average, and a shape must make that `MORE` times shorter.
+
+A division is undone at two readings that say that limits have become so wide that it is of no use, or that without
+limits it saves no time.
 
 It is quick where waiting has no use: once the latest `TURNED_PROMPTS`, over `TURNED_S` at least, have limits alike that
 hardly any of the `REMEMBERED` before them had, or come when nothing is known, no other limits count, and one reading is
@@ -29,7 +32,7 @@ import msgspec
 from contracts.vocabulary import Phase, RebalanceMode
 from router.fleet.adaptive import Wanted
 from router.fleet.prediction import attended
-from router.fleet.shape import Traffic, Workers, best_shape, held_per_s, needs_no_division
+from router.fleet.shape import Traffic, Workers, best_shape, held_per_s, mean_latency_s, needs_no_division
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +59,10 @@ NEW: Final = 1
 QUICK_AGAIN_S: Final = 2 * INTERVAL_S
 """Time after a turn in which no other one counts, so that a client that changes its limits again and again does not
 change the fleet each time."""
+LEAST_DIVIDED: Final = 3
+"""Workers that are divided without limits, at least: of two, prompts go to the one with fewer answers anyway."""
 LEAST_LIMITED: Final = 0.1
-"""With fewer requests that have limits than this part, there are none to divide workers for."""
+"""With fewer requests that have limits than this part, the mean latency counts, and not what limits allow."""
 LEAST_SPLIT: Final = 0.5
 """With fewer requests that may be split than this part, workers that favour a phase would be of no use."""
 
@@ -114,8 +119,13 @@ class _Counted(msgspec.Struct):
         self.limited = part * latest.limited
         self.per_ttft_limit, self.per_tpot_limit = part * latest.per_ttft_limit, part * latest.per_tpot_limit
 
+    @property
+    def splits(self) -> bool:
+        """Whether enough requests may be split for workers to be divided."""
+        return self.may_split >= LEAST_SPLIT * self.requests
+
     def traffic(self, requests_per_s: float) -> Traffic:
-        limited = self.limited >= LEAST_LIMITED * self.requests and self.may_split >= LEAST_SPLIT * self.requests
+        limited = self.limited >= LEAST_LIMITED * self.requests
         return Traffic(
             requests_per_s=requests_per_s,
             prompt_tokens=self.prompt_tokens / self.requests,
@@ -280,9 +290,11 @@ class Rebalancer:
         """Return a shape that holds `MORE` times as much as the present one, if it is needed: the last reading's
         candidate if it is one of them, else the best."""
         present = self.prefill_workers(workers.number)
-        now = held_per_s(workers, traffic, present)
+        if not self._counted.splits:
+            return self._undone(workers, f"hardly any requests of {_size(traffic)} may be split")
         if not traffic.limited:
-            return self._undone(workers, f"hardly any requests of {_size(traffic)} have limits and may be split")
+            return self._faster(workers, traffic)
+        now = held_per_s(workers, traffic, present)
         if present and needs_no_division(workers, traffic, present):
             tpot_ms = 1e3 * traffic.tpot_limit_s
             return self._undone(
@@ -304,6 +316,26 @@ class Rebalancer:
             f"and TPOT {1e3 * traffic.tpot_limit_s:.3g} ms would hold up to {most:.3g} requests/s, and now {now:.3g}"
         )
         return Change(best, workers.number, reason)
+
+    def _faster(self, workers: Workers, traffic: Traffic) -> Change | None:
+        """Return a shape of which the mean latency is `MORE` times shorter than that of the present one: the last
+        reading's candidate if it is one of them, else the best. A division is undone once it saves nothing."""
+
+        def latency_s(prefill_workers: int) -> float:
+            return mean_latency_s(workers, traffic, prefill_workers)
+
+        present = self.prefill_workers(workers.number)
+        now_s, best = latency_s(present), best_shape(workers, traffic)
+        if self._candidate and self._candidate < workers.number and MORE * latency_s(self._candidate) < now_s:
+            best = self._candidate
+        takes = f"{traffic.requests_per_s:.3g} requests/s of {_size(traffic)} without limits take about"
+        if workers.number < LEAST_DIVIDED or (present and latency_s(0) <= now_s):
+            return self._undone(
+                workers, f"{takes} {latency_s(0):.3g} s on average if all do all, and now {now_s:.3g} s"
+            )
+        if MORE * latency_s(best) >= now_s:
+            return None
+        return Change(best, workers.number, f"{takes} {latency_s(best):.3g} s on average, and now {now_s:.3g} s")
 
     def _undone(self, workers: Workers, reason: str) -> Change | None:
         return Change(0, workers.number, reason) if self.prefill_workers(workers.number) else None

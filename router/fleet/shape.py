@@ -1,4 +1,5 @@
-"""Estimates the rate that a fleet of mode `adaptive` holds if all workers do all, or some favour one phase. Pure.
+"""Estimates what a fleet of mode `adaptive` holds, or how long answers take, if all workers do all or some favour one
+phase. Pure.
 
 Used by `router.fleet.rebalance`. The estimate is for the mean request of the latest traffic, to choose by. With
 p prompt tokens, o output tokens, TTFT limit F and TPOT limit L, N workers, and the worker's own model of its steps:
@@ -17,6 +18,12 @@ p prompt tokens, o output tokens, TTFT limit F and TPOT limit L, N workers, and 
   the times that the prompt's tokens and an answer add to steps, that is (r(k) w + (N - k) (1 - base / T)) / (w + a), as
   far as a prompt beside answers is in time: what they leave of a step must be at least w / F of it. Choices one at a
   time find `FOUND` of the best of these.
+
+Without limits the mean latency counts, at the rate r that there is. A prompt waits for one of c workers that are busy
+for a part u of their time with S seconds for each prompt: u^(sqrt(2 (c + 1)) - 1) / (c (1 - u)) S / 2, Sakasegawa's
+approximation (1977) for one service time. An answer finds n others on its worker, which takes D = o step(n + 1) /
+(1 - v) seconds for it, v being the part of its time for which the worker computes prompts, and n = D r / workers that
+decode.
 """
 
 from __future__ import annotations
@@ -85,6 +92,48 @@ def held_per_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> floa
     return max(together, FOUND * gathered)
 
 
+def mean_latency_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> float:
+    """Return the mean seconds from a request's arrival to its last token, of which so many workers favour prefill, and
+    the rest decode; inf if there are more requests than can be served.
+
+    0: none favours anything.
+    """
+    per_s, tokens_s = traffic.requests_per_s, _tokens_s(workers.model, traffic)
+    if prefill_workers:
+        prompt_s = _prompt_s(workers, traffic)
+        answer_s = _answer_latency_s(workers, traffic, workers.number - prefill_workers, 0.0)
+        return _queue_s(per_s, prompt_s, prefill_workers) + prompt_s + answer_s
+    prompts = per_s * tokens_s / workers.number
+    answer_s = _answer_latency_s(workers, traffic, workers.number, prompts)
+    if answer_s == math.inf:
+        return math.inf
+    steps = math.ceil(traffic.computed_tokens / workers.step_tokens)
+    prompt_s = tokens_s + steps * answer_s * (1 - prompts) / traffic.output_tokens
+    return _queue_s(per_s, prompt_s, workers.number) + prompt_s + answer_s
+
+
+def _queue_s(per_s: float, service_s: float, servers: int) -> float:
+    """Return the mean wait for one of the servers."""
+    used = per_s * service_s / servers
+    if used >= 1.0:
+        return math.inf
+    return math.pow(used, math.sqrt(2 * (servers + 1)) - 1) / (servers * (1 - used)) * service_s / 2
+
+
+def _answer_latency_s(workers: Workers, traffic: Traffic, number: int, prompts: float) -> float:
+    """Return the seconds of an answer on one of so many workers, which compute prompts for this part of their time."""
+    if prompts >= 1.0:
+        return math.inf
+    model, begun = workers.model, traffic.requests_per_s / number * traffic.output_tokens / (1 - prompts)
+    per_answer_s = model.per_sequence_s + model.per_context_token_s * traffic.context_tokens
+    if begun * per_answer_s >= 1.0:
+        return math.inf
+    others = begun * (model.base_s + per_answer_s) / (1 - begun * per_answer_s)
+    if others + 1 > min(workers.places, workers.kv_tokens / traffic.context_tokens):
+        return math.inf
+    return traffic.output_tokens * _step_s(workers, traffic, others + 1) / (1 - prompts)
+
+
 def needs_no_division(workers: Workers, traffic: Traffic, prefill_workers: int) -> bool:
     """Return whether steps leave so much time for prompts that this division holds no more than none."""
     divided = held_per_s(workers, traffic, prefill_workers)
@@ -96,10 +145,14 @@ def _is_roomy(workers: Workers, traffic: Traffic) -> bool:
 
 
 def best_shape(workers: Workers, traffic: Traffic) -> int:
-    """Return how many workers should favour prefill; 0: none should favour anything, as without limits."""
-    if not traffic.limited:
-        return 0
-    return max(range(workers.number), key=lambda prefill_workers: held_per_s(workers, traffic, prefill_workers))
+    """Return how many workers should favour prefill; 0: none should favour anything.
+
+    By what is held within the limits, or without any by the mean latency.
+    """
+    shapes = range(workers.number)
+    if traffic.limited:
+        return max(shapes, key=lambda prefill_workers: held_per_s(workers, traffic, prefill_workers))
+    return min(shapes, key=lambda prefill_workers: mean_latency_s(workers, traffic, prefill_workers))
 
 
 def _prompt_s(workers: Workers, traffic: Traffic) -> float:

@@ -58,9 +58,9 @@ def short_list(
     """
     if len(workers) <= FOR_PROMPT + FOR_ANSWER + FOR_PREFIX:
         return workers
-    now = [worker.outstanding for worker in workers]
+    now, own_tokens = [worker.outstanding for worker in workers], max(1, prompt_tokens)
     soon = [
-        (one.prompt_tokens + prompt_tokens) * (DOUBLES + one.decodes) * (LAST if one.favours == "decode" else 1)
+        (one.prompt_tokens + own_tokens) * (DOUBLES + one.decodes) * (LAST if one.favours == "decode" else 1)
         for one in now
     ]
     cheap = [

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -19,12 +19,16 @@ from contracts.vocabulary import Pool
 from contracts.workers import StepModel
 from router.fleet.adaptive import Decision, Wanted, choose
 from router.fleet.policy import PROMPT_SCORERS, Demand, blocks_needed, pick
-from router.fleet.prediction import Load, idle_prompt_s, with_prompts
+from router.fleet.prediction import Load, attended, idle_prompt_s, with_prompts
 from router.fleet.prefixes import BlockHashes, Found
 from router.fleet.shape import Workers
 from router.fleet.short_list import short_list
 from router.fleet.worker import Worker
 from router.flow.learned import Learned
+from router.flow.rates import FadingAmount
+
+PROMPTS_WINDOW_S: Final = 10.0
+"""Time constant with which the load by prompts follows the traffic."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -99,6 +103,8 @@ class ByPrediction:
         self._learned = learned
         self._by_score = ByScore(pool)
         self._clock = clock
+        self._prompts_s = FadingAmount(clock, PROMPTS_WINDOW_S)
+        """Seconds that prompts take that were placed lately."""
         self._any_favours = False
         """Whether a worker was told last time that it favours a phase."""
 
@@ -128,7 +134,7 @@ class ByPrediction:
             moved_bytes = (demand.prompt_tokens - sink.cached_tokens) * bytes_per_token
             return moved_bytes / bytes_per_s(source.worker_id, sink.worker_id)
 
-        wanted = self._wanted(demand, waited_s)
+        wanted = self._wanted(demand, waited_s, len(looked_at) / len(workers))
         decision = choose(wanted, loads, handover_s)
         if decision is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
@@ -137,7 +143,10 @@ class ByPrediction:
         if worker not in open_workers:
             return None
         if not urgent:
-            self._rebalance(workers, wanted, model, chosen.cached_tokens)
+            prompt_tokens, cached_tokens = wanted.prompt_tokens, chosen.cached_tokens
+            attends = attended(prompt_tokens, cached_tokens)
+            self._prompts_s.add(model.step_s(prompt_tokens - cached_tokens, 0, 0, attends))
+            self._rebalance(workers, wanted, model, cached_tokens)
         decode = by_id[chosen.decode_worker] if chosen.splits else None
         return Choice(worker, decode, decision)
 
@@ -169,7 +178,7 @@ class ByPrediction:
         model = _any_model(self._workers())
         return idle_prompt_s(model, demand.prompt_tokens) if model else 0.0
 
-    def _wanted(self, demand: Demand, waited_s: float) -> Wanted:
+    def _wanted(self, demand: Demand, waited_s: float, part_of_workers: float) -> Wanted:
         return Wanted(
             prompt_tokens=demand.prompt_tokens,
             output_tokens=self._learned.output_tokens(demand.output_tokens),
@@ -178,6 +187,7 @@ class ByPrediction:
             tpot_limit_s=demand.tpot_limit_s,
             waited_s=waited_s,
             may_split=demand.prompt_tokens >= self._min_remote_prefill_tokens,
+            prompt_load=part_of_workers * self._prompts_s.per_s,
         )
 
 

@@ -203,8 +203,8 @@ class _Waiting:
     granted: asyncio.Future[PromptTurn]
     pushed_s: float
     urgent: bool
-    held_since_s: float | None = None
-    """Since when it waits although a worker would take it."""
+    held_s: float = 0.0
+    """See `router.fleet.adaptive.Decision`."""
 
 
 class PromptQueue:
@@ -236,6 +236,9 @@ class PromptQueue:
         self._rate = ServiceRate(clock, window_tokens)
         self._unusable_since_s: float | None = None
         self._recheck: asyncio.TimerHandle | None = None
+        self._held: _Waiting | None = None
+        """The prompt that waits although a worker would take it."""
+        self._held_since_s = 0.0
 
     @asynccontextmanager
     async def turn(self, demand: Demand, *, decodes_here: bool, urgent: bool = False) -> AsyncIterator[PromptTurn]:
@@ -267,6 +270,7 @@ class PromptQueue:
 
         Call it when the fleet has changed; the queue calls it itself when a place is freed.
         """
+        held = None
         while len(self._queue) and (roomy := self._with_room()):
             may_start, now_s = self._slots.as_of_now(), self._clock()
             entry = self._queue.peek(may_start, now_s)
@@ -279,10 +283,12 @@ class PromptQueue:
             waited_s = asked.demand.waited_s + now_s - asked.pushed_s
             choice = self._chooser.choose(asked.demand, waited_s, roomy, urgent=asked.urgent)
             if choice is None:  # it waits for a worker that has no room now
-                asked.held_since_s = now_s if asked.held_since_s is None else asked.held_since_s
+                held = asked
                 break
             self._queue.pop(may_start, now_s)
-            self._grant(asked, choice, now_s)
+            self._hold(None)
+            self._grant(asked, choice)
+        self._hold(held)
         self._watch_outage()
 
     def seat(
@@ -369,10 +375,17 @@ class PromptQueue:
     def _full(self, worker: Worker) -> bool:
         return worker.outstanding.prompt_tokens >= self._window_tokens
 
-    def _grant(self, waiting: _Waiting, choice: Choice, now_s: float) -> None:
+    def _hold(self, waiting: _Waiting | None) -> None:
+        """Count the time until now for the prompt that was held back, and from now on for this one."""
+        now_s = self._clock()
+        if self._held is not None:
+            self._held.held_s += now_s - self._held_since_s
+        self._held, self._held_since_s = waiting, now_s
+
+    def _grant(self, waiting: _Waiting, choice: Choice) -> None:
         worker, decision = choice.worker, choice.decision
-        if decision is not None and waiting.held_since_s is not None:
-            decision = replace(decision, held_s=now_s - waiting.held_since_s)
+        if decision is not None and waiting.held_s:
+            decision = replace(decision, held_s=waiting.held_s)
         idle = not worker.outstanding.prompt_tokens
         decode_worker = choice.decode_worker or (worker if waiting.decodes_here else None)
         waiting.granted.set_result(self.seat(waiting.demand, worker, decode_worker, decision))

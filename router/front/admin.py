@@ -13,6 +13,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Query
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,7 +28,7 @@ from router.front.http.context import current
 from router.front.middleware.admin_access import ADMIN_PATH
 from router.front.orders import Order, OrderBook
 from router.front.shared_answer import Shared
-from router.observe.explanations import KEPT, Explanations
+from router.observe.explanations import KEPT, SHOWN_BY_DEFAULT, Explanations
 
 logger = logging.getLogger(__name__)
 _WITHOUT: dict[Pool, str] = {
@@ -39,8 +40,6 @@ _WITHOUT: dict[Pool, str] = {
 """What follows when the last worker of a pool leaves."""
 DRAIN_TIMEOUT_S = 30.0
 MOST_WORKERS = 1000
-DECISIONS = 20
-"""Decisions that are explained to who does not say how many."""
 REFRESH_EVERY_S = 0.5
 """Interval at which workers are asked for their figures when many callers want the list."""
 
@@ -123,9 +122,9 @@ def admin_routes(
         return {"mode": change.mode, "rerouted_prompts": change.rerouted_prompts, "took_s": round(change.took_s, 3)}
 
     @routes.get("/decisions")
-    async def decisions(last: Annotated[int, Query(ge=1, le=KEPT)] = DECISIONS) -> dict[str, Any]:
+    async def decisions(last: Annotated[int, Query(ge=1, le=KEPT)] = SHOWN_BY_DEFAULT) -> dict[str, Any]:
         """Explain the latest decisions of this router, newest first."""
-        return {"mode": modes.mode, "decisions": explanations.rows(last)}
+        return {"mode": modes.mode, "decisions": msgspec.to_builtins(explanations.latest(last))}
 
     @routes.post("/forget_prefixes")
     async def forget_prefixes() -> dict[str, Any]:

@@ -194,9 +194,10 @@ class RouterEngineClient(EngineClient):
                 self._unread.add(collector)
 
         collector = BoundedCollector(request.params.output_kind, request.request_id, self._max_unread_stream_bytes, end)
-        for child in self._register(request, prompt_text, collector):
+        for number, child in enumerate(self._register(request, prompt_text, collector)):
             its_own = wanted if child is request else sampling_of(child.params)
-            task = asyncio.create_task(self._run(child, its_own, collector, client), name=child.request_id)
+            known_as = request_id if child is request else f"{request_id}[{number}]"
+            task = asyncio.create_task(self._run(child, its_own, collector, client, known_as), name=child.request_id)
             task.add_done_callback(sequence_ended)
             tasks.append(task)
         self._groups.setdefault(request_id, []).extend(tasks)
@@ -233,7 +234,12 @@ class RouterEngineClient(EngineClient):
         return children
 
     async def _run(
-        self, request: EngineCoreRequest, wanted: Sampling, collector: RequestOutputCollector, client: str
+        self,
+        request: EngineCoreRequest,
+        wanted: Sampling,
+        collector: RequestOutputCollector,
+        client: str,
+        client_request_id: str,
     ) -> None:
         """Run one sequence. Errors go to the collector, which raises them in `generate`."""
         assert self._orchestrator is not None
@@ -244,6 +250,7 @@ class RouterEngineClient(EngineClient):
             reasoning_ended=request.reasoning_ended,
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             cache_salt=request.cache_salt,
+            client_request_id=client_request_id,
             timeout_s=current().timeout_s,
             ttft_limit_s=current().ttft_limit_s,
             tpot_limit_s=current().tpot_limit_s,

@@ -1,6 +1,7 @@
 """The latest decisions of mode `adaptive`, each with what was predicted, what else there was, and what came of it.
 
-`router.observe.metrics` records them; `GET /ridgeline/decisions` (`router.front.admin`) shows them to operators.
+`router.observe.metrics` records them; `GET /ridgeline/decisions` (`router.front.admin`) shows them to operators, for
+whom `cluster.commands.operators.decisions` puts them into sentences.
 """
 
 from __future__ import annotations
@@ -10,60 +11,49 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, Final
+from typing import Annotated, Final
 
 import msgspec
 
-from router.fleet.adaptive import Decision, Option
+from router.fleet.adaptive import Option
 from router.observe.timeline import Outcome, RequestTimeline
 
 KEPT: Final = 256
-"""Decisions that are kept, about 1 KB each."""
+"""Decisions that are kept, about 1.5 KB each."""
+SHOWN_BY_DEFAULT: Final = 10
 MOST_ID_CHARACTERS: Final = 80
 """A request's id may be its client's own."""
 
 
-class Explained(msgspec.Struct, frozen=True):
-    """A sequence that has ended, with the decision by which it got its workers at last."""
+class Explanation(msgspec.Struct, frozen=True):
+    """A sequence that has ended, and the decision by which it got its workers at last. Times are in seconds."""
 
-    ended_s: float
     request_id: str
+    """The id that its client knows; `[0]`, `[1]` and so on are appended for a request with n > 1."""
     outcome: Outcome
     path: str
-    decision: Decision
+    prompt_tokens: int
     output_tokens: int
+    ttft_limit_s: float | None
+    tpot_limit_s: float | None
     ttft_s: float | None
-    """None without any token."""
+    """What its client saw; None without any token."""
     tpot_s: float | None
     """None with less than two tokens."""
-    lost_workers: int
-    """Workers that it lost while it was served; what was seen then includes the pauses."""
-
-    def as_row(self, now_s: float) -> dict[str, Any]:
-        """Return it for JSON, where a limit that there is not is null."""
-        decision, wanted = self.decision, self.decision.wanted
-        options = (decision.chosen, *decision.others)
-        lost = decision.lost or (None,) * len(options)
-        return {
-            "request_id": self.request_id,
-            "ended_s_ago": round(max(0.0, now_s - self.ended_s), 3),
-            "outcome": self.outcome,
-            "path": self.path,
-            "reason": decision.reason,
-            "waited_s": wanted.waited_s,
-            "held_s": decision.held_s,
-            "prompt_tokens": wanted.prompt_tokens,
-            "ttft_limit_s": _finite(wanted.ttft_limit_s),
-            "tpot_limit_s": _finite(wanted.tpot_limit_s),
-            "expected": {"output_tokens": wanted.output_tokens},
-            "seen": {
-                "output_tokens": self.output_tokens,
-                "ttft_s": self.ttft_s,
-                "tpot_s": self.tpot_s,
-                "lost_workers": self.lost_workers,
-            },
-            "options": [_option_row(option, loses) for option, loses in zip(options, lost, strict=True)],
-        }
+    placements: int
+    """More than 1 if it was taken from a worker that was lost or drained, and placed again. What is predicted is then
+    for the rest of it."""
+    reason: str
+    expected_output_tokens: float
+    placed_after_s: float
+    """Time from its arrival to the decision."""
+    held_s: float
+    """See `router.fleet.adaptive.Decision`."""
+    options: Annotated[list[Option], msgspec.Meta(min_length=1)]
+    """The chosen one, then the next best."""
+    costs: Annotated[list[float], msgspec.Meta(min_length=1)]
+    """By what they were ranked, see `router.fleet.adaptive.Decision`."""
+    ended_s_ago: float = 0.0
 
 
 class Explanations:
@@ -71,35 +61,50 @@ class Explanations:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._latest: deque[Explained] = deque(maxlen=KEPT)
+        self._latest: deque[tuple[float, Explanation]] = deque(maxlen=KEPT)
+        """With the times at which they ended, newest first."""
 
     def add(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Keep the decision of a sequence that has ended, if its workers were chosen by one."""
-        if timeline.decision is None:
+        decision = timeline.decision
+        if decision is None:
             return
-        self._latest.appendleft(
-            Explained(
-                ended_s=self._clock(),
-                request_id=timeline.request_id[:MOST_ID_CHARACTERS],
-                outcome=outcome,
-                path=timeline.path,
-                decision=timeline.decision,
-                output_tokens=timeline.num_output_tokens,
-                ttft_s=timeline.ttft_s,
-                tpot_s=timeline.tpot_s,
-                lost_workers=len(timeline.pauses_s),
-            )
+        explanation = Explanation(
+            request_id=_cut(timeline.client_request_id or timeline.request_id),
+            outcome=outcome,
+            path=timeline.path,
+            prompt_tokens=timeline.num_prompt_tokens,
+            output_tokens=timeline.num_output_tokens,
+            ttft_limit_s=_finite(timeline.ttft_limit_s),
+            tpot_limit_s=_finite(timeline.tpot_limit_s),
+            ttft_s=timeline.ttft_s,
+            tpot_s=timeline.tpot_s,
+            placements=1 + timeline.interruptions,
+            reason=decision.reason,
+            expected_output_tokens=decision.wanted.output_tokens,
+            placed_after_s=decision.wanted.waited_s,
+            held_s=decision.held_s,
+            options=[decision.chosen, *decision.others],
+            costs=[*decision.costs],
         )
+        self._latest.appendleft((self._clock(), explanation))
 
-    def rows(self, most: int) -> list[dict[str, Any]]:
-        """Return the latest ones for JSON, newest first."""
+    def latest(self, most: int) -> list[Explanation]:
+        """Return the latest ones, newest first."""
         now_s = self._clock()
-        return [one.as_row(now_s) for one in islice(self._latest, most)]
-
-
-def _option_row(option: Option, loses: float | None) -> dict[str, Any]:
-    return {**msgspec.structs.asdict(option), "lost": loses}
+        return [
+            msgspec.structs.replace(one, ended_s_ago=round(now_s - ended_s, 3))
+            for ended_s, one in islice(self._latest, most)
+        ]
 
 
 def _finite(limit_s: float) -> float | None:
     return limit_s if math.isfinite(limit_s) else None
+
+
+def _cut(request_id: str) -> str:
+    """Return a long id without its middle."""
+    if len(request_id) <= MOST_ID_CHARACTERS:
+        return request_id
+    half = MOST_ID_CHARACTERS // 2
+    return f"{request_id[: half - 1]}..{request_id[1 - half :]}"

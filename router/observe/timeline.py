@@ -7,6 +7,7 @@ All times are durations, each on one clock: the router's for what a client sees,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -40,6 +41,10 @@ class RequestTimeline:
     """When the head of its HTTP request had been read; None: it arrives now."""
     observe: Observe = _nobody
     """Receives each latency as soon as it is known."""
+    client_request_id: str = ""
+    """The id that its client knows; empty for a canary."""
+    ttft_limit_s: float = math.inf
+    tpot_limit_s: float = math.inf
     router_queue_s: float = 0.0
     """Seconds that the prompt waited in the router for a worker."""
     num_output_tokens: int = 0
@@ -54,6 +59,8 @@ class RequestTimeline:
     pauses_s: list[tuple[RequestState, float]] = field(default_factory=list)
     """For each loss of a worker, the request's state and the pause that the client saw: from the last token before the
     loss, or from arrival, to the next token."""
+    interruptions: int = 0
+    """How many times it was taken from a worker to go on elsewhere."""
     last_pool: Pool | None = None
     """The pool that made the last token so far."""
     arrived_s: float = field(init=False)
@@ -102,6 +109,7 @@ class RequestTimeline:
     def interrupted(self, state: RequestState) -> None:
         """Record that the request was taken from its worker in this state and goes on elsewhere."""
         self._interrupted = state
+        self.interruptions += 1
         self.overlapped = False
         self.prefill_timing = self.decode_timing = None
 

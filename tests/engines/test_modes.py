@@ -113,7 +113,7 @@ async def test_in_mode_adaptive_answers_within_limits_are_the_models_whole_or_sp
     async def ask(prompt: list[int], tokens: int = 24) -> list[int]:
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         answer: list[int] = []
-        async for _, event in engines.stream("/v1/completions", body, limits):
+        async for _, event in engines.stream("/v1/completions", body, {**limits, "x-request-id": f"mine-{prompt[0]}"}):
             answer += event["choices"][0]["token_ids"]
             began.set()
         return answer
@@ -133,6 +133,10 @@ async def test_in_mode_adaptive_answers_within_limits_are_the_models_whole_or_sp
     figure(f"an answer of 64 tokens, and 6 of 24 that come while it is made: {choices}")
     assert counted.sum("ridgeline_decisions_total", reason="within_limits") == len(prompts)
     assert sum(choices.values()) == len(prompts)  # which are split depends on how fast this machine's steps are
+    explained = (await engines.http.get("/ridgeline/decisions", params={"last": len(prompts)})).json()["decisions"]
+    assert sorted(one["request_id"] for one in explained) == sorted(f"cmpl-mine-{prompt[0]}-0" for prompt in prompts)
+    assert all((one["ttft_limit_s"], one["tpot_limit_s"], one["placements"]) == (60, 2, 1) for one in explained)
+    assert all(one["ttft_s"] < 60 and one["options"][0]["ttft_s"] < 60 for one in explained)
     for prompt, answer in zip([*prompts[1:], prompts[0]], answers, strict=True):
         assert all(engines.is_tie(nat) for nat in await engines.behind_best_nats(prompt, answer))
     assert await engines.becomes_idle() == {}

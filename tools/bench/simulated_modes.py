@@ -32,6 +32,8 @@ from router.fleet.rebalance import Rebalancer
 from router.fleet.shape import Workers
 from router.fleet.short_list import short_list
 from router.fleet.worker import Outstanding
+from router.flow.choice import PROMPTS_WINDOW_S
+from router.flow.rates import FadingAmount
 
 
 def _model(base_s: float, per_prefill_token_s: float, per_sequence_s: float, per_context_token_s: float) -> StepModel:
@@ -210,6 +212,7 @@ class Simulation:
         self._numbers = count()
         self.rebalancer = Rebalancer("act" if fleet.rebalances else "none")
         self._now_s = 0.0
+        self._prompts_s = FadingAmount(lambda: self._now_s, PROMPTS_WINDOW_S)
 
     def run(self, requests: Sequence[Request]) -> None:
         """Serve all of them."""
@@ -294,15 +297,22 @@ class Simulation:
             worker.favours = favours.get(worker.name)
         looked_at = short_list(self._workers, request.prompt_tokens, 0, set(room))
         loads = [worker.load(self._now_s, self._limits, takes_prompt=worker in room) for worker in looked_at]
-        decision = choose(self._wanted(request), loads, lambda _source, _sink: HANDOVER_S)
+        wanted = self._wanted(request, len(looked_at) / len(self._workers))
+        decision = choose(wanted, loads, lambda _source, _sink: HANDOVER_S)
         assert decision is not None
         prompt = self._by_name[decision.chosen.prompt_worker]
         return (request, prompt, self._by_name[decision.chosen.decode_worker]) if prompt in room else None
 
-    def _wanted(self, request: Request) -> Wanted:
-        waited_s = self._now_s - request.arrival_s
+    def _wanted(self, request: Request, part_of_workers: float = 0.0) -> Wanted:
         limits = self._limits
-        return Wanted(request.prompt_tokens, request.output_tokens, limits.ttft_s, limits.tpot_s, waited_s)
+        return Wanted(
+            request.prompt_tokens,
+            request.output_tokens,
+            limits.ttft_s,
+            limits.tpot_s,
+            waited_s=self._now_s - request.arrival_s,
+            prompt_load=part_of_workers * self._prompts_s.per_s,
+        )
 
     def _may_be_in_time(self, request: Request) -> bool:
         alone_s = idle_prompt_s(self._fleet.machine, request.prompt_tokens)
@@ -315,6 +325,7 @@ class Simulation:
         decode.assigned[request.number] = request
         self._decodes_on[request.number] = decode
         if self._mode == "adaptive":
+            self._prompts_s.add(idle_prompt_s(self._fleet.machine, request.prompt_tokens))
             self.rebalancer.placed(self._wanted(request), self._now_s)
             if self.rebalancer.due(self._now_s):
                 self.rebalancer.read(self._now_s, self._alike)

@@ -50,4 +50,6 @@ def _sentence(response: httpx.Response) -> str:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = ""
-    return message or f"{response.request.url} answers {response.status_code}: is it a Ridgeline server?"
+    return (
+        message or f"{response.request.url} answers {response.status_code}: is it a Ridgeline server of this version?"
+    )

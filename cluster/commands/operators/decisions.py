@@ -4,93 +4,118 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import msgspec
 from rich.console import Console
 
 from cluster.commands.operators.client import ask, operator_client
+from loadtest.errors import ServerError
 from loadtest.run.calibration import duration_text
+from router.fleet.adaptive import Option
+from router.observe.explanations import Explanation
 
 PATH = "/ridgeline/decisions"
 REASONS: Final = {
-    "within_limits": "its limits and those of others can be kept",
-    "fewest_broken": "a limit is likely to be missed whatever is chosen, here the fewest",
-    "least_latency": "it has no limits, and this is the least latency",
+    "within_limits": "its limits and those of other requests will most likely be kept",
+    "fewest_broken": "a limit will most likely be missed, but this is the best option overall",
+    "least_latency": "no limits given; the least latency overall",
 }
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    mode: str
+    decisions: list[Explanation]
 
 
 async def decisions(url: str, last: int, *, admin_key_file: Path | None, console: Console) -> None:
     """Print the latest decisions of a running server, newest last. Raises ServerError when the server refuses."""
     async with operator_client(url, admin_key_file) as client:
         told = await ask(client, "GET", f"{PATH}?last={last}")
-    for row in reversed(told["decisions"]):
-        for line in sentences(row):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if not told["decisions"]:
-        console.print(_why_none(told["mode"]), highlight=False)
+    try:
+        answer = msgspec.convert(told, _Answer)
+    except msgspec.ValidationError as error:
+        raise ServerError(f"{url} explains decisions in another form than this version: {error}") from error
+    lines = [line for one in reversed(answer.decisions) for line in sentences(one)] or [_why_none(answer.mode)]
+    for line in lines:
+        console.print(_printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
-def sentences(row: dict[str, Any]) -> Iterator[str]:
+def sentences(one: Explanation) -> Iterator[str]:
     """Yield the lines that explain one decision to people."""
-    seen, (chosen, *others) = row["seen"], row["options"]
+    chosen, *others = one.options
+    cost, *other_costs = one.costs
     yield (
-        f"{_printable(row['request_id'])}: {row['prompt_tokens']:.0f} tokens in, {seen['output_tokens']} out "
-        f"({row['expected']['output_tokens']:.0f} expected), {row['outcome']} {duration_text(row['ended_s_ago'])} ago"
+        f"{one.request_id}: {one.prompt_tokens} tokens in, {one.output_tokens} out "
+        f"({one.expected_output_tokens:.0f} expected), {one.outcome} {_ago(one.ended_s_ago)} ago"
     )
-    yield f"  {_workers(chosen)}: {REASONS.get(row['reason'], row['reason'])}{_history(row)}"
+    yield f"  {_workers(chosen)}: {'; '.join([REASONS.get(one.reason, one.reason), *_history(one)])}"
     yield "  " + "; ".join(
-        _latency(name, chosen[key], seen[key], row[limit])
-        for name, key, limit in (("TTFT", "ttft_s", "ttft_limit_s"), ("TPOT", "tpot_s", "tpot_limit_s"))
-    )
-    for other in others:
-        yield f"  or {_workers(other)}: {_loses(other, chosen)}" + "; ".join(
-            f"{name} {duration_text(other[key])}" for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))
+        (
+            _latency("TTFT", chosen.ttft_s, one.ttft_s, one.ttft_limit_s, is_whole=one.placements == 1),
+            _latency("TPOT", chosen.tpot_s, one.tpot_s, one.tpot_limit_s, is_whole=one.placements == 1),
         )
+    )
+    for other, its_cost in zip(others, other_costs, strict=False):
+        compared = _comparison(one.reason, its_cost, cost)
+        figures = f"TTFT {duration_text(other.ttft_s)}; TPOT {duration_text(other.tpot_s)}"
+        yield f"  or {_workers(other)}: {'; '.join([compared, *_traits(other), figures])}"
 
 
-def _history(row: dict[str, Any]) -> str:
-    """Return what had happened before the choice, and what happened after it."""
-    chosen, lost_workers = row["options"][0], row["seen"]["lost_workers"]
-    parts = [f"chosen {duration_text(row['waited_s'])} after it came"]
-    if row["held_s"]:
-        parts.append(f"held for {duration_text(row['held_s'])} until this worker had room")
-    if chosen["cached_tokens"]:
-        parts.append(f"{chosen['cached_tokens']} tokens were in the worker's cache")
-    if chosen["against"]:
-        parts.append("against what the workers favour")
-    if lost_workers:
-        parts.append(f"{lost_workers} worker{'s' * (lost_workers != 1)} lost, and this is the choice after that")
-    return "; " + "; ".join(parts)
+def _history(one: Explanation) -> Iterator[str]:
+    """Yield what had happened before the choice, and what it relied on."""
+    yield f"placed {duration_text(one.placed_after_s)} after arrival"
+    if one.held_s:
+        yield f"held back for {duration_text(one.held_s)} for a worker without room"
+    if one.options[0].cached_tokens:
+        yield f"{one.options[0].cached_tokens} tokens of the prompt expected in the worker's cache"
+    if one.options[0].against:
+        yield "against what workers favour"
+    if one.placements > 1:
+        yield f"placement {one.placements}, after it was taken from a worker that was lost or drained"
 
 
-def _latency(name: str, predicted_s: float, seen_s: float | None, limit_s: float | None) -> str:
+def _latency(name: str, predicted_s: float, seen_s: float | None, limit_s: float | None, *, is_whole: bool) -> str:
+    """Return a latency in words. What was predicted for the rest of a request says nothing of the whole."""
+    predicted = f"{duration_text(predicted_s)} predicted, " if is_whole else ""
     seen = "not seen" if seen_s is None else f"{duration_text(seen_s)} seen"
     limit = "no limit" if limit_s is None else f"limit {duration_text(limit_s)}"
-    return f"{name} {duration_text(predicted_s)} predicted, {seen}, {limit}"
+    return f"{name} {predicted}{seen}, {limit}"
 
 
-def _loses(other: dict[str, Any], chosen: dict[str, Any]) -> str:
+def _comparison(reason: str, cost: float, chosen_cost: float) -> str:
     """Return by how much another option was worse, in the unit in which options are compared."""
-    if other["lost"] is None:
-        return (
-            f"{duration_text(other['latency_s'])} of latency, its own and what it adds to others', instead of "
-            f"{duration_text(chosen['latency_s'])}; "
-        )
-    more = other["lost"] - chosen["lost"]
-    return f"loses {abs(more):.2f} requests {'more' if more >= 0 else 'fewer, but takes longer'}; "
+    if reason == "least_latency":
+        return f"costs {duration_text(cost)} of latency overall, the chosen one {duration_text(chosen_cost)}"
+    if cost >= chosen_cost:
+        return f"loses {cost - chosen_cost:.2f} requests more"
+    return f"loses {chosen_cost - cost:.2f} requests fewer, which counts as equal"
 
 
-def _workers(option: dict[str, Any]) -> str:
-    prompt, decode = option["prompt_worker"], option["decode_worker"]
+def _traits(option: Option) -> Iterator[str]:
+    if option.waits:
+        yield "would wait for room"
+    if option.against:
+        yield "against what workers favour"
+
+
+def _workers(option: Option) -> str:
+    prompt, decode = option.prompt_worker, option.decode_worker
     return f"{prompt} alone" if prompt == decode else f"{prompt} -> {decode}"
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.0f} h"
 
 
 def _why_none(mode: str) -> str:
     if mode != "adaptive":
         return f"the server serves {mode}, which predicts nothing: ridgeline mode adaptive, or cluster.mode: adaptive"
-    return "no request has ended that was placed by prediction: a worker's model needs some steps first"
+    return "this router has ended no request yet that it placed by prediction: a worker's model needs some steps first"
 
 
-def _printable(request_id: str) -> str:
-    """Return a request's id without what would change the terminal, since a client may have chosen it."""
-    return "".join(character if character.isprintable() else "?" for character in request_id)
+def _printable(line: str) -> str:
+    """Return a line without what would change the terminal, since a client may have chosen a part of it."""
+    return "".join(character if character.isprintable() else "?" for character in line)

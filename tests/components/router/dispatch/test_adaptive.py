@@ -132,10 +132,10 @@ async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_else
         await asyncio.gather(serving.step_until(first[1]), serving.step_until(second[1]))
         assert (first[0], second[0]) == (expected(120), expected(120, another))
         assert serving.decisions() == {("whole", "within_limits"): 1, ("split", "within_limits"): 1}
-        for row, request_id in zip(serving.metrics.explanations.rows(10), ("r2", "r1"), strict=True):
-            assert (row["request_id"], row["outcome"], row["ttft_limit_s"]) == (request_id, "finished", 10.0)
-            assert row["seen"]["output_tokens"] == 120
-            assert row["options"][0]["lost"] == pytest.approx(min(one["lost"] for one in row["options"]), abs=0.1)
+        for told, request_id in zip(serving.metrics.explanations.latest(10), ("r2", "r1"), strict=True):
+            assert (told.request_id, told.outcome, told.ttft_limit_s) == (request_id, "finished", 10.0)
+            assert (told.prompt_tokens, told.output_tokens, told.placements) == (len(PROMPT), 120, 1)
+            assert told.costs[0] == pytest.approx(min(told.costs), abs=0.1)
         assert all(worker.outstanding == type(worker.outstanding)() for worker in fleet.workers), "nothing stays held"
 
 

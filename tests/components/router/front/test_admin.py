@@ -273,6 +273,28 @@ async def test_the_command_that_explains_decisions_says_why_there_are_none():
         )
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [{"a": 1}, [], {"mode": "adaptive", "decisions": [{}]}, {"mode": "adaptive", "decisions": None}],
+    ids=str,
+)
+async def test_the_command_that_explains_decisions_refuses_what_it_cannot_read(answer):
+    app = FastAPI()
+    app.add_api_route("/ridgeline/decisions", lambda: answer)
+    async with listening(app) as url:
+        with pytest.raises(ServerError, match="in another form than this version"):
+            await decisions(url, 5, admin_key_file=None, console=Console(file=io.StringIO()))
+
+
+async def test_what_a_server_says_of_its_decisions_cannot_move_the_cursor():
+    app = FastAPI()
+    app.add_api_route("/ridgeline/decisions", lambda: {"mode": "\x1b[2J\x9b1m[/nope]\n", "decisions": []})
+    async with listening(app) as url:
+        console = Console(file=io.StringIO(), width=60)
+        await decisions(url, 5, admin_key_file=None, console=console)
+        assert console.file.getvalue().startswith("the server serves ?[2J?1m[/nope]?, which")
+
+
 async def test_the_commands_failures_are_sentences_that_name_what_to_do():
     console = Console(file=io.StringIO())
     with pytest.raises(ServerError, match="is the server running") as dead:
@@ -280,7 +302,7 @@ async def test_the_commands_failures_are_sentences_that_name_what_to_do():
     assert is_quoted(str(dead.value))
     app = FastAPI()
     async with listening(app) as url:
-        with pytest.raises(ServerError, match="answers 404: is it a Ridgeline server"):
+        with pytest.raises(ServerError, match="answers 404: is it a Ridgeline server of this version"):
             await drain(url, "decode-0", 1, force=False, admin_key_file=None, console=console)
 
 

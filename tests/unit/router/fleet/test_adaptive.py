@@ -264,6 +264,32 @@ def test_without_limits_the_least_latency_counts_that_of_others_included():
     assert (decision.chosen.prompt_worker, decision.reason) == ("w1", "least_latency")
 
 
+@pytest.mark.parametrize(("prompt_load", "decodes_on"), [(0.0, "w0"), (0.8, "w1")])
+def test_without_limits_an_answer_joins_others_where_prompts_to_come_would_be_computed_beside_it(
+    prompt_load, decodes_on
+):
+    loads = [a_load("w0"), decoding("w1", 3)]
+    decision = choose(wanted(prompt_load=prompt_load), loads, fast)
+    assert pair_of(decision) == ("w0", decodes_on)
+    assert decision.costs == tuple(sorted(decision.costs))
+
+
+def test_without_limits_prompts_to_come_count_nowhere_if_workers_have_as_many_answers_or_favour_phases():
+    for loads in (
+        [a_load("w0"), a_load("w1")],
+        [a_load("w0", favours="prefill"), decoding("w1", 3, favours="decode")],
+    ):
+        without, with_load = (choose(wanted(prompt_load=load), loads, fast) for load in (0.0, 0.8))
+        assert without.costs == with_load.costs
+
+
+def test_without_limits_a_prompt_that_waits_in_the_router_counts_for_those_behind_it():
+    full, busy = with_prompts("w0", 1, takes_prompt=False), decoding("w1", 1)
+    waits, beside = (choose(wanted(), loads, fast) for loads in ([full, busy], [with_prompts("w0", 1), busy]))
+    assert beside.chosen.prompt_worker == "w0"
+    assert waits.chosen.prompt_worker == "w1"
+
+
 def test_a_worker_that_has_most_of_the_prompt_computes_it():
     loads = [with_prompts("w0", 1), with_prompts("w1", 1, cached_tokens=480)]
     assert choose(wanted(10, 0.2), loads, fast).chosen.prompt_worker == "w1"

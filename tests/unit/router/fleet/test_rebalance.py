@@ -79,12 +79,13 @@ def test_few_prompts_in_a_long_time_are_not_enough():
 
 
 @pytest.mark.parametrize("before", [LOOSE, NONE])
-def test_limits_that_turn_tight_count_alone_and_at_once_and_so_do_those_that_turn_loose_again(before):
-    loop = Loop().serve(20, asked(before))
-    assert loop.serve(1.3 * TURNED_S / INTERVAL_S, asked(TIGHT)).shapes == [4]
+def test_limits_that_turn_tight_count_alone_and_at_once_and_so_do_those_that_are_gone_again(before):
+    loop = Loop(workers=2).serve(20, asked(before), rate=2.2)
+    assert loop.serve(1.3 * TURNED_S / INTERVAL_S, asked(TIGHT), rate=2.2).shapes == [1]
     assert "TPOT 42.9 ms" in loop.sentences[0]
-    loop.serve(QUICK_AGAIN_S / INTERVAL_S, asked(TIGHT)).serve(1.3 * TURNED_S / INTERVAL_S, asked(NONE))
-    assert loop.shapes == [4, 0]
+    loop.serve(QUICK_AGAIN_S / INTERVAL_S, asked(TIGHT), rate=2.2)
+    loop.serve(1.3 * TURNED_S / INTERVAL_S, asked(NONE), rate=2.2)
+    assert loop.shapes == [1, 0]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
@@ -142,13 +143,25 @@ def test_too_few_prompts_in_a_long_time_say_nothing():
     assert Loop().serve(100, rate=(LEAST_COUNTED - 1) / (10 * INTERVAL_S), within=0.0).shapes == []
 
 
-def test_loose_limits_and_none_divide_no_worker_and_undo_a_division():
+def test_loose_limits_divide_no_worker():
     assert Loop().serve(10, asked(LOOSE)).shapes == []
-    assert Loop().serve(10, asked(NONE)).shapes == []
-    undone = Loop().serve(5).serve(20, asked(NONE))
-    assert (undone.shapes[0], undone.shapes[-1]) == (4, 0)
-    assert undone.sentences[-1].startswith("no worker favours a phase: hardly any requests of 512 tokens in and 64 out")
-    assert undone.it.favours(NAMES) == {}
+
+
+def test_without_limits_many_workers_are_divided_where_that_shortens_requests_and_few_or_idle_ones_are_not():
+    loop = Loop().serve(10, asked(NONE))
+    assert loop.shapes == [4]
+    assert "without limits take about" in loop.sentences[0]
+    assert Loop().serve(10, asked(NONE), rate=IDLE).shapes == []
+    assert Loop(workers=2).serve(10, asked(NONE), rate=BUSY / 4).shapes == []
+
+
+def test_without_limits_a_division_is_undone_once_it_saves_no_time():
+    loop = Loop().serve(5, asked(NONE))
+    assert loop.shapes == [4]
+    loop.serve(20, asked(NONE, prompt_tokens=60, output_tokens=300), rate=3.5)
+    assert loop.shapes[-1] == 0
+    assert "if all do all" in loop.sentences[-1]
+    assert loop.it.favours(NAMES) == {}
 
 
 def test_a_division_is_undone_at_two_readings_once_limits_leave_steps_time_for_prompts():
@@ -162,6 +175,10 @@ def test_a_division_is_undone_at_two_readings_once_limits_leave_steps_time_for_p
 
 def test_requests_that_may_not_be_split_divide_no_worker():
     assert Loop().serve(10, asked(may_split=False)).shapes == []
+    assert Loop().serve(10, asked(NONE, may_split=False)).shapes == []
+    undone = Loop().serve(5).serve(20, asked(may_split=False))
+    assert undone.shapes == [4, 0]
+    assert undone.sentences[-1].endswith("hardly any requests of 512 tokens in and 64 out may be split")
 
 
 def test_a_shape_that_holds_nothing_is_not_changed_to_another_one_that_does_not():

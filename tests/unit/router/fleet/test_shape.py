@@ -7,7 +7,7 @@ import pytest
 
 from contracts.workers import TPOT_LIMIT_USED, StepModel
 from router.fleet.prediction import attended
-from router.fleet.shape import Traffic, Workers, best_shape, held_per_s, needs_no_division
+from router.fleet.shape import Traffic, Workers, best_shape, held_per_s, mean_latency_s, needs_no_division
 
 MODEL = StepModel(
     base_s=0.03,
@@ -109,9 +109,45 @@ def test_prompts_beside_answers_do_not_count_where_they_would_be_late():
     assert in_time > 1.1 * whole
 
 
-def test_without_limits_or_with_one_worker_none_favours_a_phase():
-    assert best_shape(fleet(8), traffic()) == 0
-    assert best_shape(fleet(1), traffic(5, 1.3)) == 0
+@pytest.mark.parametrize("limits", [(), (5, 1.3)])
+def test_one_worker_favours_no_phase(limits):
+    assert best_shape(fleet(1), traffic(*limits)) == 0
+
+
+SIMULATED_S = {
+    (2, 512, 64, 0.92): (4.98, 4.29),
+    (2, 512, 64, 1.45): (9.28, math.inf),
+    (2, 1024, 24, 0.40): (2.96, 3.71),
+    (2, 128, 128, 1.43): (7.29, 10.30),
+    (4, 512, 64, 1.85): (4.24, 3.73),
+    (8, 512, 64, 5.81): (6.93, 4.71),
+    (8, 1024, 24, 3.19): (3.42, 2.79),
+}
+"""Mean latency if all do all, and in the best division: workers, tokens in and out, requests/s (simulated, `MODEL`)."""
+
+
+@pytest.mark.parametrize("kind", SIMULATED_S, ids=str)
+def test_the_mean_latency_is_about_what_is_simulated_in_either_shape(kind):
+    workers, prompt_tokens, output_tokens, per_s = kind
+    asked = msgspec.structs.replace(
+        traffic(prompt_tokens=prompt_tokens, output_tokens=output_tokens), requests_per_s=per_s
+    )
+    together_s, *divided_s = (mean_latency_s(fleet(workers), asked, shape) for shape in range(workers))
+    simulated_s = SIMULATED_S[kind]
+    assert together_s == pytest.approx(simulated_s[0], rel=0.25)
+    assert min(divided_s) == pytest.approx(simulated_s[1], rel=0.25)
+    best = best_shape(fleet(workers), asked)
+    assert (best > 0) == (simulated_s[1] < simulated_s[0])
+
+
+def test_more_requests_than_a_fleet_can_serve_take_for_ever_and_divide_no_worker():
+    flood = msgspec.structs.replace(traffic(), requests_per_s=1e3)
+    assert [mean_latency_s(fleet(4), flood, shape) for shape in range(4)] == [math.inf] * 4
+    assert best_shape(fleet(4), flood) == 0
+    narrow = msgspec.structs.replace(fleet(4), places=1)
+    busy = msgspec.structs.replace(traffic(), requests_per_s=2.0)
+    assert math.isfinite(mean_latency_s(fleet(4), busy, 2))
+    assert mean_latency_s(narrow, busy, 2) == math.inf, "one place, and more answers than that"
 
 
 def test_prompts_that_caches_have_need_fewer_workers():

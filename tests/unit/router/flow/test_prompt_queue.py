@@ -456,18 +456,23 @@ async def test_a_chooser_is_told_how_long_a_request_has_waited_and_may_have_it_w
     await bench.end()
 
 
-async def test_how_long_a_prompt_was_held_for_a_worker_is_told_with_the_decision():
+async def test_the_time_for_which_a_prompt_was_held_back_is_told_with_the_decision():
     chooser = Patient()
     bench = Bench(chooser=chooser)
     await bench.send("fills", WINDOW)
     await bench.send("one", 10, client="picky")
-    bench.clock.now_s += 4  # there was no room on any worker, so it was not held by choice
+    bench.clock.now_s += 4  # no worker has room, so it is not held back
     await bench.finish("fills")
     bench.clock.now_s += 2
     bench.queue.dispatch()
     bench.clock.now_s += 1
+    await bench.send("urgent", WINDOW, urgent=True)
+    bench.clock.now_s += 8  # no worker has room again
+    await bench.finish("urgent")
+    bench.clock.now_s += 0.5
     chooser.is_picky = False
     bench.queue.dispatch()
     await settle()
-    assert {name: turn.decision.held_s for name, turn in bench.turns.items()} == {"fills": 0.0, "one": 3.0}
+    held_s = {name: turn.decision.held_s for name, turn in bench.turns.items()}
+    assert held_s == {"fills": 0.0, "urgent": 0.0, "one": 3.5}
     await bench.end()

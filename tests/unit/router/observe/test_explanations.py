@@ -3,11 +3,12 @@
 import json
 import math
 
+import msgspec
 import pytest
 
 from cluster.commands.operators.decisions import sentences
 from router.fleet.adaptive import Decision, Option, Wanted
-from router.observe.explanations import KEPT, MOST_ID_CHARACTERS, Explanations
+from router.observe.explanations import KEPT, MOST_ID_CHARACTERS, Explanation, Explanations
 from router.observe.timeline import RequestTimeline
 from tests.support.clock import FakeClock
 
@@ -16,21 +17,20 @@ def option(prompt_worker, decode_worker, ttft_s=0.4, tpot_s=0.05, **values):
     return Option(prompt_worker, decode_worker, ttft_s, tpot_s, 0.0, 1.0, 3.0, **values)
 
 
-def a_decision(reason="within_limits", *, limits=(2.0, 0.1), lost=(0.05, 0.5, 0.02), held_s=0.0, chosen=None):
-    return Decision(
-        chosen or option("w0", "w1"),
-        reason,
-        (option("w0", "w0"), option("w2", "w2", ttft_s=0.3)),
-        Wanted(512, 60, *limits, waited_s=0.25),
-        lost,
-        held_s,
-    )
+OTHERS = option("w0", "w0", against=1), option("w2", "w2", ttft_s=0.3, waits=True)
 
 
-def ended(decision, *gaps_s, request_id="cmpl-1"):
+def a_decision(reason="within_limits", *, costs=(0.05, 0.5, 0.02), held_s=0.0, chosen=None, others=OTHERS):
+    wanted = Wanted(700, 60, waited_s=0.25)
+    return Decision(chosen or option("w0", "w1"), reason, others, wanted, costs, held_s)
+
+
+def ended(decision, *gaps_s, request_id="cmpl-1", limits=(2.0, 0.1)):
     """A sequence that has had a token after each of these gaps."""
     clock = FakeClock()
-    timeline = RequestTimeline(clock, request_id, 512, path="disaggregated")
+    timeline = RequestTimeline(
+        clock, "r", 512, "disaggregated", client_request_id=request_id, ttft_limit_s=limits[0], tpot_limit_s=limits[1]
+    )
     timeline.decision = decision
     for gap_s in gaps_s:
         clock.now_s += gap_s
@@ -39,65 +39,72 @@ def ended(decision, *gaps_s, request_id="cmpl-1"):
 
 
 def told(timeline, outcome="finished", after_s=3.0):
+    """What went over HTTP, and what is printed."""
     clock = FakeClock()
     explanations = Explanations(clock)
     explanations.add(timeline, outcome)
     clock.now_s += after_s
-    (row,) = explanations.rows(10)
-    return json.loads(json.dumps(row, allow_nan=False)), list(sentences(row))
+    (row,) = json.loads(json.dumps(msgspec.to_builtins(explanations.latest(10)), allow_nan=False))
+    return row, list(sentences(msgspec.convert(row, Explanation)))
 
 
 def test_a_decision_is_told_with_its_reason_its_alternatives_and_what_was_predicted_and_seen():
     row, lines = told(ended(a_decision(), 0.5, 0.06, 0.06))
-    assert [(one["prompt_worker"], one["decode_worker"], one["lost"]) for one in row["options"]] == [
-        ("w0", "w1", 0.05),
-        ("w0", "w0", 0.5),
-        ("w2", "w2", 0.02),
+    assert [(one["prompt_worker"], one["decode_worker"]) for one in row["options"]] == [
+        ("w0", "w1"),
+        ("w0", "w0"),
+        ("w2", "w2"),
     ]
-    assert (row["seen"]["ttft_s"], row["seen"]["tpot_s"]) == pytest.approx((0.5, 0.06))
+    assert (row["ttft_s"], row["tpot_s"], row["costs"]) == (0.5, pytest.approx(0.06), [0.05, 0.5, 0.02])
     assert lines == [
-        "cmpl-1: 512 tokens in, 3 out (60 expected), finished 3.00 s ago",
-        "  w0 -> w1: its limits and those of others can be kept; chosen 250 ms after it came",
+        "cmpl-1: 512 tokens in, 3 out (60 expected), finished 3.0 s ago",
+        "  w0 -> w1: its limits and those of other requests will most likely be kept; placed 250 ms after arrival",
         "  TTFT 400 ms predicted, 500 ms seen, limit 2.00 s; TPOT 50 ms predicted, 60 ms seen, limit 100 ms",
-        "  or w0 alone: loses 0.45 requests more; TTFT 400 ms; TPOT 50 ms",
-        "  or w2 alone: loses 0.03 requests fewer, but takes longer; TTFT 300 ms; TPOT 50 ms",
+        "  or w0 alone: loses 0.45 requests more; against what workers favour; TTFT 400 ms; TPOT 50 ms",
+        "  or w2 alone: loses 0.03 requests fewer, which counts as equal; would wait for room; TTFT 300 ms; TPOT 50 ms",
     ]
 
 
-def test_without_limits_options_are_told_by_their_latency():
-    row, lines = told(ended(a_decision("least_latency", limits=(math.inf, math.inf), lost=()), 0.5, 0.06))
-    assert (row["ttft_limit_s"], row["tpot_limit_s"], row["options"][1]["lost"]) == (None, None, None)
-    assert "this is the least latency" in lines[1]
+def test_without_limits_options_are_told_by_the_latency_that_they_cost():
+    nothing = (math.inf, math.inf)
+    row, lines = told(ended(a_decision("least_latency", costs=(3.0, 4.0, 5.0)), 0.5, 0.06, limits=nothing))
+    assert (row["ttft_limit_s"], row["tpot_limit_s"]) == (None, None)
+    assert "the least latency overall" in lines[1]
     assert lines[2].endswith("TPOT 50 ms predicted, 60 ms seen, no limit")
-    assert lines[3] == (
-        "  or w0 alone: 3.00 s of latency, its own and what it adds to others', instead of 3.00 s; TTFT 400 ms; "
-        "TPOT 50 ms"
-    )
+    assert lines[3].startswith("  or w0 alone: costs 4.00 s of latency overall, the chosen one 3.00 s; against")
 
 
-def test_what_happened_before_and_after_the_choice_is_told():
-    timeline = ended(a_decision(held_s=0.2, chosen=option("w0", "w0", cached_tokens=96, against=1)), 0.5)
-    timeline.interrupted("decoding")
-    timeline.tokens(1, "adaptive")
-    row, lines = told(timeline, "cancelled")
-    assert (row["held_s"], row["seen"]["lost_workers"]) == (0.2, 1)
-    assert lines[0].endswith("cancelled 3.00 s ago")
+def test_what_happened_before_the_choice_and_what_it_relied_on_is_told():
+    row, lines = told(ended(a_decision(held_s=0.2, chosen=option("w0", "w0", cached_tokens=96, against=1)), 0.5))
+    assert row["held_s"] == 0.2
     assert lines[1].endswith(
-        "; chosen 250 ms after it came; held for 200 ms until this worker had room; 96 tokens were in the worker's "
-        "cache; against what the workers favour; 1 worker lost, and this is the choice after that"
+        "; placed 250 ms after arrival; held back for 200 ms for a worker without room; 96 tokens of the prompt "
+        "expected in the worker's cache; against what workers favour"
     )
 
 
-def test_a_sequence_that_ended_without_a_token_is_told_too():
-    row, lines = told(ended(a_decision()), "failed")
-    assert (row["seen"]["ttft_s"], row["seen"]["tpot_s"]) == (None, None)
-    assert "400 ms predicted, not seen, limit" in lines[2]
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_request_that_was_placed_again_is_told_as_its_client_saw_it_without_predictions_for_its_rest(tokens):
+    timeline = ended(a_decision(), *[0.5] * tokens)
+    timeline.interrupted("prefilling")
+    timeline.interrupted("prefilling")
+    row, lines = told(timeline, "cancelled")
+    assert row["placements"] == 3
+    assert lines[0] == f"cmpl-1: 512 tokens in, {tokens} out (60 expected), cancelled 3.0 s ago"
+    assert lines[1].endswith("; placement 3, after it was taken from a worker that was lost or drained")
+    seen = "500 ms seen" if tokens else "not seen"
+    assert lines[2] == f"  TTFT {seen}, limit 2.00 s; TPOT not seen, limit 100 ms"
 
 
-def test_a_request_id_of_a_client_is_cut_and_cannot_move_the_cursor():
-    row, lines = told(ended(a_decision(), 0.1, request_id="\x1b[2J\x9b1m\n" + "x" * 10_000))
+def test_a_request_id_of_a_client_is_cut_in_its_middle():
+    row, _ = told(ended(a_decision(), 0.1, request_id="first" + "x" * 10_000 + "last"))
     assert len(row["request_id"]) == MOST_ID_CHARACTERS
-    assert lines[0].startswith("?[2J?1m?xxx")
+    assert (row["request_id"][:5], row["request_id"][-4:]) == ("first", "last")
+
+
+@pytest.mark.parametrize(("seconds", "written"), [(0.05, "0.1 s"), (59, "59.0 s"), (90, "2 min"), (90_000, "25 h")])
+def test_how_long_ago_it_was_is_told_in_a_unit_that_fits(seconds, written):
+    assert told(ended(a_decision(), 0.1), after_s=seconds)[1][0].endswith(f"finished {written} ago")
 
 
 def test_the_latest_decisions_are_kept_and_those_without_a_prediction_are_not():
@@ -105,6 +112,6 @@ def test_the_latest_decisions_are_kept_and_those_without_a_prediction_are_not():
     for number in range(KEPT + 10):
         explanations.add(ended(a_decision(), request_id=f"r{number}"), "finished")
         explanations.add(ended(None), "finished")
-    rows = explanations.rows(1000)
-    assert [row["request_id"] for row in rows] == [f"r{number}" for number in reversed(range(10, KEPT + 10))]
-    assert len(explanations.rows(3)) == 3
+    latest = [one.request_id for one in explanations.latest(1000)]
+    assert latest == [f"r{number}" for number in reversed(range(10, KEPT + 10))]
+    assert len(explanations.latest(3)) == 3
