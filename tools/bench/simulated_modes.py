@@ -3,10 +3,11 @@
 Everything that it prints is simulated. Its steps take what a step model says, times a random factor; the choice of
 workers, the order of late prompts and the bound of a step are the product's own code (`router.fleet.adaptive`,
 `engine.steps.pace`, `engine.steps.bound`). `make bench-modes` measures the same on real engines. Of disaggregated
-fleets with more than two workers, the one with the best number of prefill workers is shown.
+fleets with more than two workers, the one with the best number of prefill workers is shown. With --without-limits the
+mean latency of each mode is shown, at several loads.
 
 usage: python -m tools.bench.simulated_modes [--machine avx2] [--workers 2] [--prompt-tokens 512] [--output-tokens 64]
-                                             [--requests 150] [--seeds 3] [--noise 0.1]
+                                             [--requests 150] [--seeds 3] [--noise 0.1] [--without-limits]
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import heapq
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from statistics import mean
@@ -81,6 +82,9 @@ class Limits:
 
     ttft_s: float
     tpot_s: float
+
+
+NO_LIMITS: Final = Limits(math.inf, math.inf)
 
 
 @dataclass(eq=False)
@@ -351,15 +355,28 @@ class Workload:
     output_tokens: int = 64
 
 
-def goodput(fleet: Fleet, mode: Mode, rate: float, limits: Limits, load: Workload) -> float:
-    """Return the simulated requests/s within limits at a rate."""
-    within, took_s = 0, 0.0
+def serve(fleet: Fleet, mode: Mode, rate: float, limits: Limits, load: Workload) -> Iterator[list[Request]]:
+    """Yield what has become of the requests of each seed."""
     for seed in range(1, load.seeds + 1):
         served = arrivals(rate, load.requests, seed, load.prompt_tokens, load.output_tokens)
         Simulation(fleet, mode, limits).run(served)
+        yield served
+
+
+def goodput(fleet: Fleet, mode: Mode, rate: float, limits: Limits, load: Workload) -> float:
+    """Return the simulated requests/s within limits at a rate."""
+    within, took_s = 0, 0.0
+    for served in serve(fleet, mode, rate, limits, load):
         within += sum(request.within(limits) for request in served)
         took_s += served[-1].arrival_s
     return within / took_s
+
+
+def mean_latency_s(fleet: Fleet, mode: Mode, rate: float, load: Workload) -> float:
+    """Return the simulated mean latency without limits."""
+    return mean(
+        request.end_s - request.arrival_s for served in serve(fleet, mode, rate, NO_LIMITS, load) for request in served
+    )
 
 
 def unloaded(machine: StepModel, prompt_tokens: int) -> tuple[float, float]:
@@ -372,27 +389,19 @@ def unloaded(machine: StepModel, prompt_tokens: int) -> tuple[float, float]:
 
 def best(fleet: Fleet, mode: Mode, rates: Sequence[float], limits: Limits, load: Workload) -> float:
     """Return the most that is served within limits at any of the rates, by the best split if the mode has one."""
+    return max(goodput(shape, mode, rate, limits, load) for shape in shapes(fleet, mode) for rate in rates)
+
+
+def shapes(fleet: Fleet, mode: Mode) -> list[Fleet]:
+    """Return the fleet with each number of prefill workers, if the mode has any."""
     splits = range(1, fleet.workers) if mode == "disaggregated" else (fleet.prefill_workers,)
-    shapes = [replace(fleet, prefill_workers=prefill_workers) for prefill_workers in splits]
-    return max(goodput(shape, mode, rate, limits, load) for shape in shapes for rate in rates)
+    return [replace(fleet, prefill_workers=prefill_workers) for prefill_workers in splits]
 
 
-def main() -> None:
-    """Print the simulated map."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", choices=MACHINES, default="avx2", help="whose steps are taken")
-    parser.add_argument("--workers", type=int, default=2, choices=range(2, 65), metavar="2..64")
-    parser.add_argument("--rebalances", action=argparse.BooleanOptionalAction, default=True, help="roles in adaptive")
-    parser.add_argument("--noise", type=float, default=0.0, help="of a step's time; 0.1 is about a tenth either way")
-    for one in fields(Workload):
-        parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default)
-    asked = parser.parse_args()
-    logging.disable(logging.WARNING)  # every simulated fleet would say when it is rebalanced
-    load = Workload(**{one.name: getattr(asked, one.name) for one in fields(Workload)})
-    fleet = Fleet(MACHINES[asked.machine], asked.workers, rebalances=asked.rebalances, noise=asked.noise)
+def print_map(fleet: Fleet, load: Workload) -> None:
+    """Print what each mode holds within each pair of limits."""
     prompt, step = unloaded(fleet.machine, load.prompt_tokens)
     rates = [part * fleet.workers / 2 / prompt for part in LOADS]
-    print(f"SIMULATED: {load.prompt_tokens} tokens in, {load.output_tokens} out, on {fleet.workers} workers")  # noqa: T201
     for ttft in TTFT_FACTORS:
         for tpot in TPOT_FACTORS:
             limits = Limits(ttft * prompt, tpot * step)
@@ -400,6 +409,35 @@ def main() -> None:
             ratio = held["adaptive"] / max(held["colocated"], held["disaggregated"])
             figures = "  ".join(f"{mode} {value:.3f}" for mode, value in held.items())
             print(f"TTFT <= {ttft:4g} TPOT <= {tpot:3g} unloaded: {figures} requests/s; {ratio:.2f} times")  # noqa: T201
+
+
+def print_latencies(fleet: Fleet, load: Workload) -> None:
+    """Print the mean latency of each mode without limits, at several loads."""
+    prompt, _ = unloaded(fleet.machine, load.prompt_tokens)
+    for part in LOADS:
+        rate = part * fleet.workers / 2 / prompt
+        took = {mode: min(mean_latency_s(shape, mode, rate, load) for shape in shapes(fleet, mode)) for mode in MODES}
+        ratio = took["adaptive"] / min(took["colocated"], took["disaggregated"])
+        figures = "  ".join(f"{mode} {value:.2f}" for mode, value in took.items())
+        print(f"{rate:5.2f} requests/s, mean latency: {figures} s; {ratio:.2f} times")  # noqa: T201
+
+
+def main() -> None:
+    """Print the simulated map, or the latencies without limits."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", choices=MACHINES, default="avx2", help="whose steps are taken")
+    parser.add_argument("--workers", type=int, default=2, choices=range(2, 65), metavar="2..64")
+    parser.add_argument("--rebalances", action=argparse.BooleanOptionalAction, default=True, help="roles in adaptive")
+    parser.add_argument("--without-limits", action="store_true", help="show mean latencies")
+    parser.add_argument("--noise", type=float, default=0.0, help="of a step's time; 0.1 is about a tenth either way")
+    for one in fields(Workload):
+        parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default)
+    asked = parser.parse_args()
+    logging.disable(logging.WARNING)  # every simulated fleet would say when it is rebalanced
+    load = Workload(**{one.name: getattr(asked, one.name) for one in fields(Workload)})
+    fleet = Fleet(MACHINES[asked.machine], asked.workers, rebalances=asked.rebalances, noise=asked.noise)
+    print(f"SIMULATED: {load.prompt_tokens} tokens in, {load.output_tokens} out, on {fleet.workers} workers")  # noqa: T201
+    (print_latencies if asked.without_limits else print_map)(fleet, load)
 
 
 if __name__ == "__main__":
