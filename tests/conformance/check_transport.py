@@ -66,8 +66,11 @@ class TransportHarness(Protocol):
 
     def make(self, cache: RankCache, options: TransferOptions) -> tuple[KvSource, KvFetcher]: ...
 
-    def slow_down(self, source: "Node", target: "Node") -> None:
-        """A fetch of `LONG` then takes 0.4 s."""
+    def slow_down(self, source: "Node", target: "Node") -> threading.Event:
+        """A fetch of `LONG` then takes 0.4 s.
+
+        It does not go on after its first bytes while the event that this returns, set at first, is cleared.
+        """
 
 
 class Node:
@@ -128,50 +131,68 @@ def alter_frames(node: Node, alter: Callable[[int, bytes], Iterator[bytes]]) -> 
 LONG = make_layout(num_layers=40)
 
 
-def slow_frames(source: Node, _target: Node) -> None:
+def going_on() -> threading.Event:
+    go_on = threading.Event()
+    go_on.set()
+    return go_on
+
+
+def slow_frames(source: Node, _target: Node) -> threading.Event:
     """For transports that send frames."""
+    go_on = going_on()
 
     def slowly(_index: int, frame: bytes) -> Iterator[bytes]:
         yield frame
+        go_on.wait(PATIENCE_S)
         time.sleep(0.01)
 
     alter_frames(source, slowly)
+    return go_on
 
 
-def slow_copies(_source: Node, target: Node) -> None:
+def slow_copies(_source: Node, target: Node) -> threading.Event:
     """For transports that copy from mapped memory."""
-    real = target.pool.copies_from
+    go_on, real = going_on(), target.pool.copies_from
 
     def slowly(*args):
         for copied in real(*args):
+            go_on.wait(PATIENCE_S)
             time.sleep(0.4)
             yield copied
 
     target.pool.copies_from = slowly
+    return go_on
 
 
-def slow_gathers(source: Node, _target: Node) -> None:
+def slow_gathers(source: Node, _target: Node) -> threading.Event:
     """For transports that send tensors."""
-    real = source.pool.gather
+    go_on, gather, count_sent = going_on(), source.pool.gather, source.source.server.count_sent
 
     def slowly(layers, block_ids):
         time.sleep(0.01 * len(layers))
-        return real(layers, block_ids)
+        return gather(layers, block_ids)
 
-    source.pool.gather = slowly
+    def count_and_wait(num_bytes):
+        count_sent(num_bytes)
+        go_on.wait(PATIENCE_S)
+
+    source.pool.gather, source.source.server.count_sent = slowly, count_and_wait
+    return go_on
 
 
-def slow_pieces(_source: Node, target: Node) -> None:
+def slow_pieces(_source: Node, target: Node) -> threading.Event:
     """For transports that read piece by piece into staging memory."""
     puller = target.fetcher._pullers["nixl"]
-    real = puller._move
+    go_on, real = going_on(), puller._move
 
     def slowly(*args):
         moved = real(*args)
+        go_on.wait(PATIENCE_S)
         time.sleep(0.4)
         return moved
 
     puller._move = slowly
+    return go_on
 
 
 def kept(node: Node) -> list[Any]:
@@ -261,12 +282,14 @@ class TransportConformance:
 
     async def test_cancel_in_mid_fetch_stops_writing_and_ends_the_read(self, harness):
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
-            harness.slow_down(prefill, decode)
+            go_on = harness.slow_down(prefill, decode)
+            go_on.clear()
             ids = [1, 2, 3]
             handoff = prefill.publish(ids)
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             task.cancel()
+            go_on.set()  # some transports wait for what they have begun
             with pytest.raises(asyncio.CancelledError):
                 await task
             after_cancel = [layer.copy() for layer in decode.layers]
@@ -305,12 +328,14 @@ class TransportConformance:
 
     async def test_release_while_reading_takes_effect_when_the_read_ends(self, harness):
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
-            harness.slow_down(prefill, decode)
+            go_on = harness.slow_down(prefill, decode)
+            go_on.clear()
             handoff = prefill.publish([1, 2, 3], owner="a")
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             await decode.fetcher.release(handoff)
             assert prefill.leases.take_finished() == set()
+            go_on.set()
             assert (await task).outcome == "ok"
             await eventually(lambda: prefill.leases.stats().open_leases == 0)
             assert prefill.leases.take_finished() == {"a"}
@@ -538,23 +563,27 @@ class TransportConformance:
         monkeypatch.setattr(SourceStream, "_begin", lambda stream: calls.append(begin(stream)) or calls[-1])
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
             assert await self._fetch_ok(prefill, decode, prefill.publish([1], "whole"), [1])
-            harness.slow_down(prefill, decode)
+            go_on = harness.slow_down(prefill, decode)
+            go_on.clear()
             handoff = prefill.publish([1, 2, 3], "cut")
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
             before = prefill.source.bytes_sent_total
             await eventually(lambda: prefill.source.bytes_sent_total > before)
             task.cancel()
+            go_on.set()
             await asyncio.gather(task, return_exceptions=True)
             assert [call for call in calls if call._state.due] == []
 
     async def test_a_source_forgotten_in_mid_fetch_is_read_to_the_end(self, harness):
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
-            harness.slow_down(prefill, decode)
+            go_on = harness.slow_down(prefill, decode)
+            go_on.clear()
             handoff = prefill.publish([1, 2, 3])
             task = asyncio.create_task(self._fetch_ok(prefill, decode, handoff, [1, 2, 3]))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             decode.fetcher.forget_all_but(())
             assert not task.done()
+            go_on.set()
             assert await task
             assert not kept(decode)
             assert await self._fetch_ok(prefill, decode, handoff, [1, 2, 3])

@@ -179,14 +179,16 @@ class TestCollective(TransportConformance):
 
     async def test_a_cancelled_fetch_leaves_the_group_in_step(self, harness):
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
-            harness.slow_down(prefill, decode)
+            go_on = harness.slow_down(prefill, decode)
             handoff = prefill.publish([1, 2, 3])
             groups = set()
             for _ in range(4):
+                go_on.clear()
                 sent_before = prefill.source.bytes_sent_total
                 task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
                 await eventually(lambda before=sent_before: prefill.source.bytes_sent_total > before)
                 task.cancel()
+                go_on.set()
                 with pytest.raises(asyncio.CancelledError):
                     await task
                 groups.add(self.group(decode, prefill))
@@ -195,7 +197,8 @@ class TestCollective(TransportConformance):
 
     async def test_a_fetch_that_waits_its_turn_can_be_cancelled_at_once(self, harness):
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
-            harness.slow_down(prefill, decode)
+            go_on = harness.slow_down(prefill, decode)
+            go_on.clear()
             first, second = prefill.publish([1, 2, 3], "a"), prefill.publish([7, 8, 9], "b")
             running = asyncio.create_task(decode.fetcher.fetch(first, 0, [4, 5, 6], decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
@@ -205,6 +208,7 @@ class TestCollective(TransportConformance):
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             assert not running.done()
+            go_on.set()
             assert (await running).outcome == "ok"
 
     async def test_the_tensor_that_never_comes_is_a_timeout_and_the_next_fetch_forms_a_new_group(

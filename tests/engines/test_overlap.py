@@ -71,14 +71,19 @@ async def gaps_ms(engines: Engines, prompts: list[list[int]], transport: str, fi
 
 
 async def test_a_short_prompt_is_announced_before_its_step_is_run(engines: Engines, text: list[int]):
-    await engines.cold()
-    before = await engines.metrics()
-    answer = asyncio.create_task(token_times_s(engines, text[30_000:][:SHORT_PROMPT_TOKENS], num_tokens=2))
-    while not answer.done() and not await decode_fetches(engines):  # noqa: ASYNC110 - no event tells it
-        await asyncio.sleep(0.005)
-    assert not answer.done(), "decode had admitted it before its first token was there"
-    await answer
-    assert Increase(before, await engines.metrics()).sum("ridgeline_followed_handoffs_total", result="ok") == 1
+    for attempt in range(ATTEMPTS):  # the whole answer may come while this process does not run, and nothing is seen
+        await engines.cold()
+        before = await engines.metrics()
+        prompt = text[30_000 + attempt * SHORT_PROMPT_TOKENS :][:SHORT_PROMPT_TOKENS]
+        answer = asyncio.create_task(token_times_s(engines, prompt, num_tokens=2))
+        while not answer.done() and not await decode_fetches(engines):  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.005)
+        is_seen = not answer.done()
+        await answer
+        assert Increase(before, await engines.metrics()).sum("ridgeline_followed_handoffs_total", result="ok") == 1
+        if is_seen:
+            break
+    assert is_seen, "decode had admitted it before its first token was there"
 
 
 async def decode_fetches(engines: Engines) -> bool:

@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 from contracts.handoff import KvHandoff
 from engine.request import sampling
 from tests.engines.harness import Engines
+from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
@@ -77,7 +78,7 @@ async def test_a_hand_off_can_be_fetched_once_and_is_gone_then(engines: Engines,
     prompt = text[61_000:61_070]
     await engines.cold()
     first, handoff = await prefilled(engines, prompt)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(PATIENCE_S):
         while await pinned_blocks(engines) != 3:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert handoff.num_blocks == 3

@@ -277,7 +277,8 @@ class _Running:
 
 def _compare_plan(**fields) -> ComparePlan:
     plain = {"trace": SIX, "settle_s": 0.02, "tokenizer": "unused", "warmup_requests": 1, "slo_tpot_ms": 40}
-    return ComparePlan(**plain | {"slo_ttft_ms": 20_000, "pairs": 2} | fields)
+    # No round is void, and repeated, because of a late client: it may be late by 4 s.
+    return ComparePlan(**plain | {"slo_ttft_ms": 200_000, "pairs": 2} | fields)
 
 
 def _summary(folder: Path) -> dict:
@@ -286,24 +287,29 @@ def _summary(folder: Path) -> dict:
 
 async def test_six_pairs_tell_a_slow_arm_from_a_fast_one_and_everything_is_written(tmp_path, console):
     fast, slow = Behaviour(ttft_s=0.01, tpot_s=0.001), Behaviour(ttft_s=0.01, tpot_s=0.06, mode="colocated")
+    # A machine that stands still for a second adds that to the 20 gaps of a fast answer, which may last 1.1 s, or hides
+    # one of a slow answer's, of which 19 last longer than that. If only the client does, it takes some for fast.
+    plan = _compare_plan(trace=SIX.replace("output=6", "output=21"), slo_tpot_ms=55, pairs=16)
     with running(slow) as one, running(fast) as other:
         arms = _Running(one), _Running(other, "disaggregated")
-        result = await compare(arms, _compare_plan(pairs=16), tmp_path, console, is_alone=False)
+        result = await compare(arms, plan, tmp_path, console, is_alone=False)
     assert (result.conclusion.outcome, result.conclusion.better, result.conclusion.pairs) == ("better", "b", 6)
     summary = _summary(tmp_path)
     outcome = summary["outcome"]
+    a, b = summary["arms"]["a"], summary["arms"]["b"]
+    assert a["attainment"] < 0.1
     assert outcome["headline"].startswith(
-        "Disaggregated is better under TTFT <= 20000 ms and TPOT <= 40 ms: colocated met both limits for 0% of "
-        "requests, disaggregated for 100% (difference +100.0 points, 97.5 % interval "
+        "Disaggregated is better under TTFT <= 200000 ms and TPOT <= 55 ms: colocated met both limits for "
+        f"{a['attainment']:.0%} of requests, disaggregated for 100% (difference {100 * (1 - a['attainment']):+.1f} "
+        "points, 97.5 % interval "
     )
     assert outcome["looks"] == [6]
     assert outcome["secondary"]["tpot"]["differs"]
     assert "lower disaggregated" in outcome["details"]
-    a, b = summary["arms"]["a"], summary["arms"]["b"]
     assert (a["label"], b["label"]) == ("colocated", "disaggregated")
     assert (b["completed"], b["failed"], b["attainment"]) == (36, 0, 1.0)
     assert b["disaggregated_fraction"] == 1.0
-    assert b["request_goodput"] > a["request_goodput"] == 0
+    assert b["request_goodput"] > 9 * a["request_goodput"]
     assert set(b["pools"]) == {"prefill", "decode"}
     decode = b["pools"]["decode"]
     assert decode["arithmetic_intensity"] == pytest.approx(2)

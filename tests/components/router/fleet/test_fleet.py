@@ -413,7 +413,6 @@ async def test_a_call_under_way_when_its_worker_is_removed_fails_and_is_not_canc
 
 
 async def test_a_worker_that_came_back_different_or_not_at_all_changes_nothing(monkeypatch):
-    monkeypatch.setattr("router.fleet.fleet.CONNECT_TIMEOUT_S", 0.5)
     other = msgspec.structs.replace(LAYOUT, isa="vec")
     async with (
         asyncio.timeout(PATIENCE_S),
@@ -424,6 +423,7 @@ async def test_a_worker_that_came_back_different_or_not_at_all_changes_nothing(m
         before, pairs = fleet.get("decode-0"), fleet.kv_pairs
         with pytest.raises(PairingRefused, match="isa"):
             await fleet.replace(new[0].address, "actor_died")
+        monkeypatch.setattr("router.fleet.fleet.CONNECT_TIMEOUT_S", 0.5)
         with pytest.raises(WorkerLost):
             await fleet.replace("127.0.0.1:9", "actor_died")
         assert (fleet.get("decode-0"), fleet.kv_pairs, dict(fleet.restarts)) == (before, pairs, {})
@@ -431,10 +431,8 @@ async def test_a_worker_that_came_back_different_or_not_at_all_changes_nothing(m
 
 
 async def test_a_worker_comes_back_also_while_another_one_hangs(monkeypatch):
-    monkeypatch.setattr("worker_runtime.client.PAIR_DEADLINE_S", 0.3)
-
     async def hang(addresses, transport=None):
-        await asyncio.sleep(60)
+        await asyncio.sleep(2 * PATIENCE_S)
 
     async with (
         asyncio.timeout(PATIENCE_S),
@@ -443,13 +441,15 @@ async def test_a_worker_comes_back_also_while_another_one_hangs(monkeypatch):
         a_fleet([host.address for host in old]) as fleet,
     ):
         old[1]._engine.pair = hang
+        monkeypatch.setattr("worker_runtime.client.PAIR_DEADLINE_S", 0.3)
         await fleet.replace(new[0].address, "stalled")
         assert fleet.get("prefill-0").client.address == new[0].address
         assert fleet.kv_pairs == []
 
 
 async def test_a_worker_that_hangs_holds_up_neither_a_newcomer_for_long_nor_the_next_one_at_all(monkeypatch):
-    monkeypatch.setattr("router.fleet.fleet.PAIR_WITHIN_S", 0.2)
+    monkeypatch.setattr("router.fleet.fleet.PAIR_WITHIN_S", 2 * PATIENCE_S)
+    monkeypatch.setattr("worker_runtime.client.PAIR_DEADLINE_S", 2 * PATIENCE_S)
     asked = []
 
     async def hang(addresses, transport=None):
@@ -460,19 +460,26 @@ async def test_a_worker_that_hangs_holds_up_neither_a_newcomer_for_long_nor_the_
         asyncio.timeout(PATIENCE_S),
         hosts(prefill=LAYOUT, decode=LAYOUT, decode_1=LAYOUT) as old,
         hosts(prefill=LAYOUT, decode_1=LAYOUT) as new,
+        hosts(prefill=LAYOUT) as newest,
         a_fleet([host.address for host in old]) as fleet,
     ):
         await old[0].stop()
         await old[2].stop()
         old[1]._engine.pair = hang
-        first = asyncio.create_task(fleet.replace(new[0].address, "actor_died"))
+        held_up = asyncio.create_task(fleet.replace(new[0].address, "actor_died"))
         await eventually(lambda: asked)
         assert not fleet.get("prefill-0").load().usable, "not yet"
         await fleet.replace(new[1].address, "actor_died")
-        await first
-        assert fleet.get("prefill-0").load().usable
         assert fleet.get("decode-1").load().usable
         assert fleet.kv_pairs == [KvPair("prefill-0", "decode-1", "shm", "")]
+        assert not held_up.done()
+        monkeypatch.setattr("router.fleet.fleet.PAIR_WITHIN_S", 0.2)
+        await fleet.replace(newest[0].address, "actor_died")
+        assert fleet.get("prefill-0").client.address == newest[0].address
+        assert fleet.get("prefill-0").load().usable
+        await eventually(lambda: fleet.kv_pairs)
+        assert fleet.kv_pairs == [KvPair("prefill-0", "decode-1", "shm", "")]
+        held_up.cancel()
 
 
 async def test_all_decode_workers_are_asked_at_a_time():
@@ -549,12 +556,10 @@ async def test_decode_workers_forget_a_prefill_worker_that_has_left():
 
 
 async def test_a_decode_worker_that_does_not_answer_does_not_keep_a_prefill_worker_from_leaving(monkeypatch):
-    monkeypatch.setattr("worker_runtime.client.PAIR_DEADLINE_S", 0.3)
     asked = []
 
     async def hang(addresses, transport=None):
-        asked.append(addresses)
-        await asyncio.sleep(60)
+        await asyncio.sleep(2 * PATIENCE_S)
 
     async with (
         asyncio.timeout(PATIENCE_S),
@@ -562,6 +567,15 @@ async def test_a_decode_worker_that_does_not_answer_does_not_keep_a_prefill_work
         a_fleet([host.address for host in started]) as fleet,
     ):
         started[1]._engine.pair = hang
+        client = fleet.get("decode-0").client
+        pair = client.pair
+
+        async def note_and_pair(addresses, transport=None):
+            asked.append(addresses)  # here: the deadline may end before the worker hears of it
+            return await pair(addresses, transport)
+
+        client.pair = note_and_pair
+        monkeypatch.setattr("worker_runtime.client.PAIR_DEADLINE_S", 0.3)
         await fleet.remove("prefill-0")
         assert asked == [[]]
         assert [worker.worker_id for worker in fleet.workers] == ["decode-0"]

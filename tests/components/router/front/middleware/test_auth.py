@@ -5,6 +5,7 @@ import hashlib
 import ipaddress
 import json
 import re
+import socket
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -25,7 +26,7 @@ from router.front.middleware.auth import Access, KeyGuard
 from router.front.middleware.body_limit import BodyLimit
 from router.front.middleware.http_protocol import MAX_HEAD_BYTES, BoundedHeads
 from tests.support.http_server import listening
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, eventually
 
 KEY = "k" * 32
 LIMIT = 4096
@@ -356,15 +357,27 @@ async def _parts(count):
         yield bytes(1024)
 
 
-async def test_a_body_longer_than_a_head_may_be_is_no_head_however_it_arrives():
+@pytest.fixture
+def heads_read(monkeypatch):
+    """The connections on which a head has been read to its end, once for each head: what is sent then is a new read."""
+    whole, read = BoundedHeads.on_headers_complete, []
+
+    def note(self):
+        whole(self)
+        read.append(self)
+
+    monkeypatch.setattr(BoundedHeads, "on_headers_complete", note)
+    return read
+
+
+async def test_a_body_longer_than_a_head_may_be_is_no_head_however_it_arrives(heads_read):
     size = 3 * MAX_HEAD_BYTES
     async with serving(limit=size) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n".encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-        for _ in range(2):  # the second request on the same connection
+        for number in (1, 2):  # the second request on the same connection
             writer.write(head)
-            await writer.drain()
-            await asyncio.sleep(0.05)
+            await eventually(lambda number=number: len(heads_read) == number)
             writer.write(bytes(size))
             await writer.drain()
             assert (await reader.readuntil(b"}")).split()[1] == b"200"
@@ -374,13 +387,15 @@ async def test_a_body_longer_than_a_head_may_be_is_no_head_however_it_arrives():
 @pytest.mark.usefixtures("a_short_linger")
 async def test_a_head_that_does_not_end_is_refused_and_many_short_ones_are_not():
     async with serving() as client:
-        endless = [b"GET /health HTTP/1.1\r\nx: ", *[b"a" * 16384] * (MAX_HEAD_BYTES // 16384 + 1)]
+        # The last part makes it too long: one sent after the refusal might find the connection closed.
+        endless = [b"GET /health HTTP/1.1\r\nx: ", *[b"a" * 16384] * (MAX_HEAD_BYTES // 16384)]
         assert b"431" in await raw(client.port, *endless)
         for _ in range(300):
             assert (await client.get("/health", headers={"x": "a" * 1000})).status_code == 200
 
 
-async def test_the_refusal_of_a_head_arrives_however_much_is_still_on_its_way():
+async def test_the_refusal_of_a_head_arrives_however_much_is_still_on_its_way(monkeypatch):
+    monkeypatch.setattr(router.front.middleware.http_protocol, "LINGER_S", PATIENCE_S)
     async with serving() as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
         writer.write(b"GET /health HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES)
@@ -394,48 +409,59 @@ async def test_the_refusal_of_a_head_arrives_however_much_is_still_on_its_way():
 
 
 @pytest.mark.usefixtures("a_short_linger")
-async def test_a_trailer_that_does_not_end_is_refused():
+async def test_a_trailer_that_does_not_end_is_refused(heads_read):
     async with serving() as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
-        for part in (head, b"a" * MAX_HEAD_BYTES, b"a"):
-            writer.write(part)
-            await writer.drain()
-            await asyncio.sleep(0.05)  # in a read of its own
+        writer.write(head)
+        await eventually(lambda: heads_read)
+        writer.write(b"a" * (MAX_HEAD_BYTES + 1))
         assert b"431" in await asyncio.wait_for(reader.read(), PATIENCE_S)
         writer.close()
 
 
 @pytest.fixture
-def short_waits_for_heads(monkeypatch):
-    monkeypatch.setattr(router.front.middleware.http_protocol, "HEAD_WITHIN_S", 0.2)
+def heads_within(monkeypatch):
+    """Sets how long a head may take of which the wait has not begun."""
+    return partial(monkeypatch.setattr, router.front.middleware.http_protocol, "HEAD_WITHIN_S")
 
 
-@pytest.mark.usefixtures("short_waits_for_heads")
 @pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nhost:", b"\r\n"], ids=repr)
-async def test_a_connection_on_which_no_head_ends_is_not_kept(begun):
+async def test_a_connection_on_which_no_head_ends_is_not_kept(begun, heads_within):
+    heads_within(0.2)
     async with serving() as client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-        writer.write(begun)
+        connection = socket.create_connection(("127.0.0.1", client.port))
+        connection.sendall(begun)  # before the server, which waits for this task, takes the connection
+        connection.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=connection)
         assert (await reader.read()).split()[1] == b"408"
         writer.close()
 
 
-@pytest.mark.usefixtures("short_waits_for_heads")
 @pytest.mark.parametrize("begun", [b"GET /health HTTP/1.1\r\nhost:", b"\r\n"], ids=repr)
-async def test_a_connection_on_which_no_second_head_ends_is_not_kept(begun):
+async def test_a_connection_on_which_no_second_head_ends_is_not_kept(begun, heads_within):
     async with serving() as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert (await reader.readuntil(b"fine")).split()[1] == b"200"
+        heads_within(0.2)
         writer.write(begun)
         assert (await reader.read()).split()[1] == b"408"
         writer.close()
 
 
-@pytest.mark.usefixtures("short_waits_for_heads")
-async def test_an_idle_connection_is_kept_for_the_next_request_and_half_of_one_does_not_end_an_answer():
-    began, go = asyncio.Event(), asyncio.Event()
+async def test_an_idle_connection_is_kept_for_the_next_request_and_half_of_one_does_not_end_an_answer(
+    monkeypatch, heads_within
+):
+    began, go, late = asyncio.Event(), asyncio.Event(), []
+    is_late = BoundedHeads._head_is_late
+
+    def note(self):
+        late.append(self)
+        heads_within(2 * PATIENCE_S)  # from now on: however long the rest of this test takes
+        is_late(self)
+
+    monkeypatch.setattr(BoundedHeads, "_head_is_late", note)
 
     async def app(scope, receive, send):
         began.set()
@@ -444,15 +470,17 @@ async def test_an_idle_connection_is_kept_for_the_next_request_and_half_of_one_d
 
     async with listening(app, http=BoundedHeads) as url, asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        for _ in range(2):
+        for number in (1, 2):
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             await began.wait()
             began.clear()
+            heads_within(0.2)
             writer.write(b"GET / HTTP/1.1\r\n")
-            await asyncio.sleep(0.5)  # longer than a head may take
+            await eventually(lambda number=number: len(late) == number)
             go.set()
             assert (await reader.readuntil(b"fine")).split()[1] == b"200"
             go.clear()
+            heads_within(0.2)
             writer.write(b"host: x\r\n\r\n")
             await began.wait()
             began.clear()
@@ -460,6 +488,7 @@ async def test_an_idle_connection_is_kept_for_the_next_request_and_half_of_one_d
             assert (await reader.readuntil(b"fine")).split()[1] == b"200"
             go.clear()
             await asyncio.sleep(0.5)  # idle for longer than a head may take
+            assert len(late) == number, "nothing is waited for"
         writer.close()
 
 
