@@ -60,7 +60,7 @@ QUICK_AGAIN_S: Final = 2 * INTERVAL_S
 """Time after a turn in which no other one counts, so that a client that changes its limits again and again does not
 change the fleet each time."""
 LEAST_DIVIDED: Final = 3
-"""Workers that are divided without limits, at least: of two, prompts go to the one with fewer answers anyway."""
+"""The fewest workers that are divided without limits: of two, prompts go to the one with fewer answers anyway."""
 LEAST_LIMITED: Final = 0.1
 """With fewer requests that have limits than this part, the mean latency counts, and not what limits allow."""
 LEAST_SPLIT: Final = 0.5
@@ -324,12 +324,14 @@ class Rebalancer:
         def latency_s(prefill_workers: int) -> float:
             return mean_latency_s(workers, traffic, prefill_workers)
 
+        if workers.number < LEAST_DIVIDED:
+            return self._undone(workers, f"without limits fewer than {LEAST_DIVIDED} workers are not divided")
         present = self.prefill_workers(workers.number)
         now_s, best = latency_s(present), best_shape(workers, traffic)
         if self._candidate and self._candidate < workers.number and MORE * latency_s(self._candidate) < now_s:
             best = self._candidate
         takes = f"{traffic.requests_per_s:.3g} requests/s of {_size(traffic)} without limits take about"
-        if workers.number < LEAST_DIVIDED or (present and latency_s(0) <= now_s):
+        if present and latency_s(0) <= now_s:
             return self._undone(
                 workers, f"{takes} {latency_s(0):.3g} s on average if all do all, and now {now_s:.3g} s"
             )

@@ -86,6 +86,7 @@ def test_limits_that_turn_tight_count_alone_and_at_once_and_so_do_those_that_are
     loop.serve(QUICK_AGAIN_S / INTERVAL_S, asked(TIGHT), rate=2.2)
     loop.serve(1.3 * TURNED_S / INTERVAL_S, asked(NONE), rate=2.2)
     assert loop.shapes == [1, 0]
+    assert loop.sentences[-1].endswith("without limits fewer than 3 workers are not divided")
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
