@@ -356,7 +356,8 @@ class RouterConfig(Section):
     rebalance: RebalanceMode = Field(
         default="act",
         description="act: in mode adaptive, some workers are kept for prompts and the others for answers when that "
-        "holds more requests within limits; advise: only say so; none: every worker always does both",
+        "holds more requests within limits, or shortens them where there are none; advise: only say so; none: every "
+        "worker always does both",
     )
 
 

@@ -147,7 +147,10 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
                 if prompt is not decode:
                     gap_s = handover_s(prompt.load, decode.load) + waits_s
                     options.append(_option(wanted, tpot_missed, prompt, decode, gap_s))
-    return _within_limits(wanted, options) if wanted.limited else _least_latency(wanted, options, _for_prompts(views))
+    if wanted.limited:
+        return _within_limits(wanted, options)
+    # An answer that must stay where its prompt is computed cannot get out of the way of other prompts.
+    return _least_latency(wanted, options, _for_prompts(views) if wanted.may_split else None)
 
 
 def _delay_s(option: Option) -> float:

@@ -13,7 +13,7 @@ mind:
 Without limits it compares how long requests take on average, and a shape must make that `MORE` times shorter.
 
 A division is undone at two readings that say that limits have become so wide that it is of no use, or that without
-limits it saves no time.
+limits none saves `LEAST_SAVED` of the time.
 
 It is quick where waiting has no use: once the latest `TURNED_PROMPTS`, over `TURNED_S` at least, have limits alike that
 hardly any of the `REMEMBERED` before them had, or come when nothing is known, no other limits count, and one reading is
@@ -61,8 +61,11 @@ QUICK_AGAIN_S: Final = 2 * INTERVAL_S
 change the fleet each time."""
 LEAST_DIVIDED: Final = 3
 """The fewest workers that are divided without limits: of two, prompts go to the one with fewer answers anyway."""
-LEAST_LIMITED: Final = 0.1
-"""With fewer requests that have limits than this part, the mean latency counts, and not what limits allow."""
+LEAST_SAVED: Final = 0.05
+"""The part of the mean latency that a division without limits must save to be kept."""
+LEAST_LIMITED: Final = (0.05, 0.15)
+"""From the second of these parts of the requests on that have limits, what limits allow counts, and no longer the mean
+latency; below the first it is the mean latency again. In between it stays, so that chance does not change it."""
 LEAST_SPLIT: Final = 0.5
 """With fewer requests that may be split than this part, workers that favour a phase would be of no use."""
 
@@ -88,6 +91,8 @@ class Change(msgspec.Struct, frozen=True):
 class _Counted(msgspec.Struct):
     """Sums over requests, the older ones with less weight; limits by their inverses, which are 0 without a limit."""
 
+    seconds: float = 0.0
+    """The time in which they came, as far as readings have ended it."""
     requests: float = 0.0
     limited: float = 0.0
     may_split: float = 0.0
@@ -124,8 +129,11 @@ class _Counted(msgspec.Struct):
         """Whether enough requests may be split for workers to be divided."""
         return self.may_split >= LEAST_SPLIT * self.requests
 
-    def traffic(self, requests_per_s: float) -> Traffic:
-        limited = self.limited >= LEAST_LIMITED * self.requests
+    def is_limited(self, before: bool) -> bool:
+        """Return whether enough requests have limits for these to count; `before`: at the last reading."""
+        return self.limited >= LEAST_LIMITED[not before] * self.requests
+
+    def traffic(self, requests_per_s: float, *, limited: bool) -> Traffic:
         return Traffic(
             requests_per_s=requests_per_s,
             prompt_tokens=self.prompt_tokens / self.requests,
@@ -195,6 +203,8 @@ class Rebalancer:
         self._answers = 0
         self._within_limits = 0
         self._read_s = -math.inf
+        self._limited = False
+        """Whether limits counted at the last reading."""
         self._candidate: int | None = None
         """The shape that the last reading wanted."""
         self._advised: int | None = None
@@ -259,13 +269,18 @@ class Rebalancer:
 
     def read(self, now_s: float, workers: Workers) -> Change | None:
         """Return the change that is due now, if any, after making it in mode `act`. Call it only when a reading is."""
+        self._counted.seconds += now_s - self._read_s
         if turned := self._turn.is_done(now_s):
             requests_per_s = self._turn.take(now_s)
             self._counted.take_limits(self._turn.latest)
             self._candidate, self._answers = None, 0
         else:
             requests_per_s = self._prompts / (now_s - self._read_s)
-        better, candidate = self._better(workers, self._counted.traffic(requests_per_s)), self._candidate
+        self._limited = self._counted.is_limited(self._limited)
+        if not (self._limited or turned):  # a queue grows so fast with the rate that one interval is too little
+            requests_per_s = self._counted.requests / self._counted.seconds
+        better = self._better(workers, self._counted.traffic(requests_per_s, limited=self._limited))
+        candidate = self._candidate
         self._counted.age()
         self._begin(now_s)
         self._candidate = better.prefill_workers if better else None
@@ -291,7 +306,7 @@ class Rebalancer:
         candidate if it is one of them, else the best."""
         present = self.prefill_workers(workers.number)
         if not self._counted.splits:
-            return self._undone(workers, f"hardly any requests of {_size(traffic)} may be split")
+            return self._undone(workers, f"fewer than half of the requests of {_size(traffic)} may be split")
         if not traffic.limited:
             return self._faster(workers, traffic)
         now = held_per_s(workers, traffic, present)
@@ -318,26 +333,29 @@ class Rebalancer:
         return Change(best, workers.number, reason)
 
     def _faster(self, workers: Workers, traffic: Traffic) -> Change | None:
-        """Return a shape of which the mean latency is `MORE` times shorter than that of the present one: the last
-        reading's candidate if it is one of them, else the best. A division is undone once it saves nothing."""
+        """Return a shape that makes the mean latency `MORE` times shorter than the present one: the last reading's
+        candidate if it is one of them, else the best. A division is undone where none saves `LEAST_SAVED` of it."""
+        if workers.number < LEAST_DIVIDED:
+            return self._undone(workers, f"without limits fewer than {LEAST_DIVIDED} workers are not divided")
 
         def latency_s(prefill_workers: int) -> float:
             return mean_latency_s(workers, traffic, prefill_workers)
 
-        if workers.number < LEAST_DIVIDED:
-            return self._undone(workers, f"without limits fewer than {LEAST_DIVIDED} workers are not divided")
-        present = self.prefill_workers(workers.number)
-        now_s, best = latency_s(present), best_shape(workers, traffic)
+        best = best_shape(workers, traffic)
+        now_s, together_s, best_s = (latency_s(shape) for shape in (self.prefill_workers(workers.number), 0, best))
+        if best_s == math.inf:  # more than any shape can serve: none is known to be better
+            return None
+        takes = f"{traffic.requests_per_s:.3g} requests/s of {_size(traffic)} without limits take about"
+        if together_s * (1 - LEAST_SAVED) <= best_s:
+            return self._undone(
+                workers, f"{takes} {together_s:.3g} s on average if all do all, and {best_s:.3g} s divided"
+            )
         if self._candidate and self._candidate < workers.number and MORE * latency_s(self._candidate) < now_s:
             best = self._candidate
-        takes = f"{traffic.requests_per_s:.3g} requests/s of {_size(traffic)} without limits take about"
-        if present and latency_s(0) <= now_s:
-            return self._undone(
-                workers, f"{takes} {latency_s(0):.3g} s on average if all do all, and now {now_s:.3g} s"
-            )
         if MORE * latency_s(best) >= now_s:
             return None
-        return Change(best, workers.number, f"{takes} {latency_s(best):.3g} s on average, and now {now_s:.3g} s")
+        now = f"now {now_s:.3g} s" if now_s < math.inf else "now wait longer and longer"
+        return Change(best, workers.number, f"{takes} {latency_s(best):.3g} s on average, and {now}")
 
     def _undone(self, workers: Workers, reason: str) -> Change | None:
         return Change(0, workers.number, reason) if self.prefill_workers(workers.number) else None

@@ -23,7 +23,7 @@ Without limits the mean latency counts, at the rate r that there is. A prompt wa
 for a part u of their time with S seconds for each prompt: u^(sqrt(2 (c + 1)) - 1) / (c (1 - u)) S / 2, Sakasegawa's
 approximation (1977) for one service time. An answer finds n others on its worker, which takes D = o step(n + 1) /
 (1 - v) seconds for it, v being the part of its time for which the worker computes prompts, and n = D r / workers that
-decode.
+decode. In a division each prompt's KV is handed over.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ FOUND: Final = 0.85
 """The part of what the best gathering of answers would hold that choices one at a time find. Chosen by simulation
 (`tools.bench.simulated_modes`): a division of two workers holds less than that where steps are long, since neither is
 used as it could be; one of eight holds more."""
+HALVINGS: Final = 16
+"""With which the number of answers on a worker is searched for, among as many as it has places."""
 MOST_USED: Final = 0.97
 """The part of their time that workers which only compute prompts can be used at most."""
 
@@ -75,6 +77,8 @@ class Workers(msgspec.Struct, frozen=True):
     """Sequences that one of them runs at a time."""
     kv_tokens: int
     """Tokens for which one of them has KV blocks."""
+    handover_s_per_token: float = 0.0
+    """Seconds for which the KV of a token of the prompt is on its way from one to another."""
 
 
 def held_per_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> float:
@@ -93,23 +97,31 @@ def held_per_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> floa
 
 
 def mean_latency_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> float:
-    """Return the mean seconds from a request's arrival to its last token, of which so many workers favour prefill, and
-    the rest decode; inf if there are more requests than can be served.
+    """Return the mean seconds from a request's arrival to its last token, in a fleet of which so many workers favour
+    prefill, and the rest decode; inf if there are more requests than it can serve.
 
     0: none favours anything.
     """
-    per_s, tokens_s = traffic.requests_per_s, _tokens_s(workers.model, traffic)
+    per_s, tokens_s = traffic.requests_per_s, _tokens_s(workers.model, traffic) * _prompt_correction(workers, traffic)
+    steps = math.ceil(traffic.computed_tokens / workers.step_tokens)
     if prefill_workers:
-        prompt_s = _prompt_s(workers, traffic)
-        answer_s = _answer_latency_s(workers, traffic, workers.number - prefill_workers, 0.0)
+        prompt_s = steps * workers.model.base_s + tokens_s
+        handover_s = traffic.prompt_tokens * workers.handover_s_per_token
+        answer_s = handover_s + _answer_latency_s(workers, traffic, workers.number - prefill_workers, 0.0)
         return _queue_s(per_s, prompt_s, prefill_workers) + prompt_s + answer_s
     prompts = per_s * tokens_s / workers.number
     answer_s = _answer_latency_s(workers, traffic, workers.number, prompts)
     if answer_s == math.inf:
         return math.inf
-    steps = math.ceil(traffic.computed_tokens / workers.step_tokens)
     prompt_s = tokens_s + steps * answer_s * (1 - prompts) / traffic.output_tokens
     return _queue_s(per_s, prompt_s, workers.number) + prompt_s + answer_s
+
+
+def _prompt_correction(workers: Workers, traffic: Traffic) -> float:
+    """Return what the model's corrections make of a step with as many tokens of the prompt as it may have."""
+    model, tokens = workers.model, min(traffic.computed_tokens, workers.step_tokens)
+    line_s = model.base_s + model.per_prefill_token_s * tokens
+    return model.step_s(tokens, 0, 0, 0) / line_s if line_s else 1.0
 
 
 def _queue_s(per_s: float, service_s: float, servers: int) -> float:
@@ -124,14 +136,17 @@ def _answer_latency_s(workers: Workers, traffic: Traffic, number: int, prompts: 
     """Return the seconds of an answer on one of so many workers, which compute prompts for this part of their time."""
     if prompts >= 1.0:
         return math.inf
-    model, begun = workers.model, traffic.requests_per_s / number * traffic.output_tokens / (1 - prompts)
-    per_answer_s = model.per_sequence_s + model.per_context_token_s * traffic.context_tokens
-    if begun * per_answer_s >= 1.0:
+    begun = traffic.requests_per_s / number * traffic.output_tokens / (1 - prompts)
+    low, high = 0.0, min(workers.places, workers.kv_tokens / traffic.context_tokens) - 1
+    if high <= 0.0 or begun * _step_s(workers, traffic, high + 1) > high:
         return math.inf
-    others = begun * (model.base_s + per_answer_s) / (1 - begun * per_answer_s)
-    if others + 1 > min(workers.places, workers.kv_tokens / traffic.context_tokens):
-        return math.inf
-    return traffic.output_tokens * _step_s(workers, traffic, others + 1) / (1 - prompts)
+    for _ in range(HALVINGS):
+        others = (low + high) / 2
+        if begun * _step_s(workers, traffic, others + 1) > others:
+            low = others
+        else:
+            high = others
+    return traffic.output_tokens * _step_s(workers, traffic, high + 1) / (1 - prompts)
 
 
 def needs_no_division(workers: Workers, traffic: Traffic, prefill_workers: int) -> bool:

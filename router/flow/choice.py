@@ -134,7 +134,7 @@ class ByPrediction:
             moved_bytes = (demand.prompt_tokens - sink.cached_tokens) * bytes_per_token
             return moved_bytes / bytes_per_s(source.worker_id, sink.worker_id)
 
-        wanted = self._wanted(demand, waited_s, len(looked_at) / len(workers))
+        wanted = self._wanted(demand, waited_s, len(looked_at) / len(takes_work))
         decision = choose(wanted, loads, handover_s)
         if decision is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
@@ -165,7 +165,7 @@ class ByPrediction:
         if not (is_due or rebalancer.divides or self._any_favours):
             return
         workers = [worker for worker in workers if not worker.leaves]
-        if is_due and (alike := _alike(workers)) is not None:
+        if is_due and (alike := _alike(workers, self._learned)) is not None:
             rebalancer.read(now_s, alike)
         if rebalancer.prefill_workers(len(workers)) or self._any_favours:
             favours = rebalancer.favours([worker.worker_id for worker in workers])
@@ -198,7 +198,7 @@ def _any_model(workers: Sequence[Worker]) -> StepModel | None:
     return None
 
 
-def _alike(workers: Sequence[Worker]) -> Workers | None:
+def _alike(workers: Sequence[Worker], learned: Learned) -> Workers | None:
     """Return what the workers have in common, with the step model of one that has decoded; None if none has."""
     for worker in sorted(workers, key=lambda one: one.favours == "prefill"):
         model, known = worker.step_model, worker.description
@@ -209,6 +209,7 @@ def _alike(workers: Sequence[Worker]) -> Workers | None:
                 step_tokens=worker.role.max_num_batched_tokens if worker.role else known.max_model_len_tokens,
                 places=worker.max_num_seqs,
                 kv_tokens=known.num_kv_blocks * known.block_size_tokens,
+                handover_s_per_token=_kv_bytes_per_token(worker) / learned.mean_bytes_per_s,
             )
     return None
 

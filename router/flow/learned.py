@@ -99,6 +99,12 @@ class Learned:
         """Return how fast KV moves from one worker to the other."""
         return self._bytes_per_s.get((source, sink), UNKNOWN_BYTES_PER_S)
 
+    @property
+    def mean_bytes_per_s(self) -> float:
+        """How fast KV moves between two workers, on average over those of which it is known."""
+        known = self._bytes_per_s.values()
+        return sum(known) / len(known) if known else UNKNOWN_BYTES_PER_S
+
     def computed(self, worker: WorkerDescription, prefix: BlockHashes) -> None:
         """Record that a worker has these blocks in its KV cache."""
         if prefix:

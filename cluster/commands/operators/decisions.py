@@ -22,6 +22,9 @@ REASONS: Final = {
     "least_latency": "no limits given; the least latency overall",
 }
 
+LEAST_HELD_S: Final = 0.001
+"""Shorter waits are not worth a word."""
+
 
 class _Answer(msgspec.Struct, frozen=True):
     mode: str
@@ -65,8 +68,8 @@ def sentences(one: Explanation) -> Iterator[str]:
 def _history(one: Explanation) -> Iterator[str]:
     """Yield what had happened before the choice, and what it relied on."""
     yield f"placed {duration_text(one.placed_after_s)} after arrival"
-    if one.held_s:
-        yield f"held back for {duration_text(one.held_s)} for a worker without room"
+    if one.held_s >= LEAST_HELD_S:
+        yield f"waited {duration_text(one.held_s)} for a worker that had enough prompts already"
     if one.options[0].cached_tokens:
         yield f"{one.options[0].cached_tokens} tokens of the prompt expected in the worker's cache"
     if one.options[0].against:
@@ -87,7 +90,9 @@ def _comparison(reason: str, cost: float, chosen_cost: float) -> str:
     """Return by how much another option was worse, in the unit in which options are compared."""
     if reason == "least_latency":
         return f"costs {duration_text(cost)} of latency overall, the chosen one {duration_text(chosen_cost)}"
-    if cost >= chosen_cost:
+    if f"{cost:.2f}" == f"{chosen_cost:.2f}":
+        return "counts as equal"
+    if cost > chosen_cost:
         return f"loses {cost - chosen_cost:.2f} requests more"
     return f"loses {chosen_cost - cost:.2f} requests fewer, which counts as equal"
 

@@ -274,6 +274,11 @@ def test_without_limits_an_answer_joins_others_where_prompts_to_come_would_be_co
     assert decision.costs == tuple(sorted(decision.costs))
 
 
+def test_without_limits_an_answer_that_must_stay_with_its_prompt_goes_where_there_are_the_fewest():
+    loads = [a_load("w0"), decoding("w1", 3)]
+    assert pair_of(choose(wanted(prompt_load=0.8, may_split=False), loads, fast)) == ("w0", "w0")
+
+
 def test_without_limits_prompts_to_come_count_nowhere_if_workers_have_as_many_answers_or_favour_phases():
     for loads in (
         [a_load("w0"), a_load("w1")],

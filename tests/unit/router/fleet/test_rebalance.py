@@ -165,6 +165,40 @@ def test_without_limits_a_division_is_undone_once_it_saves_no_time():
     assert loop.it.favours(NAMES) == {}
 
 
+def test_without_limits_a_fleet_changes_from_one_division_to_another_without_being_undone_between():
+    loop = Loop().serve(6, asked(NONE)).serve(14, asked(NONE, prompt_tokens=1024, output_tokens=24), rate=3.9)
+    assert (loop.shapes[0], loop.shapes[-1]) == (4, 7)
+    assert 0 not in loop.shapes
+
+
+def test_more_requests_without_limits_than_any_shape_can_serve_change_nothing():
+    loop = Loop().serve(6, asked(NONE), rate=5.5)
+    before = loop.shapes[:]
+    assert before
+    assert before[-1] > 0
+    assert loop.serve(10, asked(NONE), rate=20.0).shapes == before
+    assert not any("inf" in sentence for sentence in loop.sentences)
+
+
+@pytest.mark.parametrize("rate", [2.0, 4.0, 5.0, 7.0])
+def test_a_steady_load_without_limits_by_chance_arrivals_changes_the_fleet_a_few_times_in_an_hour(rate):
+    draw, loop = random.Random(5), Loop()
+    until_s = loop.now_s + 3600
+    while loop.now_s < until_s:
+        loop.now_s += draw.expovariate(rate)
+        loop.it.placed(asked(NONE), loop.now_s)
+        if loop.it.due(loop.now_s):
+            loop.changes.append(loop.it.read(loop.now_s, fleet(8)))
+    assert 1 <= len(loop.shapes) <= 6
+
+
+@pytest.mark.parametrize("share", [0.05, 0.08, 0.1, 0.12])
+def test_a_share_of_requests_with_limits_about_the_least_that_counts_does_not_change_the_fleet_again_and_again(share):
+    draw = random.Random(3)
+    loop = Loop().serve(180, *draw.choices((asked(TIGHT), asked(NONE)), weights=(share, 1 - share), k=180 * 30))
+    assert len(loop.shapes) <= 3
+
+
 def test_a_division_is_undone_at_two_readings_once_limits_leave_steps_time_for_prompts():
     loop = Loop(workers=2).serve(5, rate=1.0)
     assert loop.shapes == [1]
@@ -179,7 +213,7 @@ def test_requests_that_may_not_be_split_divide_no_worker():
     assert Loop().serve(10, asked(NONE, may_split=False)).shapes == []
     undone = Loop().serve(5).serve(20, asked(may_split=False))
     assert undone.shapes == [4, 0]
-    assert undone.sentences[-1].endswith("hardly any requests of 512 tokens in and 64 out may be split")
+    assert undone.sentences[-1].endswith("fewer than half of the requests of 512 tokens in and 64 out may be split")
 
 
 def test_a_shape_that_holds_nothing_is_not_changed_to_another_one_that_does_not():

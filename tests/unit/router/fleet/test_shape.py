@@ -140,6 +140,27 @@ def test_the_mean_latency_is_about_what_is_simulated_in_either_shape(kind):
     assert (best > 0) == (simulated_s[1] < simulated_s[0])
 
 
+def test_a_division_pays_for_its_hand_overs_and_a_fleet_that_is_not_divided_does_not():
+    slow = msgspec.structs.replace(fleet(8), handover_s_per_token=1 / 512)
+    divided, together = (mean_latency_s(slow, traffic(), shape) for shape in (4, 0))
+    assert divided == pytest.approx(mean_latency_s(fleet(8), traffic(), 4) + 1.0)
+    assert together == mean_latency_s(fleet(8), traffic(), 0)
+
+
+@pytest.mark.parametrize("shape", [0, 4])
+def test_a_model_that_corrects_all_steps_alike_takes_that_much_longer(shape):
+    corrected = msgspec.structs.replace(MODEL, corrections=(1.5,) * 12)
+    longer = msgspec.structs.replace(
+        MODEL, base_s=1.5 * MODEL.base_s, per_prefill_token_s=1.5 * 0.0014, per_sequence_s=1.5 * 0.003
+    )
+    by_k, by_line = (
+        mean_latency_s(msgspec.structs.replace(fleet(8), model=model), traffic(), shape)
+        for model in (corrected, longer)
+    )
+    assert by_k == pytest.approx(by_line, rel=0.02)
+    assert by_k > 1.4 * mean_latency_s(fleet(8), traffic(), shape)
+
+
 def test_more_requests_than_a_fleet_can_serve_take_for_ever_and_divide_no_worker():
     flood = msgspec.structs.replace(traffic(), requests_per_s=1e3)
     assert [mean_latency_s(fleet(4), flood, shape) for shape in range(4)] == [math.inf] * 4

@@ -1,5 +1,6 @@
 """What becomes of the workers' state when a prompt's are chosen by prediction."""
 
+import math
 from contextlib import ExitStack
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from contracts.workers import StepModel, WorkerStatus
 from router.fleet.policy import Demand
 from router.fleet.worker import Worker
-from router.flow.choice import ByPrediction
+from router.flow.choice import PROMPTS_WINDOW_S, ByPrediction
 from router.flow.learned import Learned
 from tests.support.samples import LAYOUT, worker_description
 
@@ -29,13 +30,18 @@ class Client:
     failed_s = float("-inf")
 
 
+class Gone(Client):
+    connected = False
+
+
 class Pair:
     """A worker that computes a prompt, and one that decodes two answers."""
 
     def __init__(self) -> None:
         self.workers = [self._worker(number) for number in range(2)]
         self.first, self.second = self.workers
-        self.rules = ByPrediction("adaptive", lambda: self.workers, Learned(32))
+        self.now_s = 0.0
+        self.rules = ByPrediction("adaptive", lambda: self.workers, Learned(32), clock=lambda: self.now_s)
         self.held = ExitStack()
         self.held.enter_context(self.first.reserve(PROMPT))
         for _ in range(2):
@@ -83,3 +89,18 @@ def test_a_worker_that_takes_no_work_is_not_waited_for(pair):
         pair.held.enter_context(answer).prompt_done()
     pair.first.held_back = True
     assert pair.choose([pair.second]).worker is pair.second
+
+
+def test_the_load_by_prompts_is_what_was_placed_of_late_on_those_that_work(pair):
+    pair.now_s = 100.0
+    loads = []
+    for _ in range(2):
+        choice = pair.rules.choose(Demand(PROMPT, ANSWERS), 0.0, pair.workers, urgent=False)
+        loads.append(choice.decision.wanted.prompt_load)
+    assert loads == [0.0, pytest.approx((0.04 + PROMPT * 0.0017) / PROMPTS_WINDOW_S)]
+    pair.now_s += PROMPTS_WINDOW_S
+    faded = pair.rules.choose(Demand(PROMPT, ANSWERS), 0.0, pair.workers, urgent=True).decision.wanted.prompt_load
+    assert faded == pytest.approx(2 * loads[1] / math.e)
+    pair.first.client = Gone()
+    alone = pair.rules.choose(Demand(PROMPT, ANSWERS), 0.0, [pair.second], urgent=False).decision.wanted.prompt_load
+    assert alone == pytest.approx(faded), "all prompts go to the one that is left"

@@ -78,8 +78,8 @@ def test_what_happened_before_the_choice_and_what_it_relied_on_is_told():
     row, lines = told(ended(a_decision(held_s=0.2, chosen=option("w0", "w0", cached_tokens=96, against=1)), 0.5))
     assert row["held_s"] == 0.2
     assert lines[1].endswith(
-        "; placed 250 ms after arrival; held back for 200 ms for a worker without room; 96 tokens of the prompt "
-        "expected in the worker's cache; against what workers favour"
+        "; placed 250 ms after arrival; waited 200 ms for a worker that had enough prompts already; 96 tokens of the "
+        "prompt expected in the worker's cache; against what workers favour"
     )
 
 
