@@ -348,7 +348,8 @@ class Rebalancer:
         takes = f"{traffic.requests_per_s:.3g} requests/s of {_size(traffic)} without limits take about"
         if together_s * (1 - LEAST_SAVED) <= best_s:
             return self._undone(
-                workers, f"{takes} {together_s:.3g} s on average if all do all, and {best_s:.3g} s divided"
+                workers,
+                f"{takes} {together_s:.3g} s on average if all do all, and no division saves {LEAST_SAVED:.0%} of that",
             )
         if self._candidate and self._candidate < workers.number and MORE * latency_s(self._candidate) < now_s:
             best = self._candidate

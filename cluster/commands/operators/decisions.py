@@ -21,7 +21,6 @@ REASONS: Final = {
     "fewest_broken": "a limit will most likely be missed, but this is the best option overall",
     "least_latency": "no limits given; the least latency overall",
 }
-
 LEAST_HELD_S: Final = 0.001
 """Shorter waits are not worth a word."""
 
