@@ -9,6 +9,7 @@ fifth of its time went into looking through them.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,9 @@ from cluster.doctor.facts import read_cpu_flags
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
 """Flags of the CPU on which vLLM's kernels, and so the rounding of every logit, depend."""
 
+for _name in ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy", "grpc_proxy"):  # tests ask this machine only
+    os.environ.pop(_name, None)
+    os.environ.pop(_name.upper(), None)
 gc.disable()
 
 

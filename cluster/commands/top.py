@@ -25,7 +25,7 @@ async def watch(url: str, interval_s: float, count: int, console: Console) -> No
 
     Raises ServerError when the server does not answer.
     """
-    async with httpx.AsyncClient(base_url=url, headers=key_headers()) as client:
+    async with httpx.AsyncClient(base_url=url, headers=key_headers(), trust_env=False) as client:
         with Live(console=console, auto_refresh=False) as live:
             before, before_s = await _read(client), time.monotonic()
             readings = 0

@@ -8,7 +8,7 @@ server. Workers come and go on addresses that no certificate could list, so ever
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -16,6 +16,9 @@ import grpc.aio
 from contracts.rpc.tls import SERVER_NAME, TlsFiles
 
 GrpcOptions = Sequence[tuple[str, Any]]
+NO_PROXY: Final = (("grpc.enable_http_proxy", 0),)
+"""The processes of a deployment reach each other directly. gRPC would send even what goes to this machine through the
+proxy that a company's shell names (http_proxy, https_proxy, grpc_proxy), and Ray sets the same option for its own."""
 
 
 def add_port(server: Any, address: str, tls: TlsFiles | None) -> int:
@@ -33,14 +36,14 @@ def add_port(server: Any, address: str, tls: TlsFiles | None) -> int:
 def open_channel(address: str, options: GrpcOptions, tls: TlsFiles | None) -> grpc.Channel:
     """Open a channel of the synchronous API; it connects when first used. Raises TlsFileError."""
     if tls is None:
-        return grpc.insecure_channel(address, options=list(options))
+        return grpc.insecure_channel(address, options=[*options, *NO_PROXY])
     return grpc.secure_channel(address, _credentials(tls), options=_named(options))
 
 
 def open_aio_channel(address: str, options: GrpcOptions, tls: TlsFiles | None) -> grpc.aio.Channel:
     """Open a channel of the asynchronous API; it connects when first used. Raises TlsFileError."""
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=list(options))
+        return grpc.aio.insecure_channel(address, options=[*options, *NO_PROXY])
     return grpc.aio.secure_channel(address, _credentials(tls), options=_named(options))
 
 
@@ -60,4 +63,4 @@ def _credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def _named(options: GrpcOptions) -> list[tuple[str, Any]]:
-    return [*options, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    return [*options, *NO_PROXY, ("grpc.ssl_target_name_override", SERVER_NAME)]

@@ -105,3 +105,14 @@ def test_every_grpc_end_bounds_its_messages_both_ways():
         limits = dict(options)
         assert 0 < limits["grpc.max_send_message_length"] <= 64 << 20
         assert 0 < limits["grpc.max_receive_message_length"] <= 64 << 20
+
+
+def test_no_client_of_ours_goes_through_a_proxy_of_the_shell():
+    made = {"httpx.AsyncClient", "httpx.Client", "httpx.get", "httpx.post", "httpx.stream"}
+    clients = [(path, call) for path, name, call in calls() if name in made]
+    assert len(clients) > 3
+    assert [path for path, call in clients if "trust_env=False" not in map(ast.unparse, call.keywords)] == []
+    opened = {path for path, name, _ in calls() if name.startswith("grpc.") and name.endswith("secure_channel")}
+    assert opened == {"contracts/rpc/channel.py"}, "which sets the option that keeps gRPC from the proxy"
+    assert {path for path, nodes in TREES.items() if {"urllib3", "requests"} & set(imported(nodes))} == set()
+    assert {path for path, name, _ in calls() if name.endswith("urlopen")} == set()

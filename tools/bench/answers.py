@@ -51,7 +51,7 @@ def whole(answer: dict[str, Any]) -> dict[str, Any]:
 
 def main(url: str) -> None:
     """Print one line of JSON for each request."""
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
         for path, body in REQUESTS:
             response = client.post(path, json={"model": model, **body})

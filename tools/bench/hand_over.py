@@ -136,7 +136,7 @@ async def measure(given: argparse.Namespace, console: Console) -> dict[tuple[str
     found = {(load, way): Gaps() for load in ("alone", "loaded") for way in loaded_configs}
     async with AsyncExitStack() as up:
         await up.enter_async_context(ray_runtime(next(iter(loaded_configs.values()))))
-        http = await up.enter_async_context(httpx.AsyncClient(timeout=300))
+        http = await up.enter_async_context(httpx.AsyncClient(timeout=300, trust_env=False))
         urls = {
             way: (await up.enter_async_context(started(config, console))).url for way, config in loaded_configs.items()
         }

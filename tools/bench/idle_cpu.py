@@ -168,7 +168,7 @@ def main() -> None:
     log_path.parent.mkdir(exist_ok=True)
     with log_path.open("w") as log, serving(asked.config, asked.set, log) as (driver, url):
         body = {"prompt": [1000 + token for token in range(64)], "max_tokens": 8, "temperature": 0}
-        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status()
         time.sleep(SETTLE_S)
         before = take_sample(driver)
         time.sleep(asked.over_s)

@@ -110,7 +110,9 @@ async def sender(args: argparse.Namespace, model: str, number: int) -> AsyncIter
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
     )
     headers = {"authorization": f"Bearer {keys[min(number, len(keys) - 1)]}"} if keys else {}
-    async with httpx.AsyncClient(base_url=args.url, transport=transport, timeout=900, headers=headers) as http:
+    async with httpx.AsyncClient(
+        base_url=args.url, transport=transport, timeout=900, headers=headers, trust_env=False
+    ) as http:
         yield Sender(http, model, seed=time.time_ns() + number)
 
 
@@ -279,7 +281,7 @@ def arguments() -> argparse.Namespace:
 
 async def run(args: argparse.Namespace) -> Findings:
     headers = {"authorization": f"Bearer {args.api_keys.split(',')[0]}"} if args.api_keys else {}
-    async with httpx.AsyncClient(base_url=args.url, timeout=30, headers=headers) as http:
+    async with httpx.AsyncClient(base_url=args.url, timeout=30, headers=headers, trust_env=False) as http:
         model = (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
     return await (fairness if args.fairness else overload)(args, model)
 

@@ -124,7 +124,7 @@ async def measure(given: argparse.Namespace, console: Console) -> Mapping[str, S
     seen = {way: Seen() for way in WAYS}
     async with (
         ray_runtime(configs["blind"]),
-        httpx.AsyncClient(timeout=300) as http,
+        httpx.AsyncClient(timeout=300, trust_env=False) as http,
         started(configs["blind"], console) as blind,
         started(configs["aware"], console) as aware,
     ):

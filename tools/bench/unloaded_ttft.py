@@ -80,7 +80,7 @@ async def run() -> None:
     timings: dict[Mode, list[Timing]] = {mode: [] for mode in MODES}
     async with (
         ray_runtime(loaded["colocated"]),
-        httpx.AsyncClient(timeout=120) as client,
+        httpx.AsyncClient(timeout=120, trust_env=False) as client,
         started(loaded["colocated"], console) as one,
         started(loaded["disaggregated"], console) as other,
     ):

@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(width=120)
     prompts = make_prompts(TEXT_FILE.read_text(encoding="utf-8"), options.prompts, options.seed, options.longest_words)
     comparisons = []
-    with httpx.Client(timeout=120) as client:
+    with httpx.Client(timeout=120, trust_env=False) as client:
         reference, other = Server(options.base_url, client), Server(options.other_url, client)
         for prompt in prompts:
             comparisons.append(compare(reference.ask(prompt), other.ask(prompt)))

@@ -117,7 +117,7 @@ async def serving(
                 preexec_fn=lambda: os.sched_setaffinity(0, cores),
             )
         try:
-            async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as http:
                 yield PlainServer(process, output, http)
         finally:
             await asyncio.to_thread(_end, process)

@@ -63,7 +63,9 @@ async def both(config: RidgelineConfig, say: Say) -> AsyncIterator[Both]:
         plan = await asyncio.to_thread(make_plan, config)
         plain = await stack.enter_async_context(plain_vllm(plan))
         deployment = await stack.enter_async_context(deploy(plan, say))
-        split = await stack.enter_async_context(httpx.AsyncClient(base_url=deployment.url, timeout=TIMEOUT_S))
+        split = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=deployment.url, timeout=TIMEOUT_S, trust_env=False)
+        )
         await plain.ready()
         yield Both(plan, split, plain, Judge(split, plain.http, plan.served_name, plan.dtype))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import grpc
+import httpx
 from hypothesis import strategies as st
 
 from contracts.handoff import KvLayout
@@ -121,6 +121,5 @@ def _openapi(server: ServerUnderTest, share: float) -> list[Target]:
 
 def _busy(url: str) -> list[str]:
     """Return the series that should be 0 but are not."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=IDLE_S) as response:
-        lines = response.read().decode().splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=IDLE_S, trust_env=False).raise_for_status().text.splitlines()
     return [line for line in lines if line.startswith(IDLE_SERIES) and float(line.rpartition(" ")[2])]
