@@ -6,6 +6,7 @@ Made by `router.shared.dispatcher` when a router joins. Everything that is count
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import ExitStack, suppress
 from itertools import count
 
@@ -40,6 +41,7 @@ from router.shared.messages import (
 MOST_UNREAD = 100_000
 """Messages that may wait for a router that does not read; far more than any router has requests."""
 _REASONS: dict[type[Exception], Reason] = {NoWorker: "no_worker", WorkerLost: "lost", WorkerDraining: "draining"}
+logger = logging.getLogger(__name__)
 
 
 class NotReading(Exception):
@@ -68,7 +70,13 @@ class JoinedRouter:
         self._filled = asyncio.Event()
 
     def take(self, message: Up) -> None:
-        """Act on a message."""
+        """Act on a message. An error in it is this message's own: the router's other requests go on."""
+        try:
+            self._act_on(message)
+        except Exception:
+            logger.exception("a message of router %s failed: %s", self.router_id, type(message).__name__)
+
+    def _act_on(self, message: Up) -> None:
         match message:
             case Joins():
                 self.router_id = message.router_id
@@ -157,6 +165,10 @@ class JoinedRouter:
                 await asyncio.Event().wait()
         except tuple(_REASONS) as error:
             self.send(Denied(number, _REASONS[type(error)], str(error)))
+        except Exception as error:  # without an answer the router would wait until the request's deadline
+            logger.exception("no place for prompt %d of router %s", number, self.router_id)
+            sentence = f"the dispatcher failed to place the prompt ({type(error).__name__}: {error}): see its log"
+            self.send(Denied(number, "failed", sentence))
         finally:
             self._places.pop(number, None)
 

@@ -144,7 +144,7 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     decision: Decision | None = None
 
 
-Reason = Literal["no_worker", "lost", "draining"]
+Reason = Literal["no_worker", "lost", "draining", "failed"]
 
 
 class Denied(msgspec.Struct, frozen=True, tag="denied"):

@@ -34,7 +34,12 @@ LOOK_EVERY_S = 1.0
 """How often a waiting prompt looks whether there is a dispatcher."""
 UNKNOWN_PAUSE_S = 0.1
 """Pause before a prompt asks again that was given a worker which this router does not reach."""
-_ERRORS: dict[Reason, type[Exception]] = {"no_worker": NoWorker, "lost": WorkerLost, "draining": WorkerDraining}
+_ERRORS: dict[Reason, type[Exception]] = {
+    "no_worker": NoWorker,
+    "lost": WorkerLost,
+    "draining": WorkerDraining,
+    "failed": NoWorker,
+}
 
 
 class SharedPlacement:

@@ -297,3 +297,35 @@ async def test_a_router_that_sends_nonsense_ends_its_own_connection_only():
             await eventually(lambda: pair[0].decisions.link.away_s == 0 and len(dispatcher._routers) == 2)
             for router in pair:
                 await router.ask()[1]
+
+
+async def test_a_prompt_whose_placement_fails_in_the_dispatcher_is_refused_at_once_and_the_next_one_is_served():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(1, addresses, at, SETTINGS) as (one,):
+            chooser = dispatcher._queues["prefill"]._chooser
+            choose, chooser.choose = chooser.choose, lambda *_, **__: 1 / 0
+            with pytest.raises(NoWorker, match=r"failed to place the prompt \(ZeroDivisionError: .*\): see its log"):
+                await one.ask()[1]
+            chooser.choose = choose
+            sent, request = one.ask()
+            await request
+            assert sent == expected(5)
+
+
+async def test_a_message_that_fails_in_the_dispatcher_ends_no_connection():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(1, addresses, at, SETTINGS) as (one,):
+            (joined,) = dispatcher._routers
+            failed = asyncio.Event()
+
+            def fails():
+                failed.set()
+                raise ZeroDivisionError
+
+            dispatcher._placement.forget_prefixes = fails
+            one.decisions.placement.forget_prefixes()
+            await failed.wait()
+            await one.ask()[1]
+            assert dispatcher._routers == {joined}, "the same connection"
