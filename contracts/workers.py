@@ -151,12 +151,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttachRequest(msgspec.Struct, frozen=True):
-    """A router opens its one stream of step batches, to this worker and to no other that has taken over its port."""
+    """A router opens its one stream of step batches."""
 
     router_id: str
-    worker_id: str = ""
-    incarnation: str = ""
-    """The incarnation in `WorkerDescription`; if name and incarnation are empty, whoever answers is meant."""
 
 
 class SubmitRequest(msgspec.Struct, frozen=True):
@@ -164,9 +161,6 @@ class SubmitRequest(msgspec.Struct, frozen=True):
 
     router_id: str
     task: GenerateTask
-    worker_id: str = ""
-    incarnation: str = ""
-    """The incarnation that is meant, as in `AttachRequest`."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True):

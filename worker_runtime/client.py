@@ -63,8 +63,15 @@ OnDelta = Callable[[TokenDelta], bool]
 encode = msgspec.msgpack.Encoder().encode
 
 
-class NotThisWorker(Exception):
-    """A router means another worker, or another incarnation, that had this address before."""
+MEANT = "ridgeline-worker-bin"
+"""Metadata of a call: for which worker and incarnation it is. A call without it is for whoever answers."""
+
+
+class Meant(msgspec.Struct, frozen=True, array_like=True):
+    """The worker for which a call is; another one may have taken over its port."""
+
+    worker_id: str
+    incarnation: str
 
 
 def decoder(kind: type[T]) -> Callable[[bytes], T]:
@@ -122,8 +129,8 @@ class WorkerClient:
         self._tasks: dict[str, _RunningTask] = {}
         self._attached = asyncio.Event()
         self._closed = False
-        self._partner = ("", "")
-        """Worker id and incarnation, once identified: no other process that gets this address is talked to."""
+        self._metadata: tuple[tuple[str, bytes], ...] = ()
+        """Once identified, the partner of all calls: no other process that gets this address acts on them."""
         self._why_lost = ""
         self._aborts: asyncio.Queue[str] = asyncio.Queue()
         self.last_token_s: float | None = None
@@ -166,7 +173,7 @@ class WorkerClient:
                     raise WorkerLost(message) from error
                 await asyncio.sleep(min(RETRY_S, within_s))
             else:
-                self._partner = (description.worker_id, description.incarnation)
+                self._metadata = ((MEANT, encode(Meant(description.worker_id, description.incarnation))),)
                 return description
 
     async def describe(self) -> WorkerDescription:
@@ -249,7 +256,7 @@ class WorkerClient:
         method = self._channel.unary_stream(
             f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
         )
-        call = method(AttachRequest(self._router_id, *self._partner))
+        call = method(AttachRequest(self._router_id), metadata=self._metadata)
         try:
             async for batch in call:
                 self._require(batch, "Attach")
@@ -286,7 +293,7 @@ class WorkerClient:
 
     async def _submit(self, task: GenerateTask) -> Ack:
         try:
-            ack = await self._unary("Submit", SubmitRequest(self._router_id, task, *self._partner), Ack)
+            ack = await self._unary("Submit", SubmitRequest(self._router_id, task), Ack)
         except WorkerLost:
             self.has_failed()
             raise
@@ -318,7 +325,7 @@ class WorkerClient:
         if self._closed:
             raise WorkerLost(f"the worker at {self.address} has left")
         try:
-            reply = await method(message, timeout=deadline_s)
+            reply = await method(message, timeout=deadline_s, metadata=self._metadata)
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
@@ -353,34 +360,52 @@ def _raise_error(delta: TokenDelta) -> None:
     raise kinds.get(delta.error_kind, EngineFailed)(delta.error)
 
 
-def unary_handler(function: Callable[[Any], Any], kind: type[Any]) -> grpc.RpcMethodHandler:
+def unary_handler(
+    function: Callable[[Any], Any], kind: type[Any], is_for: Meant | None = None
+) -> grpc.RpcMethodHandler:
     """Make a unary method: `function` takes the decoded message, and what it returns is awaited and sent.
 
-    A message that is not `kind` ends the call with INVALID_ARGUMENT.
+    A message that is not `kind` ends the call with INVALID_ARGUMENT, one that is for another worker than this one
+    (`is_for`) with FAILED_PRECONDITION.
     """
     decode = decoder(kind)
 
     async def call(message: bytes, context: grpc.aio.ServicerContext) -> Any:
+        await _refuse_mistaken(is_for, context)
         return await function(await _readable(decode, message, context))
 
     return grpc.unary_unary_rpc_method_handler(call, response_serializer=encode)
 
 
-def stream_handler(function: Callable[[Any], AsyncIterator[Any]], kind: type[Any]) -> grpc.RpcMethodHandler:
-    """Make a method with one request and a stream of replies.
-
-    A message that is not `kind` ends it with INVALID_ARGUMENT, one that is for another worker with FAILED_PRECONDITION.
-    """
+def stream_handler(
+    function: Callable[[Any], AsyncIterator[Any]], kind: type[Any], is_for: Meant | None = None
+) -> grpc.RpcMethodHandler:
+    """Make a method with one request and a stream of replies; it ends early as `unary_handler` says."""
     decode = decoder(kind)
 
     async def call(message: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        try:
-            async for reply in function(await _readable(decode, message, context)):
-                yield reply
-        except NotThisWorker as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        await _refuse_mistaken(is_for, context)
+        async for reply in function(await _readable(decode, message, context)):
+            yield reply
 
     return grpc.unary_stream_rpc_method_handler(call, response_serializer=encode)
+
+
+async def _refuse_mistaken(here: Meant | None, context: grpc.aio.ServicerContext) -> None:
+    """End a call that is for another worker; its router may have known this address as that one's."""
+    said = next((value for name, value in context.invocation_metadata() or () if name == MEANT), None)
+    if here is None or said is None or said == encode(here):
+        return
+    try:
+        meant = decoder(Meant)(said)
+    except UNREADABLE:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"unreadable {MEANT}")
+        raise
+    await context.abort(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        f"this is {here.worker_id}, incarnation {here.incarnation}, not {meant.worker_id}, incarnation "
+        f"{meant.incarnation}",
+    )
 
 
 async def _readable(decode: Callable[[bytes], T], message: bytes, context: grpc.aio.ServicerContext) -> T:

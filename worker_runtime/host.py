@@ -11,9 +11,9 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 import msgspec
@@ -45,7 +45,7 @@ from worker_runtime.client import (
     MAX_MESSAGE_BYTES,
     OPTIONS,
     SERVICE,
-    NotThisWorker,
+    Meant,
     OnUnclaimed,
     encode,
     stream_handler,
@@ -220,17 +220,19 @@ class WorkerHost:
             node=host_identity(),
             rack=config.rack,
         )
-        handlers = {
-            "Describe": unary_handler(self._describe, Ack),
-            "Status": unary_handler(self._status, Ack),
-            "ResetPrefixCache": unary_handler(self._reset_prefix_cache, Ack),
-            "Pair": unary_handler(self._pair, PairRequest),
-            "Submit": unary_handler(self._submit, SubmitRequest),
-            "Abort": unary_handler(self._abort, AbortRequest),
-            "Drain": unary_handler(self._drain, DrainRequest),
-            "TakeRole": unary_handler(self._take_role, Role),
-            "Attach": stream_handler(self._attach, AttachRequest),
+        this = Meant(config.worker_id, config.incarnation)
+        unary: dict[str, tuple[Callable[[Any], Any], type[Any]]] = {
+            "Describe": (self._describe, Ack),
+            "Status": (self._status, Ack),
+            "ResetPrefixCache": (self._reset_prefix_cache, Ack),
+            "Pair": (self._pair, PairRequest),
+            "Submit": (self._submit, SubmitRequest),
+            "Abort": (self._abort, AbortRequest),
+            "Drain": (self._drain, DrainRequest),
+            "TakeRole": (self._take_role, Role),
         }
+        handlers = {name: unary_handler(*method, this) for name, method in unary.items()}
+        handlers["Attach"] = stream_handler(self._attach, AttachRequest, this)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         port = add_port(self._server, join_host_port(config.transfer.host, 0), config.transfer.tls)
         await self._server.start()
@@ -366,23 +368,7 @@ class WorkerHost:
     async def _reset_prefix_cache(self, request: Ack) -> Ack:
         return Ack(accepted=await self._engine.reset_prefix_cache())
 
-    def _mistaken_for(self, request: AttachRequest | SubmitRequest) -> str:
-        """Return a sentence if the call is meant for another worker; a router may have known this address as another
-        one's."""
-        config = self._engine.config
-        if not request.incarnation or (request.worker_id, request.incarnation) == (
-            config.worker_id,
-            config.incarnation,
-        ):
-            return ""
-        return (
-            f"this is {config.worker_id}, incarnation {config.incarnation}, not {request.worker_id}, incarnation "
-            f"{request.incarnation}"
-        )
-
     async def _submit(self, request: SubmitRequest) -> Ack:
-        if mistaken := self._mistaken_for(request):
-            return Ack(accepted=False, reason=mistaken)
         session = self._sessions.get(request.router_id)
         if session is None:
             return Ack(accepted=False, reason="attach a stream first", attached=False)
@@ -419,8 +405,6 @@ class WorkerHost:
         return Ack()
 
     async def _attach(self, request: AttachRequest) -> AsyncIterator[EncodedBatch]:
-        if mistaken := self._mistaken_for(request):
-            raise NotThisWorker(mistaken)
         previous = self._sessions.get(request.router_id)
         if previous is not None:
             previous.close()  # it came back before we noticed that it was gone

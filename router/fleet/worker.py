@@ -229,7 +229,7 @@ class Worker:
         """Ask once. A request that is not answered in time may be this router's own fault, and then does not count."""
         sent_s, reached = time.monotonic(), False
         try:
-            status = self.status = self._own(await self.client.status())
+            status = self.status = await self.client.status()
             self._count(status.counters)
             if self._gives_role and not self.has_its_role and self.role is not None:
                 await self.client.take_role(self.role)
@@ -251,12 +251,6 @@ class Worker:
         elif self._unreached_since_s is None:
             self._unreached_since_s = time.monotonic()
         self._on_news(self.pool)
-
-    def _own(self, status: WorkerStatus) -> WorkerStatus:
-        """Return the status. Raises WorkerLost if another worker or incarnation has this address now."""
-        if status.incarnation not in ("", self.description.incarnation):
-            raise WorkerLost(f"{self.client.address} is {status.worker_id} now, incarnation {status.incarnation}")
-        return status
 
     @contextmanager
     def reserve(

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -20,6 +21,8 @@ from contracts.workers import (
     AbortRequest,
     Ack,
     AttachRequest,
+    DrainRequest,
+    PairRequest,
     Role,
     StepModel,
     SubmitRequest,
@@ -32,7 +35,7 @@ from tests.support.fake_engine import FakeEngine, FakeStats, make_task
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, make_handoff, next_token
 from tests.support.task_deltas import task_deltas
-from worker_runtime.client import OPTIONS, SERVICE, WorkerClient, decoder, encode
+from worker_runtime.client import MEANT, OPTIONS, SERVICE, Meant, WorkerClient, decoder, encode
 from worker_runtime.draining import kv_unneeded
 from worker_runtime.host import RouterSession, Undeliverable, WorkerHost
 
@@ -450,20 +453,91 @@ async def test_a_task_lost_between_its_acceptance_and_its_first_delta_is_aborted
 # --- refusing and failing
 
 
-@pytest.mark.usefixtures("settles_quickly")
+CALLS = {
+    "Status": Ack(),
+    "ResetPrefixCache": Ack(),
+    "Pair": PairRequest([]),
+    "Submit": SubmitRequest("router", make_task()),
+    "Abort": AbortRequest("router", ["r"]),
+    "Drain": DrainRequest(0.0),
+    "TakeRole": Role(mode="colocated", pool="colocated", max_num_seqs=1, max_num_batched_tokens=1),
+}
+
+
+def meant_for(worker_id, incarnation):
+    return ((MEANT, encode(Meant(worker_id, incarnation))),)
+
+
 @pytest.mark.parametrize("mistaken", [("decode-0", "an older one"), ("prefill-0", "i1")])
-async def test_what_is_meant_for_another_worker_that_had_this_address_is_refused(mistaken):
+async def test_a_worker_does_nothing_that_is_meant_for_another_one_that_had_this_address(mistaken):
     async with serving() as worker, raw_channel(worker.host.address) as channel:
-        method = channel.unary_stream(
+        attaches = channel.unary_stream(
             f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
         )
-        with pytest.raises(grpc.aio.AioRpcError, match="this is decode-0, incarnation i1, not") as refused:
-            await method(AttachRequest("raw", *mistaken)).read()
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        for meant, accepted in ((mistaken, False), (("decode-0", "i1"), True), (("", ""), True)):
-            task = make_task("-".join(meant) or "anybody")
-            ack = await call(channel, "Submit", SubmitRequest("router", task, *meant))
-            assert ack.accepted is accepted, ack.reason
+        calls = [attaches(AttachRequest("raw"), metadata=meant_for(*mistaken)).read()]
+        for name, message in CALLS.items():
+            method = channel.unary_unary(f"/{SERVICE}/{name}", request_serializer=encode)
+            calls.append(method(message, metadata=meant_for(*mistaken), timeout=PATIENCE_S))
+        for asked in calls:
+            with pytest.raises(grpc.aio.AioRpcError, match="this is decode-0, incarnation i1, not") as refused:
+                await asked
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert worker.host.failure() == ""
+        assert not worker.engine.running
+        assert worker.engine.step_limits is None
+
+
+@pytest.mark.usefixtures("settles_quickly")
+async def test_what_a_client_wants_of_one_worker_is_not_done_by_another_that_took_over_its_port(monkeypatch):
+    engine = FakeEngine()
+    lost = WorkerHost(engine, HANDLERS)
+    address = await lost.start()
+    async with asyncio.timeout(PATIENCE_S), connected(address) as client:
+        await client.identify(PATIENCE_S)
+        await lost.stop()
+        await eventually(lambda: not client.connected)
+        engine = FakeEngine()
+        engine.config = replace(engine.config, worker_id="decode-7", incarnation="i7")
+        other = WorkerHost(engine, HANDLERS)
+        monkeypatch.setattr("worker_runtime.host.join_host_port", lambda *_: address)
+        await other.start()
+        try:
+            wishes = {
+                "describe": client.describe,
+                "status": client.status,
+                "pair": lambda: client.pair([]),
+                "take_role": lambda: client.take_role(CALLS["TakeRole"]),
+                "drain": lambda: client.drain(0.0),
+                "reset_prefix_cache": client.reset_prefix_cache,
+            }
+            for name, wish in wishes.items():
+                with pytest.raises(WorkerLost) as refused:
+                    await refused_by(other, wish)
+                assert "this is decode-7, incarnation i7, not decode-0, incarnation i1" in str(refused.value), name
+            await eventually(lambda: "this is decode-7" in client._why_lost)
+            assert other.failure() == ""
+        finally:
+            await other.stop()
+
+
+async def refused_by(host, wish):
+    """Ask until the channel has connected to the process that has the port now."""
+    while True:
+        try:
+            return await wish()
+        except WorkerLost as error:
+            if "UNAVAILABLE" not in str(error):
+                raise
+        await asyncio.sleep(0.05)
+
+
+async def test_a_call_that_does_not_say_readably_for_whom_it_is_is_refused():
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        method = channel.unary_unary(f"/{SERVICE}/Drain", request_serializer=encode)
+        with pytest.raises(grpc.aio.AioRpcError, match="unreadable") as refused:
+            await method(DrainRequest(0.0), metadata=((MEANT, b"\xc1"),), timeout=PATIENCE_S)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert worker.host.failure() == ""
 
 
 async def test_a_connection_that_was_refused_is_tried_again_soon_and_not_later_and_later():
