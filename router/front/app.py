@@ -28,6 +28,7 @@ from router.flow.intake import AT_A_TIME, Intake
 from router.front import request_fields
 from router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.front.health import Readiness, ready_endpoint
+from router.front.http import unknown_paths
 from router.front.http.context import WithContext
 from router.front.http.routes import keep_known_routes
 from router.front.http.types import Asgi
@@ -36,10 +37,12 @@ from router.front.middleware.auth import Access, KeyGuard
 from router.front.middleware.body_limit import BodyLimit
 from router.front.middleware.cors import Cors
 from router.front.middleware.fair_order import BoundedBodies, EarlyRefusal, FairOrder
+from router.front.middleware.head_requests import HeadAsGet
 from router.front.middleware.json_cost import BoundedJson, WholeBodies
+from router.front.middleware.request_ids import RequestIds
 from router.front.middleware.retry_after import RetryAfter
 from router.front.middleware.time_limits import TimeLimits
-from router.front.vllm_workarounds import app_gaps, left_streams, stream_chunks
+from router.front.vllm_workarounds import app_gaps, left_streams, model_card, stream_chunks
 from router.settings import RouterSettings
 
 Layer = Callable[[Asgi], Asgi]
@@ -63,6 +66,8 @@ def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
     """Return the layers that a request passes before vLLM's app, outermost first."""
     return (
         WithContext,
+        RequestIds,
+        HeadAsGet,
         partial(Cors, allowed_origins=settings.cors_allowed_origins),
         partial(KeyGuard, access=_access(settings)),
         partial(BodyLimit, max_bytes=settings.max_request_bytes),
@@ -106,6 +111,8 @@ async def build_app(
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
     request_fields.install(app.state, gates.most_sequences)
     app_gaps.name_settings(app.state)
+    unknown_paths.install(app)
+    model_card.install(app)
     app.include_router(operators)
     app.state.server = SimpleNamespace()  # vLLM's error handler accesses it, but we run uvicorn ourselves
     app.add_route("/ready", ready_endpoint(readiness, lambda: client.draining), methods=["GET"])

@@ -35,7 +35,7 @@ from router.dispatch.request import Sampling, SequenceRequest
 from router.fleet.policy import NoWorker
 from router.flow.admission import Admission, Permit
 from router.flow.admission_rules import Ask, Refused
-from router.front.http.context import current
+from router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
 from router.front.sampling import sampling_of
 from router.front.text_stream import TextSink
 from router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
@@ -49,8 +49,6 @@ _UNREAD = (
     "the client has not read what was sent, and too much has accumulated (server.max_unread_stream_bytes, "
     "server.max_unread_bytes): read the answer as it comes"
 )
-MAX_REQUEST_ID_CHARACTERS = 256
-"""Longest request id that a client may set, since every chunk of a stream repeats it."""
 
 
 class RouterEngineClient(EngineClient):

@@ -219,9 +219,17 @@ HEADERS: dict[str, FieldRule] = {
     "x-ridgeline-ttft-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes check it only"),
     "x-ridgeline-tpot-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes check it only"),
     "x-vllm-priority": RefusedField(
-        "X-Vllm-Priority must be 0 or absent: requests are taken in order of arrival, fairly among clients"
+        "X-Vllm-Priority must be 0 or absent: requests are taken in order of arrival, fairly among clients",
+        but_for=("0",),
     ),
-    "x-data-parallel-rank": RefusedField("X-data-parallel-rank must be 0 or absent: the router chooses the worker"),
+    "x-data-parallel-rank": RefusedField(
+        "X-data-parallel-rank must be 0 or absent: the router chooses the worker", but_for=("0",)
+    ),
+    "content-encoding": RefusedField(
+        "this server does not unpack bodies: send them as they are, without Content-Encoding",
+        but_for=("identity",),
+        status=415,
+    ),
     "x-session-id": WithoutEffect("vLLM passes it to caches outside the engine, and there are none"),
     "traceparent": WithoutEffect("the router exports no traces"),
     "endpoint-load-metrics-format": WithoutEffect("it asks for the load of one engine, and the router has none"),
@@ -318,8 +326,9 @@ class RefusedHeaders:
         """Serve one request by the ASGI protocol."""
         for raw_name, value in scope.get("headers", ()) if scope["type"] == "http" else ():
             rule = HEADERS.get(raw_name.decode("latin-1"))
-            if isinstance(rule, RefusedField) and value.strip() not in (b"", b"0"):
-                await send_error(send, HTTPStatus.BAD_REQUEST, rule.sentence, param=raw_name.decode())
+            if isinstance(rule, RefusedField) and value.strip().decode("latin-1").lower() not in ("", *rule.but_for):
+                asks = [(b"accept-encoding", b"identity")] if rule.status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE else []
+                await send_error(send, rule.status, rule.sentence, param=raw_name.decode(), headers=asks)
                 return
         await self._app(scope, receive, send)
 

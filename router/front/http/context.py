@@ -18,6 +18,8 @@ from router.front.http.types import Asgi, Receive, Scope, Send
 AdminRight = Literal["", "local", "key"]
 """No right; that of a caller on this machine; that of a caller with an admin key."""
 _HEAD_READ_S: Final = "ridgeline_head_read_s"
+MAX_REQUEST_ID_CHARACTERS: Final = 256
+"""Longest id of a request, with what vLLM adds to a client's own; every chunk of a stream repeats it."""
 
 
 def _nothing() -> None:
@@ -34,6 +36,8 @@ class RequestContext:
     Latencies count from here, so that they include reading the body, the chat template, tokenising, admission, and
     any time that the event loop made the request wait in between.
     """
+    request_id: str = ""
+    """The value of `x-request-id` in the answer."""
     client: str = ANONYMOUS
     """A short hash of the API key if keys are configured, else the client's IPv4 address or IPv6 network; never the key
     itself."""

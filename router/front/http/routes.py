@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 logger = logging.getLogger(__name__)
 
 Callers = Literal["everybody", "clients", "operators"]
-"""`everybody` means GET only, for load balancers, orchestrators and Prometheus; other methods are for clients."""
+"""`everybody` may only read (GET, HEAD), for load balancers, orchestrators and Prometheus; the rest is for clients."""
 
 ROUTES: Final[Mapping[str, Callers]] = {
     "/health": "everybody",
@@ -56,6 +56,7 @@ ROUTES: Final[Mapping[str, Callers]] = {
             "/v1/messages/count_tokens",
             "/v1/messages/render",
             "/v1/models",
+            "/v1/models/{model:path}",
             "/v1/responses",
             "/v1/responses/render",
             "/v1/responses/{response_id}",

@@ -1,6 +1,8 @@
 """The layers before vLLM's app, and uvicorn's limits below them. `layers` in `router/front/app.py` defines their order.
 
 http_protocol.py  uvicorn's parser, with limits
+request_ids.py    names every request in its answer
+head_requests.py  answers HEAD as GET
 auth.py           checks API keys and names each client
 body_limit.py     limits the length of bodies
 admin_access.py   decides who may use the operator's paths

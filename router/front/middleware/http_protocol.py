@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.front.http.context import note_head_read
 from router.front.http.errors import error_body
+from router.front.middleware.request_ids import new_request_id
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """Largest request head; it may be exceeded by one read of a socket, 256 KiB at most."""
@@ -29,21 +30,27 @@ MOST_CONNECTIONS: Final = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 """Largest number of connections; the other files are for workers and the rest. An idle one takes about 20 KB."""
 
 
-def _last_words(status: HTTPStatus, sentence: str) -> bytes:
-    """Build a whole answer, after which the connection is closed."""
-    body = json.dumps(error_body(status, sentence))
-    head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
-
-
-_TOO_LARGE: Final = _last_words(
+LastWords = tuple[HTTPStatus, str]
+_TOO_LARGE: Final[LastWords] = (
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     "The request line and headers are longer than 64 KiB: send less in them.",
 )
-_TOO_LATE: Final = _last_words(
-    HTTPStatus.REQUEST_TIMEOUT, f"The request head was not complete within {HEAD_WITHIN_S:g} s: send it at once."
+_TOO_LATE: Final[LastWords] = (
+    HTTPStatus.REQUEST_TIMEOUT,
+    f"The request head was not complete within {HEAD_WITHIN_S:g} s: send it at once.",
 )
-_TOO_MANY: Final = _last_words(HTTPStatus.SERVICE_UNAVAILABLE, "The server has no free connections: try again later.")
+_TOO_MANY: Final[LastWords] = (
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "The server has no free connections: try again later.",
+)
+
+
+def _as_answer(last_words: LastWords) -> bytes:
+    """Build a whole answer, after which the connection is closed."""
+    status, sentence = last_words
+    body = json.dumps(error_body(status, sentence))
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    return f"{head}x-request-id: {new_request_id()}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
 
 
 class _Counted:
@@ -103,10 +110,14 @@ class BoundedHeads(HttpToolsProtocol):
         else:
             self._end_with(_TOO_LATE)
 
-    def _end_with(self, last_words: bytes) -> None:
+    def _end_with(self, last_words: LastWords) -> None:
         self._refused = True
-        self.transport.write(last_words)
+        self.transport.write(_as_answer(last_words))
         self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP; uvicorn's own answer is no JSON."""
+        self._end_with((HTTPStatus.BAD_REQUEST, msg))
 
     @property
     def unread_bytes(self) -> int:
@@ -146,7 +157,7 @@ class BoundedHeads(HttpToolsProtocol):
                 self._wait_for_head()  # after the first byte of a head, uvicorn itself would wait without end
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refused = True
-            self.transport.write(_TOO_LARGE)
+            self.transport.write(_as_answer(_TOO_LARGE))
             self.loop.call_later(LINGER_S, self.transport.close)
 
     def on_headers_complete(self) -> None:

@@ -2,6 +2,7 @@
 
 app_gaps.py       corrects answers of routes that would be wrong or missing
 left_streams.py   frees the requests of clients that have left
+model_card.py     answers GET /v1/models/{model}
 no_processor.py   saves vLLM the search for a second chat template
 stream_chunks.py  encodes the chunks of streams without pydantic
 text_length.py    refuses texts that are too long to tokenise

@@ -2,7 +2,8 @@
 
 vLLM refuses only what could not fit if every token were the longest of the vocabulary, which may have a hundred
 characters, and checks no length if the text is only tokenised or will be cut. So one client's texts could keep the
-router's cores busy for minutes. Installed by `router.front.engine_client`.
+router's cores busy for minutes. And its tokenizer takes half a surrogate pair (JSON's "\\ud83d" alone, of a text that
+was cut) for a value of the wrong type, and says so in words of its own. Installed by `router.front.engine_client`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ def bound_texts(renderer: Any, max_model_len_tokens: int) -> None:
     most = CHARACTERS_PER_TOKEN * max_model_len_tokens
 
     async def bounded(prompt: Any, params: Any) -> Any:
-        characters = len(prompt["prompt"])
+        text = prompt["prompt"]
+        characters = len(text)
         if characters > most:
             raise VLLMValidationError(
                 f"the text has {characters} characters, and this server tokenises at most {most}: "
                 f"{CHARACTERS_PER_TOKEN} for each of the {max_model_len_tokens} tokens of the model's context"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as half:
+            raise VLLMValidationError(
+                f"the text has half a surrogate pair, U+{ord(text[half.start]):04X}, which is no character: a client "
+                "that cuts text must cut between characters"
+            ) from half
         return await tokenize(prompt, params)
 
     renderer._tokenize_prompt_async = bounded
