@@ -5,6 +5,8 @@ Fields are only ever added, as in `contracts/tasks.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from contracts.handoff import KvLayout
@@ -31,6 +33,10 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     """Median of |predicted - measured| / measured over the latest steps, each predicted before it was fitted."""
     steps: int = 0
     """Number of steps that it was fitted to; it means nothing before `MIN_FITTED_STEPS`."""
+    knows_decode: bool = True
+    """Whether enough of them had no prompt tokens: a fit to prompts alone may find that decoding takes nothing."""
+    knows_prompts: bool = True
+    """Whether any of them had prompt tokens; if none had, what these add is a guess."""
 
     def step_s(self, prefill_tokens: float, sequences: float, context_tokens: float, attended: float) -> float:
         """Return the seconds of a step with these P, S, C and A."""
@@ -46,7 +52,35 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     def decode_s(self, sequences: float, context_tokens: float) -> float:
         """Return the seconds of a step without prompt tokens, for this S and C."""
         line_s = self.base_s + self.per_sequence_s * sequences + self.per_context_token_s * context_tokens
-        return line_s * self._correction(sequences) if self.corrections else line_s
+        if self.corrections:
+            line_s *= self._correction(sequences)
+        return line_s if line_s > SHORTEST_STEP_S else SHORTEST_STEP_S
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has seen both prompts and decoding."""
+        return self.knows_decode and self.knows_prompts
+
+    def completed_by(self, others: Iterable[StepModel]) -> StepModel | None:
+        """Return the model, with what it has not seen taken from one of the others that has; None if none has."""
+        known = self
+        for other in others:
+            if not known.knows_decode and other.knows_decode:
+                known = msgspec.structs.replace(
+                    known,
+                    base_s=other.base_s,
+                    per_sequence_s=other.per_sequence_s,
+                    per_context_token_s=other.per_context_token_s,
+                    knows_decode=True,
+                )
+            if not known.knows_prompts and other.knows_prompts:
+                known = msgspec.structs.replace(
+                    known,
+                    per_prefill_token_s=other.per_prefill_token_s,
+                    per_attended_token_s=other.per_attended_token_s,
+                    knows_prompts=True,
+                )
+        return known if known.is_whole else None
 
     def planned_s(self, target_s: float) -> float:
         """Return what a step is planned to take to keep a target: less by as much as predictions err, up to a limit."""
@@ -55,6 +89,11 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     def _correction(self, tokens: float) -> float:
         bucket = int(tokens).bit_length()
         return self.corrections[bucket] if bucket < len(self.corrections) else 1.0
+
+
+SHORTEST_STEP_S = 1e-6
+"""No step is predicted to take less, so that predictions may divide by it: no engine makes one in a microsecond, and a
+fit to few steps may find that some take nothing."""
 
 
 MIN_FITTED_STEPS = 16

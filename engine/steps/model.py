@@ -115,6 +115,7 @@ class StepFit:
         """The latest steps of each size, as `_Kind.add` takes them; zeros are none."""
         self._errors: deque[float] = deque(maxlen=ERRORS)
         self._steps = 0
+        self._steps_without_prompts = 0
         self._median_error = 0.0
 
     @property
@@ -141,6 +142,7 @@ class StepFit:
             size = self._sizes[load.bucket]
             self._rows[load.bucket, size.seen % RING] = row
             size.seen += 1
+            self._steps_without_prompts += not load.prefill_tokens
             self.longest_prefill_tokens = max(self.longest_prefill_tokens, load.prefill_tokens)
         if self._steps % REFIT_STEPS == 0 or self._steps in (1, 2, 4):
             self._refit()
@@ -179,6 +181,8 @@ class StepFit:
             corrections=self._corrections(),
             error=self._median_error,
             steps=self._steps,
+            knows_decode=self._steps_without_prompts >= KNOWN,
+            knows_prompts=self.longest_prefill_tokens > 0,
         )
 
     def _corrections(self) -> tuple[float, ...]:

@@ -60,7 +60,7 @@ class _Now(msgspec.Struct, frozen=True):
     """What is the same for all workers while a prompt's are chosen."""
 
     model: StepModel
-    """For workers that have none of their own yet."""
+    """For workers that have none of their own yet, or none that has seen both prompts and decoding."""
     open_workers: set[Worker]
     needed_blocks: int
     left_tokens: float
@@ -86,7 +86,7 @@ class ByScore:
 
 
 class ByPrediction:
-    """Chooses by what is predicted for each worker, and by score until any worker has a model of its steps."""
+    """Chooses by what is predicted for each worker, and by score until steps of prompts and of decoding are known."""
 
     def __init__(
         self,
@@ -192,17 +192,31 @@ class ByPrediction:
 
 
 def _any_model(workers: Sequence[Worker]) -> StepModel | None:
+    """Return a model that has seen prompts and decoding, put together of two workers' if no worker has seen both."""
+    known: list[StepModel] = []
     for worker in workers:
         if (model := worker.step_model) is not None:
-            return model
-    return None
+            if model.is_whole:
+                return model
+            known.append(model)
+    return known[0].completed_by(known) if known else None
+
+
+def _whole_model(worker: Worker, whole: StepModel) -> StepModel:
+    """Return the model of a worker's steps, with what it has not seen as `whole` has it."""
+    own = worker.step_model
+    if own is None:
+        return whole
+    return own if own.is_whole else own.completed_by([whole]) or whole
 
 
 def _alike(workers: Sequence[Worker], learned: Learned) -> Workers | None:
     """Return what the workers have in common, with the step model of one that has decoded; None if none has."""
-    for worker in sorted(workers, key=lambda one: one.favours == "prefill"):
-        model, known = worker.step_model, worker.description
-        if model is not None and model.per_sequence_s + model.per_context_token_s > 0.0:
+    by_decoding = sorted(workers, key=lambda one: one.favours == "prefill")
+    whole = _any_model(by_decoding)
+    for worker in by_decoding if whole is not None else ():
+        known, model = worker.description, _whole_model(worker, whole)
+        if worker.step_model is not None and model.per_sequence_s + model.per_context_token_s > 0.0:
             return Workers(
                 model=model,
                 number=len(workers),
@@ -247,7 +261,7 @@ def _prefix_on(worker: Worker, found: Found, demand: Demand) -> tuple[bool, int]
 
 def _load(worker: Worker, now: _Now, demand: Demand) -> Load:
     """Return what predictions need of a worker."""
-    counted, role, model = worker.outstanding, worker.role, worker.step_model or now.model
+    counted, role, model = worker.outstanding, worker.role, _whole_model(worker, now.model)
     shares, cached_tokens = _prefix_on(worker, now.found, demand) if demand.prefix else (False, 0)
     idle = Load(
         worker_id=worker.worker_id,

@@ -185,7 +185,7 @@ class LocalPlacement:
                     decoding.callback(decode.close)
                 if decode is not None and route == ADAPTIVE_WHOLE:
                     route = ADAPTIVE_SPLIT
-                yield _LocalPlace(route, granted, decode, self._learned)
+                yield _LocalPlace(route, granted, decode, None if wish.canary else self._learned)
 
     @contextmanager
     def keep(self, wish: Wish, route: Route, prompt_worker: Worker, decode_worker: Worker | None) -> Iterator[Place]:
@@ -197,7 +197,7 @@ class LocalPlacement:
             decode = turn.take_decode() if turn.splits else None
             if decode is not None:
                 held.callback(decode.close)
-            yield _LocalPlace(route, turn, decode, self._learned)
+            yield _LocalPlace(route, turn, decode, None if wish.canary else self._learned)
 
     def _decode_of(self, demand: Demand, turn: PromptTurn) -> DecodeSeat:
         """Return the place where the sequence is decoded, and close it.
@@ -223,7 +223,8 @@ class LocalPlacement:
 class _LocalPlace:
     """A turn on the worker that computes the prompt, and what is reserved on the one that decodes."""
 
-    def __init__(self, route: Route, turn: PromptTurn, decode: DecodeSeat | None, learned: Learned) -> None:
+    def __init__(self, route: Route, turn: PromptTurn, decode: DecodeSeat | None, learned: Learned | None) -> None:
+        """`learned` is told what becomes of it; None for a canary, since its size says nothing of clients' requests."""
         self._learned = learned
         self.route = route
         self.decision = turn.decision
@@ -237,6 +238,8 @@ class _LocalPlace:
         self._turn.prompt_done()
         if self._decode is not None:
             self._decode.first_token_made()
+        if self._learned is None:
+            return
         worker, prefix = self.prompt_worker.description, self._turn.demand.prefix
         if cached_tokens is not None and self.decision is not None:
             self._learned.had(worker, prefix, cached_tokens, self.decision.chosen.cached_tokens)
@@ -253,6 +256,8 @@ class _LocalPlace:
 
     def answered(self, answer: Answer) -> None:
         """Record a complete answer."""
+        if self._learned is None:
+            return
         self._learned.answered(self._turn.demand.output_tokens, answer.output_tokens)
         if self.decision is not None:
             self._learned.rebalancer.answered(within_limits=answer.within_limits)

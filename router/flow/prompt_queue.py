@@ -14,6 +14,7 @@ Called by `router.flow.placement`; `router.flow.admission` reads how long a prom
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -43,6 +44,8 @@ from router.flow.fair_queue import FairQueue, Waiting
 from router.flow.learned import Learned
 from router.flow.rates import ServiceRate
 from router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
 
 SUBSTITUTED_PATIENCE_S = 2.0
 """Prompts whose pool is lost wait this long if the workers of another pool can serve them whole meanwhile."""
@@ -223,7 +226,8 @@ class PromptQueue:
     ) -> None:
         """`has_substitute` says whether the workers of another pool can serve whole requests now; `chooser`
         chooses a prompt's workers, by default by their scores."""
-        self._chooser = chooser or ByScore(pool)
+        self._by_score = ByScore(pool)
+        self._chooser = chooser or self._by_score
         self.pool: Pool = pool
         self._has_substitute = has_substitute
         self._workers = workers
@@ -268,7 +272,8 @@ class PromptQueue:
     def dispatch(self) -> None:
         """Send the next prompts to their best workers while there is room.
 
-        Call it when the fleet has changed; the queue calls it itself when a place is freed.
+        Call it when the fleet has changed; the queue calls it itself when a place is freed. A fault of the rules ends
+        only the prompt that they were asked about, since the first token of any other request may have led here.
         """
         held = None
         while len(self._queue) and (roomy := self._with_room()):
@@ -281,7 +286,13 @@ class PromptQueue:
                 continue
             asked = entry.item
             waited_s = asked.demand.waited_s + now_s - asked.pushed_s
-            choice = self._chooser.choose(asked.demand, waited_s, roomy, urgent=asked.urgent)
+            try:
+                choice = self._choose(asked, waited_s, roomy)
+            except Exception as error:
+                logger.exception("no worker can be chosen for a prompt in pool %s", self.pool)
+                self._queue.remove(entry)
+                asked.granted.set_exception(error)
+                continue
             if choice is None:  # it waits for a worker that has no room now
                 held = asked
                 break
@@ -374,6 +385,14 @@ class PromptQueue:
 
     def _full(self, worker: Worker) -> bool:
         return worker.outstanding.prompt_tokens >= self._window_tokens
+
+    def _choose(self, asked: _Waiting, waited_s: float, roomy: Sequence[Worker]) -> Choice | None:
+        """Return the choice for a prompt, by score if the chooser has a fault."""
+        try:
+            return self._chooser.choose(asked.demand, waited_s, roomy, urgent=asked.urgent)
+        except Exception:
+            logger.exception("no prediction for a prompt in pool %s: it goes to the least loaded worker", self.pool)
+            return self._by_score.choose(asked.demand, waited_s, roomy, urgent=asked.urgent)
 
     def _hold(self, waiting: _Waiting | None) -> None:
         """Count the time until now for the prompt that was held back, and from now on for this one."""

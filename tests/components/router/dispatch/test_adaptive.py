@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
@@ -15,6 +16,7 @@ from router.fleet.prediction import idle_prompt_s
 from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
+from router.front.health import Canary
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
 from tests.components.router.dispatch.test_modes import LAYOUTS, ROLES, addresses
@@ -269,3 +271,34 @@ async def test_sequences_of_one_prompt_that_come_together_go_where_the_first_one
         await eventually(lambda: sum(len(engine.calls) for engine in serving.engines) == 4)
         assert sorted(len(engine.calls) for engine in serving.engines) == [0, 4]
         await asyncio.gather(*(serving.step_until(ending) for _, ending in asked))
+
+
+async def test_a_model_that_says_that_decoding_takes_no_time_ends_no_request():
+    """As an engine's did that had only computed prompts: the next choice divided by the time of its steps."""
+    one_prompt_each = {"prefill": 1, "decode": 1, "colocated": 1, "adaptive": 1}
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet, prefill_window_tokens=one_prompt_each)
+        for engine in serving.engines:
+            engine.stats.step_model = replace(MODEL, base_s=0.0, per_sequence_s=0.0, per_context_token_s=0.0)
+        await fleet.refresh()
+        asked = [serving.ask(5) for _ in range(3)]  # the third waits until the first token of one of the others
+        for _, ending in asked:
+            await serving.step_until(ending)
+        assert [sent for sent, _ in asked] == [expected(5)] * 3
+        assert sum(serving.decisions().values()) == 3
+
+
+async def test_canaries_teach_nothing():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        for engine in serving.engines:
+            engine._stepping = "auto"
+        await serving.learn()
+        for _ in range(80):
+            serving.learned.answered(400, 300)
+        canary = Canary(serving.orchestrator, 1000, prompt_tokens=40)
+        for _ in range(64):
+            await canary()
+        assert [serving.learned.output_tokens(longest) for longest in (0, 400)] == [300.0, 300.0]
+        assert [serving.learned.sure_tokens(longest) for longest in (0, 400)] == [300.0, 300.0]
+        assert serving.learned.prefixes.workers == 0

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from contracts.workers import MIN_FITTED_STEPS, StepModel
-from engine.steps.model import StepFit, StepLoad
+from engine.steps.model import KNOWN, StepFit, StepLoad
 
 TRUE = StepModel(
     base_s=0.04,
@@ -162,3 +162,25 @@ def test_a_step_costs_the_engine_less_than_a_tenth_of_a_millisecond():
 def test_a_step_without_prompts_takes_what_one_with_no_prompt_tokens_takes(sequences, corrections):
     model = msgspec.structs.replace(TRUE, corrections=corrections)
     assert model.decode_s(sequences, 1000) == pytest.approx(model.step_s(0, sequences, 1000, 0))
+
+
+def test_a_fit_to_prompts_alone_says_that_it_does_not_know_what_decoding_takes():
+    def prompts(draw: random.Random) -> StepLoad:
+        tokens = draw.choice([512, 512, 512, 300, 77])
+        return StepLoad(tokens, 0, 0, tokens * tokens / 2)
+
+    # Dearer than a line, so that the fit finds no base: such a model once said that a decode step takes no time.
+    fit = fitted(120, lambda load: 0.005 + 0.0017 * load.prefill_tokens**1.15, loads=prompts)
+    assert fit.model.decode_s(1, 100) < 0.001
+    assert (fit.model.knows_prompts, fit.model.knows_decode) == (True, False)
+    for _ in range(KNOWN):
+        fit.observe(StepLoad(0, 1, 100, 0.0), 0.04)
+    assert fit.model.is_whole
+    assert fit.model.decode_s(1, 100) == pytest.approx(0.04, rel=0.1)
+
+
+def test_a_fit_to_decoding_alone_says_that_it_only_guesses_what_prompts_take():
+    fit = StepFit()
+    for _ in range(MIN_FITTED_STEPS):
+        fit.observe(StepLoad(0, 2, 200, 0.0), 0.04)
+    assert (fit.model.knows_prompts, fit.model.knows_decode) == (False, True)

@@ -4,6 +4,7 @@ import math
 from contextlib import ExitStack
 
 import pytest
+from msgspec.structs import replace
 
 from contracts.workers import StepModel, WorkerStatus
 from router.fleet.policy import Demand
@@ -104,3 +105,28 @@ def test_the_load_by_prompts_is_what_was_placed_of_late_on_those_that_work(pair)
     pair.first.client = Gone()
     alone = pair.rules.choose(Demand(PROMPT, ANSWERS), 0.0, [pair.second], urgent=False).decision.wanted.prompt_load
     assert alone == pytest.approx(faded), "all prompts go to the one that is left"
+
+
+def test_what_a_worker_has_not_seen_is_predicted_as_another_worker_takes_it(pair):
+    prompts_only = replace(MODEL, base_s=0.0, per_sequence_s=0.0, per_prefill_token_s=0.002, knows_decode=False)
+    answers_only = replace(MODEL, per_prefill_token_s=0.5, knows_prompts=False)
+    for worker, model in ((pair.first, prompts_only), (pair.second, answers_only)):
+        worker.status = replace(worker.status, step_model=model)
+    decision = pair.choose(pair.workers).decision
+    for option in (decision.chosen, *decision.others):
+        assert option.tpot_s >= MODEL.decode_s(1, 0)
+        assert option.ttft_s < 512 * 0.01
+
+
+def test_nothing_is_predicted_while_no_worker_has_decoded(pair):
+    for worker in pair.workers:
+        worker.status = replace(worker.status, step_model=replace(MODEL, base_s=0.0, knows_decode=False))
+    choice = pair.choose(pair.workers)
+    assert choice.worker is pair.second, "by load: it has no prompt"
+    assert choice.decision is None
+
+
+def test_a_model_that_says_that_decoding_takes_no_time_breaks_nothing(pair):
+    for worker in pair.workers:
+        worker.status = replace(worker.status, step_model=replace(MODEL, base_s=0.0, per_sequence_s=0.0))
+    assert pair.choose(pair.workers).decision is not None

@@ -416,6 +416,42 @@ async def test_a_worker_that_is_usable_again_takes_what_waits_without_being_told
     await bench.end()
 
 
+class Faulty:
+    """A chooser whose predictions fail."""
+
+    def choose(self, demand, waited_s, roomy, *, urgent):
+        raise ZeroDivisionError
+
+    def least_s(self, demand):
+        return None
+
+
+async def test_while_predictions_fail_prompts_go_to_the_least_loaded_worker():
+    bench = Bench(workers=2, chooser=Faulty())
+    for name in ("one", "two"):
+        await bench.send(name, 100)
+    assert {name: turn.worker.worker_id for name, turn in bench.turns.items()} == {
+        "one": "prefill-0",
+        "two": "prefill-1",
+    }
+    await bench.end()
+
+
+async def test_a_request_whose_first_token_makes_room_is_not_ended_by_the_fault_of_the_choice_for_the_next(monkeypatch):
+    def failing_for_short_ones(demand, load):
+        return (1 / (demand.prompt_tokens - 10),)
+
+    monkeypatch.setitem(PROMPT_SCORERS, "prefill", failing_for_short_ones)
+    bench = Bench()
+    for name, tokens in (("fills", WINDOW), ("fault", 10), ("next", 20)):
+        await bench.send(name, tokens)
+    await bench.finish("fills")
+    with pytest.raises(ZeroDivisionError):
+        await bench.tasks["fault"]
+    assert bench.started == ["fills", "next"]
+    await bench.end()
+
+
 class Patient:
     """A chooser that goes by limits, and always takes the first worker that it is shown."""
 
