@@ -214,7 +214,9 @@ def _alike(workers: Sequence[Worker], learned: Learned) -> Workers | None:
     """Return what the workers have in common, with the step model of one that has decoded; None if none has."""
     by_decoding = sorted(workers, key=lambda one: one.favours == "prefill")
     whole = _any_model(by_decoding)
-    for worker in by_decoding if whole is not None else ():
+    if whole is None:
+        return None
+    for worker in by_decoding:
         known, model = worker.description, _whole_model(worker, whole)
         if worker.step_model is not None and model.per_sequence_s + model.per_context_token_s > 0.0:
             return Workers(
