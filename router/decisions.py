@@ -14,15 +14,30 @@ from prometheus_client import CollectorRegistry
 from contracts.vocabulary import Pool
 from router.dispatch.modes import AnyModes, Modes
 from router.fleet.fleet import Fleet
-from router.flow.admission import Admission, Wait
+from router.flow.admission import Admission, Holdings, Wait
 from router.flow.fair_queue import Waiting
 from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement, Placement
 from router.flow.prompt_queue import QueueNow, prompt_queues
 from router.observe.metrics import QueueView
 from router.settings import RouterSettings
+from router.shared.holdings import Changes
 from router.shared.link import Link, NoDispatcher
-from router.shared.messages import Count, Counted, Denied, Down, Granted, Holds, Sums, Up
+from router.shared.messages import (
+    Complete,
+    Count,
+    Counted,
+    Denied,
+    Down,
+    Ended,
+    EndedRouters,
+    Granted,
+    Others,
+    Pairs,
+    Remembers,
+    Sums,
+    Up,
+)
 from router.shared.shared_metrics import SharedMetrics
 from router.shared.shared_modes import SharedModes
 from router.shared.shared_placement import SharedPlacement
@@ -30,6 +45,8 @@ from router.shared.shared_placement import SharedPlacement
 JOIN_WITHIN_S = 30.0
 HOLDINGS_EVERY_S = 0.1
 """How often the dispatcher is told what this router has admitted, if that has changed."""
+COUNTED_EVERY_S = 5.0
+"""How often it is told what this router has counted: so much of it is lost with the process if nobody scrapes."""
 
 
 class Decisions(Protocol):
@@ -106,6 +123,10 @@ class SharedDecisions:
         self.queues: Sequence[QueueView] = list(self._told.values())
         self._admission: Admission | None = None
         self._metrics: SharedMetrics | None = None
+        self._changes = Changes()
+        self._ended: EndedRouters = {}
+        """What routers had counted that are gone, for the next dispatcher."""
+        self._heard: set[type[Down]] = set()
         self._joined = asyncio.Event()
         self.link.state = self._state
         self.link.on_message = self._take
@@ -140,22 +161,28 @@ class SharedDecisions:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.link.run(), name="dispatcher-link")
             group.create_task(self._tell_holdings(), name="holdings")
+            group.create_task(self._tell_counts(), name="counts")
+            group.create_task(self._asking.give_up_without_a_dispatcher(), name="without-dispatcher")
 
     async def _tell_holdings(self) -> None:
-        told: Holds | None = None
         while True:
             await asyncio.sleep(HOLDINGS_EVERY_S)
-            holds = self._holds()
-            if holds != told:
+            holds = self._changes.since_told(self._holdings())
+            if holds is not None:
                 self.link.send(holds)
-                told = holds
 
-    def _holds(self) -> Holds:
+    async def _tell_counts(self) -> None:
+        while True:
+            await asyncio.sleep(COUNTED_EVERY_S)
+            self.link.send(Counted(self.metrics.samples()))
+
+    def _holdings(self) -> Holdings:
         assert self._admission is not None
-        return Holds(self._admission.holdings())
+        return self._admission.holdings()
 
     def _state(self) -> list[Up]:
-        return [self._holds(), *self._asking.state()]
+        holds, counted = self._changes.everything(self._holdings()), Counted(self.metrics.samples())
+        return [holds, counted, Remembers(self._ended), *self._asking.state(), Complete()]
 
     def _take(self, message: Down) -> None:
         match message:
@@ -163,17 +190,31 @@ class SharedDecisions:
                 self._asking.take(message)
             case Sums():
                 self._take_sums(message)
+            case Others():
+                self._take_others(message)
+            case Pairs():
+                self._fleet.kv_pairs = message.kv_pairs
+            case Ended():
+                self._ended = message.routers
             case Count():
-                assert self._metrics is not None
-                self.link.send(Counted(message.number, self._metrics.samples()))
+                self.link.send(Counted(self.metrics.samples(), message.number))
+        self._heard.add(type(message))
+        if {Sums, Others} <= self._heard:
+            self._joined.set()
 
     def _take_sums(self, sums: Sums) -> None:
-        self._fleet.follow(sums.mode, sums.role_number, sums.kv_pairs)
+        self._fleet.follow(sums.mode, sums.role_number)
         for worker in self._fleet.workers:
             if worker.worker_id in sums.outstanding:
                 worker.outstanding = sums.outstanding[worker.worker_id]
         for pool, now in sums.queues.items():
             self._told[pool].now = now
+
+    def _take_others(self, others: Others) -> None:
         assert self._admission is not None
-        self._admission.others = sums.others
-        self._joined.set()
+        if others.whole:
+            self._admission.others = Holdings()
+        known = self._admission.others
+        for client, held in others.changed.items():
+            known.put(client, held)
+        known.sequences_per_s, known.blocks_per_s = others.sequences_per_s, others.blocks_per_s

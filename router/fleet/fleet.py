@@ -165,9 +165,8 @@ class Fleet:
         """The number of the change that gave the workers their present roles."""
         return self._role_number
 
-    def follow(self, mode: Mode, role_number: int, kv_pairs: Sequence[KvPair]) -> None:
-        """Take over the mode, and the pairs, from the dispatcher, which has told the workers."""
-        self.kv_pairs = list(kv_pairs)
+    def follow(self, mode: Mode, role_number: int) -> None:
+        """Take over the mode from the dispatcher, which has told the workers."""
         if role_number != self._role_number:
             self._assign(mode, role_number, self.workers)
             for pool in tuple(self._news):

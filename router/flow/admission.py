@@ -40,13 +40,25 @@ from router.settings import RouterSettings
 DRAIN_WINDOW_S = 10.0
 
 
-class Held(msgspec.Struct):
+LEFT_STEPS = 1024
+"""In so many steps to one, what clients left is told: a power of two, so that sums and differences are exact."""
+
+
+class Held(msgspec.Struct, array_like=True):
     """What a client has admitted and not ended."""
 
     sequences: int = 0
     blocks: int = 0
     left: float = 0.0
     """Sequences that it left recently before they had ended."""
+
+    def plus(self, other: Held) -> Held:
+        """Return the sum."""
+        return Held(self.sequences + other.sequences, self.blocks + other.blocks, self.left + other.left)
+
+    def without(self, other: Held) -> Held:
+        """Return the difference."""
+        return Held(self.sequences - other.sequences, self.blocks - other.blocks, self.left - other.left)
 
 
 class Holdings(msgspec.Struct):
@@ -57,15 +69,17 @@ class Holdings(msgspec.Struct):
     sequences_per_s: float = 0.0
     blocks_per_s: float = 0.0
 
-    def add(self, other: Holdings) -> None:
-        """Add what another router holds."""
-        self.sequences_per_s += other.sequences_per_s
-        self.blocks_per_s += other.blocks_per_s
-        for client, held in other.of_client.items():
-            for sum_ in (self.all, self.of_client.setdefault(client, Held())):
-                sum_.sequences += held.sequences
-                sum_.blocks += held.blocks
-                sum_.left += held.left
+    def of(self, client: str) -> Held:
+        """Return what a client holds."""
+        return self.of_client.get(client) or Held()
+
+    def put(self, client: str, held: Held) -> None:
+        """Change what a client holds."""
+        self.all = self.all.plus(held.without(self.of(client)))
+        if held == Held():
+            self.of_client.pop(client, None)
+        else:
+            self.of_client[client] = held
 
 
 class Wait(Protocol):
@@ -138,13 +152,15 @@ class Admission:
 
     def holdings(self) -> Holdings:
         """Return what this router holds, for the other routers."""
-        holdings = Holdings(sequences_per_s=self._ended_sequences.per_s, blocks_per_s=self._ended_blocks.per_s)
         self._forget_who_left_long_ago()
         own = {client: Held(held.sequences, held.blocks) for client, held in self._held.items()}
         for client, left in self._left.items():
-            own.setdefault(client, Held()).left = left.amount
-        holdings.add(Holdings(of_client=own))
-        return holdings
+            own.setdefault(client, Held()).left = round(left.amount * LEFT_STEPS) / LEFT_STEPS
+        return Holdings(
+            of_client=own,
+            sequences_per_s=round(self._ended_sequences.per_s, 3),
+            blocks_per_s=round(self._ended_blocks.per_s, 3),
+        )
 
     def admit(self, client: str, ask: Ask) -> Permit:
         """Accept a request until its permit is released. Raises Refused."""

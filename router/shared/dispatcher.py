@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter
 from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
+import msgspec
 
 from contracts.errors import EngineError
 from contracts.handoff import UNREADABLE
@@ -24,30 +24,32 @@ from router.dispatch.modes import Modes
 from router.fleet.fleet import Fleet
 from router.fleet.pairing import KvPair, PairingRefused
 from router.fleet.roles import ModeImpossible, role_table
-from router.flow.admission import Holdings
 from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
 from router.observe.fleet_use import FleetUse, fleet_use
 from router.observe.loop_lag import LoopLag
 from router.settings import RouterSettings
+from router.shared.counts import Counts
+from router.shared.holdings import Parts
 from router.shared.joined_router import JoinedRouter, NotReading
 from router.shared.messages import (
     SERVICE,
     ChangeMode,
     CountOthers,
+    Ended,
     ModeChanged,
     OthersCounted,
+    Pairs,
     Sums,
     Ups,
 )
-from router.shared.shared_metrics import Series, cumulative, sums_of
 from worker_runtime.client import OPTIONS, decoder, encode, unary_handler
 
 SUMS_EVERY_S = 0.1
 """How often routers are told what the others hold, if it has changed; admission is late by as much."""
 COUNT_WITHIN_S = 1.0
-"""How long a scrape waits for a router; then it counts with what it had counted before."""
+"""How long a scrape waits for a router; then it counts with what it had told before."""
 ALL_JOIN_WITHIN_S = 2.0
 """How long a new dispatcher waits for all routers, to know which places are in use, before it lets a prompt start."""
 STOP_WITHIN_S = 1.0
@@ -74,8 +76,12 @@ class Dispatcher:
         self._placement = LocalPlacement(self._fleet, self._queues, settings, learned)
         self._modes = Modes(self._fleet, self._queues)
         self._routers: set[JoinedRouter] = set()
-        self._former: Counter[Series] = Counter()
-        """What routers had counted that are gone, so that sums never fall."""
+        self._parts = Parts()
+        self._counts = Counts()
+        self._told_sums = self._told_pairs = msgspec.Raw(b"")
+        """What all routers were told last, encoded."""
+        self._pairs_of: list[KvPair] | None = None
+        """The pairs that `_told_pairs` tells."""
         self._all_there = asyncio.Event()
         self._lag = LoopLag()
         self._server = grpc.aio.server(options=OPTIONS)
@@ -178,9 +184,12 @@ class Dispatcher:
 
     async def _join(self, batches: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until its stream ends."""
-        router = JoinedRouter(self._placement, self._fleet, self._all_there)
+        router = JoinedRouter(self._placement, self._fleet, self._all_there, self._parts, self._counts)
         self._routers.add(router)
-        router.send(self._sums_for(router))
+        self._look()
+        router.show("sums", self._told_sums)
+        router.show("pairs", self._told_pairs)
+        router.show("ended", self._ended())
         try:
             async with asyncio.TaskGroup() as group:
                 writing = group.create_task(_write(router, context), name="write-to-router")
@@ -192,43 +201,58 @@ class Dispatcher:
             logger.warning("router %s sent what nobody can read: %s", router.router_id, errors.exceptions[0])
         finally:
             self._routers.discard(router)
-            self._former.update(cumulative(sums_of(router.samples)))
+            self._has_left(router)
             await asyncio.shield(router.close())
 
+    def _has_left(self, router: JoinedRouter) -> None:
+        """Keep what a router has counted, here and in the others, unless it has come back meanwhile."""
+        if any(one.router_id == router.router_id for one in self._routers):
+            return
+        self._counts.left(router.router_id)
+        ended = self._ended()
+        for other in self._routers:
+            other.show("ended", ended)
+
+    def _ended(self) -> msgspec.Raw:
+        return msgspec.Raw(encode(Ended(self._counts.ended())))
+
     async def _read(self, router: JoinedRouter, batches: AsyncIterator[bytes]) -> None:
-        """Take a router's messages; the first batch has all the places that it holds."""
+        """Take a router's messages; the first ones have all the places that it holds."""
         readable = decoder(Ups)
         async for batch in batches:
             for message in readable(batch).messages:
                 router.take(message)
-            if sum(bool(one.router_id) for one in self._routers) >= self._settings.routers:
+            if sum(one.is_complete for one in self._routers) >= self._settings.routers:
                 self._all_there.set()
 
-    def _sums_for(self, router: JoinedRouter) -> Sums:
-        others = Holdings()
-        for other in self._routers:
-            if other is not router:
-                others.add(other.holdings)
+    def _sums(self) -> Sums:
         return Sums(
             mode=self._fleet.mode,
             role_number=self._fleet.role_number,
             queues={pool: queue.now() for pool, queue in self._queues.items()},
             outstanding={worker.worker_id: worker.outstanding for worker in self._fleet.workers},
-            others=others,
-            kv_pairs=self._fleet.kv_pairs,
         )
 
+    def _look(self) -> None:
+        """Tell each router what has changed since it was told last."""
+        sums = encode(self._sums())
+        if sums != self._told_sums:
+            self._told_sums = msgspec.Raw(sums)
+            for router in self._routers:
+                router.show("sums", self._told_sums)
+        if self._pairs_of is not self._fleet.kv_pairs:  # the fleet makes a new list with each change
+            self._pairs_of = self._fleet.kv_pairs
+            self._told_pairs = msgspec.Raw(encode(Pairs(self._pairs_of)))
+            for router in self._routers:
+                router.show("pairs", self._told_pairs)
+        for router in self._routers:
+            router.look()
+
     async def _tell_sums(self) -> None:
-        """Tell each router the sums whenever they have changed, until cancelled."""
-        told: dict[JoinedRouter, bytes] = {}
+        """Look every `SUMS_EVERY_S`, until cancelled."""
         while True:
             await asyncio.sleep(SUMS_EVERY_S)
-            told = {router: last for router, last in told.items() if router in self._routers}
-            for router in self._routers:
-                encoded = encode(self._sums_for(router))
-                if told.get(router) != encoded:
-                    told[router] = encoded
-                    router.send(self._sums_for(router))
+            self._look()
 
     # --- calls
 
@@ -237,17 +261,17 @@ class Dispatcher:
             change = await self._modes.change(asked.mode)
         except (ModeImpossible, PairingRefused) as error:
             return ModeChanged(refused=str(error))
-        for router in self._routers:
-            router.send(self._sums_for(router))
+        self._look()
         return ModeChanged(change.rerouted_prompts, change.took_s)
 
     async def _count_others(self, asked: CountOthers) -> OthersCounted:
+        self._counts.told(asked.router_id, asked.samples)
+        await self._all_there.wait()
         others = [router for router in self._routers if router.router_id != asked.router_id]
         await asyncio.gather(*(router.count(COUNT_WITHIN_S) for router in others))
-        sums = Counter(self._former)
-        for router in others:
-            sums.update(sums_of(router.samples))
-        return OthersCounted([(name, dict(labels), value) for (name, labels), value in sums.items()])
+        if len(others) == len(self._routers):  # the asker has no connection but this one
+            self._counts.left(asked.router_id)
+        return OthersCounted(self._counts.without(asked.router_id))
 
 
 async def _write(router: JoinedRouter, context: grpc.aio.ServicerContext) -> None:

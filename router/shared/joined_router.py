@@ -10,20 +10,24 @@ import logging
 from contextlib import ExitStack, suppress
 from itertools import count
 
+import msgspec
+
 from contracts.errors import WorkerDraining, WorkerLost
 from router.fleet.fleet import Fleet
 from router.fleet.policy import Demand, NoWorker, Route
-from router.flow.admission import Holdings
 from router.flow.placement import LocalPlacement, Place, Wish
+from router.shared.counts import Counts
+from router.shared.holdings import Part, Parts
 from router.shared.messages import (
     Answered,
     Asked,
+    Complete,
     Count,
     Counted,
     Denied,
     Doubts,
     Down,
-    Downs,
+    EncodedDowns,
     Forgets,
     Granted,
     Happened,
@@ -32,7 +36,7 @@ from router.shared.messages import (
     Keeps,
     Leaves,
     Reason,
-    Samples,
+    Remembers,
     Up,
     Wants,
     WayOf,
@@ -40,6 +44,8 @@ from router.shared.messages import (
 
 MOST_UNREAD = 100_000
 """Messages that may wait for a router that does not read; far more than any router has requests."""
+MOST_AT_ONCE = 1_000
+"""Messages in one batch: a few MiB, far below the limit of gRPC (`worker_runtime.client.MAX_MESSAGE_BYTES`)."""
 _REASONS: dict[type[Exception], Reason] = {NoWorker: "no_worker", WorkerLost: "lost", WorkerDraining: "draining"}
 logger = logging.getLogger(__name__)
 
@@ -51,13 +57,19 @@ class NotReading(Exception):
 class JoinedRouter:
     """A router's wishes and places. `take` its messages in order, send it every `next_batch`, and `close` it."""
 
-    def __init__(self, placement: LocalPlacement, fleet: Fleet, all_there: asyncio.Event) -> None:
+    def __init__(
+        self, placement: LocalPlacement, fleet: Fleet, all_there: asyncio.Event, parts: Parts, counts: Counts
+    ) -> None:
         """`all_there`: set once all routers have told which places they hold; no prompt starts before."""
         self.router_id = ""
+        self.is_complete = False
+        """Whether it has told all that it held when it joined."""
         self._all_there = all_there
-        self.holdings = Holdings()
-        self.samples: Samples = []
-        """Its request series when they were last counted."""
+        self._parts = parts
+        self._part: Part = parts.enter()
+        self._counts = counts
+        self._news: dict[str, msgspec.Raw] = {}
+        """By kind, the newest of what all routers are told, until it is sent."""
         self._placement = placement
         self._fleet = fleet
         self._serving: dict[int, asyncio.Task[None]] = {}
@@ -78,42 +90,69 @@ class JoinedRouter:
 
     def _act_on(self, message: Up) -> None:
         match message:
-            case Joins():
-                self.router_id = message.router_id
             case Wants():
                 self._begin(message.number, _wish_of(message.asked))
             case Keeps():
                 self._keep(message)
             case Happened() | Answered():
                 self._record(message)
-            case Forgets():
-                self._placement.forget_prefixes()
             case Leaves():
                 self._leave(message.number)
             case Doubts():
                 with suppress(KeyError):  # it has been removed meanwhile
                     self._fleet.get(message.worker_id).client.has_failed()
+            case _:
+                self._learn(message)
+
+    def _learn(self, message: Up) -> None:
+        """Take what is told of no single prompt or worker."""
+        match message:
+            case Joins():
+                self.router_id = message.router_id
+            case Forgets():
+                self._placement.forget_prefixes()
             case Holds():
-                self.holdings = message.holdings
+                self._parts.take(self._part, message)
             case Counted():
                 self._counted(message)
+            case Remembers():
+                self._counts.remember(message.ended)
+            case Complete():
+                self.is_complete = True
 
     def send(self, message: Down) -> None:
         """Put a message into the next batch."""
         self._outbox.append(message)
         self._filled.set()
 
-    async def next_batch(self) -> Downs:
+    def show(self, kind: str, news: msgspec.Raw) -> None:
+        """Put an encoded message into the next batch, in place of an older one of this kind that is not sent yet."""
+        self._news[kind] = news
+        self._filled.set()
+
+    def look(self) -> None:
+        """Have the next batch tell what has changed of the other routers' holdings."""
+        self._filled.set()
+
+    async def next_batch(self) -> EncodedDowns:
         """Wait for messages and return them. Raises NotReading if there are too many."""
-        await self._filled.wait()
-        if len(self._outbox) > MOST_UNREAD:
-            raise NotReading(f"router {self.router_id} has not read {len(self._outbox)} messages")
-        batch, self._outbox = Downs(self._outbox), []
-        self._filled.clear()
-        return batch
+        while True:
+            await self._filled.wait()
+            if len(self._outbox) > MOST_UNREAD:
+                raise NotReading(f"router {self.router_id} has not read {len(self._outbox)} messages")
+            messages: list[Down | msgspec.Raw] = [*self._news.values()]
+            if (others := self._parts.differences(self._part)) is not None:
+                messages.append(others)
+            messages += self._outbox[:MOST_AT_ONCE]
+            del self._outbox[:MOST_AT_ONCE]
+            self._news.clear()
+            if not self._outbox:
+                self._filled.clear()
+            if messages:
+                return EncodedDowns(messages)
 
     async def count(self, within_s: float) -> None:
-        """Bring `samples` up to date, if the router answers in time."""
+        """Bring its counts up to date, if it answers in time."""
         number = next(self._numbers)
         answered = self._counting[number] = asyncio.get_running_loop().create_future()
         self.send(Count(number))
@@ -125,6 +164,7 @@ class JoinedRouter:
 
     async def close(self) -> None:
         """Give up all wishes and places, because the router has gone."""
+        self._parts.leave(self._part)
         serving = list(self._serving.values())
         for number in (*self._serving, *self._kept):
             self._leave(number)
@@ -187,8 +227,8 @@ class JoinedRouter:
             getattr(place, step)()
 
     def _counted(self, message: Counted) -> None:
-        self.samples = message.samples
-        answered = self._counting.get(message.number)
+        self._counts.told(self.router_id, message.samples)
+        answered = None if message.number is None else self._counting.get(message.number)
         if answered is not None and not answered.done():
             answered.set_result(None)
 

@@ -23,6 +23,8 @@ from router.shared.messages import SERVICE, Down, Downs, Joins, Up, Ups
 from worker_runtime.client import OPTIONS, RETRY_S, decoder, encode
 
 T = TypeVar("T")
+MOST_AT_ONCE = 200
+"""Messages in one batch: those of places with prompts of 128k tokens, whose hashes are sent along, take 15 MiB."""
 logger = logging.getLogger(__name__)
 
 
@@ -47,8 +49,9 @@ class _Outbox:
         while True:
             await self._filled.wait()
             await asyncio.sleep(0)  # what else this turn of the loop says goes with it
-            self._filled.clear()
-            batch, self._messages = Ups(self._messages), []
+            batch, self._messages = Ups(self._messages[:MOST_AT_ONCE]), self._messages[MOST_AT_ONCE:]
+            if not self._messages:
+                self._filled.clear()
             yield batch
 
 

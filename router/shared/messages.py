@@ -12,7 +12,7 @@ from router.fleet.adaptive import Decision
 from router.fleet.pairing import KvPair
 from router.fleet.policy import Path
 from router.fleet.worker import Outstanding
-from router.flow.admission import Holdings
+from router.flow.admission import Held
 from router.flow.placement import Answer
 from router.flow.prompt_queue import QueueNow
 
@@ -21,6 +21,8 @@ Step = Literal["prompt_done", "prompt_left", "decode_began"]
 """The methods of `router.flow.placement.Place`."""
 Samples = list[tuple[str, dict[str, str], float]]
 """Samples of Prometheus series: name, labels, value."""
+EndedRouters = dict[str, Samples]
+"""What routers had counted that are gone, by router id; see `router.shared.counts`."""
 
 
 class WayOf(msgspec.Struct, frozen=True, array_like=True):
@@ -109,19 +111,33 @@ class Doubts(msgspec.Struct, frozen=True, tag="doubts"):
 
 
 class Holds(msgspec.Struct, frozen=True, tag="holds"):
-    """What this router has admitted and not ended."""
+    """What has changed of what this router has admitted and not ended."""
 
-    holdings: Holdings
+    changed: dict[str, Held]
+    """By client, what it holds now."""
+    sequences_per_s: float = 0.0
+    blocks_per_s: float = 0.0
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """This router's request series, as an answer to `Count`."""
+    """This router's request series."""
 
-    number: int
     samples: Samples
+    number: int | None = None
+    """Of the `Count` that it answers, if it was asked."""
 
 
-Up = Joins | Wants | Keeps | Happened | Answered | Forgets | Leaves | Doubts | Holds | Counted
+class Remembers(msgspec.Struct, frozen=True, tag="remembers"):
+    """What a former dispatcher had told of routers that are gone."""
+
+    ended: EndedRouters
+
+
+class Complete(msgspec.Struct, frozen=True, tag="complete"):
+    """All has been told that a dispatcher must know of a router that joins."""
+
+
+Up = Joins | Wants | Keeps | Happened | Answered | Forgets | Leaves | Doubts | Holds | Counted | Remembers | Complete
 
 
 class Ups(msgspec.Struct, frozen=True):
@@ -156,16 +172,36 @@ class Denied(msgspec.Struct, frozen=True, tag="denied"):
 
 
 class Sums(msgspec.Struct, frozen=True, tag="sums"):
-    """What a router must know of the others, and of what only the dispatcher knows."""
+    """What only the dispatcher knows: the same for all routers."""
 
     mode: Mode
     role_number: int
     queues: dict[Pool, QueueNow]
     outstanding: dict[str, Outstanding]
     """By worker id."""
-    others: Holdings
-    """What the other routers hold together."""
+
+
+class Others(msgspec.Struct, frozen=True, tag="others"):
+    """What has changed of what the other routers hold together."""
+
+    whole: bool
+    """Whether what was told before does not count any more."""
+    changed: dict[str, Held]
+    """By client, what they hold now."""
+    sequences_per_s: float
+    blocks_per_s: float
+
+
+class Pairs(msgspec.Struct, frozen=True, tag="pairs"):
+    """The pairs of workers that can exchange KV, told when they have changed."""
+
     kv_pairs: list[KvPair]
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """What routers had counted that are gone, for the next dispatcher."""
+
+    routers: EndedRouters
 
 
 class Count(msgspec.Struct, frozen=True, tag="count"):
@@ -174,13 +210,19 @@ class Count(msgspec.Struct, frozen=True, tag="count"):
     number: int
 
 
-Down = Granted | Denied | Sums | Count
+Down = Granted | Denied | Sums | Others | Pairs | Ended | Count
 
 
 class Downs(msgspec.Struct, frozen=True):
     """A batch of messages to a router."""
 
     messages: list[Down]
+
+
+class EncodedDowns(msgspec.Struct, frozen=True):
+    """`Downs` as the dispatcher sends them: what all routers are told is encoded once."""
+
+    messages: list[Down | msgspec.Raw]
 
 
 # calls
@@ -201,9 +243,10 @@ class ModeChanged(msgspec.Struct, frozen=True):
 
 
 class CountOthers(msgspec.Struct, frozen=True):
-    """A router wants the request series of all others, for a scrape."""
+    """A router wants the request series of all others, for a scrape, and tells its own, as it will show them."""
 
     router_id: str
+    samples: Samples
 
 
 class OthersCounted(msgspec.Struct, frozen=True):

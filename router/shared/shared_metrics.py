@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from router.shared.counts import CUMULATIVE, Series, by_series, cumulative, highest
 from router.shared.link import Link, NoDispatcher
 from router.shared.messages import CountOthers, OthersCounted, Samples
 
-Series = tuple[str, frozenset[tuple[str, str]]]
-"""A sample's name and labels."""
-CUMULATIVE = ("_total", "_bucket", "_sum", "_count")
-"""How the names of samples end that only grow."""
-CREATED = "_created"
-"""How the name ends of the time at which a series began; prometheus-client adds one to every counter and histogram."""
-COUNT_DEADLINE_S = 3.0
+COUNT_DEADLINE_S = 5.0
+"""More than the dispatcher waits for routers that have still to join and for those that count."""
 logger = logging.getLogger(__name__)
-
-
-def sums_of(samples: Samples) -> dict[Series, float]:
-    """Return the samples by series, without the times at which they began."""
-    return {(name, frozenset(labels.items())): value for name, labels, value in samples if not name.endswith(CREATED)}
-
-
-def cumulative(sums: Mapping[Series, float]) -> dict[Series, float]:
-    """Return what stays counted when its router has gone: gauges do not."""
-    return {series: value for series, value in sums.items() if series[0].endswith(CUMULATIVE)}
 
 
 class SharedMetrics(Collector):
@@ -38,31 +24,30 @@ class SharedMetrics(Collector):
     def __init__(self, own: CollectorRegistry, link: Link) -> None:
         self._own = own
         self._link = link
+        self._shown: list[Metric] | None = None
+        """This router's own, as the dispatcher was told: if it shows more and dies, the sums of the others fall."""
         self._others: dict[Series, float] = {}
 
     def samples(self) -> Samples:
         """Return this router's own series, for the others."""
-        return [
-            (sample.name, sample.labels, sample.value)
-            for family in self._own.collect()
-            for sample in family.samples
-            if not sample.name.endswith(CREATED)
-        ]
+        return _samples_of(self._own.collect())
 
     async def refresh(self) -> None:
         """Ask the dispatcher for the series of the others; without an answer, the last ones stay."""
+        shown = list(self._own.collect())
+        asked = CountOthers(self._link.router_id, _samples_of(shown))
         try:
-            counted = await self._link.call(
-                "CountOthers", CountOthers(self._link.router_id), OthersCounted, COUNT_DEADLINE_S
-            )
+            counted = await self._link.call("CountOthers", asked, OthersCounted, COUNT_DEADLINE_S)
         except NoDispatcher as error:
             logger.warning("/metrics shows what the other routers had counted before: %s", error)
-        else:
-            self._others = sums_of(counted.samples)
+        else:  # a new dispatcher may not know all routers yet, but what they have counted can only have grown
+            now = by_series(counted.samples)
+            self._others = {**now, **highest(cumulative(self._others), cumulative(now))}
+        self._shown = shown
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family with the sums; called by prometheus-client at each scrape."""
-        families = list(self._own.collect())
+        families = list(self._own.collect()) if self._shown is None else self._shown
         elsewhere: dict[str, dict[Series, float]] = {family.name: {} for family in families}
         for series, value in self._others.items():
             name = _family_of(series[0])
@@ -70,6 +55,10 @@ class SharedMetrics(Collector):
                 elsewhere[name][series] = value
         for family in families:
             yield _sum(family, elsewhere[family.name])
+
+
+def _samples_of(families: Iterable[Metric]) -> Samples:
+    return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
 
 def _family_of(sample_name: str) -> str:

@@ -31,7 +31,7 @@ from router.shared.messages import (
 )
 
 LOOK_EVERY_S = 1.0
-"""How often a waiting prompt looks whether there is a dispatcher."""
+"""How often a router whose prompts wait looks whether there is a dispatcher."""
 UNKNOWN_PAUSE_S = 0.1
 """Pause before a prompt asks again that was given a worker which this router does not reach."""
 _ERRORS: dict[Reason, type[Exception]] = {
@@ -67,7 +67,7 @@ class SharedPlacement:
         wished = self._wishes[number] = _Wished(self._asked(wish))
         self._link.send(Wants(number, wished.asked))
         try:
-            granted = await self._granted(wished)
+            granted = await wished.answer
             place = _SharedPlace(self._link, number, wished, granted, *await self._workers_of(granted))
             try:
                 yield place
@@ -113,15 +113,19 @@ class SharedPlacement:
             demand.prefix,
         )
 
-    async def _granted(self, wished: _Wished) -> Granted:
-        while not wished.answer.done():
-            await asyncio.wait((wished.answer,), timeout=LOOK_EVERY_S)
-            if not wished.answer.done() and self._link.away_s > self._recovery_timeout_s:
-                raise NoWorker(
-                    f"there has been no dispatcher at {self._link.address} for {self._recovery_timeout_s:.0f} s "
-                    "(router.recovery_timeout_s)"
-                )
-        return wished.answer.result()
+    async def give_up_without_a_dispatcher(self) -> None:
+        """Fail all waiting prompts once there has been no dispatcher for too long; runs until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._link.away_s <= self._recovery_timeout_s:
+                continue
+            why = (
+                f"there has been no dispatcher at {self._link.address} for {self._recovery_timeout_s:.0f} s "
+                "(router.recovery_timeout_s)"
+            )
+            for wished in self._wishes.values():
+                if not wished.answer.done():
+                    wished.answer.set_exception(NoWorker(why))
 
     async def _workers_of(self, granted: Granted) -> tuple[Worker, Worker | None]:
         """Return the workers that were chosen. Raises WorkerLost if this router does not reach one of them."""

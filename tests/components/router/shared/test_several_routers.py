@@ -329,3 +329,78 @@ async def test_a_message_that_fails_in_the_dispatcher_ends_no_connection():
             await failed.wait()
             await one.ask()[1]
             assert dispatcher._routers == {joined}, "the same connection"
+
+
+async def test_the_sums_do_not_fall_when_the_router_dies_that_alone_was_scraped():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(2, addresses, at, SETTINGS) as pair:
+            for _ in range(5):
+                await pair[0].ask()[1]
+            await pair[1].ask()[1]
+            await pair[0].summed.refresh()  # Prometheus keeps its connection, so it always asks the same router
+            assert pair[0].counted() == 6
+            await pair[0].ask()[1]
+            assert pair[0].counted() == 6, "what the dispatcher does not know yet is not shown"
+            await pair[0].die()
+            await eventually(lambda: len(dispatcher._routers) == 1)
+            await pair[1].summed.refresh()
+            assert pair[1].counted() == 6
+
+
+async def test_what_a_router_had_counted_before_it_joined_is_not_lost_with_it():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (former, at), routers(2, addresses, at, SETTINGS) as pair:
+            for _ in range(3):
+                await pair[0].ask()[1]
+            await former.stop()
+            async with a_dispatcher(addresses, SETTINGS) as (dispatcher, there):
+                for router in pair:
+                    await router.decisions.link.follow(there)
+                await eventually(lambda: sum(router.is_complete for router in dispatcher._routers) == 2)
+                await pair[0].die()
+                await eventually(lambda: len(dispatcher._routers) == 1)
+                await pair[1].summed.refresh()
+                assert pair[1].counted() == 3
+
+
+async def test_the_sums_count_a_router_once_whose_connection_broke_and_came_back():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(2, addresses, at, SETTINGS) as pair:
+            for _ in range(5):
+                await pair[0].ask()[1]
+            await pair[1].summed.refresh()
+            assert pair[1].counted() == 5
+            for _ in range(2):
+                before = set(dispatcher._routers)
+                pair[0].decisions.link.send("nonsense")
+                await eventually(lambda before=before: len(dispatcher._routers - before) == 1)
+                await eventually(lambda: sum(router.is_complete for router in dispatcher._routers) == 2)
+                for router in pair:
+                    await router.summed.refresh()
+                    assert router.counted() == 5
+
+
+async def test_a_new_dispatcher_still_counts_a_router_that_had_gone_before_it_came():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        settings = replace(SETTINGS, routers=3)
+        async with a_dispatcher(addresses, settings) as (former, at), routers(3, addresses, at, settings) as three:
+            for router in three:
+                await router.ask()[1]
+            await three[1].summed.refresh()
+            await three[0].die()
+            await eventually(lambda: all(one.decisions._ended for one in three[1:]))
+            await former.stop()
+            async with a_dispatcher(addresses, settings) as (dispatcher, there):
+                for router in three[1:]:
+                    await router.decisions.link.follow(there)
+                await eventually(lambda: sum(router.is_complete for router in dispatcher._routers) == 2)
+                for router in three[1:]:
+                    await router.summed.refresh()
+                    assert router.counted() == 3
+                await three[1].ask()[1]
+                await three[2].summed.refresh()
+                assert three[2].counted() == 4
