@@ -108,6 +108,9 @@ TPOT_LIMIT_USED = 0.95
 predicted."""
 MOST_LIMITS = 2.0
 """A step takes at most so many limits on TPOT, however far all sequences are ahead: a reader sees the gap."""
+LOST_LIMITS = 4.0
+"""How many of its limits a step may take for a sequence that can no longer keep its limit; if a step of all that decode
+takes longer than the limit, how many of these."""
 BORROWED = 0.5
 """Prompts may put a sequence behind its limit by this part of what it can save in the tokens that it is sure to
 make, since steps without prompts are shorter than the limit. They are computed in fewer steps then."""

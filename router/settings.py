@@ -11,9 +11,10 @@ from contracts.vocabulary import Mode, Pool, RebalanceMode
 from contracts.workers import Role
 from router.client_identity import IpNetwork
 
-SHORTEST_LIMIT_MS = 0.001
+SHORTEST_LIMIT_MS = 0.1
 LONGEST_LIMIT_MS = 3_600_000.0
-"""The bounds of a client's limits of TTFT and TPOT, and of `router.slo`: what is beyond an hour limits nothing."""
+"""The bounds of a client's limits of TTFT and TPOT, and of `router.slo`: no model makes 10,000 tokens a second for one
+reader, and what is beyond an hour limits nothing."""
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from contracts.workers import BARE_TAKES, BORROWED, MOST_LIMITS, TPOT_LIMIT_USED
+from contracts.workers import BARE_TAKES, BORROWED, LOST_LIMITS, MOST_LIMITS, TPOT_LIMIT_USED
 
 CATCH_UP: Final = 0.75
 """A sequence that is behind asks for steps that are down to this part of what its limit leaves. Steps take longer than
 predicted now and then; without this, each such step would stay in the mean for good."""
-
-LOST_LIMITS: Final = 4.0
-"""How many of its limits a step may take for a sequence that can no longer keep its limit."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class BareSteps:
 
     alone_s: float = 0.0
     """One of the sequence alone."""
-    together_s: float = math.inf
+    together_s: float = 0.0
     """One of all that decode."""
 
 
@@ -69,9 +66,13 @@ class Paces:
         `tokens` will be made by `now_s`, from when nothing else is computed. The mean counts, so a sequence that is
         ahead of its limit lets a longer chunk through, and so does one that will be, by `BORROWED` of what it can save
         in the tokens that it is sure to make: up to `MOST_LIMITS` limits. One that is further behind asks for less
-        than the limit, down to `CATCH_UP` of it. One that would miss its limit even if each of the `left_tokens` that
-        it may still make took only a step of itself alone lets steps take `LOST_LIMITS` limits: to ask for less would
-        only make prompts late, and steps of a whole prompt would delay the sequences that join meanwhile.
+        than the limit, down to `CATCH_UP` of it.
+
+        One that would miss its limit even if each of the `left_tokens` that it may still make took only a step of
+        itself alone lets steps take `LOST_LIMITS` limits, or as many bare steps if these take longer. So does one that
+        would miss it beside those that decode now, if bare steps of all take more than is used of its limit. To ask for
+        less would only make everybody's prompts late, and steps of a whole prompt would delay the sequences that join
+        meanwhile.
         """
         pace = self._paces.get(request_id)
         if pace is None:
@@ -79,19 +80,21 @@ class Paces:
         if pace.begun_s == math.inf or tokens <= pace.repeated_tokens:
             pace.begun_s, pace.begun_with_tokens = now_s - pace.waited_s, tokens
         spent_s, made = now_s - pace.begun_s, tokens - pace.begun_with_tokens
-        if spent_s + left_tokens * bare.alone_s > pace.limit_s * (made + left_tokens):
-            return LOST_LIMITS * pace.limit_s
         allowed_s = TPOT_LIMIT_USED * pace.limit_s
+        least_s = bare.alone_s if bare.together_s <= allowed_s else bare.together_s
+        if spent_s + left_tokens * least_s > pace.limit_s * (made + left_tokens):
+            return LOST_LIMITS * max(pace.limit_s, bare.together_s)
         after_next = max(0.0, min(left_tokens, pace.sure_tokens - tokens) - 1.0)
         saves_s = after_next * max(0.0, allowed_s - BARE_TAKES * bare.together_s)
         may_take_s = allowed_s * (made + 1) - spent_s + BORROWED * saves_s
         return min(MOST_LIMITS * allowed_s, max(CATCH_UP * allowed_s, may_take_s))
 
-    def arrival_s(self, request_id: str) -> float:
+    def arrival_s(self, request_id: str, together_s: float = 0.0) -> float:
         """Return how long a step may take while the sequence's KV is on its way; infinity without a limit.
 
         Its next token waits for the end of that step, and of the one after it. Still it is allowed more than a token's
-        time, since prompts that are computed in many small steps beside nothing that decodes take longer.
+        time, since prompts that are computed in many small steps beside nothing that decodes take longer. `together_s`
+        is a bare step of all that decode: a limit that it exceeds counts as much.
         """
         pace = self._paces.get(request_id)
-        return math.inf if pace is None else MOST_LIMITS * TPOT_LIMIT_USED * pace.limit_s
+        return math.inf if pace is None else MOST_LIMITS * max(TPOT_LIMIT_USED * pace.limit_s, together_s)

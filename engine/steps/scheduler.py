@@ -168,7 +168,7 @@ class Bounded:
                 left = request.max_tokens - made
                 step_s = min(step_s, self._paces.allowance_s(request.request_id, made, left, now_s, bare))
             for request in self.kv_holding_waiting:
-                step_s = min(step_s, self._paces.arrival_s(request.request_id))
+                step_s = min(step_s, self._paces.arrival_s(request.request_id, together_s))
         if step_s == math.inf or not (batch.prompts or self.waiting or self.kv_holding_waiting):
             return None
         fit = self._step_fit

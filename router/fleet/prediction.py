@@ -7,7 +7,8 @@ least time per output token that one of them may take, and step(P, n, c, A) is `
   n > 0, the engine computes as many prompt tokens in a step as fit (`engine.steps`), or as many as its limit says if no
   sequence has an L. In the first steps beside a prompt that is `MOST_LIMITS` T, until sequences with r tokens left on
   average have been put behind by `BORROWED` r (T - `BARE_TAKES` s), and then (1 + `AHEAD`) T - `AHEAD` s on average.
-  While nothing decodes but sequences are to come, it is `MOST_LIMITS` T.
+  While nothing decodes but sequences are to come, it is `MOST_LIMITS` T. Where T < s, L cannot be kept, and a step
+  beside a prompt takes `LOST_LIMITS` s.
 - a prompt of p tokens takes w = p times the time per prompt token, with its attention, and k steps, in which there is
   room for w beside s, for at least `LEAST_PROMPT_SHARE` s in each, and for at most as many tokens as a step may have:
   w + k s in all. The prompts before it are computed beside what decodes now; then it is, beside what will decode by
@@ -23,7 +24,15 @@ import msgspec
 from msgspec.structs import replace
 
 from contracts.vocabulary import Phase
-from contracts.workers import BARE_TAKES, BORROWED, LEAST_PROMPT_SHARE, MOST_LIMITS, TPOT_LIMIT_USED, StepModel
+from contracts.workers import (
+    BARE_TAKES,
+    BORROWED,
+    LEAST_PROMPT_SHARE,
+    LOST_LIMITS,
+    MOST_LIMITS,
+    TPOT_LIMIT_USED,
+    StepModel,
+)
 
 AHEAD = 0.25
 """By how much more than their limits leave sequences let prompts lengthen steps, on average, since some of them are
@@ -174,6 +183,8 @@ def _steps(load: Load, sequences: float, *, comes: bool = False) -> _Steps:
     alone_s = load.model.decode_s(sequences, load.context_tokens * sequences / load.decodes)
     if limit_s == math.inf:
         return _Steps(alone_s, _room_s(alone_s, math.inf, load.step_target_s))
+    if limit_s < alone_s:
+        return _Steps(alone_s, _room_s(alone_s, LOST_LIMITS * alone_s, load.step_target_s))
     return _Steps(
         alone_s,
         _room_s(alone_s, alone_s + (1.0 + AHEAD) * (limit_s - alone_s), load.step_target_s),

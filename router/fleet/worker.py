@@ -288,10 +288,15 @@ class Worker:
                 _take_one(self._tpot_limits_s, tpot_limit_s)
             reservation.close()
 
-    @property
-    def tpot_limit_s(self) -> float:
-        """The least time per output token that a sequence may take which it decodes or will decode; inf without."""
-        return min(self._tpot_limits_s, default=math.inf)
+    def tpot_limit_s(self, possible_s: float) -> float:
+        """Return the least time per output token that a sequence may take which it decodes or will decode; inf without.
+
+        Limits below `possible_s`, which no step can keep, do not count: engines do not shorten steps for them.
+        """
+        least_s = min(self._tpot_limits_s, default=math.inf)
+        if least_s >= possible_s:
+            return least_s
+        return min([limit_s for limit_s in self._tpot_limits_s if limit_s >= possible_s], default=math.inf)
 
     @property
     def step_model(self) -> StepModel | None:

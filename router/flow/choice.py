@@ -273,7 +273,7 @@ def _load(worker: Worker, now: _Now, demand: Demand) -> Load:
         decodes=counted.decodes,
         context_tokens=counted.context_tokens,
         left_tokens=now.left_tokens,
-        tpot_limit_s=worker.tpot_limit_s,
+        tpot_limit_s=worker.tpot_limit_s(model.decode_s(1, 0)),
         step_target_s=model.planned_s(role.step_target_s) if role and role.step_target_s else math.inf,
         takes_prompt=worker in now.open_workers,
         room=worker.has_room(now.needed_blocks),

@@ -170,7 +170,7 @@ class Worker:
         if request in self.decoding:
             bare = BareSteps(self.machine.decode_s(1, request.context_tokens), together_s)
             return self.paces.allowance_s(name, request.made, request.output_tokens - request.made, now_s, bare)
-        return math.inf if request in self.prompts else self.paces.arrival_s(name)
+        return math.inf if request in self.prompts else self.paces.arrival_s(name, together_s)
 
     @property
     def outstanding(self) -> Outstanding:

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from contracts.workers import TPOT_LIMIT_USED
+from contracts.workers import TPOT_LIMIT_USED, StepModel
 from engine.connector.scheduler_side import FETCH
 from engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
 from engine.steps.pace import CATCH_UP
@@ -383,3 +383,41 @@ def test_a_leg_that_is_aborted_before_it_has_blocks_leaves_no_queue_behind(make:
     engine.scheduler.finish_requests("leg", RequestStatus.FINISHED_ABORTED)
     assert not engine.scheduler.has_unfinished_requests()
     assert not engine.scheduler.kv_holding_waiting
+
+
+EIGHT_B = StepModel(
+    base_s=0.008, per_prefill_token_s=5e-5, per_sequence_s=5e-5, per_context_token_s=1.5e-8, per_attended_token_s=2e-9
+)
+"""Steps about as long as an 8B model's on one GPU."""
+
+
+def ttft_s(engine: Stepping) -> float:
+    """Return the time to the first token of a prompt of 1,500 tokens that comes now."""
+    began_s = engine.now_s
+    engine.add("prompt", 1500, 2)
+    while not engine.tokens["prompt"]:
+        engine.step()
+    return engine.now_s - began_s
+
+
+@pytest.mark.parametrize(("machine", "limit_s"), [(MACHINE, 1e-6), (EIGHT_B, 1e-6), (EIGHT_B, 0.0015)])
+def test_a_limit_that_no_step_can_keep_does_not_make_everybodys_prompts_slow(
+    make: Make, machine: StepModel, limit_s: float
+):
+    """It made this prompt's time to its first token 11 (`MACHINE`) and 48 times as long."""
+    engine = warmed(make(machine=machine))
+    engine.add("hurried", 32, 3000, **{TPOT_LIMIT: limit_s})
+    for _ in range(4):
+        engine.step()
+    assert ttft_s(engine) < 2 * machine.step_s(1500, 1, 100, 1500**2 / 2)
+
+
+def test_a_limit_that_load_has_made_impossible_does_not_make_everybodys_prompts_slow(make: Make):
+    """8 ms a step alone keep a limit of 10 ms, 11 ms beside 60 streams do not; a prompt took 50 times as long then."""
+    engine = warmed(make(machine=EIGHT_B, max_num_seqs=128, num_blocks=20_000))
+    engine.add("limited", 32, 3000, **{TPOT_LIMIT: 0.010})
+    for number in range(60):
+        engine.add(f"stream-{number}", 64, 3000)
+    for _ in range(400):
+        engine.step()
+    assert ttft_s(engine) < 2 * EIGHT_B.step_s(1500, 61, 61 * 460, 1500**2 / 2)

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from contracts.workers import BARE_TAKES, BORROWED, TPOT_LIMIT_USED
-from engine.steps.pace import CATCH_UP, LOST_LIMITS, BareSteps, Paces
+from contracts.workers import BARE_TAKES, BORROWED, LOST_LIMITS, MOST_LIMITS, TPOT_LIMIT_USED
+from engine.steps.pace import CATCH_UP, BareSteps, Paces
 
 LIMIT_S = 0.1
 STEP_S = TPOT_LIMIT_USED * LIMIT_S
@@ -92,6 +92,32 @@ def test_a_sequence_that_can_no_longer_keep_its_limit_lets_long_steps_through():
     late_s = 9 * LIMIT_S
     assert paces.allowance_s("a", 2, 9, late_s, BareSteps(alone_s=0.0)) == pytest.approx(CATCH_UP * STEP_S)
     assert paces.allowance_s("a", 2, 9, late_s, BareSteps(alone_s=LIMIT_S / 2)) == LOST_LIMITS * LIMIT_S
+
+
+@pytest.mark.parametrize("alone_s", [LIMIT_S / 2, 1000 * LIMIT_S], ids=["for_the_load", "ever"])
+def test_a_sequence_whose_limit_no_step_can_keep_lets_long_steps_through(alone_s):
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    together_s = max(1.1 * LIMIT_S, alone_s)
+    bare = BareSteps(alone_s, together_s)
+    assert paces.allowance_s("a", 1, LEFT, 10.0, bare) == LOST_LIMITS * together_s
+    assert paces.arrival_s("a", together_s) == MOST_LIMITS * together_s
+
+
+def test_a_sequence_asks_for_its_limit_again_once_the_load_lets_it_be_kept():
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    paces.allowance_s("a", 1, LEFT, 10.0, BareSteps(LIMIT_S / 2, 1.1 * LIMIT_S))
+    later_s = 10.0 + 1.1 * LIMIT_S
+    assert paces.allowance_s("a", 2, LEFT, later_s, HALF) == pytest.approx(2 * STEP_S - 1.1 * LIMIT_S)
+
+
+def test_a_sequence_that_has_saved_enough_keeps_its_limit_while_steps_take_longer():
+    paces = Paces()
+    paces.expect("a", LIMIT_S)
+    paces.allowance_s("a", 1, 10, 10.0, HALF)
+    allowed_s = paces.allowance_s("a", 10, 1, 10.0 + 5 * LIMIT_S, BareSteps(LIMIT_S / 2, 1.2 * LIMIT_S))
+    assert allowed_s == pytest.approx(MOST_LIMITS * STEP_S)
 
 
 def test_a_sequence_lets_a_long_step_through_at_once_if_the_rest_of_its_answer_makes_up_for_it():

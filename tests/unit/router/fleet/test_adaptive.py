@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from contracts.workers import LEAST_PROMPT_SHARE, TPOT_LIMIT_USED, StepModel
+from contracts.workers import LEAST_PROMPT_SHARE, LOST_LIMITS, TPOT_LIMIT_USED, StepModel
 from router.fleet.adaptive import Wanted, choose
 from router.fleet.prediction import Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
 from router.fleet.prediction import with_prompts as seat_prompts
@@ -93,9 +93,15 @@ def test_what_sequences_lend_to_one_prompt_they_do_not_lend_to_the_next():
 
 
 def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks():
-    busy = decoding("w", 10, tpot_limit_s=0.01)
+    busy = decoding("w", 10, tpot_limit_s=1.001 * step_s(decoding("w", 10)) / TPOT_LIMIT_USED)
     steps = WORK_S / (LEAST_PROMPT_SHARE * step_s(busy))
     assert prompt_s(busy, PROMPT, WORK_S) == pytest.approx(WORK_S + steps * step_s(busy), rel=0.1)
+
+
+def test_beside_a_limit_that_no_step_can_keep_a_prompt_is_computed_in_long_steps():
+    busy = decoding("w", 10, tpot_limit_s=0.01)
+    steps = math.ceil(WORK_S / ((LOST_LIMITS - 1) * step_s(busy)))
+    assert prompt_s(busy, PROMPT, WORK_S) == pytest.approx(WORK_S + steps * step_s(busy))
 
 
 def test_a_prompt_behind_others_is_computed_beside_the_sequences_that_will_have_their_first_tokens_by_then():

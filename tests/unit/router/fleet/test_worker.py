@@ -1,6 +1,7 @@
 """What a router counts against a worker, as predictions read it."""
 
 import math
+from contextlib import ExitStack
 
 from router.fleet.worker import Worker
 from tests.support.samples import LAYOUT, worker_description
@@ -18,11 +19,21 @@ def a_worker():
 def test_a_worker_is_bound_by_the_least_limit_of_what_it_decodes_and_by_none_of_what_it_only_prefills():
     worker = a_worker()
     with worker.reserve(100, tpot_limit_s=0.01), worker.reserve(decode_context_tokens=50, tpot_limit_s=0.2):
-        assert worker.tpot_limit_s == 0.2
+        assert worker.tpot_limit_s(0.0) == 0.2
         with worker.reserve(decode_context_tokens=50, tpot_limit_s=0.1):
-            assert (worker.tpot_limit_s, worker.outstanding.decodes) == (0.1, 2)
-        assert worker.tpot_limit_s == 0.2
-    assert (worker.tpot_limit_s, worker.outstanding.decodes) == (math.inf, 0)
+            assert (worker.tpot_limit_s(0.0), worker.outstanding.decodes) == (0.1, 2)
+        assert worker.tpot_limit_s(0.0) == 0.2
+    assert (worker.tpot_limit_s(0.0), worker.outstanding.decodes) == (math.inf, 0)
+
+
+def test_a_limit_that_no_step_can_keep_does_not_count():
+    worker = a_worker()
+    limits_s = (1e-6, 0.1, 0.2)
+    with ExitStack() as held:
+        for limit_s in limits_s:
+            held.enter_context(worker.reserve(decode_context_tokens=50, tpot_limit_s=limit_s))
+        assert worker.tpot_limit_s(0.05) == 0.1
+        assert worker.tpot_limit_s(0.3) == math.inf
 
 
 def test_a_sequence_decodes_from_its_first_token_on():

@@ -1,6 +1,7 @@
 """What becomes of the workers' state when a prompt's are chosen by prediction."""
 
 import math
+from collections import Counter
 from contextlib import ExitStack
 
 import pytest
@@ -35,11 +36,20 @@ class Gone(Client):
     connected = False
 
 
+def a_worker(number: int) -> Worker:
+    described = worker_description(
+        worker_id=f"w{number}", pool="adaptive", layout=LAYOUT, num_kv_blocks=1000, max_model_len_tokens=4096
+    )
+    worker = Worker(Client(), described)
+    worker.status = WorkerStatus(worker_id=f"w{number}", kv_blocks_free=900, step_model=MODEL)
+    return worker
+
+
 class Pair:
     """A worker that computes a prompt, and one that decodes two answers."""
 
     def __init__(self) -> None:
-        self.workers = [self._worker(number) for number in range(2)]
+        self.workers = [a_worker(number) for number in range(2)]
         self.first, self.second = self.workers
         self.now_s = 0.0
         self.rules = ByPrediction("adaptive", lambda: self.workers, Learned(32), clock=lambda: self.now_s)
@@ -48,14 +58,6 @@ class Pair:
         for _ in range(2):
             answer = self.second.reserve(decode_context_tokens=544, tpot_limit_s=0.15)
             self.held.enter_context(answer).prompt_done()
-
-    def _worker(self, number: int) -> Worker:
-        described = worker_description(
-            worker_id=f"w{number}", pool="adaptive", layout=LAYOUT, num_kv_blocks=1000, max_model_len_tokens=4096
-        )
-        worker = Worker(Client(), described)
-        worker.status = WorkerStatus(worker_id=f"w{number}", kv_blocks_free=900, step_model=MODEL)
-        return worker
 
     def choose(self, roomy: list[Worker], *, urgent: bool = False):
         return self.rules.choose(SHORT, 0.0, roomy, urgent=urgent)
@@ -130,3 +132,22 @@ def test_a_model_that_says_that_decoding_takes_no_time_breaks_nothing(pair):
     for worker in pair.workers:
         worker.status = replace(worker.status, step_model=replace(MODEL, base_s=0.0, per_sequence_s=0.0))
     assert pair.choose(pair.workers).decision is not None
+
+
+def test_a_stream_with_a_limit_that_no_step_can_keep_moves_nobodys_prompts():
+    """With 1 us on three of four workers, all prompts of the others went to the fourth."""
+
+    def chosen(limit_s: float) -> Counter[str]:
+        workers = [a_worker(number) for number in range(4)]
+        rules, where = ByPrediction("adaptive", lambda: workers, Learned(32)), Counter()
+        with ExitStack() as held:
+            for worker in workers[:3]:
+                held.enter_context(worker.reserve(decode_context_tokens=500, tpot_limit_s=limit_s)).prompt_done()
+            for _ in range(40):
+                choice = rules.choose(Demand(PROMPT, 200), 0.0, workers, urgent=False)
+                where[choice.worker.worker_id] += 1
+                decodes = (choice.decode_worker or choice.worker).reserve(decode_context_tokens=600)
+                held.enter_context(decodes).prompt_done()
+        return where
+
+    assert chosen(1e-6) == chosen(math.inf)

@@ -54,7 +54,7 @@ def test_any_value_is_a_limit_within_the_bounds_or_is_refused_by_name(value):
             assert SHORTEST_LIMIT_MS / 1e3 <= limit_s <= LONGEST_LIMIT_MS / 1e3
             assert limit_s == float(value.decode("ascii")) / 1e3
         else:
-            assert str(bad).startswith(f"{name.decode()} must be a number of milliseconds from 0.001 to 3,600,000, not")
+            assert str(bad).startswith(f"{name.decode()} must be a number of milliseconds from 0.1 to 3,600,000, not")
             assert bad.name == name.decode()
             assert len(str(bad)) < 300, "a refusal does not repeat whatever it was sent"
 
@@ -104,7 +104,7 @@ async def test_a_limit_that_means_nothing_is_a_bad_request_that_names_the_header
     refused = await layer.get("/", headers={name: value})
     error = refused.json()["error"]
     assert (refused.status_code, error["param"], error["code"]) == (400, name, 400)
-    assert error["message"] == f"{name} must be a number of milliseconds from 0.001 to 3,600,000, not {value!r}"
+    assert error["message"] == f"{name} must be a number of milliseconds from 0.1 to 3,600,000, not {value!r}"
 
 
 # --- the whole router
