@@ -267,7 +267,7 @@ class Router:
                 ),
                 self._readiness,
                 self._gates,
-                metrics_endpoint(self._refresh_metrics, REGISTRY),
+                metrics_endpoint(self._refresh_metrics, REGISTRY, metrics_readers(self._settings)),
             )
             server = uvicorn.Server(self._uvicorn_config(app))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
@@ -326,6 +326,11 @@ class Router:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=LAST_WORDS_S,
         )
+
+
+def metrics_readers(settings: RouterSettings) -> frozenset[bytes]:
+    """Return the hashes of the keys that open /metrics; none if it is open to all."""
+    return settings.metrics_key_hashes | settings.admin_key_hashes if settings.metrics_key_hashes else frozenset()
 
 
 def _bound_socket(settings: RouterSettings, shared: SharedWith | None) -> socket.socket:

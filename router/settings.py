@@ -92,6 +92,8 @@ class RouterSettings:
     """`client_identity.hash_key` of each client's key; if empty, everybody may call."""
     admin_key_hashes: frozenset[bytes] = frozenset()
     """Hashes of the keys that open the operator's paths; if empty, see `admin_access`."""
+    metrics_key_hashes: frozenset[bytes] = frozenset()
+    """Hashes of the keys that open /metrics, as operators' keys do; if empty, it is open to all."""
     trusted_proxies: tuple[IpNetwork, ...] = ()
     """Proxies whose X-Forwarded-For is believed."""
     cors_allowed_origins: tuple[str, ...] = ()

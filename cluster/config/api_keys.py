@@ -19,6 +19,7 @@ KEYS_VARIABLE: Final = "RIDGELINE_API_KEYS"
 MAKE_ONE: Final = "make one with `openssl rand -hex 32`"
 _CLIENTS: Final = "security.api_keys_file"
 _ADMINS: Final = "security.admin_keys_file"
+_METRICS: Final = "security.metrics_keys_file"
 
 
 class ApiKeyError(ValueError):
@@ -32,12 +33,18 @@ class KeyHashes:
     clients: frozenset[bytes] = frozenset()
     """Hashes of clients' keys; if empty, the server is open to everybody."""
     admins: frozenset[bytes] = frozenset()
+    metrics: frozenset[bytes] = frozenset()
+    """Of those that read /metrics; if empty, everybody may."""
 
 
 def key_hashes(
-    api_keys_file: str | None, admin_keys_file: str | None, environment: Mapping[str, str] = os.environ
+    api_keys_file: str | None,
+    admin_keys_file: str | None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    metrics_keys_file: str | None = None,
 ) -> KeyHashes:
-    """Read the keys of clients and operators.
+    """Read the keys of clients, of operators and of those that read /metrics.
 
     Raises ApiKeyError, also for a key that is in both: a client's key never gives access to an operator's path.
     """
@@ -45,7 +52,8 @@ def key_hashes(
     admins = frozenset() if admin_keys_file is None else frozenset(_file_hashes(_ADMINS, admin_keys_file))
     if clients & admins:
         raise ApiKeyError(f"a key of {_ADMINS} {admin_keys_file} is a client's key too: {MAKE_ONE} for operators only.")
-    return KeyHashes(clients, admins)
+    metrics = frozenset() if metrics_keys_file is None else frozenset(_file_hashes(_METRICS, metrics_keys_file))
+    return KeyHashes(clients, admins, metrics)
 
 
 def api_key_hashes(api_keys_file: str | None, environment: Mapping[str, str] = os.environ) -> frozenset[bytes]:

@@ -418,6 +418,12 @@ class SecurityConfig(Section):
         description="file of keys for `ridgeline drain` and the other paths of operators, which no client's key opens; "
         "null: from this machine only, and closed if clients have keys or come through proxies",
     )
+    metrics_keys_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file of keys for /metrics, for Prometheus alone; keys of admin_keys_file open it too; null: open "
+        "to all, as most scrapers expect",
+    )
     tls: TlsConfig = TlsConfig()
 
 

@@ -132,7 +132,11 @@ def security(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
 
 
 def _keys_found(config: RidgelineConfig) -> tuple[str, str]:
-    keys = key_hashes(config.security.api_keys_file, config.security.admin_keys_file)
+    keys = key_hashes(
+        config.security.api_keys_file,
+        config.security.admin_keys_file,
+        metrics_keys_file=config.security.metrics_keys_file,
+    )
     number = len(keys.clients)
     warning = "" if number else open_to_all(config.server.host)
     clients = f"{number} configured" if number else "none: no key is asked for"

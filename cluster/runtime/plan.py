@@ -106,6 +106,7 @@ class Plan:
             max_unread_bytes=config.server.max_unread_bytes,
             api_key_hashes=self.keys.clients,
             admin_key_hashes=self.keys.admins,
+            metrics_key_hashes=self.keys.metrics,
             trusted_proxies=config.server.trusted_proxies,
             cors_allowed_origins=config.server.cors_allowed_origins,
             tls=config.security.tls.files(),
@@ -180,7 +181,11 @@ def make_plan(config: RidgelineConfig) -> Plan:
         server_args=_server_args(config),
         workers=workers,
         roles=roles,
-        keys=key_hashes(config.security.api_keys_file, config.security.admin_keys_file),
+        keys=key_hashes(
+            config.security.api_keys_file,
+            config.security.admin_keys_file,
+            metrics_keys_file=config.security.metrics_keys_file,
+        ),
         multiplies_in_fp8=multiplies_in_fp8(facts.config, config.engine_args.get("quantization")),
     )
 

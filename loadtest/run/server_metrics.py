@@ -15,9 +15,11 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.errors import RestartedError, ServerError
-from loadtest.run.server import Servers, as_servers
+from loadtest.run.server import Servers, as_servers, key_headers
 
 PREFIX = "ridgeline_"
+METRICS_KEY_VARIABLE = "RIDGELINE_METRICS_KEY"
+"""The environment variable with the key that /metrics asks for, if it does."""
 SETTLE_TRIES = 10
 WHOLE_WITHIN_S, LOOK_EVERY_S = 180.0, 1.0
 SampleKey = tuple[str, frozenset[tuple[str, str]]]
@@ -87,9 +89,15 @@ def parse_metrics(text: str) -> Scrape:
 async def scrape(client: httpx.AsyncClient) -> Scrape | None:
     """Read /metrics; None if the server has no such page or no metric of Ridgeline's. Raises ServerError."""
     try:
-        response = await client.get("/metrics", timeout=30.0, follow_redirects=True)
+        headers = key_headers(METRICS_KEY_VARIABLE)
+        response = await client.get("/metrics", timeout=30.0, follow_redirects=True, headers=headers)
     except httpx.HTTPError as error:
         raise ServerError(f"the server at {client.base_url} no longer answers on /metrics: {error!r}") from error
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        raise ServerError(
+            f"the server at {client.base_url} asks for a key on /metrics: set {METRICS_KEY_VARIABLE} to one of its "
+            "security.metrics_keys_file"
+        )
     if response.status_code != httpx.codes.OK:
         return None
     read = parse_metrics(response.text)

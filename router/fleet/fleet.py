@@ -26,6 +26,8 @@ CONNECT_TIMEOUT_S = 30.0
 ROLES_WITHIN_S = 20.0
 """How long a change of mode waits for workers to take their roles, which they do between two steps."""
 ROLE_LOOK_S = 0.05
+ASKED_AT_ONCE = 8
+"""Workers that are asked for their status in one turn of the event loop."""
 PAIR_WITHIN_S = 10.0
 """How long adding a worker waits for pairings that are not answered."""
 SPLIT_FOR_EVER = RoleTable("disaggregated")
@@ -265,7 +267,12 @@ class Fleet:
 
         Waits for the slowest answer; each worker's status is updated as soon as it answers.
         """
-        await asyncio.gather(*(worker.refresh() for worker in self.workers))
+        asking: list[asyncio.Task[None]] = []
+        for number, worker in enumerate(self.workers, 1):
+            asking.append(asyncio.create_task(worker.refresh(), name=f"refresh-{worker.worker_id}"))
+            if number % ASKED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # streams go first: asking 64 workers at once would take the loop for 10 ms
+        await asyncio.gather(*asking)
 
     def _enter(self, worker: Worker) -> None:
         assert self._group is not None

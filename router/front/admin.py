@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Query
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
 
 from contracts.errors import WorkerLost
 from contracts.vocabulary import Mode, Pool
@@ -98,9 +99,9 @@ def admin_routes(
     refreshed = Shared(fleet.refresh, REFRESH_EVERY_S)
 
     @routes.get("/workers")
-    async def workers() -> dict[str, Any]:
+    async def workers() -> Response:
         await refreshed()
-        return {"workers": [_row(worker) for worker in fleet.workers]}
+        return _json({"workers": [_row(worker) for worker in fleet.workers]})
 
     one_at_a_time = asyncio.Lock()
 
@@ -122,9 +123,9 @@ def admin_routes(
         return {"mode": change.mode, "rerouted_prompts": change.rerouted_prompts, "took_s": round(change.took_s, 3)}
 
     @routes.get("/decisions")
-    async def decisions(last: Annotated[int, Query(ge=1, le=KEPT)] = SHOWN_BY_DEFAULT) -> dict[str, Any]:
+    async def decisions(last: Annotated[int, Query(ge=1, le=KEPT)] = SHOWN_BY_DEFAULT) -> Response:
         """Explain the latest decisions of this router, newest first."""
-        return {"mode": modes.mode, "decisions": msgspec.to_builtins(explanations.latest(last))}
+        return _json({"mode": modes.mode, "decisions": explanations.latest(last)})
 
     @routes.post("/forget_prefixes")
     async def forget_prefixes() -> dict[str, Any]:
@@ -223,6 +224,11 @@ def _state(worker: Worker) -> str:
     if not worker.client.connected or worker.status is None:
         return "lost"
     return "draining" if worker.status.draining else "ready"
+
+
+def _json(told: object) -> Response:
+    """Return an answer that may be long: FastAPI would copy it value by value, and streams stand still meanwhile."""
+    return Response(msgspec.json.encode(told), media_type="application/json")
 
 
 def _row(worker: Worker) -> dict[str, Any]:

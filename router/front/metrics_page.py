@@ -1,38 +1,94 @@
-"""GET /metrics, which is open to all, so its cost must not grow with the number of calls.
+"""GET /metrics, which is open to all unless `security.metrics_keys_file` is set, so its cost must stay bounded.
 
-It replaces vLLM's, which renders for every request; made by `router.server`.
+It replaces vLLM's, which renders for every request and at one go; made by `router.server`. A page of 64 workers takes
+tens of milliseconds. All streams of the router would stand still meanwhile, and no less if a thread rendered it, which
+would hold the interpreter's lock. So it is rendered in pieces, between which the event loop serves the streams.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from http import HTTPStatus
+from typing import Final, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
+from router.client_identity import hash_key
+from router.front.http.errors import error_body
+from router.front.middleware.auth import shown_keys
 from router.front.shared_answer import Shared
 
+_NO_KEY: Final = (
+    "/metrics needs a key of its own here: send one of security.metrics_keys_file, or an operator's, as "
+    "`Authorization: Bearer KEY` or as `x-api-key: KEY` (Prometheus: authorization.credentials_file)."
+)
 EVERY_S = 0.5
 """Interval at which the page is rendered, and its greatest age, when many ask for it."""
+PIECE_SAMPLES = 64
+"""Samples that are rendered at a time: some 0.5 ms."""
+SLICE_S = 0.001
+"""How long the page takes the event loop before it gives way, for as long again."""
 
 
 def metrics_endpoint(
     refresh: Callable[[], Awaitable[None]],
     registry: CollectorRegistry,
+    key_hashes: Collection[bytes] = frozenset(),
     clock: Callable[[], float] = time.monotonic,
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint: the page of all series, rendered at most once in `EVERY_S` after asking the workers."""
+    """Return the endpoint: the page of all series, rendered at most once in `EVERY_S` after asking the workers.
+
+    With `key_hashes`, only for callers who show one of these keys.
+    """
 
     async def render() -> bytes:
         await refresh()
-        return generate_latest(registry)
+        return await page_of(registry)
 
     page = Shared(render, EVERY_S, clock)
 
-    async def metrics(_request: Request) -> Response:
+    async def metrics(request: Request) -> Response:
+        if key_hashes and not any(hash_key(key) in key_hashes for key in shown_keys(dict(request.scope))):
+            body = error_body(HTTPStatus.UNAUTHORIZED, _NO_KEY)
+            return JSONResponse(body, HTTPStatus.UNAUTHORIZED, {"www-authenticate": 'Bearer realm="ridgeline"'})
         return Response(await page(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return metrics
+
+
+async def page_of(registry: CollectorRegistry) -> bytes:
+    """Render all series in Prometheus' text format, giving way to the event loop again and again."""
+    rendered: list[bytes] = []
+    began_s = time.perf_counter()
+    for piece in _pieces(registry):
+        rendered.append(piece)
+        took_s = time.perf_counter() - began_s
+        if took_s > SLICE_S:
+            await asyncio.sleep(took_s)
+            began_s = time.perf_counter()
+    return b"".join(rendered)
+
+
+def _pieces(registry: CollectorRegistry) -> Iterator[bytes]:
+    for family in registry.collect():
+        for first in range(0, max(1, len(family.samples)), PIECE_SAMPLES):
+            piece = Metric(family.name, family.documentation, family.type)
+            piece.samples = family.samples[first : first + PIECE_SAMPLES]
+            text = generate_latest(cast(CollectorRegistry, _Only(piece)))
+            yield text if first == 0 else text.split(b"\n", 2)[2]  # without HELP and TYPE, which have been said
+
+
+class _Only:
+    """A registry of one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._family,)

@@ -8,9 +8,10 @@ start. A series without data is absent, never zero.
 from __future__ import annotations
 
 from collections import Counter as Counts
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -27,6 +28,8 @@ from router.settings import PoolHardware
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+LINK_BUCKETS = (1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11)
+"""Bytes per second, from a slow network to NVLink."""
 STAGE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, which nobody asks for
@@ -101,15 +104,21 @@ class RequestMetrics:
             "reason)",
             ("mode", "reason"),
         )
-        link = ("prefill", "decode")
+        link = ("transport",)
         self.link_bytes = counter(
             "ridgeline_link_bytes",
-            "KV bytes of whole hand-offs between two workers; those that were fetched during prefill are not counted, "
+            "KV bytes of whole hand-offs between workers; those that were fetched during prefill are not counted, "
             "since only their last segment was timed",
             link,
         )
         self.link_seconds = counter(
             "ridgeline_link_seconds", "Time from the first to the last byte of these hand-offs", link
+        )
+        self.link_rate = histogram(
+            "ridgeline_link_bytes_per_second",
+            "Rate of each of these hand-offs; the lowest buckets that count show how slow the worst links are",
+            link,
+            buckets=LINK_BUCKETS,
         )
         self.overlapped = counter(
             "ridgeline_followed_handoffs",
@@ -198,9 +207,11 @@ class RequestMetrics:
 
     def _count_link(self, timeline: RequestTimeline) -> None:
         num_bytes, wire_s = timeline.moved
-        if timeline.link is not None and num_bytes:
-            self.link_bytes.labels(*timeline.link).inc(num_bytes)
-            self.link_seconds.labels(*timeline.link).inc(wire_s)
+        if num_bytes and timeline.transport:
+            self.link_bytes.labels(timeline.transport).inc(num_bytes)
+            self.link_seconds.labels(timeline.transport).inc(wire_s)
+            if wire_s:
+                self.link_rate.labels(timeline.transport).observe(num_bytes / wire_s)
 
     def _count_decision(self, timeline: RequestTimeline) -> None:
         """Count the choice of a finished sequence that lost no worker, and how far its prediction was from the truth"""
@@ -249,10 +260,6 @@ class WorkerView(Protocol):
 class KvPairView(Protocol):
     """What the collector reads of a pairing."""
 
-    @property
-    def prefill(self) -> str: ...
-    @property
-    def decode(self) -> str: ...
     @property
     def transport(self) -> str: ...
 
@@ -311,6 +318,13 @@ _WORKER_GAUGES = {
         "Hand-offs that a decode worker keeps alive with heartbeats until it has fetched them",
     ),
 }
+
+
+@lru_cache(maxsize=1024)
+def _parts_of(name: str) -> tuple[str, list[str]]:
+    """Return the first part of a counter's name and the others; workers have a few dozen names."""
+    first, *rest = name.split(".")
+    return first, rest
 
 
 def _favours(workers: list[WorkerView]) -> Iterator[Metric]:
@@ -380,7 +394,7 @@ class WorkerCollector(Collector):
         mode.add_metric([self._mode()], 1)
         yield mode
         yield self._pairs()
-        yield self._restarted()
+        yield self._restarted({worker.worker_id for worker in workers})
         yield from self._counters(workers)
         yield from self._gauges(workers)
         yield from _step_models(workers)
@@ -390,14 +404,14 @@ class WorkerCollector(Collector):
     def _pairs(self) -> Metric:
         family = GaugeMetricFamily(
             "ridgeline_kv_pair",
-            "1 for each pair of workers that can exchange KV, labelled with the transport that carries it",
-            labels=["prefill", "decode", "transport"],
+            "Pairs of workers that can exchange KV, by the transport that carries it",
+            labels=["transport"],
         )
-        for pair in self._kv_pairs():
-            family.add_metric([pair.prefill, pair.decode, pair.transport], 1)
+        for transport, number in sorted(Counts(pair.transport for pair in self._kv_pairs()).items()):
+            family.add_metric([transport], number)
         return family
 
-    def _restarted(self) -> Metric:
+    def _restarted(self, present: set[str]) -> Metric:
         family = CounterMetricFamily(
             "ridgeline_worker_restarts",
             "Restarts of a worker, by reason: ordered (by an operator; also one that was added), actor_died, "
@@ -406,18 +420,22 @@ class WorkerCollector(Collector):
             labels=["pool", "worker", "reason"],
         )
         for labels, count in self._restarts().items():
-            family.add_metric(labels, count)
+            if labels[1] in present:  # ids are never used again, so those that have left would add up for ever
+                family.add_metric(labels, count)
         return family
 
     def _counters(self, workers: list[WorkerView]) -> Iterator[Metric]:
+        found: dict[str, list[tuple[list[str], float]]] = defaultdict(list)
+        for worker in workers:
+            for pool, counters in worker.counted.items():
+                for name, value in counters.items():
+                    first, rest = _parts_of(name)
+                    found[first].append(([pool, worker.worker_id, *rest], value))
         for prefix, (series, text, labels) in _WORKER_COUNTERS.items():
             family = CounterMetricFamily(series, text, labels=["pool", "worker", *labels])
-            for worker in workers:
-                for pool, counters in worker.counted.items():
-                    for name, value in counters.items():
-                        first, *rest = name.split(".")
-                        if first == prefix and len(rest) == len(labels):
-                            family.add_metric([pool, worker.worker_id, *rest], value)
+            for values, value in found[prefix]:
+                if len(values) == 2 + len(labels):
+                    family.add_metric(values, value)
             if family.samples:
                 yield family
 

@@ -133,6 +133,12 @@ class RequestTimeline:
             return 0, 0.0
         return receipt.num_bytes, receipt.wire_s
 
+    @property
+    def transport(self) -> str:
+        """What carried its hand-off; empty if there was none."""
+        receipt = None if self.decode_timing is None else self.decode_timing.receipt
+        return "" if receipt is None else receipt.transport
+
     def stages_s(self) -> dict[str, float]:
         """Return the seconds in each stage; a stage that did not happen is absent, not zero."""
         stages = self._split_stages_s() if self.path == "disaggregated" else self._whole_stages_s()

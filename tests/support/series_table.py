@@ -73,7 +73,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     ]
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0, "any")}
     queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
-    restarts = {("decode", "worker-1", "stalled"): 1}
+    restarts = {("prefill", "worker-0", "stalled"): 1, ("prefill", "has-left", "stalled"): 1}
     collector = WorkerCollector(
         lambda: workers, lambda: hardware, lambda: "disaggregated", lambda: PAIRS, lambda: restarts
     )

@@ -54,7 +54,7 @@ class KeyGuard:
             await self._serve_client(scope, receive, send)
 
     async def _serve_operator(self, scope: Scope, receive: Receive, send: Send) -> None:
-        right = self._access.admin.right(scope, _shown_keys(scope))
+        right = self._access.admin.right(scope, shown_keys(scope))
         if isinstance(right, AdminRefusal):
             await _refuse_key(scope, send, right.status, right.sentence)
             return
@@ -63,7 +63,7 @@ class KeyGuard:
 
     async def _serve_client(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = self._access.key_hashes
-        shown = (hash_key(key) for key in _shown_keys(scope)) if known else ()
+        shown = (hash_key(key) for key in shown_keys(scope)) if known else ()
         key_hash = next((each for each in shown if each in known), None)
         if known and key_hash is None and not _is_open(scope):
             await _refuse_key(scope, send, HTTPStatus.UNAUTHORIZED, _NO_KEY)
@@ -82,7 +82,7 @@ def _is_open(scope: Scope) -> bool:
     return scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in OPEN_PATHS
 
 
-def _shown_keys(scope: Scope) -> tuple[bytes, ...]:
+def shown_keys(scope: Scope) -> tuple[bytes, ...]:
     """Return at most two keys, the first of each header: hashing more would be work that anyone could cause."""
     bearer, plain = _first(scope, b"authorization"), _first(scope, b"x-api-key")
     scheme, _, key = bearer.strip().partition(b" ")

@@ -342,6 +342,8 @@ def test_an_admin_key_that_clients_have_too_is_refused_and_admin_keys_alone_leav
         key_hashes(None, str(admins), {"RIDGELINE_API_KEYS": "two"})
     assert key_hashes(None, str(admins), {}).clients == frozenset()
     assert key_hashes(None, str(admins), {}).admins == {hash_key(b"two"), hash_key(b"both")}
+    assert key_hashes(None, None, {}).metrics == frozenset()
+    assert key_hashes(None, None, {}, metrics_keys_file=str(admins)).metrics == {hash_key(b"two"), hash_key(b"both")}
 
 
 def test_no_key_is_in_what_is_explained_planned_or_sent_to_an_actor(tmp_path, monkeypatch):

@@ -43,7 +43,6 @@ def samples(registry):
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in families
         for sample in family.samples
-        if not sample.name.endswith("_created")
     }
 
 
@@ -296,3 +295,32 @@ def test_a_worker_that_is_kept_for_one_phase_says_which(registry):
     registry.register(WorkerCollector(lambda: [kept, either], dict, lambda: "adaptive", list, dict))
     assert registry.get_sample_value("ridgeline_worker_favours", {"worker": "worker-0", "phase": "decode"}) == 1
     assert registry.get_sample_value("ridgeline_worker_favours", {"worker": "worker-1", "phase": "decode"}) is None
+
+
+def test_a_fleet_of_64_has_no_series_for_each_pair_of_workers_and_none_that_tells_when_another_began(registry):
+    metrics, ids = RequestMetrics(registry), [f"worker-{number}" for number in range(64)]
+    pairs = [KvPair(one, other, "grpc", "") for one in ids for other in ids if one != other]
+    pairs[0] = KvPair(ids[0], ids[1], "shm", "")
+    for pair in pairs[:1000]:
+        timeline = RequestTimeline(FakeClock(), "r", 70, path="disaggregated", observe=metrics.observe)
+        timeline.link = (pair.prefill, pair.decode)
+        receipt = FetchReceipt(outcome="ok", num_bytes=1_000_000, wire_s=0.5, transport=pair.transport)
+        timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, receipt=receipt)
+        metrics.close(timeline, "finished")
+    workers = [worker("adaptive", name, counters={"tokens_total.prefill": 1.0}) for name in ids]
+    registry.register(WorkerCollector(lambda: workers, dict, lambda: "adaptive", lambda: pairs, dict))
+    assert value(registry, "ridgeline_kv_pair", transport="grpc") == 64 * 63 - 1
+    assert value(registry, "ridgeline_kv_pair", transport="shm") == 1
+    assert value(registry, "ridgeline_link_bytes_total", transport="grpc") == 999e6
+    assert value(registry, "ridgeline_link_seconds_total", transport="grpc") == 499.5
+    assert value(registry, "ridgeline_link_bytes_per_second_bucket", transport="grpc", le="1e+07") == 999
+    assert len(samples(registry)) < 64 * 10
+    assert not [name for name in names(registry) if name.endswith("_created")]
+
+
+def test_a_worker_that_has_left_leaves_no_series(registry):
+    restarts = {("decode", "decode-0", "stalled"): 2, ("decode", "has-left", "ordered"): 1}
+    workers = [worker("decode", "decode-0")]
+    registry.register(WorkerCollector(lambda: workers, dict, lambda: "disaggregated", list, lambda: restarts))
+    assert value(registry, "ridgeline_worker_restarts_total", pool="decode", worker="decode-0", reason="stalled") == 2
+    assert "has-left" not in generate_latest(registry).decode()

@@ -317,10 +317,8 @@ async def test_without_the_setting_no_page_may_use_the_server(behind_a_proxy):
 async def test_fifty_scrapes_at_once_share_a_few_renderings(keyed, monkeypatch):
     http = keyed[0]
     rendered = []
-    generate = router.front.metrics_page.generate_latest
-    monkeypatch.setattr(
-        "router.front.metrics_page.generate_latest", lambda registry: rendered.append(1) or generate(registry)
-    )
+    page_of = router.front.metrics_page.page_of
+    monkeypatch.setattr("router.front.metrics_page.page_of", lambda registry: rendered.append(1) or page_of(registry))
     pages = await asyncio.gather(*(http.get("/metrics") for _ in range(50)))
     assert {page.status_code for page in pages} == {200}
     assert pages[0].headers["content-type"].startswith("text/plain; version=0.0.4")

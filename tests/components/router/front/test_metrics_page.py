@@ -1,0 +1,100 @@
+"""GET /metrics gives way to streams while it is rendered, and opens to keys of its own if there are some."""
+
+import asyncio
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+import router.front.metrics_page
+from router.client_identity import hash_key
+from router.front.metrics_page import PIECE_SAMPLES, metrics_endpoint, page_of
+from router.observe.metrics import RequestMetrics
+from router.server import metrics_readers
+from tests.support.samples import router_settings
+
+
+class Wide:
+    """Collects more samples of one family than are rendered at a time, one without any, and a counter."""
+
+    def collect(self):
+        wide = GaugeMetricFamily("wide", "Many\nsamples \\ of it", labels=["worker"])
+        for number in range(5 * PIECE_SAMPLES + 1):
+            wide.add_metric([f'w"{number}'], number)
+        yield wide
+        yield GaugeMetricFamily("empty", "None", labels=["worker"])
+        counter = CounterMetricFamily("counted", "Some", labels=["worker"])
+        for number in range(PIECE_SAMPLES):
+            counter.add_metric([f"w{number}"], number)
+        yield counter
+
+
+@pytest.fixture
+def registry():
+    registry = CollectorRegistry()
+    RequestMetrics(registry).observe("ttft", "prefill", 0.5)
+    registry.register(Wide())
+    return registry
+
+
+async def test_the_page_in_pieces_is_the_page_of_the_library(registry):
+    assert await page_of(registry) == generate_latest(registry)
+
+
+async def test_the_event_loop_turns_after_each_piece_of_a_page(registry, monkeypatch):
+    monkeypatch.setattr(router.front.metrics_page, "SLICE_S", 0.0)
+    generate, since_turn = router.front.metrics_page.generate_latest, []
+
+    def counting(piece):
+        since_turn.append(sum(len(family.samples) for family in piece.collect()))
+        return generate(piece)
+
+    monkeypatch.setattr(router.front.metrics_page, "generate_latest", counting)
+    most, rendering = [], asyncio.create_task(page_of(registry))
+    while not rendering.done():
+        most.append(sum(since_turn))
+        since_turn.clear()
+        await asyncio.sleep(0)
+    assert sum(most) + sum(since_turn) > 6 * PIECE_SAMPLES
+    assert max(most) <= PIECE_SAMPLES, "samples between two turns of the loop"
+
+
+def client_of(registry, **settings):
+    async def refresh():
+        pass
+
+    endpoint = metrics_endpoint(refresh, registry, metrics_readers(router_settings(**settings)))
+    app = Starlette(routes=[Route("/metrics", endpoint)])
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_with_keys_for_metrics_only_these_and_operators_keys_open_the_page(registry):
+    clients, readers, operators = ({hash_key(key)} for key in (b"client", b"reader", b"operator"))
+    keys = {
+        "api_key_hashes": clients,
+        "metrics_key_hashes": frozenset(readers),
+        "admin_key_hashes": frozenset(operators),
+    }
+    async with client_of(registry, **keys) as http:
+        for shown in ({}, bearer("client"), bearer("wrong"), {"x-api-key": "client"}):
+            refused = await http.get("/metrics", headers=shown)
+            assert refused.status_code == 401
+            assert "security.metrics_keys_file" in refused.json()["error"]["message"]
+            assert refused.headers["www-authenticate"].startswith("Bearer")
+        for shown in (bearer("reader"), bearer("operator"), {"x-api-key": "reader"}):
+            read = await http.get("/metrics", headers=shown)
+            assert read.status_code == 200
+            assert "ridgeline_ttft_seconds_count" in read.text
+
+
+async def test_without_keys_for_metrics_the_page_is_open_whatever_other_keys_there_are(registry):
+    keys = {"api_key_hashes": {hash_key(b"client")}, "admin_key_hashes": frozenset({hash_key(b"operator")})}
+    async with client_of(registry, **keys) as http:
+        assert (await http.get("/metrics")).status_code == 200
