@@ -33,6 +33,7 @@ from router.front.http.context import WithContext
 from router.front.http.routes import keep_known_routes
 from router.front.http.types import Asgi
 from router.front.middleware.admin_access import AdminAccess
+from router.front.middleware.anthropic_errors import AnthropicErrors
 from router.front.middleware.auth import Access, KeyGuard
 from router.front.middleware.body_limit import BodyLimit
 from router.front.middleware.cors import Cors
@@ -42,7 +43,15 @@ from router.front.middleware.json_cost import BoundedJson, WholeBodies
 from router.front.middleware.request_ids import RequestIds
 from router.front.middleware.retry_after import RetryAfter
 from router.front.middleware.time_limits import TimeLimits
-from router.front.vllm_workarounds import app_gaps, left_streams, model_card, stream_chunks
+from router.front.vllm_workarounds import (
+    app_gaps,
+    cut_off_calls,
+    keep_alive,
+    left_streams,
+    messages,
+    model_card,
+    stream_chunks,
+)
 from router.settings import RouterSettings
 
 Layer = Callable[[Asgi], Asgi]
@@ -67,6 +76,7 @@ def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
     return (
         WithContext,
         RequestIds,
+        AnthropicErrors,
         HeadAsGet,
         partial(Cors, allowed_origins=settings.cors_allowed_origins),
         partial(KeyGuard, access=_access(settings)),
@@ -108,9 +118,12 @@ async def build_app(
     app_gaps.install(app)
     stream_chunks.install()
     left_streams.install()
+    keep_alive.install()
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
     request_fields.install(app.state, gates.most_sequences)
     app_gaps.name_settings(app.state)
+    cut_off_calls.install(app.state)
+    messages.install(app.state)
     unknown_paths.install(app)
     model_card.install(app)
     app.include_router(operators)

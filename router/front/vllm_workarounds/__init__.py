@@ -1,7 +1,10 @@
 """Workarounds for vLLM's API server app; `README.md` says what each one is for and how to see that it can go.
 
 app_gaps.py       corrects answers of routes that would be wrong or missing
+cut_off_calls.py  tells tool calls that were cut off alike, whole and streamed
+keep_alive.py     sends comments in silent streams of two more routes
 left_streams.py   frees the requests of clients that have left
+messages.py       corrects /v1/messages
 model_card.py     answers GET /v1/models/{model}
 no_processor.py   saves vLLM the search for a second chat template
 stream_chunks.py  encodes the chunks of streams without pydantic

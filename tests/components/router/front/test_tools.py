@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from anthropic import AsyncAnthropic
 from prometheus_client import CollectorRegistry
 
 from engine.passed_args import front
@@ -21,7 +22,8 @@ SAID = [
     "hm",
     "</think>",
     "<tool_call>",
-    '{"name": "look", "arguments": {"at": "me"}}',
+    '{"name": "look", "arguments": {"at":',
+    '"me"}}',
     "</tool_call>",
     "<eos>",
 ]
@@ -31,6 +33,8 @@ TOOL = {
     "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
 }
 PROMPT_TOKENS = 2
+CUT_OFF_TOKENS = 5
+"""A limit at which half of the call's arguments have been said."""
 
 
 def make_model(directory: Any) -> None:
@@ -121,6 +125,60 @@ async def test_a_forced_call_reaches_decode_as_a_grammar_with_no_token_of_prefil
     assert "look" in call.params.structured_outputs.structural_tag
     (called,) = response.json()["choices"][0]["message"]["tool_calls"]
     assert (called["function"]["name"], json.loads(called["function"]["arguments"])) == ("look", {"at": "me"})
+
+
+FORCED: Any = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize("choice", ["required", FORCED, "auto"])
+async def test_a_call_that_is_cut_off_is_told_alike_whole_and_streamed(http, choice):
+    wish = chat(tools=[TOOL], tool_choice=choice, max_tokens=CUT_OFF_TOKENS)
+    (whole,) = (await http.post("/v1/chat/completions", json=wish)).json()["choices"]
+    (call,) = whole["message"]["tool_calls"]
+    assert (whole["finish_reason"], whole["message"]["content"] or "") == ("length", "")
+    response = await http.post("/v1/chat/completions", json=wish | {"stream": True})
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    parts = [call["function"] for choice in choices for call in choice["delta"].get("tool_calls") or []]
+    streamed = {key: "".join(part.get(key) or "" for part in parts) for key in ("name", "arguments")}
+    assert choices[-1]["finish_reason"] == "length"
+    assert call["function"] == streamed == {"name": "look", "arguments": '{"at":'}
+
+
+async def test_a_call_that_is_cut_off_is_an_incomplete_call_in_responses(http):
+    wish = {"model": "m", "input": "w1 w2", "temperature": 0, "store": False, "max_output_tokens": CUT_OFF_TOKENS}
+    tool = {"type": "function", "strict": False, **TOOL["function"]}
+    response = await http.post("/v1/responses", json=wish | {"tools": [tool], "tool_choice": "required"})
+    answer = response.json()
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    (call,) = [item for item in answer["output"] if item["type"] == "function_call"]
+    assert (call["name"], call["arguments"]) == ("look", '{"at":')
+
+
+async def test_anthropics_client_reads_a_call_that_is_cut_off_whole_and_streamed_alike(http):
+    wish: Any = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "w1 w2"}],
+        "max_tokens": CUT_OFF_TOKENS,
+        "tools": [{"name": "look", "input_schema": TOOL["function"]["parameters"]}],
+        "tool_choice": {"type": "any"},
+    }
+    async with AsyncAnthropic(base_url=str(http.base_url), api_key="none", max_retries=0) as client:
+        whole = await client.messages.create(**wish)
+        async with client.messages.stream(**wish) as stream:
+            streamed = await stream.get_final_message()
+    assert whole.stop_reason == streamed.stop_reason == "max_tokens"
+    calls = [(part.name, part.input) for part in whole.content if part.type == "tool_use"]
+    assert calls == [(part.name, part.input) for part in streamed.content if part.type == "tool_use"] == [("look", {})]
+
+
+async def test_arguments_that_no_schema_binds_are_an_object(served):
+    http, decode = served
+    await http.post("/v1/chat/completions", json=chat(tools=[TOOL], tool_choice="required"))
+    assert '"json_schema": {"type": "object"}' in decode.calls[-1].params.structured_outputs.structural_tag
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    await http.post("/v1/chat/completions", json=chat(tools=[strict], tool_choice="required"))
+    assert '"at": {"type": "string"}' in decode.calls[-1].params.structured_outputs.structural_tag
 
 
 async def test_without_tools_the_same_words_are_the_answer(http):
