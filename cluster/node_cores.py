@@ -7,10 +7,18 @@ process that has it open. Containers with networks of their own do not see each 
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+
+HELD = "ridgeline-core-"
+HOLD_WITHIN_S = 10.0
+"""How long a core may still be held: as long as the end of the processes that had it is waited for
+(`cluster.runtime.processes`)."""
+RETRY_S = 0.05
 
 
 class CoresTaken(RuntimeError):
@@ -29,8 +37,21 @@ def this_machine() -> str:
 
 
 def taken_cores(cores: Iterable[int]) -> frozenset[int]:
-    """Return those of the cores that a worker on this node holds."""
-    return frozenset(core for core in cores if _is_taken(core))
+    """Return those of the cores that a worker on this node holds; it looks, and holds none itself meanwhile."""
+    ends = {line.rpartition("@" + HELD)[2] for line in Path("/proc/net/unix").read_text().splitlines() if HELD in line}
+    return frozenset(core for core in cores if str(core) in ends)
+
+
+async def hold_cores_soon(cores: Iterable[int], within_s: float = HOLD_WITHIN_S) -> ExitStack:
+    """Hold them as soon as they are free, see `hold_cores`. Raises CoresTaken if they are not in time."""
+    wanted, give_up_s = tuple(cores), time.monotonic() + within_s
+    while True:
+        try:
+            return hold_cores(wanted)
+        except CoresTaken:
+            if time.monotonic() >= give_up_s:
+                raise
+        await asyncio.sleep(RETRY_S)
 
 
 def hold_cores(cores: Iterable[int]) -> ExitStack:
@@ -42,25 +63,17 @@ def hold_cores(cores: Iterable[int]) -> ExitStack:
         except OSError as error:
             held.close()
             raise CoresTaken(
-                f"core {core} of {socket.gethostname()} was free a moment ago and belongs to another worker now: "
-                "start one deployment after the other"
+                f"core {core} of {socket.gethostname()} belongs to another worker: another deployment has taken it "
+                "(`ridgeline status` shows them), or a worker that was killed has not quite ended"
             ) from error
     return held
-
-
-def _is_taken(core: int) -> bool:
-    try:
-        _hold(core).close()
-    except OSError:
-        return True
-    return False
 
 
 def _hold(core: int) -> socket.socket:
     """Raises OSError if it is held."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        one.bind(f"\0ridgeline-core-{core}")
+        one.bind(f"\0{HELD}{core}")
     except OSError:
         one.close()
         raise

@@ -98,8 +98,12 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether it still runs: a zombie holds nothing any more."""
+    """Return whether it still runs, or holds anything: a zombie does until its last thread has ended.
+
+    The first thread of a killed process may be a zombie while another one still frees the memory and then closes the
+    sockets, with which cores are held.
+    """
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False

@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 
-from cluster.runtime.processes import ProcessId, end_processes, semaphores_of, this_process
+from cluster.runtime.processes import ProcessId, _runs, end_processes, semaphores_of, this_process
 from tests.support.patience import PATIENCE_S
 
 SLEEP = "import time; time.sleep(60)"
@@ -29,6 +30,27 @@ def test_a_stopped_process_and_its_child_are_gone_on_return():
         assert end_processes([ProcessId.of(psutil.Process(parent.pid))]) == []
         assert parent.wait(PATIENCE_S) == -signal.SIGKILL
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+HALF_GONE = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print(1, flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_whose_first_thread_alone_has_ended_still_holds_what_it_had():
+    with subprocess.Popen([sys.executable, "-c", HALF_GONE], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found, give_up_s = psutil.Process(process.pid), time.monotonic() + PATIENCE_S
+        while found.status() != psutil.STATUS_ZOMBIE and time.monotonic() < give_up_s:
+            time.sleep(0.01)
+        assert found.status() == psutil.STATUS_ZOMBIE
+        assert _runs(found)
+        assert end_processes([ProcessId.of(found)]) == []
+        assert not _runs(found), "nobody has collected it yet, and it holds nothing"
 
 
 def test_a_process_that_took_over_the_number_of_one_that_ended_is_left_alone():
