@@ -207,6 +207,7 @@ class SharedDecisions:
         for worker in self._fleet.workers:
             if worker.worker_id in sums.outstanding:
                 worker.outstanding = sums.outstanding[worker.worker_id]
+        self._asking.placed_on = sums.outstanding.keys()
         for pool, now in sums.queues.items():
             self._told[pool].now = now
 

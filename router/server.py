@@ -116,6 +116,7 @@ class Router:
                 mode=lambda: self._fleet.mode,
                 kv_pairs=lambda: self._fleet.kv_pairs,
                 restarts=lambda: self._fleet.restarts,
+                away=lambda: self._fleet.away,
             )
         )
         REGISTRY.register(QueueCollector(self._decisions.queues))
@@ -140,9 +141,14 @@ class Router:
         return self._fleet.kv_pairs
 
     async def serve(
-        self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware], shared: SharedWith | None = None
+        self,
+        worker_addresses: list[str],
+        hardware: dict[Pool, PoolHardware],
+        shared: SharedWith | None = None,
+        *,
+        some: bool = False,
     ) -> str:
-        """Connect to the workers, open the port and return the URL.
+        """Connect to the workers, open the port and return the URL; with `some`, begin with those that are reached.
 
         `hardware` holds the peaks of one worker of each pool, for the metrics. One of several routers needs `shared`.
         Raises PairingRefused, WorkerLost, NoDispatcher, OSError.
@@ -151,14 +157,14 @@ class Router:
         if self._shared is not None:
             assert shared is not None
             await self._shared.link.follow(shared.dispatcher)
-        self._running = asyncio.create_task(self._run(worker_addresses, shared), name="router")
+        self._running = asyncio.create_task(self._run(worker_addresses, shared, some), name="router")
         waiting: list[asyncio.Future[Any]] = [self._running, self._url]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
             await self._running  # raises the cause
         return await self._url
 
-    async def replace_worker(self, address: str, reason: str) -> None:
+    async def replace_worker(self, address: str, reason: str | None) -> None:
         """Add a worker that was started again because of `reason`, in place of its older incarnation.
 
         Raises WorkerLost or PairingRefused.
@@ -174,6 +180,10 @@ class Router:
     def unreached(self, for_s: float) -> list[str]:
         """Return the addresses of workers that it has not reached for this many seconds."""
         return self._fleet.unreached(for_s)
+
+    def note_away(self, away: Mapping[str, str]) -> None:
+        """Note which workers are lost again and again, and how they are tried again, for whoever asks."""
+        self._fleet.away = dict(away)
 
     @property
     def fleet(self) -> Fleet:
@@ -231,10 +241,10 @@ class Router:
         if self._running is not None:
             await self._running
 
-    async def _run(self, worker_addresses: list[str], shared: SharedWith | None) -> None:
+    async def _run(self, worker_addresses: list[str], shared: SharedWith | None, some: bool) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                await self._serve_until_stopped(worker_addresses, shared, group)
+                await self._serve_until_stopped(worker_addresses, shared, group, some)
                 raise _Stopped
         except* _Stopped:
             pass
@@ -242,12 +252,12 @@ class Router:
             raise errors.exceptions[0] from None  # there is one cause, whose message the caller shows
 
     async def _serve_until_stopped(
-        self, worker_addresses: list[str], shared: SharedWith | None, group: asyncio.TaskGroup
+        self, worker_addresses: list[str], shared: SharedWith | None, group: asyncio.TaskGroup, some: bool
     ) -> None:
         with _bound_socket(self._settings, shared) as sock:
             if self._shared is not None:
                 group.create_task(self._shared.run(), name="dispatcher")
-            await self._fleet.connect(worker_addresses, group)
+            await self._fleet.connect(worker_addresses, group, some=some)
             if self._shared is not None:
                 await self._shared.joined()
             group.create_task(self._releaser.run(), name="handoff-releaser")
@@ -313,6 +323,7 @@ class Router:
             refresh=self._fleet.refresh,
             deadline_s=settings.ready_deadline_s,
             metrics=self._metrics,
+            away=lambda: self._fleet.away,
         )
 
     def _uvicorn_config(self, app: Asgi) -> uvicorn.Config:

@@ -111,7 +111,9 @@ async def _run(
             )
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
         held.tell(phase="ready", url=deployment.url)
-        watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
+        watching = asyncio.create_task(
+            deployment.watch(partial(say_with_time, console), lambda away: held.tell(phase="ready", away=dict(away)))
+        )
         stopped = asyncio.create_task(signals.stop.wait())
         await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()

@@ -365,7 +365,10 @@ class SupervisionConfig(Section):
     """When a worker counts as lost, and how often it is started again."""
 
     max_restarts: int = Field(
-        default=5, ge=0, description="starts again of one worker within window_s; after that it stays away"
+        default=5,
+        ge=0,
+        description="starts again of one worker within window_s; after that it is tried again after "
+        "30 s, then less and less often, up to every 5 minutes",
     )
     window_s: float = Field(
         default=300.0, gt=0, description="the time of service, starts not included, in which max_restarts are counted"

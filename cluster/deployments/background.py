@@ -73,7 +73,7 @@ def _until_ready(place: Place, process: subprocess.Popen[bytes], console: Consol
 
 
 def status(console: Console) -> None:
-    """Print a table of all deployments that run on this machine."""
+    """Print a table of all deployments that run on this machine, and their workers that are lost again and again."""
     found = running()
     if not found:
         console.print("no deployment runs on this machine")
@@ -84,6 +84,9 @@ def status(console: Console) -> None:
         output = str(Place(name).log) if state.detached else "its terminal"
         table.add_row(name, state.phase, state.url, str(state.pid), state.began, output)
     console.print(table)
+    for name, state in found.items():
+        for worker, how in state.away.items():
+            console.print(f"{name}: {worker} is away: {how}", highlight=False)
 
 
 def stop(name: str, *, now: bool, console: Console) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Where it serves, once it is ready."""
     detached: bool = False
     """Whether its output goes to the log instead of to a terminal."""
+    away: dict[str, str] = {}
+    """Workers that are lost again and again, and how they are tried again."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,11 @@ class Held:
         self._file = file
         self._state = state
 
-    def tell(self, *, phase: Phase, url: str = "") -> None:
-        """Write what this process is doing now."""
-        self._state = msgspec.structs.replace(self._state, phase=phase, url=url or self._state.url)
+    def tell(self, *, phase: Phase, url: str = "", away: Mapping[str, str] | None = None) -> None:
+        """Write what this process is doing now, and which workers are `away` (see `State`)."""
+        self._state = msgspec.structs.replace(
+            self._state, phase=phase, url=url or self._state.url, away=dict(away or {})
+        )
         unfinished = self._file.with_suffix(".tmp")
         unfinished.write_bytes(msgspec.json.encode(self._state))
         unfinished.replace(self._file)

@@ -10,9 +10,9 @@ service_process/   those processes: how they start, and calls to them
 handlers.py        which handler runs which leg
 handles/           actors by name, whichever process fills them
 supervisor.py      brings back what dies
+supervision/       by what it decides who is lost, and when to try again
 orders.py          carries out operators' orders: more workers, fewer, all started again
 autoscale/         gives such orders when the load asks for them
-restart_budget.py  how often, and how soon
 processes.py       processes of a node and their end
 environment.py     variables of a shell that must not reach a server
 ray_workarounds/   what Ray does otherwise than we need

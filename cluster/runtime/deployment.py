@@ -76,14 +76,15 @@ class Deployment:
         self._orders = orders
         self._autoscaler = autoscaler
 
-    async def watch(self, say: Say) -> None:
+    async def watch(self, say: Say, on_away: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
         """Bring back what dies, carry out orders, give some if pools follow their load, and report all of it.
 
-        Never returns; raises DeploymentFailed when nothing can be served.
+        `on_away` is told of workers that are lost again and again, see `Supervisor.run`. Never returns; raises
+        DeploymentFailed when the last worker has left on purpose.
         """
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._supervisor.run(say), name="supervisor")
+                group.create_task(self._supervisor.run(say, on_away), name="supervisor")
                 group.create_task(self._orders.run(say), name="orders")
                 group.create_task(self._autoscaler.run(say), name="autoscaler")
         except* DeploymentFailed as failures:
@@ -115,7 +116,7 @@ async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
     try:
         yield await _start(plan, workers, heads, cores, say)
     finally:
-        for sentence in await _stop(workers, heads):
+        for sentence in await _stop([worker for worker in workers if not worker.retired], heads):
             say(sentence)
 
 
@@ -203,6 +204,7 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
     supervisor = Supervisor(workers, heads.all, addresses, plan.config.supervision)
 
     def another(name: str, pool: Pool) -> WorkerHandle:
+        workers[:] = [worker for worker in workers if not worker.retired]
         workers.append(WorkerHandle(plan, plan.another_worker(name, pool), cores))
         return workers[-1]  # ended with the others
 

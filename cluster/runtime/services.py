@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import psutil
 
 from cluster.config.models import RidgelineConfig
 from cluster.node_address import address_here
-from cluster.node_cores import hold_cores
+from cluster.node_cores import hold_cores_soon
 from cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
 from contracts.vocabulary import Health, Pool
 from engine.config import EngineConfig, HostSettings
@@ -49,8 +50,13 @@ HEAD_LEFT = 143
 """Exit status of a router or dispatcher that ended on SIGTERM: 128 + 15."""
 SLOW_LOOP_S = 5.0
 DEAD_LOOP_S = 120.0
-"""How long its loop may be stuck on one thing before it counts as dead; slowness alone must not cost every
-client its stream."""
+"""How long the loop of the only router may be stuck on one thing before it counts as dead; slowness alone must not cost
+every client its stream."""
+DEAD_SHARED_LOOP_S = 20.0
+"""The same for one of several routers, which keeps its part of the new connections meanwhile and would cost no more
+than its own streams, and for their dispatcher, which carries none: as long as any actor may take for an answer."""
+LOOK_AGAIN_S = 1.0
+"""After how long a loop that looks stuck is looked at again: if this process stood still, its loop goes on by then."""
 logger = logging.getLogger(__name__)
 
 
@@ -125,7 +131,7 @@ class WorkerService(_Service):
         if config.transfer.tls is not None:
             config.transfer.tls.check()  # on this node, before the engine takes its half minute
         if holds_cores:
-            self._cores = hold_cores(cores)  # before the engine's process, which inherits that
+            self._cores = await hold_cores_soon(cores)  # before the engine's process, which inherits that
         engine = VllmEngine(config)
         everywhere = os.sched_getaffinity(0)
         # The engine process inherits the cores; this front end then gives its own pinning up.
@@ -170,6 +176,7 @@ class _Head(_Service):
     def __init__(self) -> None:
         self._head: Any = None
         self._leaving: asyncio.Task[None] | None = None
+        self._dead_loop_s = DEAD_LOOP_S
 
     def _make(self, settings: RouterSettings) -> Any:
         raise NotImplementedError
@@ -178,6 +185,7 @@ class _Head(_Service):
         """Import and load what takes long; the engines load meanwhile."""
         if settings.tls is not None:
             settings.tls.check()
+        self._dead_loop_s = DEAD_LOOP_S if settings.routers == 1 else DEAD_SHARED_LOOP_S
         self._head = self._make(settings)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._begin_to_leave)
 
@@ -185,8 +193,8 @@ class _Head(_Service):
         """Return what carries KV between which workers."""
         return list(self._head.kv_pairs)
 
-    async def replace_worker(self, address: str, reason: str) -> None:
-        """Take in a worker that has been started again because of `reason`.
+    async def replace_worker(self, address: str, reason: str | None) -> None:
+        """Take in a worker that has been started again because of `reason`, or that was not reached before.
 
         Raises NotServing, WorkerLost, PairingRefused.
         """
@@ -199,6 +207,10 @@ class _Head(_Service):
     async def unreached(self, for_s: float) -> list[str]:
         """Return the addresses of workers that it has not reached for too long. Raises NotServing."""
         return list(self._serving().unreached(for_s))
+
+    async def note_away(self, away: Mapping[str, str]) -> None:
+        """Note which workers are lost again and again, and how they are tried again. Raises NotServing."""
+        self._serving().note_away(away)
 
     async def pools(self) -> dict[str, Pool]:
         """Return the present pool of each worker. Raises NotServing."""
@@ -218,13 +230,16 @@ class _Head(_Service):
     def failure(self) -> Health:
         """Report whether it must be replaced: it ended by itself, or this process has taken the place of one that died.
 
-        Runs in another thread than its loop: a busy loop is reported, one that is stuck for minutes is a failure.
+        Runs in another thread than its loop: a busy loop is reported, one that is stuck for long is a failure.
         """
         if self._head is None or self._head.ended:
             return "actor_died"
         silent_s = self._head.loop_silent_s
-        if silent_s >= DEAD_LOOP_S:
-            return "unreachable"
+        if silent_s >= self._dead_loop_s:
+            time.sleep(LOOK_AGAIN_S)
+            if self._head is None or self._head.loop_silent_s >= self._dead_loop_s:
+                return "unreachable"
+            return ""
         if silent_s >= SLOW_LOOP_S:
             logger.warning("the %s's event loop is busy for %.0f s: until then all it does waits", self.TITLE, silent_s)
         return ""
@@ -264,10 +279,10 @@ class RouterService(_Head):
         return Router(settings)
 
     async def serve(
-        self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware], shared: SharedWith | None
+        self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware], shared: SharedWith | None, some: bool
     ) -> str:
-        """Connect to the workers, open the port, and return the URL."""
-        url = str(await self._head.serve(worker_addresses, hardware, shared))
+        """Connect to the workers, or to `some`, open the port, and return the URL."""
+        url = str(await self._head.serve(worker_addresses, hardware, shared, some=some))
         self._garbage = GarbageWatch(lambda: 0 if self._head is None else self._head.streams)
         self._garbage.start()
         return url
@@ -319,9 +334,9 @@ class DispatcherService(_Head):
 
         return Dispatcher(settings)
 
-    async def serve(self, worker_addresses: list[str], host: str) -> str:
-        """Connect to the workers, listen for routers on an interface of this node, and return host:port."""
-        address = str(await self._head.serve(worker_addresses, address_here(host), 0))
+    async def serve(self, worker_addresses: list[str], host: str, some: bool) -> str:
+        """Connect to the workers, or to `some`, listen for routers on an interface of this node; returns host:port."""
+        address = str(await self._head.serve(worker_addresses, address_here(host), 0, some=some))
         gc.collect()
         gc.freeze()  # vLLM's modules are 600,000 objects: to look at them all again would take 0.3 s
         return address

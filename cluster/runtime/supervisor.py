@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from cluster.config.models import SupervisionConfig
-from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached
-from cluster.runtime.restart_budget import RestartBudget
+from cluster.runtime.handles.actor import CoresBusy, DeploymentFailed, NoPlace
+from cluster.runtime.supervision.introduction import Introduction
+from cluster.runtime.supervision.reach import Verdict, judge
+from cluster.runtime.supervision.restart_budget import RestartBudget
 from contracts.vocabulary import Health, RestartReason
 
 POLL_S = 0.5
-MAX_INTRODUCTIONS = 10
-"""How often a new worker is introduced to a router that does not reach it, half a minute each, before it counts as
-broken."""
+LONGEST_HEAD_REST_S = 30.0
+"""Nothing is served while all routers or the dispatcher are away, and to start one takes seconds."""
+TOGETHER_S = 3.0
+"""Actors that fall silent at the same moment are found so within this time of each other: each is asked anew half a
+second after its last answer, which may take two."""
 Say = Callable[[str], None]
 T = TypeVar("T")
 _WHAT_HAPPENED: dict[RestartReason, str] = {
@@ -59,9 +62,10 @@ class SupervisedHead(Supervised, Protocol):
     @property
     def kind(self) -> Literal["router", "dispatcher"]: ...
     async def start_again(self, addresses: list[str]) -> None: ...
-    async def replace_worker(self, address: str, reason: RestartReason) -> None: ...
+    async def replace_worker(self, address: str, reason: RestartReason | None) -> None: ...
     async def remove_worker(self, worker_id: str) -> None: ...
     async def unreached(self, for_s: float) -> list[str]: ...
+    async def note_away(self, away: Mapping[str, str]) -> None: ...
 
 
 class Supervisor:
@@ -91,7 +95,21 @@ class Supervisor:
         self._cut_off = {name: asyncio.Event() for name in (*self._heads, *self._workers)}
         """Set for those that answer here, and to or from whom a head has had no connection for too long."""
         self._unreached: dict[str, set[str]] = {}
-        """By head, the names of those that it makes out to be cut off."""
+        """By head that answers, the names of those that it does not reach."""
+        self._suspects: frozenset[str] = frozenset()
+        self._mending = ""
+        """Who is being started again because it was cut off: one at a time, since that mends no route."""
+        self._mended_s: dict[str, float] = {}
+        """When each was chosen for that the last time."""
+        self._silent: set[str] = set()
+        """Those that have just been found unreachable."""
+        self._introduced: dict[str, list[asyncio.Task[None]]] = {}
+        """By worker, what makes it known to heads that do not have it yet."""
+        self._away: dict[str, str] = {}
+        """Those that are lost again and again, and how they are tried again."""
+        self._told_away: dict[str, dict[str, str]] = {}
+        """By head, what it was told of them."""
+        self._on_away: Callable[[Mapping[str, str]], None] = lambda _: None
         self._say: Say = lambda _: None
         self._group: asyncio.TaskGroup | None = None
         self._restarts: dict[str, asyncio.Future[None]] = {}
@@ -109,8 +127,8 @@ class Supervisor:
         self._cut_off[worker.name] = asyncio.Event()
         try:
             await self._introduce(worker, address, "ordered")
-        except DeploymentFailed:
-            del self._workers[worker.name], self._cut_off[worker.name]
+        except BaseException:  # also when the order is given up meanwhile
+            self._forget(worker.name)
             raise
         self._group.create_task(self._mind(worker), name=f"mind-{worker.name}")
 
@@ -126,9 +144,12 @@ class Supervisor:
         """Dismiss the worker when it has drained, as usual."""
         self._restarts.pop(name, None)
 
-    async def run(self, say: Say) -> None:
-        """Never return; raise DeploymentFailed once a pool that is needed has no worker left and none is coming."""
-        self._say = say
+    async def run(self, say: Say, on_away: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
+        """Never return; raise DeploymentFailed once the last worker has left on purpose.
+
+        `on_away` is told of those that are lost again and again, and of how they are tried again, by name.
+        """
+        self._say, self._on_away = say, on_away
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -145,7 +166,7 @@ class Supervisor:
         budget = self._budget()
         while True:
             health = await self._until_lost(worker)
-            self._addresses.pop(worker.name, None)
+            self._not_there(worker.name)
             ordered = self._restarts.get(worker.name)
             if health == "drained" and ordered is None:
                 await self._dismiss(worker, f"{worker.name} has drained and is gone")
@@ -153,15 +174,9 @@ class Supervisor:
             why: RestartReason = "ordered" if health == "drained" else health
             self._say(f"{worker.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
             began_s = self._clock()
-            if not await self._bring_back(worker, why, budget):
-                self._tell_who_ordered(worker.name, DeploymentFailed(f"{worker.name} could not be started again"))
-                await self._dismiss(
-                    worker,
-                    f"{worker.name} was lost more than {self._settings.max_restarts} times within "
-                    f"{self._settings.window_s:.0f} s of service and stays away",
-                )
-                return
+            await self._bring_back(worker, why, budget)
             budget.serves()
+            self._is_back(worker.name)
             self._say(f"{worker.name}: back after {self._clock() - began_s:.0f} s")
             self._tell_who_ordered(worker.name, None)
 
@@ -188,13 +203,31 @@ class Supervisor:
                 self._say(f"{one.name} drains")
             drains = drains or health == "draining"
             if health not in ("", "draining"):
-                return "drained" if drains else health
+                if drains or not await self._must_be_asked_again(one, health):
+                    return "drained" if drains else health
+                health = None
             if one.name in self._heads:
                 await self._look_who_is_cut_off(self._heads[one.name])
-            if self._cut_off[one.name].is_set() and not drains:
+            if self._cut_off[one.name].is_set():
                 self._cut_off[one.name].clear()
-                return "cut_off"
+                self._mended_s[one.name] = self._clock()
+                if not drains:
+                    self._mending = one.name
+                    return "cut_off"
             await self._sleep(POLL_S)
+
+    async def _must_be_asked_again(self, one: Supervised, health: Health) -> bool:
+        """Whether most fall silent at once, which is more likely our own fault: then a second answer decides."""
+        if health != "unreachable":
+            return False
+        self._silent.add(one.name)
+        try:
+            await self._sleep(TOGETHER_S)
+            if 2 * len(self._silent) <= len(self._cut_off):
+                return False
+            return await one.failure() != "unreachable"
+        finally:
+            self._silent.discard(one.name)
 
     async def _health(self, one: Supervised, known: Health | None) -> Health:
         """Ask for its health, without waiting for news from one that turns out to be cut off."""
@@ -210,43 +243,84 @@ class Supervisor:
             cut_off.cancel()
 
     async def _look_who_is_cut_off(self, head: SupervisedHead) -> None:
-        """Ask a head which workers it does not reach.
-
-        If it reaches none of several, the head is the one that is cut off.
-        """
+        """Ask a head which workers it does not reach, and judge by what all heads have said."""
         try:
             addresses = await head.unreached(self._settings.unreachable_timeout_s)
+            if self._told_away.get(head.name, {}) != self._away:
+                away = dict(self._away)
+                await head.note_away(away)
+                self._told_away[head.name] = away
         except DeploymentFailed:
+            self._has_no_vote(head.name)
             return  # another task watches it, and restarts it
-        names = {name for name, address in self._addresses.items() if address in addresses}
-        if len(names) > 1 and len(names) == len(self._addresses):
-            names = {head.name}
-        self._unreached[head.name] = names
-        self._set_cut_off(set().union(*self._unreached.values()))
+        self._unreached[head.name] = {name for name, address in self._addresses.items() if address in addresses}
+        self._judge()
 
-    def _set_cut_off(self, names: set[str]) -> None:
+    def _has_no_vote(self, head: str) -> None:
+        self._unreached.pop(head, None)
+        self._judge()
+
+    def _judge(self) -> None:
+        """Note who is cut off: of several, one at a time is to be started again, and each has its turn."""
+        verdict = judge(self._unreached, self._addresses)
+        self._tell_suspects(verdict)
+        names = () if self._mending else verdict.workers | verdict.deaf
+        chosen = min(names, key=lambda name: (self._mended_s.get(name, 0.0), name), default="")
         for name, cut_off in self._cut_off.items():
-            if name in names:
+            if name == chosen:
                 cut_off.set()
             else:
                 cut_off.clear()
 
-    async def _bring_back(self, worker: SupervisedWorker, why: RestartReason, budget: RestartBudget) -> bool:
-        """Start the worker until it runs and all heads have it; False when it is not to be tried again."""
+    def _tell_suspects(self, verdict: Verdict) -> None:
+        for name in sorted(verdict.suspects - self._suspects):
+            missed = ", ".join(sorted(self._unreached[name] - verdict.workers))
+            self._say(f"{name} does not reach {missed}, which others do: look at its network. It serves with the rest")
+        for name in sorted(self._suspects & self._unreached.keys() - verdict.suspects):
+            self._say(f"{name} reaches what the others reach again")
+        self._suspects = verdict.suspects
+
+    async def _bring_back(self, worker: SupervisedWorker, why: RestartReason, budget: RestartBudget) -> None:
+        """Start the worker until it runs and can be given work."""
         free = why == "ordered"  # what an operator wants does not count as a loss
+        said = ""
         while True:
             await worker.end()
-            delay_s, free = 0.0 if free else budget.next_delay_s(), False
-            if delay_s is None:
-                return False
-            await self._sleep(delay_s)
+            await self._rest(worker.name, budget, free=free)
+            free = False
             try:
                 address = await self._placed(worker, worker.start_again)
                 await self._introduce(worker, address, why)
             except DeploymentFailed as error:
-                self._say(f"{worker.name} could not be brought back: {error}")
+                free = isinstance(error, CoresBusy)
+                if not (free and said == str(error)):
+                    self._say(f"{worker.name} could not be brought back: {error}")
+                said = str(error)
                 continue
-            return True
+            return
+
+    async def _rest(self, name: str, budget: RestartBudget, *, free: bool) -> None:
+        """Wait before it is started again; for longer and longer, and known to all, if it is lost again and again."""
+        delay_s = 0.0 if free else budget.next_delay_s()
+        if not free and budget.used_up:
+            often = (
+                f"lost more than {self._settings.max_restarts} times within {self._settings.window_s:.0f} s of service"
+            )
+            self._say(f"{name} was {often} and is tried again in {delay_s:.0f} s")
+            if name in self._workers:
+                self._tell_who_ordered(name, DeploymentFailed(f"{name} could not be started again"))
+                self._tell_away(name, f"{often}; tried again every {delay_s:.0f} s")
+            if self._mending == name:
+                self._mending = ""
+        await self._sleep(delay_s)
+
+    def _tell_away(self, name: str, sentence: str) -> None:
+        """Tell how a worker is tried again; "" if it is back, or has left. Heads are told when they are asked next."""
+        former = self._away.pop(name, "")
+        if sentence:
+            self._away[name] = sentence
+        if sentence != former:
+            self._on_away(dict(self._away))
 
     async def _placed(self, one: Supervised, start: Callable[[], Awaitable[T]]) -> T:
         """Start the worker as soon as there is a place for it: having none, after its node was lost, is no crash."""
@@ -261,117 +335,124 @@ class Supervisor:
                 await self._sleep(POLL_S)
 
     async def _introduce(self, worker: SupervisedWorker, address: str, why: RestartReason) -> None:
-        """Enter its address and have every head take it in. Raises DeploymentFailed if one refuses.
+        """Enter its address, and return when it can be given work. Raises DeploymentFailed if a head refuses it.
 
-        The address comes first: a head that is gone may be waiting for one to start again with, and one that gets an
-        address twice is not harmed. A worker that is lost meanwhile must not be what a head starts with again and
-        again: its supervision starts it anew. One that is not reached in time is kept, for its engine took long to load
-        and the head may just have much to do.
+        The address comes first: a head that is gone may be waiting for one to start again with. Heads that do not reach
+        it yet are asked on. It also returns if the worker is lost meanwhile, which its supervision then finds.
         """
-        failed = 0
-        pending = list(self._heads)
-        while True:
-            self._addresses[worker.name] = address
-            try:
-                await self._introduce_to(pending, address, why)
-            except NotReached as error:
-                failed += 1
-                del self._addresses[worker.name]
-                if failed == MAX_INTRODUCTIONS:
-                    raise
-                if failed == 1:
-                    self._say(f"{worker.name} runs, and is introduced until it is reached: {error}")
-            except DeploymentFailed:
-                del self._addresses[worker.name]
-                raise
-            if not pending:
-                return
-            await self._sleep(POLL_S)
-            if await worker.failure() not in ("", "draining"):
-                return
+        self._addresses[worker.name] = address
+        introduction = self._introduction(worker.name, address, why)
+        self._begin_to_introduce(worker.name, introduction, list(self._heads.values()))
+        try:
+            while not introduction.enough:
+                await introduction.changed(POLL_S)
+                introduction.check()
+                if not introduction.enough and await worker.failure() not in ("", "draining"):
+                    return
+        except DeploymentFailed:
+            self._not_there(worker.name)
+            raise
 
-    async def _introduce_to(self, pending: list[str], address: str, why: RestartReason) -> None:
-        """Introduce a worker to those of the pending heads that serve, and drop them. Raises DeploymentFailed."""
-        for name in tuple(pending):
-            if name not in self._heads:  # dismissed meanwhile
-                pending.remove(name)
-            elif self._serves[name].is_set():
-                with suppress(ActorGone):  # the one that follows may have started before this address was there
-                    await self._heads[name].replace_worker(address, why)
-                    pending.remove(name)
+    def _introduction(self, name: str, address: str, why: RestartReason | None) -> Introduction:
+        return Introduction(
+            name, address, why, heads=self._heads, serves=self._serves, say=self._say, sleep=self._sleep
+        )
+
+    def _begin_to_introduce(self, name: str, introduction: Introduction, heads: Sequence[SupervisedHead]) -> None:
+        assert self._group is not None
+        tasks = [self._group.create_task(introduction.to(head), name=f"introduce-{name}") for head in heads]
+        unfinished = [task for task in self._introduced.get(name, ()) if not task.done()]
+        self._introduced[name] = unfinished + tasks
+
+    def _not_there(self, name: str) -> None:
+        """Have nobody connect to this incarnation of a worker any more."""
+        self._addresses.pop(name, None)
+        for task in self._introduced.pop(name, ()):
+            task.cancel()
+
+    def _is_back(self, name: str) -> None:
+        """Forget what was held against it."""
+        for names in self._unreached.values():
+            names.discard(name)
+        if self._mending == name:
+            self._mending = ""
+        self._tell_away(name, "")
+
+    def _forget(self, name: str) -> None:
+        """Forget a worker that has left, or was never taken in, here and in all heads."""
+        assert self._group is not None
+        self._not_there(name)
+        self._is_back(name)
+        del self._workers[name], self._cut_off[name]
+        self._mended_s.pop(name, None)
+        for head in list(self._heads.values()):
+            self._group.create_task(self._tell(head, partial(head.remove_worker, name)), name=f"forget-{name}")
 
     async def _dismiss(self, worker: SupervisedWorker, sentence: str) -> None:
-        """Take note that a worker is gone for good. Raises DeploymentFailed if nothing can be served without it."""
-        del self._workers[worker.name]
+        """Take note that a worker has left for good. Raises DeploymentFailed if it was the last one."""
         self._say(sentence)
+        self._forget(worker.name)
         await worker.retire()
         if not self._workers:  # else any other worker can serve whole requests
             raise DeploymentFailed(f"{sentence}; it was the last worker")
-        for head in list(self._heads.values()):
-            await self._tell(head, partial(head.remove_worker, worker.name))
 
     async def _tell(self, head: SupervisedHead, tell: Callable[[], Awaitable[None]]) -> None:
-        """Tell a head as soon as it serves; telling it twice does no harm. Raises DeploymentFailed if it refuses."""
+        """Tell a head as soon as it serves and answers; telling it twice does no harm."""
         while head.name in self._heads:
             if self._serves[head.name].is_set():
                 try:
                     await tell()
                     return
-                except ActorGone:
+                except DeploymentFailed:
                     pass
             await self._sleep(POLL_S)
 
     # --- heads
 
     async def _mind_head(self, head: SupervisedHead) -> None:
-        budget = self._budget()
+        budget = RestartBudget(
+            self._settings.max_restarts, self._settings.window_s, self._clock, longest_rest_s=LONGEST_HEAD_REST_S
+        )
         while True:
             why = await self._until_lost(head)
             self._serves[head.name].clear()
+            self._told_away.pop(head.name, None)
+            self._has_no_vote(head.name)
             self._say(f"{head.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
             began_s = self._clock()
-            if not await self._head_back(head, budget):
-                return
+            await self._head_back(head, budget)
             budget.serves()
-            self._unreached.pop(head.name, None)
-            self._set_cut_off(set().union(*self._unreached.values()))
+            self._is_back(head.name)
             self._serves[head.name].set()
+            await self._introduce_missed(head)
             self._say(f"{head.name}: back after {self._clock() - began_s:.0f} s")
 
-    async def _head_back(self, head: SupervisedHead, budget: RestartBudget) -> bool:
-        """Start it until it serves; False when it stays away. Raises DeploymentFailed if nobody can take its place."""
+    async def _introduce_missed(self, head: SupervisedHead) -> None:
+        """Introduce the workers that it did not reach when it started, until it does."""
+        try:
+            missed = await head.unreached(self._settings.unreachable_timeout_s)
+        except DeploymentFailed:
+            return  # it is lost again
+        for name, address in self._addresses.items():
+            if address in missed:
+                self._begin_to_introduce(name, self._introduction(name, address, None), [head])
+
+    async def _head_back(self, head: SupervisedHead, budget: RestartBudget) -> None:
+        """Start it until it serves."""
         while True:
             await head.end()
-            delay_s = budget.next_delay_s()
-            if delay_s is None:
-                self._do_without(head)
-                return False
-            await self._sleep(delay_s)
+            await self._rest(head.name, budget, free=False)
             try:
                 await self._placed(head, partial(self._head_again, head))
-                return True
+                return
             except DeploymentFailed as error:
                 self._say(f"{head.name} could not be brought back: {error}")
-
-    def _do_without(self, head: SupervisedHead) -> None:
-        sentence = (
-            f"{head.name} was lost more than {self._settings.max_restarts} times within "
-            f"{self._settings.window_s:.0f} s of service"
-        )
-        del self._heads[head.name]
-        self._unreached.pop(head.name, None)
-        if not any(other.kind == head.kind for other in self._heads.values()):
-            raise DeploymentFailed(sentence)
-        self._say(f"{sentence} and stays away")
 
     async def _head_again(self, head: SupervisedHead) -> None:
         await head.start_again(await self._first_addresses())
 
     async def _first_addresses(self) -> list[str]:
-        """Wait until there is a worker, and return the addresses of all there are.
-
-        If none comes back, `_dismiss` ends the deployment.
-        """
+        """Wait until there is a worker, and return the addresses of all there are."""
         while not (there := [self._addresses[name] for name in self._workers if name in self._addresses]):
             await self._sleep(POLL_S)
         return there

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
 from contracts.errors import WorkerLost
@@ -28,6 +29,9 @@ ROLES_WITHIN_S = 20.0
 ROLE_LOOK_S = 0.05
 ASKED_AT_ONCE = 8
 """Workers that are asked for their status in one turn of the event loop."""
+STRAGGLERS_S = 5.0
+"""How long a router that is started again waits for workers that it does not reach, once it reaches one: as long as one
+attempt of gRPC's to connect takes at the most (`worker_runtime.client`)."""
 PAIR_WITHIN_S = 10.0
 """How long adding a worker waits for pairings that are not answered."""
 SPLIT_FOR_EVER = RoleTable("disaggregated")
@@ -68,21 +72,26 @@ class Fleet:
         self.kv_pairs: list[KvPair] = []
         self.restarts: Counter[tuple[Pool, str, str]] = Counter()
         """Number of restarts by pool, worker id and reason."""
+        self.away: dict[str, str] = {}
+        """Workers that are lost again and again, by id, and how they are tried again."""
+        self._missed: set[str] = set()
+        """Addresses of workers that it did not reach when it started."""
 
     @property
     def workers(self) -> list[Worker]:
         """All connected workers."""
         return list(self._workers.values())
 
-    async def connect(self, addresses: list[str], group: asyncio.TaskGroup) -> None:
+    async def connect(self, addresses: list[str], group: asyncio.TaskGroup, *, some: bool = False) -> None:
         """Connect to all workers, check that they can work together, and poll their status in `group`.
 
-        Raises WorkerLost or PairingRefused.
+        With `some` it begins with those that it reaches, if there are any; the others are `unreached`. Raises
+        WorkerLost or PairingRefused.
         """
         self._group = group
-        opening = [asyncio.create_task(self._first_time(address)) for address in addresses]
+        opening = {asyncio.create_task(self._first_time(address)): address for address in addresses}
         try:
-            workers = await asyncio.gather(*opening)
+            workers = await (self._those_reached(opening) if some else asyncio.gather(*opening))
             newest = self.roles.newest([worker.description for worker in workers])
             self._assign(newest.mode if newest else self.mode, newest.number if newest else 1, workers)
             for worker in workers:
@@ -97,10 +106,27 @@ class Fleet:
 
     async def _first_time(self, address: str) -> Worker:
         client = self._client(address)
-        return await self._attach(client, await client.identify(CONNECT_TIMEOUT_S))
+        try:
+            return await self._attach(client, await client.identify(CONNECT_TIMEOUT_S))
+        except BaseException:
+            await self._close_client(client)
+            raise
 
-    async def replace(self, address: str, reason: str) -> None:
-        """Add a worker that was started again, in place of its older incarnation, and count the reason.
+    async def _those_reached(self, opening: Mapping[asyncio.Task[Worker], str]) -> list[Worker]:
+        """Return the workers that are reached soon after the first one. Raises WorkerLost if there is none."""
+        left = {*opening}
+        while left and not any(_succeeded(task) for task in opening):
+            _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        if left:
+            await asyncio.wait(left, timeout=STRAGGLERS_S)
+        reached = [task.result() for task in opening if _succeeded(task)]
+        if not reached:
+            return list(await asyncio.gather(*opening))  # raises why
+        self._missed = {address for task, address in opening.items() if not _succeeded(task)}
+        return reached
+
+    async def replace(self, address: str, reason: str | None) -> None:
+        """Add a worker that was started again, in place of its older incarnation, and count the reason if it has one.
 
         Raises WorkerLost or PairingRefused, and then changes nothing. Does nothing for an incarnation that it already
         has; addresses are not compared, since another worker may have had this one. Concurrent calls are allowed: each
@@ -120,9 +146,11 @@ class Fleet:
             await self._close_client(client)
             raise
         former = self._workers.get(worker.worker_id)
+        self._missed.discard(address)
         worker.held_back = True
         self.kv_pairs = self._pairs_without(worker.worker_id)
-        self.restarts[worker.pool, worker.worker_id, reason] += 1
+        if reason is not None:
+            self.restarts[worker.pool, worker.worker_id, reason] += 1
         self._enter(worker)
         if former is not None:
             await self._close(former)
@@ -136,6 +164,8 @@ class Fleet:
         """Forget a worker that has left; does nothing if it is not known."""
         worker = self._workers.pop(worker_id, None)
         self.kv_pairs = self._pairs_without(worker_id)
+        for series in [series for series in self.restarts if series[1] == worker_id]:  # an id is never used again
+            del self.restarts[series]
         if worker is None:
             return
         await self._close(worker)
@@ -212,7 +242,10 @@ class Fleet:
 
     def unreached(self, for_s: float) -> list[str]:
         """Return the addresses of workers that this router has not reached for this many seconds."""
-        return [worker.client.address for worker in self.workers if worker.unreached_s >= for_s]
+        return [
+            *self._missed,
+            *(worker.client.address for worker in self.workers if worker.unreached_s >= for_s),
+        ]
 
     def pool(self, name: Pool) -> list[Worker]:
         """Return the workers of one pool."""
@@ -228,7 +261,8 @@ class Fleet:
 
     def route(self, demand: Demand, min_remote_prefill_tokens: int) -> Route:
         """Return which way a request goes at this moment."""
-        return route_for(demand, self.mode, min_remote_prefill_tokens, self._usable_pools())
+        usable = self._usable_pools(demand.avoided) or self._usable_pools()
+        return route_for(demand, self.mode, min_remote_prefill_tokens, usable)
 
     @property
     def answer_pool(self) -> Pool:
@@ -239,8 +273,8 @@ class Fleet:
         """Return the workers of the pool that decodes at this moment."""
         return self.pool(self.answer_pool)
 
-    def _usable_pools(self) -> set[Pool]:
-        return {worker.pool for worker in self.workers if worker.load().usable}
+    def _usable_pools(self, avoided: AbstractSet[str] = frozenset()) -> set[Pool]:
+        return {worker.pool for worker in self.workers if worker.worker_id not in avoided and worker.load().usable}
 
     async def wait_until_usable(self, pool: Pool, within_s: float) -> None:
         """Wait while the pool's workers are in doubt; it chooses none. Raises NoWorker if they are lost.
@@ -341,3 +375,7 @@ class Fleet:
 
     def _pairs_without(self, worker_id: str) -> list[KvPair]:
         return [pair for pair in self.kv_pairs if worker_id not in (pair.prefill, pair.decode)]
+
+
+def _succeeded(task: asyncio.Task[Worker]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

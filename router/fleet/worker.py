@@ -99,6 +99,8 @@ class Worker:
         self._silent_since_s = time.monotonic()
         """Time of its last answer, or of this router's last discovery that it had been stuck itself."""
         self._unreached_since_s: float | None = None
+        self._unreached_until_s = 0.0
+        """When it was asked in vain the last time: what this router did not ask, it cannot know."""
         self._prompts: dict[PromptReservation, None] = {}
         """The prompts that it still has to compute, in their order."""
         self._head_since_s = 0.0
@@ -193,9 +195,14 @@ class Worker:
         return not (self.status and (self.status.engine_failed or self.status.stalled_s > self._stalled_s))
 
     @property
+    def reached(self) -> bool:
+        """Whether this router has a stream from it, and answers."""
+        return self.client.connected and self.answers
+
+    @property
     def unreached_s(self) -> float:
-        """Seconds for which this router has had no stream from it, or no answer."""
-        return 0.0 if self._unreached_since_s is None else time.monotonic() - self._unreached_since_s
+        """Seconds for which this router has asked it in vain, or has had no stream from it."""
+        return 0.0 if self._unreached_since_s is None else self._unreached_until_s - self._unreached_since_s
 
     async def keep_fresh(self) -> None:
         """Ask for its status twice a second, and at once when its connection or a request there breaks.
@@ -237,6 +244,7 @@ class Worker:
             now_s = time.monotonic()
             if now_s - sent_s >= STATUS_DEADLINE_S + LATE_S:
                 self._silent_since_s = now_s
+                self._unreached_since_s = None
             heard_s = max(self._silent_since_s, self.client.last_token_s or 0.0)  # a worker that sends tokens is there
             if not self.client.connected or now_s - heard_s >= UNANSWERED_S:
                 self.status, self.answers = None, False
@@ -248,8 +256,10 @@ class Worker:
             self._question = None
         if reached:
             self._unreached_since_s = None
-        elif self._unreached_since_s is None:
-            self._unreached_since_s = time.monotonic()
+        else:
+            self._unreached_until_s = time.monotonic()
+            if self._unreached_since_s is None:
+                self._unreached_since_s = self._unreached_until_s
         self._on_news(self.pool)
 
     @contextmanager

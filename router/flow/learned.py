@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from contracts.vocabulary import RebalanceMode
@@ -67,6 +68,8 @@ class Learned:
         self._output_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)
         self._sure_part, self._sure_tokens = _Low(), _Low()
         self._bytes_per_s: dict[tuple[str, str], float] = {}
+        self._exchanging: set[str] = set()
+        """The workers in its keys."""
 
     def answered(self, longest_tokens: int, output_tokens: int) -> None:
         """Learn from a complete answer; `longest_tokens` is 0 if it might have been of any length."""
@@ -80,8 +83,18 @@ class Learned:
     def moved(self, source: str, sink: str, num_bytes: int, took_s: float) -> None:
         """Learn from a hand-off between two workers."""
         if num_bytes and took_s >= LEAST_LINK_S:
+            self._exchanging |= {source, sink}
             before = self._bytes_per_s.get((source, sink), num_bytes / took_s)
             self._bytes_per_s[source, sink] = before + WEIGHT * (num_bytes / took_s - before)
+
+    def forget_all_but(self, worker_ids: Sequence[str]) -> None:
+        """Forget what is known of workers that have left; their ids are never used again."""
+        there = {*worker_ids}
+        if self.prefixes.workers > len(there):
+            self.prefixes.forget_all_but(worker_ids)
+        if not there.issuperset(self._exchanging):
+            self._exchanging &= there
+            self._bytes_per_s = {pair: rate for pair, rate in self._bytes_per_s.items() if there.issuperset(pair)}
 
     def output_tokens(self, longest_tokens: int) -> float:
         """Return the expected length of an answer, which may have `longest_tokens` (0: any number); at least 1."""

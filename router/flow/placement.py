@@ -145,9 +145,10 @@ class LocalPlacement:
         self._learned.prefixes.forget_all()
 
     def _forget_removed_workers(self) -> None:
-        prefixes, workers = self._learned.prefixes, self._fleet.workers
-        if prefixes.workers > len(workers):
-            prefixes.forget_all_but([worker.worker_id for worker in workers])
+        there = [worker.worker_id for worker in self._fleet.workers]
+        self._learned.forget_all_but(there)
+        for queue in self._queues.values():
+            queue.forget_all_but(there)
 
     def route_of(self, wish: Wish) -> Route:
         """Return which way it would go at this moment."""

@@ -342,6 +342,10 @@ class PromptQueue:
         """Number of tokens of the waiting prompts."""
         return self._queue.waiting.tokens
 
+    def forget_all_but(self, worker_ids: Sequence[str]) -> None:
+        """Forget what was measured of workers that have left."""
+        self._rate.forget_all_but(worker_ids)
+
     @property
     def tokens_per_s(self) -> float | None:
         """Prompt tokens that the whole pool computes per second; None until measured."""

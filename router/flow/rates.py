@@ -13,7 +13,7 @@ later, with the long prompt. So no rate is given until several windows of tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 HALF_LIFE_S = 30.0
 LEAST_MEASURED_S = 1.0
@@ -53,6 +53,11 @@ class ServiceRate:
         self._tokens = self._tokens * fade + tokens
         self._seconds = self._seconds * fade + elapsed_s
         self._counted_tokens[worker_id] = self._counted_tokens.get(worker_id, 0) + tokens
+
+    def forget_all_but(self, worker_ids: Sequence[str]) -> None:
+        """Forget the workers that are none of these; their ids are never used again."""
+        if len(self._counted_tokens) > len(worker_ids):
+            self._counted_tokens = {one: self._counted_tokens[one] for one in worker_ids if one in self._counted_tokens}
 
     def dropped(self, worker_id: str) -> None:
         """Record that a prompt was aborted: how much of it was computed is unknown, so the interval does not count."""

@@ -60,7 +60,11 @@ class Readiness:
         deadline_s: float,
         metrics: RequestMetrics,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        away: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
+        self.away = away
+        """Workers that are lost again and again, and how they are tried again."""
         self._pools = pools
         self._canary = canary
         self._refresh = refresh
@@ -199,7 +203,10 @@ def canary_prompt_tokens(block_size_tokens: int) -> int:
 
 
 def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callable[[Request], Awaitable[JSONResponse]]:
-    """Return the endpoint: 200, or 503 naming the pool and the time since its last token, or the shutdown."""
+    """Return the endpoint: 200, or 503 naming the pool and the time since its last token, or the shutdown.
+
+    Workers that are lost again and again are named either way.
+    """
 
     async def ready(request: Request) -> JSONResponse:
         if draining():
@@ -208,9 +215,9 @@ def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callab
         verdict = await readiness.check()
         all_ready = all(pool.ready for pool in verdict.values())
         status = HTTPStatus.OK if all_ready else HTTPStatus.SERVICE_UNAVAILABLE
-        return JSONResponse(
-            {"ready": all_ready, "pools": {name: _json(pool) for name, pool in verdict.items()}}, status
-        )
+        pools = {name: _json(pool) for name, pool in verdict.items()}
+        away = {"away": dict(readiness.away())} if readiness.away() else {}
+        return JSONResponse({"ready": all_ready, "pools": pools, **away}, status)
 
     return ready
 

@@ -380,12 +380,14 @@ class WorkerCollector(Collector):
         mode: Callable[[], Mode],
         kv_pairs: Callable[[], Iterable[KvPairView]],
         restarts: Callable[[], Mapping[tuple[Pool, str, str], int]],
+        away: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._workers = workers
         self._hardware = hardware
         self._mode = mode
         self._kv_pairs = kv_pairs
         self._restarts = restarts
+        self._away = away
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series; called by prometheus-client at each scrape."""
@@ -395,6 +397,12 @@ class WorkerCollector(Collector):
         yield mode
         yield self._pairs()
         yield self._restarted({worker.worker_id for worker in workers})
+        yield GaugeMetricFamily(
+            "ridgeline_away_workers",
+            "Workers that were lost more than supervision.max_restarts times of late and are tried again less and less "
+            "often, up to every five minutes; GET /ready names them",
+            value=len(self._away()),
+        )
         yield from self._counters(workers)
         yield from self._gauges(workers)
         yield from _step_models(workers)

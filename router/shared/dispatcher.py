@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import grpc
 import grpc.aio
@@ -88,10 +88,13 @@ class Dispatcher:
         self._stop = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
 
-    async def serve(self, worker_addresses: list[str], host: str, port: int) -> str:
-        """Connect to the workers, listen, and return host:port. Raises PairingRefused, WorkerLost or RuntimeError."""
+    async def serve(self, worker_addresses: list[str], host: str, port: int, *, some: bool = False) -> str:
+        """Connect to the workers, listen, and return host:port; with `some`, begin with those that are reached.
+
+        Raises PairingRefused, WorkerLost or RuntimeError.
+        """
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._running = asyncio.create_task(self._run(worker_addresses, host, port, address), name="dispatcher")
+        self._running = asyncio.create_task(self._run(worker_addresses, host, port, address, some), name="dispatcher")
         waiting: list[asyncio.Future[object]] = [self._running, address]  # type: ignore[list-item]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
@@ -118,7 +121,7 @@ class Dispatcher:
         """Whether it served and has stopped, on request or not."""
         return self._running is not None and self._running.done()
 
-    async def replace_worker(self, address: str, reason: str) -> None:
+    async def replace_worker(self, address: str, reason: str | None) -> None:
         """Add a worker that was started again, in place of its older incarnation. Raises WorkerLost, PairingRefused."""
         await self._fleet.replace(address, reason)
         self._dispatch()
@@ -131,6 +134,10 @@ class Dispatcher:
     def unreached(self, for_s: float) -> list[str]:
         """Return the addresses of workers that it has not reached for this many seconds."""
         return self._fleet.unreached(for_s)
+
+    def note_away(self, away: Mapping[str, str]) -> None:
+        """Note which workers are lost again and again, and how they are tried again."""
+        self._fleet.away = dict(away)
 
     @property
     def fleet(self) -> Fleet:
@@ -152,10 +159,10 @@ class Dispatcher:
         for queue in self._queues.values():
             queue.dispatch()
 
-    async def _run(self, workers: list[str], host: str, port: int, address: asyncio.Future[str]) -> None:
+    async def _run(self, workers: list[str], host: str, port: int, address: asyncio.Future[str], some: bool) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                await self._fleet.connect(workers, group)
+                await self._fleet.connect(workers, group, some=some)
                 group.create_task(self._lag.watch(), name="loop-lag")
                 group.create_task(self._tell_sums(), name="sums")
                 address.set_result(await self._listen(host, port))

@@ -42,7 +42,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     urgent: bool
     canary: bool
     avoided: tuple[str, ...] = ()
-    """Workers to which this router has no connection."""
+    """Workers to which this router has no connection, or which it does not know yet."""
     ttft_limit_s: float = math.inf
     tpot_limit_s: float = math.inf
     waited_s: float = 0.0

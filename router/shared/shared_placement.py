@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -52,6 +53,8 @@ class SharedPlacement:
         self._recovery_timeout_s = settings.recovery_timeout_s
         self._numbers = count(1)
         self._wishes: dict[int, _Wished] = {}
+        self.placed_on: AbstractSet[str] = frozenset()
+        """The workers that the dispatcher chooses from, as it last told."""
 
     def route_of(self, wish: Wish) -> Route:
         """Return which way it would go at this moment, as far as this router knows."""
@@ -98,7 +101,9 @@ class SharedPlacement:
             wished.answer.set_result(answer)
 
     def _asked(self, wish: Wish) -> Asked:
-        avoided = tuple(worker.worker_id for worker in self._fleet.workers if not worker.client.connected)
+        reached = {worker.worker_id for worker in self._fleet.workers if worker.reached}
+        known = {worker.worker_id for worker in self._fleet.workers}
+        avoided = tuple((known | self.placed_on) - reached)
         demand = wish.demand
         return Asked(
             demand.prompt_tokens,
@@ -128,15 +133,25 @@ class SharedPlacement:
                     wished.answer.set_exception(NoWorker(why))
 
     async def _workers_of(self, granted: Granted) -> tuple[Worker, Worker | None]:
-        """Return the workers that were chosen. Raises WorkerLost if this router does not reach one of them."""
+        """Return the workers that were chosen.
+
+        Raises WorkerLost if this router does not reach one of them, and NoWorker if it has reached none for long.
+        """
         found: list[Worker] = []
         for worker_id, incarnation in filter(None, (granted.prompt_worker, granted.decode_worker)):
             known = next((one for one in self._fleet.workers if one.worker_id == worker_id), None)
-            if known is None or known.description.incarnation != incarnation or not known.client.connected:
+            if known is None or known.description.incarnation != incarnation or not known.reached:
+                self._refuse_if_deaf()
                 await asyncio.sleep(UNKNOWN_PAUSE_S)
                 raise WorkerLost(f"this router has no connection to {worker_id}, incarnation {incarnation}")
             found.append(known)
         return found[0], found[1] if len(found) > 1 else None
+
+    def _refuse_if_deaf(self) -> None:
+        if min((worker.unreached_s for worker in self._fleet.workers), default=0.0) > self._recovery_timeout_s:
+            raise NoWorker(
+                f"this router has reached no worker for {self._recovery_timeout_s:.0f} s (router.recovery_timeout_s)"
+            )
 
     def _doubt(self, place: _SharedPlace) -> None:
         for worker in filter(None, (place.prompt_worker, place.decode_worker)):

@@ -2,7 +2,8 @@
 
 Used by `cluster.runtime.deployment` for the first start and by `cluster.runtime.supervisor` for the later ones.
 
-actor.py   what all handles have in common: place, process, calls, end
-worker.py  a worker
-heads.py   the routers, and the dispatcher that several of them share
+actor.py     what all handles have in common: place, process, calls, end
+worker.py    a worker
+heads.py     the routers, and the dispatcher that several of them share
+patience.py  waits for answers without counting time in which the driver stood still
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +12,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config.models import RidgelineConfig
 from cluster.model_store import DEFAULT_MODEL_NAME
+from cluster.node_cores import CoresTaken
 from cluster.runtime.actors import NodePlace
+from cluster.runtime.handles.patience import answered
 from cluster.runtime.plan import Plan
 from cluster.runtime.processes import ProcessId, end_processes
 from cluster.runtime.service_process.calls import ServiceError, ServiceGone
@@ -24,6 +25,8 @@ from contracts.vocabulary import Health
 LOOPBACK = "127.0.0.1"
 """The address everything listens on when Ray was started here, for this machine alone."""
 ANSWER_WITHIN_S = 20.0
+HEALTH_QUESTIONS = 2
+"""How often an actor is asked for its health within that time before it counts as unreachable."""
 CLEAR_WITHIN_S = 12.0
 """How long the actor may take to end what is left of its service; then the actor is ended too."""
 REMOTE_END_WITHIN_S = 30.0
@@ -42,6 +45,10 @@ class NotReached(DeploymentFailed):
     """The router could not connect to a worker in time."""
 
 
+class CoresBusy(DeploymentFailed):
+    """A worker's cores are not free yet: what had them, perhaps its own former process, has not quite ended."""
+
+
 class ActorGone(DeploymentFailed):
     """The actor's process ended during the call, or is a new one that does not serve yet."""
 
@@ -50,6 +57,7 @@ _KINDS: dict[type[BaseException], type[DeploymentFailed]] = {
     NotServing: ActorGone,
     ServiceGone: ActorGone,
     WorkerLost: NotReached,
+    CoresTaken: CoresBusy,
 }
 """What each exception of an actor becomes on this side."""
 
@@ -81,8 +89,7 @@ class ActorHandle:
             self._place, self._cleared = self._cleared, None
             return self._place
         try:
-            async with asyncio.timeout(self._placement_timeout_s):
-                self._place = await self._other_place(self._place)
+            self._place = await answered(self._other_place(self._place), self._placement_timeout_s)
         except TimeoutError as error:
             limit = f"{self._placement_timeout_s:.0f} s (ray.placement_timeout_s)"
             raise NoPlace(f"Ray found no place for {self.name} within {limit}") from error
@@ -125,8 +132,7 @@ class ActorHandle:
         method = args[0] if args else what
         limit_s = self._start_timeout_s if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(limit_s):
-                return await getattr(self._actor, what).remote(*args)
+            return await answered(getattr(self._actor, what).remote(*args), limit_s)
         except TimeoutError as error:
             setting = " (supervision.start_timeout_s)" if timeout_s is None else ""
             raise DeploymentFailed(f"{self.name} did not finish {method} within {limit_s:.0f} s{setting}") from error
@@ -143,18 +149,21 @@ class ActorHandle:
 
         While Ray starts another process in place of a dead one, calls fail; the new process then reports it.
         """
-        give_up_s = time.monotonic() + ANSWER_WITHIN_S
-        while True:
+        for _ in range(HEALTH_QUESTIONS):
             try:
-                async with asyncio.timeout(give_up_s - time.monotonic()):
-                    health: Health = await self._actor.failure.remote(known)
-                    return health
+                return await answered(self._health(known), ANSWER_WITHIN_S / HEALTH_QUESTIONS)
             except TimeoutError:
-                return "unreachable"
-            except ActorUnavailableError:
-                await asyncio.sleep(RETRY_S)
+                known = None
             except RayError:
                 return "actor_died"
+        return "unreachable"
+
+    async def _health(self, known: Health | None) -> Health:
+        while True:
+            with suppress(ActorUnavailableError):
+                health: Health = await self._actor.failure.remote(known)
+                return health
+            await asyncio.sleep(RETRY_S)
 
     async def end(self) -> None:
         """SIGKILL what is left of the actor's service, and the actor as well if it does not do that itself in time."""
@@ -164,8 +173,8 @@ class ActorHandle:
     async def _clear(self, place: NodePlace) -> bool:
         """Have the actor end what is left: False if it cannot be asked, or has been started on another node since."""
         try:
-            async with asyncio.timeout(CLEAR_WITHIN_S):
-                here: NodePlace = await self._actor.clear.remote(self._of_the_service(), self._files)
+            cleared = self._actor.clear.remote(self._of_the_service(), self._files)
+            here: NodePlace = await answered(cleared, CLEAR_WITHIN_S)
         except (RayError, TimeoutError):
             return False
         if here.node_id != place.node_id:
@@ -184,9 +193,8 @@ class ActorHandle:
             return
         there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         try:
-            async with asyncio.timeout(REMOTE_END_WITHIN_S):
-                end_there = ray.remote(end_processes).options(num_cpus=0, scheduling_strategy=there)
-                await end_there.remote(processes, self._files)
+            end_there = ray.remote(end_processes).options(num_cpus=0, scheduling_strategy=there)
+            await answered(end_there.remote(processes, self._files), REMOTE_END_WITHIN_S)
         except (RayError, TimeoutError):
             # The node is gone, or as good as: Ray then starts the actor on another one.
             ray.kill(self._actor, no_restart=False)

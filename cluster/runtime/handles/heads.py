@@ -92,8 +92,11 @@ class HeadHandle(ActorHandle):
         self._settings = replace(self._settings, model_path=await self.model_path(self._plan))
         await self.call("prepare", self._settings)
 
-    async def replace_worker(self, address: str, reason: RestartReason) -> None:
-        """Have it take in a worker's new incarnation. Raises ActorGone, or DeploymentFailed if it cannot."""
+    async def replace_worker(self, address: str, reason: RestartReason | None) -> None:
+        """Have it take in a worker's new incarnation, or one that it has not reached before.
+
+        Raises ActorGone, or DeploymentFailed if it cannot.
+        """
         await self.call("replace_worker", address, reason)
 
     async def unreached(self, for_s: float) -> list[str]:
@@ -102,6 +105,10 @@ class HeadHandle(ActorHandle):
         Raises ActorGone or DeploymentFailed.
         """
         return list(await self.call("unreached", for_s, timeout_s=ANSWER_WITHIN_S))
+
+    async def note_away(self, away: Mapping[str, str]) -> None:
+        """Tell which workers are lost again and again, and how they are tried again. Raises DeploymentFailed."""
+        await self.call("note_away", dict(away), timeout_s=ANSWER_WITHIN_S)
 
     async def remove_worker(self, worker_id: str) -> None:
         """Have it forget a worker that has left. Raises ActorGone or DeploymentFailed."""
@@ -133,17 +140,17 @@ class DispatcherHandle(HeadHandle):
         self.routers: list[RouterHandle] = []
         """Those that must be told when another one has been started."""
 
-    async def serve(self, addresses: list[str]) -> None:
-        """Have it connect to the workers and listen for routers. Raises DeploymentFailed."""
+    async def serve(self, addresses: list[str], *, some: bool = False) -> None:
+        """Have it connect to the workers, or to `some`, and listen for routers. Raises DeploymentFailed."""
         host = LOOPBACK if self._plan.config.ray.address is None or self._place is None else self._place.host
         host = self._plan.config.transfer.host or host
-        self.address = str(await self.call("serve", addresses, host))
+        self.address = str(await self.call("serve", addresses, host, some))
 
     async def start_again(self, addresses: list[str]) -> None:
         """After `end`: wait for the new process, serve there, and tell the routers where. Raises DeploymentFailed."""
         await self.find_place()
         await self.prepare()
-        await self.serve(addresses)
+        await self.serve(addresses, some=True)
         for router in self.routers:
             with suppress(DeploymentFailed):  # one that is started again asks where the dispatcher is
                 await router.call("follow_dispatcher", self.address, timeout_s=ANSWER_WITHIN_S)
@@ -172,13 +179,13 @@ class RouterHandle(HeadHandle):
         self._settings = replace(self._settings, port=port)
         self._joins_port = True
 
-    async def serve(self, addresses: list[str], hardware: dict[Pool, PoolHardware]) -> str:
-        """Have it connect to the workers and open the port; returns the URL. Raises DeploymentFailed."""
+    async def serve(self, addresses: list[str], hardware: dict[Pool, PoolHardware], *, some: bool = False) -> str:
+        """Have it connect to the workers, or to `some`, and open the port; returns the URL. Raises DeploymentFailed."""
         self._hardware = hardware
         shared = None
         if self._dispatcher is not None:
             shared = SharedWith(self._dispatcher.address, self._settings.port, joins_port=self._joins_port)
-        url = str(await self.call("serve", addresses, hardware, shared))
+        url = str(await self.call("serve", addresses, hardware, shared, some))
         self._settings = replace(self._settings, port=urlsplit(url).port or self._settings.port)
         self._joins_port = True
         return reachable(url, LOOPBACK if self._place is None else self._place.host)
@@ -187,7 +194,7 @@ class RouterHandle(HeadHandle):
         """After `end`: wait for the new process and serve there as before. Raises DeploymentFailed."""
         await self.find_place()
         await self.prepare()
-        await self.serve(addresses, self._hardware)
+        await self.serve(addresses, self._hardware, some=True)
 
     async def take_orders(self, within_s: float) -> list[Order]:
         """Wait for orders of operators, up to this many seconds. Raises ActorGone or DeploymentFailed."""

@@ -50,6 +50,8 @@ class WorkerHandle(ActorHandle):
     def __init__(self, plan: Plan, planned: PlannedWorker, cores: CoreTable) -> None:
         super().__init__(planned.worker_id, worker_actor(planned, plan.config), plan.config)
         self.planned = planned
+        self.retired = False
+        """Whether it has ended for good: then nothing of it is left to be ended."""
         self._plan = plan
         self._cores = cores
 
@@ -111,3 +113,4 @@ class WorkerHandle(ActorHandle):
                 await self.stop()
         await self.kill()
         self._cores.give_back(self.name)
+        self.retired = True

@@ -54,7 +54,7 @@ async def test_its_objects_are_not_looked_through_while_more_streams_begin(tmp_p
                 model_path=str(tmp_path), max_outstanding_requests=1000, max_client_share=1.0, request_deadline_s=600.0
             )  # a busy machine takes longer than 30 s to open all of them
         )
-        url = await service.serve([host.address for host in hosts], {}, None)
+        url = await service.serve([host.address for host in hosts], {}, None, some=False)
         stack.push_async_callback(service.stop)
         stack.callback(gc.freeze)  # as tests/conftest.py has done
         stack.callback(service._garbage.stop)

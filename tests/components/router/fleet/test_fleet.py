@@ -604,3 +604,39 @@ async def test_a_worker_that_cannot_be_reached_is_named(monkeypatch):
     [error] = lost.value.exceptions
     assert isinstance(error, WorkerLost)
     assert "127.0.0.1:9" in str(error)
+
+
+async def test_a_fleet_that_is_started_again_begins_with_the_workers_that_it_reaches(monkeypatch):
+    monkeypatch.setattr("router.fleet.fleet.STRAGGLERS_S", 0.1)
+    async with asyncio.timeout(PATIENCE_S), hosts(prefill=LAYOUT, decode=LAYOUT) as started:
+        fleet = Fleet("router")
+        with contextlib.suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                await fleet.connect([started[0].address, "127.0.0.1:9"], group, some=True)
+                assert [worker.worker_id for worker in fleet.workers] == ["prefill-0"]
+                assert fleet.unreached(30.0) == ["127.0.0.1:9"]
+                fleet._missed = {started[1].address}  # the same, with a worker that is reached in the end
+                await fleet.replace(started[1].address, None)
+                assert [worker.worker_id for worker in fleet.workers] == ["prefill-0", "decode-0"]
+                assert fleet.unreached(30.0) == []
+                assert not fleet.restarts, "nothing was started again"
+                raise Done
+
+
+async def test_a_fleet_that_reaches_nobody_does_not_begin(monkeypatch):
+    monkeypatch.setattr("router.fleet.fleet.CONNECT_TIMEOUT_S", 0.01)
+    with pytest.raises(ExceptionGroup) as lost:
+        async with asyncio.TaskGroup() as group:
+            await Fleet("router").connect(["127.0.0.1:9", "127.0.0.1:19"], group, some=True)
+    assert isinstance(lost.value.exceptions[0], WorkerLost)
+
+
+async def test_of_a_worker_that_is_removed_no_restarts_are_kept():
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        hosts(prefill=LAYOUT, decode=LAYOUT) as started,
+        a_fleet([host.address for host in started]) as fleet,
+    ):
+        fleet.restarts["decode", "decode-0", "stalled"] = fleet.restarts["prefill", "prefill-0", "stalled"] = 1
+        await fleet.remove("decode-0")
+        assert list(fleet.restarts) == [("prefill", "prefill-0", "stalled")]

@@ -274,3 +274,14 @@ async def test_a_router_that_drains_is_not_ready_whatever_its_pools_do():
     status, told = await deployment.get()
     assert (status, told["ready"], "shutting down" in told["why"]) == (503, False, True)
     assert deployment.canaries == 0
+
+
+async def test_workers_that_are_lost_again_and_again_are_named_whether_it_is_ready_or_not():
+    deployment = Deployment()
+    deployment.token(deployment.prefill, deployment.decode)
+    away = {"worker-2": "lost more than 5 times within 300 s of service; tried again every 30 s"}
+    deployment.readiness.away = lambda: away
+    status, body = await deployment.get()
+    assert (status, body["away"]) == (200, away)
+    deployment.readiness.away = dict
+    assert "away" not in (await deployment.get())[1]

@@ -1,10 +1,14 @@
 """An actor that Ray does not place, or that does not answer: given up after what the configuration says."""
 
 import asyncio
+import threading
+import time
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from cluster.config.loader import load_config
+from cluster.runtime.handles import actor
 from cluster.runtime.handles.actor import ActorHandle, DeploymentFailed, NoPlace
 from cluster.runtime.handles.heads import reachable
 
@@ -23,6 +27,71 @@ def handle(**settings):
     return ActorHandle(
         "worker-1", Silent(), load_config(None, {k.replace("__", "."): v for k, v in settings.items()}).config
     )
+
+
+class Answers(Silent):
+    """One whose answer comes after a while, from another thread, as Ray's do; or not to the first questions."""
+
+    def __init__(self, after_s=0.0, *, unanswered=0, unavailable=0):
+        self.after_s, self.unanswered, self.unavailable, self.asked = after_s, unanswered, unavailable, []
+
+    def remote(self, *question):
+        self.asked.append(question)
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+        if len(self.asked) <= self.unavailable:
+            answer.set_exception(ActorUnavailableError("its connection broke", None))
+        elif len(self.asked) > self.unavailable + self.unanswered:
+            told = threading.Timer(self.after_s, loop.call_soon_threadsafe, (_set, answer, ""))
+            told.daemon = True
+            told.start()
+        return answer
+
+
+def _set(answer, health):
+    if not answer.done():
+        answer.set_result(health)
+
+
+def stand_still(seconds):
+    """As this process does after SIGSTOP: other threads, like Ray's, take what comes."""
+    time.sleep(seconds)
+
+
+def asking(answers):
+    one = handle()
+    one._actor = answers
+    return one
+
+
+async def test_after_the_driver_stood_still_the_answers_that_came_meanwhile_count(monkeypatch):
+    monkeypatch.setattr(actor, "ANSWER_WITHIN_S", 1.0)
+    several = [asyncio.ensure_future(asking(Answers(0.3)).failure("")) for _ in range(5)]
+    await asyncio.sleep(0.1)
+    stand_still(2.0)  # far longer than anybody may take
+    assert await asyncio.gather(*several) == [""] * 5
+
+
+async def test_a_call_in_progress_survives_a_driver_that_stands_still():
+    waiting = asking(Answers(0.3))
+    calling = asyncio.ensure_future(waiting.call("drain", timeout_s=0.5))
+    await asyncio.sleep(0.1)
+    stand_still(1.0)
+    assert await calling == ""
+
+
+async def test_an_actor_is_asked_twice_before_it_counts_as_unreachable(monkeypatch):
+    monkeypatch.setattr(actor, "ANSWER_WITHIN_S", 0.1)
+    once, never = Answers(unanswered=1), Answers(unanswered=9)
+    assert await asking(once).failure("") == ""
+    assert once.asked == [("",), (None,)], "the second answer does not wait for news"
+    assert await asking(never).failure("") == "unreachable"
+    assert len(never.asked) == 2
+
+
+async def test_a_connection_that_broke_while_the_driver_stood_still_is_made_anew(monkeypatch):
+    monkeypatch.setattr(actor, "RETRY_S", 0.0)
+    assert await asking(Answers(unavailable=3)).failure("") == ""
 
 
 async def test_a_worker_without_a_place_is_given_up_after_the_configured_time():

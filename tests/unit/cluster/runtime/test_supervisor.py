@@ -2,13 +2,15 @@
 
 import asyncio
 from collections import deque
+from functools import partial
 
 import pytest
 
 from cluster.config.models import SupervisionConfig
-from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached
-from cluster.runtime.restart_budget import RestartBudget
-from cluster.runtime.supervisor import MAX_INTRODUCTIONS, POLL_S, Supervisor
+from cluster.runtime.handles.actor import ActorGone, CoresBusy, DeploymentFailed, NoPlace, NotReached
+from cluster.runtime.supervision.introduction import MAX_INTRODUCTIONS
+from cluster.runtime.supervision.restart_budget import RestartBudget
+from cluster.runtime.supervisor import POLL_S, Supervisor
 from tests.support.symptoms import is_quoted
 
 
@@ -83,6 +85,10 @@ class Router(Actor):
     cut_off: tuple = ()
     """Addresses that it does not reach."""
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.noted = []
+
     async def unreached(self, for_s):
         assert for_s == 30
         return list(self.cut_off)
@@ -91,6 +97,9 @@ class Router(Actor):
         if not addresses:
             raise DeploymentFailed("router could not serve: IndexError: list index out of range")
         self.log.append(f"start router with {addresses}")
+
+    async def note_away(self, away):
+        self.noted.append(away)
 
     async def replace_worker(self, address, reason):
         if self.gone_for:
@@ -106,6 +115,20 @@ class Router(Actor):
 
     async def remove_worker(self, worker_id):
         self.log.append(f"remove {worker_id}")
+
+
+class refusing:
+    """A start that fails so often, and is another one `then`."""
+
+    def __init__(self, times, error=None):
+        self.times, self.error = times, error or DeploymentFailed("no memory")
+
+    async def __call__(self):
+        self.times -= 1
+        if self.times < 0:
+            return await self.then()
+        await asyncio.sleep(0)
+        raise self.error
 
 
 class Scene:
@@ -134,10 +157,10 @@ class Scene:
         while self.workers[0].starts < 2:  # noqa: ASYNC110 - as many turns as the worker needs
             await asyncio.sleep(0)
 
-    async def play(self):
+    async def play(self, on_away=lambda away: None):
         async with asyncio.timeout(10):
             try:
-                await self.supervisor.run(self.said.append)
+                await self.supervisor.run(self.said.append, on_away)
             except* Finished:
                 pass
 
@@ -156,7 +179,9 @@ async def test_what_is_left_of_a_lost_worker_ends_before_it_starts_again_and_the
     scene = Scene(worker_2=["", "", why])
     await scene.play()
     assert scene.log == ["end worker-2", "start worker-2", f"replace worker-2:1 {why}"]
-    assert scene.said == [f"worker-2 is gone ({words}); restarting", "worker-2: back after 14 s"]
+    gone, back = scene.said
+    assert gone == f"worker-2 is gone ({words}); restarting"
+    assert back.startswith("worker-2: back after 1")
 
 
 async def test_a_worker_that_drained_goes_for_good():
@@ -183,20 +208,53 @@ async def test_a_start_that_fails_is_tried_again_later_and_later():
     assert scene.said[2].startswith("worker-2: back after ")
 
 
-async def test_a_worker_lost_again_and_again_stays_away_and_the_others_go_on():
-    scene = Scene(worker_2=["engine_died"] * 9)
-    await scene.play()
-    assert scene.log.count("start worker-2") == 5
-    assert scene.log[-2:] == ["retire worker-2", "remove worker-2"]
-    assert scene.said[-1] == "worker-2 was lost more than 5 times within 300 s of service and stays away"
+async def test_a_worker_lost_again_and_again_is_tried_again_later_and_later_and_all_are_told():
+    scene = Scene(worker_2=["engine_died"] * 11)
+    told = []
+    await scene.play(told.append)
+    assert scene.log.count("start worker-2") == 11
+    assert "retire worker-2" not in scene.log
+    pauses = [seconds for seconds in scene.clock.slept if seconds != POLL_S]
+    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 30.0, 60.0, 120.0, 240.0, 300.0, 300.0]
+    [first, *_] = [said for said in scene.said if "more than 5 times" in said]
+    assert first == "worker-2 was lost more than 5 times within 300 s of service and is tried again in 30 s"
+    assert is_quoted(first)
+    away = {"worker-2": "lost more than 5 times within 300 s of service; tried again every 30 s"}
+    assert told[:2] == [away, {}]
+    assert told[-1] == {}, "it is back"
+    assert any("worker-2" in noted for noted in scene.router.noted)
+    assert scene.router.noted[-1] == {}
 
 
-async def test_a_worker_that_takes_minutes_to_start_and_dies_at_its_first_request_stays_away_too():
+async def test_a_worker_that_takes_minutes_to_start_and_dies_at_its_first_request_is_tried_less_and_less_often_too():
     scene = Scene(worker_2=["engine_died"] * 9)
     scene.workers[2].start_s = 240.0
     await scene.play()
-    assert scene.log.count("start worker-2") == 5
-    assert scene.said[-1] == "worker-2 was lost more than 5 times within 300 s of service and stays away"
+    assert [seconds for seconds in scene.clock.slept if seconds != POLL_S][5:] == [30.0, 60.0, 120.0, 240.0]
+
+
+async def test_the_only_worker_that_cannot_be_started_for_long_is_not_given_up():
+    scene = Scene(("colocated",), worker_0=["engine_died"])
+    worker = scene.workers[0]
+    worker.start_again, start_again = refusing(8), worker.start_again
+
+    async def mended():
+        worker.start_again = start_again
+        return await start_again()
+
+    worker.start_again.then = mended
+    await scene.play()
+    assert scene.log[-1] == "replace worker-0:1 engine_died"
+
+
+async def test_cores_that_are_not_free_yet_do_not_count_as_a_start_and_are_said_once():
+    scene = Scene(worker_2=["engine_died"])
+    scene.workers[2].start_again, start_again = refusing(20, CoresBusy("core 1 is taken")), scene.workers[2].start_again
+    scene.workers[2].start_again.then = start_again
+    await scene.play()
+    assert scene.log[-1] == "replace worker-2:1 engine_died"
+    assert {seconds for seconds in scene.clock.slept if seconds != POLL_S} == {0.0}
+    assert scene.said.count("worker-2 could not be brought back: core 1 is taken") == 1
 
 
 async def test_a_worker_for_which_there_is_no_node_is_waited_for_and_not_given_up():
@@ -227,7 +285,7 @@ async def test_a_newcomer_that_the_router_never_reaches_is_taken_for_broken_in_t
 
 async def test_a_newcomer_that_dies_while_it_is_introduced_is_started_again():
     scene = Scene(worker_2=["actor_died", "engine_died", "engine_died"])
-    scene.router.not_reached = 1
+    scene.router.not_reached = MAX_INTRODUCTIONS - 1
     await scene.play()
     assert scene.log == [*["end worker-2", "start worker-2"] * 2, "replace worker-2:2 engine_died"]
 
@@ -281,9 +339,9 @@ async def test_a_worker_that_drains_and_cannot_be_reached_has_left():
     assert scene.log == ["retire worker-1", "remove worker-1"]
 
 
-async def test_without_any_worker_and_none_coming_the_deployment_ends():
-    scene = Scene(("prefill", "decode"), worker_0=["engine_died"] * 9, worker_1=["draining", "drained"])
-    with pytest.raises(DeploymentFailed, match=r"worker-0 was lost more than 5 times .*it was the last worker"):
+async def test_when_the_last_worker_has_left_on_purpose_the_deployment_ends():
+    scene = Scene(("prefill", "decode"), worker_0=["", "draining", "drained"], worker_1=["draining", "drained"])
+    with pytest.raises(DeploymentFailed, match=r"worker-. has drained and is gone; it was the last worker"):
         await scene.play()
 
 
@@ -332,13 +390,6 @@ async def test_a_router_lost_together_with_every_worker_starts_with_the_first_on
     assert [sentence.split(":")[0] for sentence in scene.said[-2:]] == ["router", "worker-0"]
 
 
-async def test_a_router_and_every_worker_lost_for_good_end_the_deployment():
-    scene = Scene(("colocated",), worker_0=["actor_died"], router=["actor_died"])
-    scene.workers[0].never = True
-    with pytest.raises(DeploymentFailed, match="it was the last worker"):
-        await scene.play()
-
-
 async def test_a_worker_lost_again_before_the_router_is_back_is_started_again_and_not_what_the_router_gets():
     scene = Scene(("colocated",), worker_0=["actor_died", "engine_died", "engine_died"], router=["actor_died"])
     scene.router.end = scene.worker_has_started_twice
@@ -362,24 +413,37 @@ async def held(scene):
     scene.held = [*getattr(scene, "held", []), list(scene.supervisor._addresses.values())]
 
 
-async def test_a_router_lost_again_and_again_ends_the_deployment():
+async def test_a_router_lost_again_and_again_is_tried_again_every_half_minute():
     scene = Scene(router=["actor_died"] * 9)
-    with pytest.raises(DeploymentFailed, match="router was lost more than 5 times"):
-        await scene.play()
+    await scene.play()
+    assert "router was lost more than 5 times within 300 s of service and is tried again in 30 s" in scene.said
+    assert [seconds for seconds in scene.clock.slept if seconds != POLL_S][5:] == [30.0] * 4
+    assert scene.said[-1].startswith("router: back after ")
 
 
-def test_delays_grow_and_old_starts_are_forgotten():
+def test_delays_grow_up_to_five_minutes_and_old_starts_are_forgotten():
     clock = Clock()
     budget = RestartBudget(5, 300.0, clock)
-    assert [budget.next_delay_s() for _ in range(6)] == [0.0, 1.0, 2.0, 4.0, 8.0, None]
+    delays_s = [budget.next_delay_s() for _ in range(12)]
+    assert delays_s == [0.0, 1.0, 2.0, 4.0, 8.0, 30.0, 60.0, 120.0, 240.0, 300.0, 300.0, 300.0]
+    assert budget.used_up
     clock.now_s = 1000.0
-    assert budget.next_delay_s() is None, "all of that it did not serve"
+    assert budget.next_delay_s() == 300.0, "all of that it did not serve"
     budget.serves()
     clock.now_s = 1299.0
-    assert budget.next_delay_s() is None
+    assert budget.next_delay_s() == 300.0
     budget.serves()
-    clock.now_s = 1300.0
+    clock.now_s = 1301.0
+    assert budget.next_delay_s() < 300.0
+    budget.serves()
+    clock.now_s = 1700.0
     assert budget.next_delay_s() == 0.0
+    assert not budget.used_up
+
+
+def test_delays_stay_finite_however_often_it_was_tried():
+    budget = RestartBudget(5, 300.0, Clock(), longest_rest_s=30.0)
+    assert {budget.next_delay_s() for _ in range(5000)} == {0.0, 1.0, 2.0, 4.0, 8.0, 30.0}
 
 
 # --- several routers
@@ -420,24 +484,143 @@ async def test_a_new_incarnation_is_introduced_to_all_routers_and_last_to_the_di
     assert seen == [(name, "worker-2:1", "engine_died") for name in ("router-0", "router-1", "dispatcher")]
 
 
-async def test_one_of_several_routers_that_dies_again_and_again_stays_away_and_the_others_serve_on():
+async def test_one_of_several_routers_that_dies_again_and_again_is_tried_again_and_the_others_serve_on():
     scene = with_two_routers(Scene(), first=["actor_died"] * 6)
     await scene.play()
-    assert any("router-0 was lost more than 5 times" in said and "stays away" in said for said in scene.said)
-    assert "router-0" not in scene.supervisor._heads
+    assert "router-0 was lost more than 5 times within 300 s of service and is tried again in 30 s" in scene.said
+    assert scene.said[-1].startswith("router-0: back after ")
 
 
-async def test_without_its_dispatcher_a_deployment_ends():
-    scene = with_two_routers(Scene(), dispatcher=["actor_died"] * 6)
-    with pytest.raises(DeploymentFailed, match="dispatcher was lost more than 5 times"):
-        await scene.play()
-
-
-async def test_a_worker_that_only_one_router_does_not_reach_is_replaced():
-    scene = with_two_routers(Scene())
-    scene.heads[1].cut_off = ("worker-3:0",)
+async def test_a_dispatcher_that_dies_again_and_again_is_tried_again():
+    scene = with_two_routers(Scene(), dispatcher=["actor_died"] * 8)
     await scene.play()
-    assert "start worker-3" in scene.log
+    assert scene.said[-1].startswith("dispatcher: back after ")
+
+
+async def test_a_worker_that_most_heads_do_not_reach_is_replaced():
+    scene = with_two_routers(Scene())
+    for head in scene.heads[1:]:
+        head.cut_off = ("worker-3:0",)
+    await scene.play()
+    assert scene.log[:2] == ["end worker-3", "start worker-3"]
+
+
+async def test_workers_that_one_of_several_routers_does_not_reach_are_left_alone_and_the_router_is_the_suspect():
+    scene = with_two_routers(Scene())
+    scene.heads[1].cut_off = ("worker-2:0", "worker-3:0")
+    await scene.play()
+    assert scene.log == []
+    [told] = scene.said
+    assert told.startswith("router-1 does not reach worker-2, worker-3, which others do")
+    assert is_quoted(told)
+
+
+async def test_a_router_that_reaches_again_what_the_others_reach_is_no_suspect_any_more():
+    scene = with_two_routers(Scene())
+    scene.heads[1].cut_off = ("worker-2:0", "worker-3:0")
+    scene.heads[1].unreached = heals(scene.heads[1])
+    await scene.play()
+    assert scene.log == []
+    assert scene.said[-1] == "router-1 reaches what the others reach again"
+
+
+def heals(head, after=5):
+    looks = iter([*[head.cut_off] * after])
+
+    async def unreached(for_s):
+        return list(next(looks, ()))
+
+    return unreached
+
+
+async def test_of_several_workers_that_nobody_reaches_one_at_a_time_is_started_again():
+    scene = Scene(("decode",) * 6)
+    scene.router.cut_off = tuple(f"worker-{number}:0" for number in range(3))
+    scene.router.not_reached = 3
+    away: list[int] = []
+    scene.clock.sleep = noting(scene, away)
+    scene.supervisor._sleep = scene.clock.sleep
+    await scene.play()
+    assert [line for line in scene.log if line.startswith("start")] == [f"start worker-{number}" for number in range(3)]
+    assert max(away) == 1
+
+
+def noting(scene, away):
+    sleep = scene.clock.sleep
+
+    async def noted(seconds):
+        away.append(6 - len(scene.supervisor._addresses))
+        await sleep(seconds)
+
+    return noted
+
+
+async def test_a_newcomer_serves_with_the_router_that_reaches_it_and_the_others_are_asked_on():
+    scene = with_two_routers(Scene(worker_2=["engine_died"]))
+    scene.heads[0].not_reached = 200
+    seen = []
+    for head in scene.heads:
+        head.idle_polls = -400
+
+    async def replace_worker(address, reason, name="router-1"):
+        seen.append((name, address, reason))
+
+    scene.heads[1].replace_worker = replace_worker
+    scene.heads[2].replace_worker = partial(replace_worker, name="dispatcher")
+    await scene.play()
+    assert seen == [(name, "worker-2:1", "engine_died") for name in ("router-1", "dispatcher")]
+    assert scene.workers[2].starts == 1
+    back = next(index for index, said in enumerate(scene.said) if said.startswith("worker-2: back after"))
+    assert back <= 2, "it serves before the other router has it"
+    assert scene.log[-1] == "replace worker-2:1 engine_died"
+
+
+async def test_what_a_router_did_not_reach_when_it_started_is_introduced_to_it():
+    scene = with_two_routers(Scene(), first=["actor_died"])
+    scene.heads[0].unreached = heals_after_one(scene.heads[0], ("worker-1:0",))
+    await scene.play()
+    assert scene.log[-1] == "replace worker-1:0 None"
+
+
+def heals_after_one(head, missed):
+    async def unreached(for_s):
+        replaced = any(line.startswith("replace") for line in head.log)
+        return [] if replaced else list(missed)
+
+    return unreached
+
+
+async def test_heads_that_take_long_to_forget_a_worker_do_not_end_the_deployment():
+    scene = Scene(worker_1=["draining", "drained"])
+    refused = iter([DeploymentFailed("router did not finish remove_worker within 900 s")])
+    remove_worker = scene.router.remove_worker
+
+    async def late(worker_id):
+        for error in refused:
+            raise error
+        await remove_worker(worker_id)
+
+    scene.router.remove_worker = late
+    await scene.play()
+    assert scene.log == ["retire worker-1", "remove worker-1"]
+
+
+# --- who is silent: they, or we
+
+
+async def test_when_most_fall_silent_at_once_a_second_look_decides():
+    silent = ["", "unreachable"]
+    scene = Scene(("decode", "decode"), worker_0=silent, worker_1=silent, router=silent)
+    await scene.play()
+    assert scene.log == []
+    assert scene.said == []
+
+
+async def test_when_most_fall_silent_and_stay_so_they_are_replaced():
+    silent = ["", "unreachable", "unreachable"]
+    scene = Scene(("decode", "decode"), worker_0=silent, worker_1=silent, router=silent)
+    await scene.play()
+    assert {line for line in scene.log if line.startswith("end")} == {"end worker-0", "end worker-1", "end router"}
 
 
 async def test_a_router_that_reaches_no_worker_is_the_one_that_is_cut_off():
@@ -486,3 +669,22 @@ async def test_a_worker_that_is_refused_is_not_supervised():
         await scene.supervisor.add(Worker("worker-9", scene.log, scene.clock), "worker-9:0")
     assert "worker-9" not in scene.supervisor.workers
     await running
+
+
+async def test_a_worker_that_one_head_refuses_is_forgotten_by_those_that_had_taken_it():
+    scene = with_two_routers(Scene())
+    running = asyncio.create_task(scene.play())
+    await asyncio.sleep(0)
+
+    async def refuses(address, reason):
+        raise DeploymentFailed("dispatcher could not replace_worker: PairingRefused: model")
+
+    scene.heads[2].replace_worker = refuses
+    with pytest.raises(DeploymentFailed, match="PairingRefused"):
+        await scene.supervisor.add(Worker("worker-9", scene.log, scene.clock), "worker-9:0")
+    await running
+    assert scene.log.count("replace worker-9:0 ordered") == 2
+    assert scene.log.count("remove worker-9") == 3
+    supervisor = scene.supervisor
+    known = (supervisor._addresses, supervisor._cut_off, supervisor._introduced, supervisor._mended_s)
+    assert not any("worker-9" in names for names in known)

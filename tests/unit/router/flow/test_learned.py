@@ -52,3 +52,11 @@ def test_a_long_answer_that_is_allowed_is_not_sure_because_short_ones_were_as_lo
         learned.answered(longest, tokens)
     assert learned.sure_tokens(30_000) == 16
     assert learned.sure_tokens(8) == 8
+
+
+def test_the_mean_of_all_links_has_none_of_workers_that_have_left():
+    learned = Learned(16)
+    learned.moved("a", "b", 10**9, 1.0)
+    learned.moved("a", "gone", 10**6, 1.0)
+    learned.forget_all_but(["a", "b"])
+    assert learned.bytes_per_s("a", "b") == learned.mean_bytes_per_s == 1e9

@@ -83,3 +83,13 @@ def test_workers_are_measured_side_by_side():
     bench.rate.finished("a", 400)
     bench.rate.finished("b", 400)
     assert bench.rate.tokens_per_s == pytest.approx(200, rel=0.05)
+
+
+def test_workers_that_have_left_are_forgotten_and_the_rate_stays():
+    bench = Bench()
+    bench.prompt(400, 2, worker="a")
+    bench.prompt(400, 2, worker="b")
+    rate = bench.rate.tokens_per_s
+    bench.rate.forget_all_but(["b"])
+    assert list(bench.rate._counted_tokens) == ["b"]
+    assert bench.rate.tokens_per_s == rate

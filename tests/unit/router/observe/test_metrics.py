@@ -324,3 +324,11 @@ def test_a_worker_that_has_left_leaves_no_series(registry):
     registry.register(WorkerCollector(lambda: workers, dict, lambda: "disaggregated", list, lambda: restarts))
     assert value(registry, "ridgeline_worker_restarts_total", pool="decode", worker="decode-0", reason="stalled") == 2
     assert "has-left" not in generate_latest(registry).decode()
+
+
+def test_workers_that_are_lost_again_and_again_are_counted(registry):
+    away = {"worker-1": "lost more than 5 times"}
+    registry.register(WorkerCollector(list, dict, lambda: "adaptive", list, dict, lambda: away))
+    assert value(registry, "ridgeline_away_workers") == 1
+    away.clear()
+    assert value(registry, "ridgeline_away_workers") == 0

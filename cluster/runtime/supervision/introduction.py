@@ -1,0 +1,118 @@
+"""Makes a worker's new incarnation known to all heads, each in a task of its own. Used by `cluster.runtime.supervisor`.
+
+A head that does not reach it, or is being started again, keeps no other head from having it: the worker serves with
+those that know it, and the others are asked again until they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Literal, Protocol
+
+from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NotReached
+from contracts.vocabulary import RestartReason
+
+RETRY_S = 0.5
+REFUSED_RETRY_S = 30.0
+"""Pause after a head has refused a worker that others have: what it says then is seldom mended by asking again."""
+MAX_INTRODUCTIONS = 10
+"""How often every router may fail to reach a new worker, half a minute each, before it counts as broken: to load its
+engine was expensive, and a router may just have much to do."""
+
+
+class Head(Protocol):
+    """A router or the dispatcher."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> Literal["router", "dispatcher"]: ...
+    async def replace_worker(self, address: str, reason: RestartReason | None) -> None: ...
+
+
+class Introduction:
+    """One incarnation of a worker, and which heads have it."""
+
+    def __init__(
+        self,
+        worker: str,
+        address: str,
+        why: RestartReason | None,
+        *,
+        heads: Mapping[str, Head],
+        serves: Mapping[str, asyncio.Event],
+        say: Callable[[str], None],
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        """`heads` are those there are at any moment; `serves` is set for those that serve. `why` is what heads count
+        as the reason of a restart."""
+        self._worker = worker
+        self._address = address
+        self._why = why
+        self._heads = heads
+        self._serves = serves
+        self._say = say
+        self._sleep = sleep
+        self._known: set[str] = set()
+        self._a_router_knows = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._failures: dict[str, int] = {}
+        self._last: DeploymentFailed | None = None
+        self._refusal: DeploymentFailed | None = None
+
+    @property
+    def enough(self) -> bool:
+        """Whether it can be given work: the dispatcher has it, if there is one, and a router."""
+        heads = [head for head in self._heads.values() if head.name in self._known]
+        kinds = {head.kind for head in self._heads.values()}
+        return {head.kind for head in heads} == kinds
+
+    def check(self) -> None:
+        """Raise DeploymentFailed if a head refuses it, and NotReached if no router has reached it for too long."""
+        if self._refusal is not None:
+            raise self._refusal
+        asked = [one.name for one in self._heads.values() if one.kind == "router" and self._serves[one.name].is_set()]
+        if self._known or self._last is None:
+            return
+        if all(self._failures.get(name, 0) >= MAX_INTRODUCTIONS for name in asked):
+            raise self._last
+
+    async def changed(self, within_s: float) -> None:
+        """Wait until a head has answered, at most this long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), within_s)
+        self._changed.clear()
+
+    async def to(self, head: Head) -> None:
+        """Introduce it until this head has it, or is no longer there; routers first, who serve what is placed on it."""
+        if head.kind == "dispatcher":
+            await self._a_router_knows.wait()
+        while head.name in self._heads:
+            told = self._serves[head.name].is_set() and await self._told(head)
+            self._changed.set()
+            if told:
+                return
+            if self._failures.get(head.name, 0) >= MAX_INTRODUCTIONS:
+                await self._a_router_knows.wait()  # else it is the worker that is broken
+            await self._sleep(RETRY_S if self._refusal is None else REFUSED_RETRY_S)
+
+    async def _told(self, head: Head) -> bool:
+        try:
+            await head.replace_worker(self._address, self._why)
+        except ActorGone:  # the one that follows may have started before this address was there
+            return False
+        except NotReached as error:
+            if not self._failures:
+                self._say(f"{self._worker} runs, and is introduced until it is reached: {error}")
+            self._failures[head.name] = self._failures.get(head.name, 0) + 1
+            self._last = error
+            return False
+        except DeploymentFailed as error:
+            self._refusal = error
+            return False
+        self._known.add(head.name)
+        if head.kind == "router":
+            self._a_router_knows.set()
+        return True

@@ -1,0 +1,42 @@
+"""When a router or the dispatcher counts as stuck: how long its event loop is silent, and who else serves."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.runtime import services
+from cluster.runtime.services import DispatcherService, RouterService
+from tests.support.samples import router_settings
+
+
+async def stuck(service, routers, silent_s, monkeypatch, later_s=None):
+    """What a head says of itself whose loop has been silent for so long, and for `later_s` when it looks again."""
+    head = SimpleNamespace(ended=False, loop_silent_s=silent_s)
+    monkeypatch.setattr(service, "_make", lambda settings: head)
+
+    def sleep(seconds):
+        head.loop_silent_s = silent_s + seconds if later_s is None else later_s
+
+    monkeypatch.setattr(services, "time", SimpleNamespace(sleep=sleep))
+    await service.prepare(router_settings(routers=routers))
+    return service.failure()
+
+
+@pytest.mark.parametrize(
+    ("service", "routers", "silent_s", "health"),
+    [
+        (RouterService, 1, 119.0, ""),
+        (RouterService, 1, 121.0, "unreachable"),
+        (RouterService, 3, 19.0, ""),
+        (RouterService, 3, 21.0, "unreachable"),
+        (DispatcherService, 3, 21.0, "unreachable"),
+    ],
+)
+async def test_one_of_several_heads_that_is_stuck_is_ended_sooner_than_the_only_router(
+    service, routers, silent_s, health, monkeypatch
+):
+    assert await stuck(service(), routers, silent_s, monkeypatch) == health
+
+
+async def test_a_head_that_stood_still_with_its_whole_process_is_not_taken_for_stuck(monkeypatch):
+    assert await stuck(RouterService(), 1, 3600.0, monkeypatch, later_s=0.0) == ""
