@@ -4,6 +4,7 @@ vllm_engine.py       runs AsyncLLM: tokens in, token deltas out
 config.py            the configuration of one engine
 passed_args.py       vLLM's own arguments that a configuration may set
 vllm_arguments.py    converts them to vLLM's types
+activity.py          what an engine's processes do, as the kernel tells
 stall.py             distinguishes a hung engine from an idle one
 request/             sampling and log-probabilities of a request's legs
 steps/               bounds the prompts in a step, by a fitted model of the time it takes

@@ -6,12 +6,24 @@ An engine process can hang without ending: stopped by a signal, or waiting for a
 shows only as work without reported steps. Work may leave before the engine counts as stalled, since clients give up, so
 the time is added up over all work until a step is reported. A running engine reports a step for any work it is given,
 and idle time does not count.
+
+How long is too long depends on what the engine does meanwhile (`engine.activity`). One that computes may be in a longer
+chunk than any before, on a busy machine, and gets `supervision.stall_timeout_s`. One that does nothing gets three times
+its longest step so far.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+
+LONGEST_STEPS = 3.0
+"""An engine that does nothing is given so many times its longest step."""
+LEAST_STILL_S = 5.0
+"""But this long at the least, also before its first step: routers go on giving work to a worker that does not answer for
+about as long (`router.fleet.worker`)."""
+FADES = 0.999
+"""What the longest step counts for after each later one: one that a busy machine made long fades in thousands."""
 
 
 class StallWatch:
@@ -22,19 +34,41 @@ class StallWatch:
         self._waited_s = 0.0
         """Seconds before `_since_s` in which work got no step."""
         self._since_s = clock()
+        self._has_work = False
+        self._longest_s = 0.0
+        """The longest step so far; it fades."""
+        self._still_s = 0.0
+        """Seconds with work, and since the last step, in which the engine did nothing."""
 
     def moved(self) -> None:
         """Record that the engine has reported a step."""
-        self._waited_s = 0.0
+        took_s = self.stalled_s(has_work=self._has_work)
+        self._longest_s = max(took_s, FADES * self._longest_s)
+        self._waited_s = self._still_s = 0.0
         self._since_s = self._clock()
 
     def work_begins(self) -> None:
         """Record that the engine gets its first work after being idle."""
+        self._has_work = True
         self._since_s = self._clock()
 
     def work_ends(self) -> None:
         """Record that the last work has left, finished or not."""
+        self._has_work = False
         self._waited_s += self._clock() - self._since_s
+
+    def stood_still(self, seconds: float) -> None:
+        """Record that whoever watches stood still for so long, perhaps with the whole machine: that is no evidence."""
+        self._since_s = min(self._clock(), self._since_s + seconds)
+
+    def looked(self, after_s: float, *, still: bool) -> None:
+        """Record what the engine has done in the `after_s` since the last look: nothing, or anything."""
+        self._still_s = self._still_s + after_s if still and self._has_work else 0.0
+
+    def is_stalled(self, timeout_s: float, *, has_work: bool) -> bool:
+        """Return whether it hangs; one that computes is given `timeout_s`."""
+        still_limit_s = max(LEAST_STILL_S, LONGEST_STEPS * self._longest_s)
+        return self.stalled_s(has_work=has_work) >= timeout_s or self._still_s >= min(timeout_s, still_limit_s)
 
     def stalled_s(self, *, has_work: bool) -> float:
         """Return the seconds with work since the last step, including the time until now if it `has_work`."""

@@ -27,6 +27,7 @@ from contracts.errors import EngineFailed, InvalidTask
 from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
 from contracts.tasks import LegTiming, TokenDelta
 from contracts.workers import StepModel
+from engine.activity import Activity
 from engine.config import EngineConfig
 from engine.connector.events import NoticeBoard
 from engine.connector.messages import LINGERING, NOTICES, STEP_MODEL
@@ -87,6 +88,7 @@ class VllmEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.stats = EngineStats(None)
+        self._activity = Activity(computes_here=config.on_cpu)
         self._llm: AsyncLLM | None = None
         self._to_release: list[str] = []
         self._releasing: asyncio.Task[None] | None = None
@@ -237,6 +239,10 @@ class VllmEngine:
     def failed(self) -> bool:
         """True once the engine process has ended or reported a fatal error."""
         return self._llm is not None and self._llm.errored
+
+    def stands_still(self) -> bool:
+        """Return whether its processes have done nothing since the last call; ask only while a step is overdue."""
+        return self._activity.stands_still()
 
     def close(self) -> None:
         """End the engine process. Calling it again does nothing."""

@@ -56,6 +56,8 @@ from worker_runtime.draining import kv_unneeded
 logger = logging.getLogger(__name__)
 HEALTH_LOOK_S = 0.5
 """How often a worker checks whether its health has changed. It reports a change to its routers at once."""
+LATE_S = 1.0
+"""If a look comes so much later than it was due, this process stood still."""
 ABORT_WITHIN_S = 2.0
 """How long a task that is cut off may take to end; with a hung engine it may never end."""
 MAX_DELTA_BYTES = MAX_MESSAGE_BYTES // 2
@@ -190,6 +192,8 @@ class WorkerHost:
         self._server = grpc.aio.server(options=OPTIONS)
         self._leaving: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
+        self._looked_s = 0.0
+        """When it was looked what the engine does, by the loop's clock."""
         self._cut_off_s = math.inf
         """When what still runs in a drain is cut off, by the loop's clock."""
         self._patience: asyncio.Timeout | None = None
@@ -237,6 +241,7 @@ class WorkerHost:
         port = add_port(self._server, join_host_port(config.transfer.host, 0), config.transfer.tls)
         await self._server.start()
         self.address = join_host_port(config.transfer.host, port)
+        self._looked_s = asyncio.get_running_loop().time()
         self._looking = asyncio.create_task(self._report_health(), name="report-health")
         return self.address
 
@@ -246,17 +251,37 @@ class WorkerHost:
             return "drained" if self._leaving.done() or self._engine.failed else "draining"
         if self._engine.failed:
             return "engine_died"
-        return "stalled" if self._stalled_s() >= self._settings.stall_timeout_s else ""
+        self._notice_own_rest()
+        stalled = self._engine.stats.stall.is_stalled(self._settings.stall_timeout_s, has_work=bool(self._tasks))
+        return "stalled" if stalled else ""
 
     async def _report_health(self) -> None:
         """Report each change of health to the routers, until cancelled: they seldom ask a worker that is idle."""
         reported = self.failure()
         while True:
             await asyncio.sleep(HEALTH_LOOK_S)
+            self._look_at_engine()
             if (health := self.failure()) != reported:
                 reported = health
                 for session in self._sessions.values():
                     session.nudge()
+
+    def _notice_own_rest(self) -> None:
+        """If this process stood still, perhaps with the whole machine, that says nothing of the engine."""
+        now_s = asyncio.get_running_loop().time()
+        rest_s = now_s - self._looked_s - HEALTH_LOOK_S
+        if rest_s > LATE_S:
+            self._engine.stats.stall.stood_still(rest_s)
+            self._looked_s = now_s
+
+    def _look_at_engine(self) -> None:
+        """Look what the engine does, if a step is overdue."""
+        self._notice_own_rest()
+        now_s = asyncio.get_running_loop().time()
+        overdue = bool(self._tasks) and self._stalled_s() >= HEALTH_LOOK_S
+        still = overdue and self._engine.stands_still()
+        self._engine.stats.stall.looked(now_s - self._looked_s, still=still)
+        self._looked_s = now_s
 
     def drain(self, timeout_s: float | None = None) -> asyncio.Task[None]:
         """Take no new task; what has not ended after `timeout_s` is cut off. Ends once nobody needs the KV here.

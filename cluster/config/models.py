@@ -379,8 +379,8 @@ class SupervisionConfig(Section):
     stall_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="an engine with work and without a step for so long is replaced; after a third of it "
-        "it gets no more",
+        description="an engine that computes, without a step for so long, is replaced; after a third of it "
+        "it gets no more work; one that does nothing is replaced after three of its longest steps, at least 5 s",
     )
     unreachable_timeout_s: float = Field(
         default=30.0,

@@ -97,6 +97,11 @@ class FakeEngine:
         self.step_limits: tuple[int, int] | None = None
         """The limits of a step in sequences and tokens, once they have been set."""
         self.step_target_s = 0.0
+        self.still = False
+        """Whether its processes do nothing."""
+
+    def stands_still(self) -> bool:
+        return self.still
 
     async def limit_steps(self, max_num_seqs: int, max_num_batched_tokens: int, step_target_s: float = 0.0) -> None:
         self.step_limits = max_num_seqs, max_num_batched_tokens

@@ -45,3 +45,80 @@ def test_a_step_reported_after_the_work_has_gone_counts():
     clock.now_s += 1000.0
     watch.work_begins()
     assert watch.stalled_s(has_work=True) == 0.0
+
+
+def looks(watch, clock, seconds, *, still):
+    for _ in range(round(seconds / 0.5)):
+        clock.now_s += 0.5
+        watch.looked(0.5, still=still)
+
+
+def test_an_engine_that_does_nothing_is_given_three_times_its_longest_step():
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.work_begins()
+    clock.now_s += 4.0
+    watch.moved()
+    looks(watch, clock, 11.5, still=True)
+    assert not watch.is_stalled(60.0, has_work=True)
+    looks(watch, clock, 0.5, still=True)
+    assert watch.is_stalled(60.0, has_work=True)
+    watch.moved()
+    assert not watch.is_stalled(60.0, has_work=True)
+
+
+def test_before_any_step_or_after_short_ones_it_is_given_five_seconds_and_never_more_than_the_timeout():
+    for short_step_s, timeout_s, found_after_s in ((0.0, 60.0, 5.0), (0.1, 60.0, 5.0), (30.0, 60.0, 60.0)):
+        clock = FakeClock()
+        watch = StallWatch(clock)
+        watch.work_begins()
+        clock.now_s += short_step_s
+        watch.moved()
+        looks(watch, clock, found_after_s - 0.5, still=True)
+        assert not watch.is_stalled(timeout_s, has_work=True)
+        looks(watch, clock, 0.5, still=True)
+        assert watch.is_stalled(timeout_s, has_work=True)
+
+
+def test_an_engine_that_computes_is_given_the_timeout_however_short_its_steps_were():
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.work_begins()
+    looks(watch, clock, 59.5, still=False)
+    assert not watch.is_stalled(60.0, has_work=True)
+    looks(watch, clock, 0.5, still=False)
+    assert watch.is_stalled(60.0, has_work=True)
+
+
+def test_one_that_rests_and_computes_in_turn_is_not_one_that_does_nothing():
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.work_begins()
+    for _ in range(5):
+        looks(watch, clock, 4.5, still=True)
+        looks(watch, clock, 0.5, still=False)
+    assert not watch.is_stalled(60.0, has_work=True)
+
+
+def test_a_long_step_of_long_ago_does_not_make_it_patient_for_ever():
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.work_begins()
+    clock.now_s += 15.0
+    watch.moved()
+    for _ in range(3000):
+        clock.now_s += 0.1
+        watch.moved()
+    looks(watch, clock, 5.0, still=True)
+    assert watch.is_stalled(60.0, has_work=True)
+
+
+def test_time_in_which_who_watches_stood_still_is_no_evidence():
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.work_begins()
+    clock.now_s += 100.0
+    watch.stood_still(99.0)
+    assert watch.stalled_s(has_work=True) == 1.0
+    watch.stood_still(99.0)
+    assert watch.stalled_s(has_work=True) == 0.0

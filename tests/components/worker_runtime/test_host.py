@@ -37,7 +37,7 @@ from tests.support.samples import LAYOUT, make_handoff, next_token
 from tests.support.task_deltas import task_deltas
 from worker_runtime.client import MEANT, OPTIONS, SERVICE, Meant, WorkerClient, decoder, encode
 from worker_runtime.draining import kv_unneeded
-from worker_runtime.host import RouterSession, Undeliverable, WorkerHost
+from worker_runtime.host import HEALTH_LOOK_S, RouterSession, Undeliverable, WorkerHost
 
 METHODS = ("Describe", "Status", "ResetPrefixCache", "Submit", "Abort", "Drain", "Attach")
 
@@ -669,6 +669,42 @@ async def test_an_engine_that_hangs_is_found_also_when_no_task_waits_as_long_as_
             assert worker.host.failure() == failure
             clock.now_s += 1000.0
             assert worker.host.failure() == failure, "rest does not count"
+
+
+async def test_an_engine_with_work_that_does_nothing_is_found_in_three_times_its_longest_step():
+    engine, clock = FakeEngine(stepping="manual"), FakeClock()
+    engine.stats.stall = StallWatch(clock)
+    async with serving(engine) as worker:
+        stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
+        await eventually(lambda: engine.running)
+        clock.now_s += 3.0
+        engine.stats.stall.moved()
+        engine.still = True
+        looks = 0
+        while not worker.host.failure():
+            clock.now_s += HEALTH_LOOK_S
+            worker.host._looked_s = asyncio.get_running_loop().time() - HEALTH_LOOK_S
+            worker.host._look_at_engine()
+            looks += 1
+        assert (worker.host.failure(), looks * HEALTH_LOOK_S) == ("stalled", pytest.approx(9.0, abs=HEALTH_LOOK_S))
+        engine.step()
+        await stream
+
+
+async def test_a_worker_that_stood_still_itself_does_not_blame_its_engine():
+    engine, clock = FakeEngine(stepping="manual"), FakeClock()
+    engine.stats.stall = StallWatch(clock)
+    async with serving(engine) as worker:
+        stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
+        await eventually(lambda: engine.running)
+        engine.still = True
+        clock.now_s += 3600.0  # the whole machine did
+        worker.host._looked_s -= 3600.0
+        assert worker.host.failure() == ""
+        worker.host._look_at_engine()
+        assert worker.host.failure() == ""
+        engine.step()
+        await stream
 
 
 async def test_tasks_whose_router_is_gone_count_as_work_until_they_end():
