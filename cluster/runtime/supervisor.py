@@ -20,7 +20,7 @@ from cluster.runtime.handles.actor import CoresBusy, DeploymentFailed, NoPlace
 from cluster.runtime.supervision.introduction import Introduction
 from cluster.runtime.supervision.reach import Verdict, judge
 from cluster.runtime.supervision.restart_budget import RestartBudget
-from contracts.vocabulary import Health, RestartReason
+from contracts.vocabulary import Health, Pool, RestartReason
 
 POLL_S = 0.5
 LONGEST_HEAD_REST_S = 30.0
@@ -52,6 +52,8 @@ class Supervised(Protocol):
 class SupervisedWorker(Supervised, Protocol):
     """A worker, whichever process runs it."""
 
+    @property
+    def pool(self) -> Pool: ...
     async def start_again(self) -> str: ...
     async def retire(self) -> None: ...
 
@@ -114,11 +116,28 @@ class Supervisor:
         self._group: asyncio.TaskGroup | None = None
         self._restarts: dict[str, asyncio.Future[None]] = {}
         """Workers that an operator wants started again once they have drained; done when they serve again."""
+        self._minding: dict[str, asyncio.Task[None]] = {}
+        """By worker, what watches it."""
 
     @property
     def workers(self) -> list[str]:
         """The names of all workers that have not left for good."""
         return list(self._workers)
+
+    @property
+    def started_for(self) -> dict[str, Pool]:
+        """The pool for which each of them was started."""
+        return {name: worker.pool for name, worker in self._workers.items()}
+
+    @property
+    def lost(self) -> set[str]:
+        """Those that do not run at the moment: they are started again, or wait for a node."""
+        return set(self._workers) - set(self._addresses)
+
+    @property
+    def come_back(self) -> set[str]:
+        """Those that are started again once they have drained."""
+        return set(self._restarts)
 
     async def add(self, worker: SupervisedWorker, address: str) -> None:
         """Introduce a worker that was started now, and supervise it from then on. Raises DeploymentFailed."""
@@ -130,7 +149,22 @@ class Supervisor:
         except BaseException:  # also when the order is given up meanwhile
             self._forget(worker.name)
             raise
-        self._group.create_task(self._mind(worker), name=f"mind-{worker.name}")
+        self._watch(self._group, worker)
+
+    def _watch(self, group: asyncio.TaskGroup, worker: SupervisedWorker) -> None:
+        self._minding[worker.name] = group.create_task(self._mind(worker), name=f"mind-{worker.name}")
+
+    async def dismiss(self, name: str) -> None:
+        """Give up a worker that is lost or that nobody reaches, for good and without a drain.
+
+        Raises DeploymentFailed if it was the last one. Once begun, it is done also if the caller is cancelled.
+        """
+        assert self._group is not None
+        if (minding := self._minding.pop(name, None)) is None:  # it has left meanwhile
+            return
+        minding.cancel()
+        leaves = self._dismiss(self._workers[name], f"{name} was given up, as ordered, and is not started again")
+        await asyncio.shield(self._group.create_task(leaves, name=f"dismiss-{name}"))
 
     def restart_drained(self, name: str) -> asyncio.Future[None]:
         """Have a worker that is about to drain started again instead of dismissed.
@@ -156,7 +190,7 @@ class Supervisor:
                 for head in list(self._heads.values()):
                     group.create_task(self._mind_head(head), name=f"mind-{head.name}")
                 for worker in list(self._workers.values()):
-                    group.create_task(self._mind(worker), name=f"mind-{worker.name}")
+                    self._watch(group, worker)
         except* DeploymentFailed as failures:
             raise failures.exceptions[0] from None
 
@@ -385,6 +419,8 @@ class Supervisor:
         self._is_back(name)
         del self._workers[name], self._cut_off[name]
         self._mended_s.pop(name, None)
+        self._minding.pop(name, None)
+        self._restarts.pop(name, None)
         for head in list(self._heads.values()):
             self._group.create_task(self._tell(head, partial(head.remove_worker, name)), name=f"forget-{name}")
 

@@ -16,6 +16,7 @@ from cluster.runtime.environment import forwarded_variables
 from cluster.runtime.handles.actor import LOOPBACK, ActorHandle, DeploymentFailed
 from cluster.runtime.plan import CoreTable, PlacementError, Plan, PlannedWorker
 from cluster.runtime.services import WorkerReady
+from contracts.vocabulary import Pool
 
 WORKER_SERVICE = "cluster.runtime.services:WorkerService"
 STOP_WITHIN_S = 5.0
@@ -54,6 +55,11 @@ class WorkerHandle(ActorHandle):
         """Whether it has ended for good: then nothing of it is left to be ended."""
         self._plan = plan
         self._cores = cores
+
+    @property
+    def pool(self) -> Pool:
+        """The pool for which it is started."""
+        return self.planned.pool
 
     @property
     def gpus(self) -> float:

@@ -36,7 +36,7 @@ class Actor:
     """Answers `failure` from a list, then is fine for ever."""
 
     def __init__(self, name, log, clock, health=(), pool=""):
-        self.name, self.log, self.clock = name, log, clock
+        self.name, self.log, self.clock, self.pool = name, log, clock, pool
         self.health = deque(health)
         self.idle_polls = 0
 
@@ -688,3 +688,33 @@ async def test_a_worker_that_one_head_refuses_is_forgotten_by_those_that_had_tak
     supervisor = scene.supervisor
     known = (supervisor._addresses, supervisor._cut_off, supervisor._introduced, supervisor._mended_s)
     assert not any("worker-9" in names for names in known)
+
+
+async def test_a_worker_that_waits_for_a_node_can_be_given_up_and_is_not_started_again():
+    scene = Scene(worker_2=["actor_died"])
+    scene.workers[2].places = [NoPlace("Ray found no place for worker-2") for _ in range(1000)]
+    running = asyncio.create_task(scene.play())
+    while not any("waits for a node" in said for said in scene.said):  # noqa: ASYNC110 - as many turns as that needs
+        await asyncio.sleep(0)
+    assert scene.supervisor.lost == {"worker-2"}
+    await scene.supervisor.dismiss("worker-2")
+    assert "worker-2" not in scene.supervisor.workers
+    assert not scene.supervisor.lost
+    scene.workers[2].places = []  # there is a node now
+    await running
+    assert scene.log == ["end worker-2", "retire worker-2", "remove worker-2"]
+    assert scene.said[-1] == "worker-2 was given up, as ordered, and is not started again"
+    await scene.supervisor.dismiss("worker-2")  # a second time does nothing
+
+
+async def test_a_worker_that_nobody_wants_any_more_while_it_is_introduced_is_not_supervised():
+    scene = Scene()
+    running = asyncio.create_task(scene.play())
+    await asyncio.sleep(0)
+    scene.router.not_reached = MAX_INTRODUCTIONS
+    adding = asyncio.create_task(scene.supervisor.add(Worker("worker-9", scene.log, scene.clock), "worker-9:0"))
+    await asyncio.sleep(0)
+    adding.cancel()
+    await asyncio.wait((adding,))
+    assert "worker-9" not in scene.supervisor.workers
+    await running
