@@ -36,6 +36,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+orders = typer.Typer(help="List what was ordered of a running server, or cancel an order.", invoke_without_command=True)
+app.add_typer(orders, name="orders")
 bench = typer.Typer(help="Measure one part of Ridgeline on this machine, without a model.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 PIPED_WIDTH = 140
@@ -347,6 +349,32 @@ def restart(
     from cluster.commands.operators.orders import restart as order_restart
 
     run(order_restart(url, timeout_s, admin_key_file=admin_key_file, console=console))
+
+
+@orders.callback()
+def list_orders(context: typer.Context, url: UrlOption = LOCAL_URL, admin_key_file: AdminKeyOption = None) -> None:
+    """List what was ordered of a running server with scale, restart or by its autoscale, and how far that is."""
+    if context.invoked_subcommand is not None:
+        early = {"--url": "url", "--admin-key-file": "admin_key_file"}
+        sources = {option: context.get_parameter_source(name) for option, name in early.items()}
+        if given := [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]:
+            fail([f"say {' and '.join(given)} after {context.invoked_subcommand}"], 2)
+        return
+    from cluster.commands.operators.orders import orders as tell_orders
+
+    run(tell_orders(url, admin_key_file=admin_key_file, console=console))
+
+
+@orders.command()
+def cancel(
+    order: Annotated[str, typer.Argument(help="its name, as scale and restart print it")],
+    url: UrlOption = LOCAL_URL,
+    admin_key_file: AdminKeyOption = None,
+) -> None:
+    """Cancel an order that waits or is being carried out; workers that serve go on, whoever drains already leaves."""
+    from cluster.commands.operators.orders import cancel as cancel_order
+
+    run(cancel_order(url, order, admin_key_file=admin_key_file, console=console))
 
 
 @app.command()

@@ -193,7 +193,7 @@ class Router:
     async def use(self) -> FleetUse:
         """Return how much of the workers is in use; asks them first."""
         await self._fleet.refresh()
-        return fleet_use(self._fleet.workers, self._decisions.queues)
+        return fleet_use(self._fleet.workers, self._decisions.queues, self._fleet.mode)
 
     def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
         """Return how many of this router's sequences have kept each limit since its start."""

@@ -11,7 +11,7 @@ handlers.py        which handler runs which leg
 handles/           actors by name, whichever process fills them
 supervisor.py      brings back what dies
 supervision/       by what it decides who is lost, and when to try again
-orders.py          carries out operators' orders: more workers, fewer, all started again
+orders/            carries out operators' orders: more workers, fewer, all started again
 autoscale/         gives such orders when the load asks for them
 processes.py       processes of a node and their end
 environment.py     variables of a shell that must not reach a server

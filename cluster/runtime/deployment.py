@@ -22,7 +22,8 @@ from cluster.runtime.autoscale.loop import Autoscaler
 from cluster.runtime.handles.actor import DeploymentFailed, NoPlace
 from cluster.runtime.handles.heads import DispatcherHandle, RouterHandle
 from cluster.runtime.handles.worker import WorkerHandle
-from cluster.runtime.orders import Orders
+from cluster.runtime.orders.carrying import Carrying
+from cluster.runtime.orders.desk import OrderDesk
 from cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
 from cluster.runtime.services import WorkerReady
 from cluster.runtime.supervisor import Say, Supervisor
@@ -65,7 +66,7 @@ class Deployment:
         kv_pairs: list[KvPair],
         routers: list[RouterHandle],
         supervisor: Supervisor,
-        orders: Orders,
+        orders: OrderDesk,
         autoscaler: Autoscaler,
     ) -> None:
         self.url = url
@@ -208,7 +209,8 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
         workers.append(WorkerHandle(plan, plan.another_worker(name, pool), cores))
         return workers[-1]  # ended with the others
 
-    orders = Orders(heads.routers, heads.lead, supervisor, another)
+    start_within_s = plan.config.ray.patience_s + plan.config.supervision.start_timeout_s
+    orders = OrderDesk(heads.routers, Carrying(heads.lead, supervisor, another, start_within_s).carry_out)
     autoscaler = Autoscaler(plan.config.autoscale, heads.lead, heads.routers, supervisor, orders)
     return Deployment(url, rows, await heads.kv_pairs(), heads.routers, supervisor, orders, autoscaler)
 

@@ -23,13 +23,13 @@ from cluster.config.models import RidgelineConfig
 from cluster.node_address import address_here
 from cluster.node_cores import hold_cores_soon
 from cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
-from contracts.vocabulary import Health, Pool
+from contracts.vocabulary import Health, Mode, Pool
 from engine.config import EngineConfig, HostSettings
 from engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
 from router.fleet.pairing import KvPair
-from router.front.orders import Order, OrderState
+from router.front.orders import News, OrderBook, Progress, Taken
 from router.garbage import GarbageWatch
-from router.observe.fleet_use import FleetUse
+from router.observe.fleet_use import FleetUse, Members, members
 from router.observe.metrics import LimitedLatency, Within
 from router.settings import PoolHardware, RouterSettings, SharedWith
 
@@ -212,9 +212,11 @@ class _Head(_Service):
         """Note which workers are lost again and again, and how they are tried again. Raises NotServing."""
         self._serving().note_away(away)
 
-    async def pools(self) -> dict[str, Pool]:
-        """Return the present pool of each worker. Raises NotServing."""
-        return {worker.worker_id: worker.pool for worker in self._serving().fleet.workers}
+    async def members(self, started_for: dict[str, Pool]) -> Members:
+        """Return all workers with their present pools, those of `started_for` included. Raises NotServing."""
+        fleet = self._serving().fleet
+        await fleet.refresh()
+        return members(fleet, started_for)
 
     async def use(self) -> FleetUse:
         """Return how much of the workers is in use. Raises NotServing."""
@@ -291,33 +293,36 @@ class RouterService(_Head):
         """Join the dispatcher at this address, where another one has been started. Raises NotServing."""
         await self._serving().follow_dispatcher(address)
 
-    async def take_orders(self, within_s: float) -> list[Order]:
-        """Wait for orders of operators, up to this many seconds. Raises NotServing."""
-        taken: list[Order] = await self._serving().orders.take(within_s)
+    async def take_orders(self, within_s: float, known: list[News]) -> Taken:
+        """Return what operators want that is not `known`, or wait for it up to this many seconds. Raises NotServing."""
+        taken: Taken = await self._serving().orders.take(within_s, known)
         return taken
 
     async def order_scale(
-        self, workers: Mapping[Pool, int], decided_at: Mapping[Pool, int], timeout_s: float, reason: str
+        self,
+        workers: Mapping[Pool, int],
+        decided_at: Mapping[Pool, int],
+        mode: Mode | None,
+        timeout_s: float,
+        reason: str,
     ) -> str:
-        """Enter an order, as if an operator had given it, unless another one waits; returns its id, or "".
+        """Enter an order, as if an operator had given it, unless another one is under way; returns its id, or "".
 
         Raises NotServing.
         """
-        book = self._serving().orders
-        if book.has_new:
+        book: OrderBook = self._serving().orders
+        if book.open:
             return ""
-        order: Order = book.give("scale", timeout_s, workers, decided_at)
-        book.report(order.order_id, "given", reason)
-        return order.order_id
+        return book.give("scale", timeout_s, workers, decided_at, mode, reason).order_id
 
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
         """Return how many sequences have kept each limit since the router's start. Raises NotServing."""
         kept: dict[LimitedLatency, Within] = self._serving().within(limits_s)
         return kept
 
-    async def report(self, order_id: str, state: OrderState, sentence: str) -> None:
+    async def report(self, progress: Progress) -> None:
         """Note how an order goes on, for whoever asks. Raises NotServing."""
-        self._serving().orders.report(order_id, state, sentence)
+        self._serving().orders.report(progress)
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests; returns how many were still running after `timeout_s`."""

@@ -174,10 +174,6 @@ class Supervisor:
         self._restarts[name] = asyncio.get_running_loop().create_future()
         return self._restarts[name]
 
-    def forget_restart(self, name: str) -> None:
-        """Dismiss the worker when it has drained, as usual."""
-        self._restarts.pop(name, None)
-
     async def run(self, say: Say, on_away: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
         """Never return; raise DeploymentFailed once the last worker has left on purpose.
 

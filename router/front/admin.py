@@ -2,13 +2,14 @@
 Part of the HTTP app.
 
 `router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline drain`,
-`mode`, `decisions`, `scale` and `restart` are clients.
+`mode`, `decisions`, `scale`, `restart` and `orders` are clients.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from router.fleet.policy import pools_of
 from router.fleet.roles import ModeImpossible
 from router.front.http.context import current
 from router.front.middleware.admin_access import ADMIN_PATH
-from router.front.orders import Order, OrderBook
+from router.front.orders import Order, OrderBook, Progress
 from router.front.shared_answer import Shared
 from router.observe.explanations import KEPT, SHOWN_BY_DEFAULT, Explanations
 
@@ -116,6 +117,8 @@ def admin_routes(
 
     @routes.post("/mode")
     async def change_mode(body: ModeBody) -> dict[str, Any]:
+        if body.mode != modes.mode:
+            _refuse_change_during(orders, body.mode)
         try:
             change = await modes.change(body.mode)
         except (ModeImpossible, PairingRefused) as error:
@@ -130,9 +133,10 @@ def admin_routes(
     @routes.post("/forget_prefixes")
     async def forget_prefixes() -> dict[str, Any]:
         """Empty the workers' prefix caches, for measurements; False for one whose cache is in use."""
-        forgotten = {worker.worker_id: await _forget(worker) for worker in fleet.workers}
+        workers = fleet.workers
+        forgotten = await asyncio.gather(*map(_forget, workers))
         on_forgotten()
-        return {"forgotten": forgotten}
+        return {"forgotten": dict(zip((worker.worker_id for worker in workers), forgotten, strict=True))}
 
     return routes
 
@@ -149,24 +153,67 @@ def _order_routes(modes: AnyModes, orders: OrderBook) -> APIRouter:
                 f"in mode {modes.mode} there is no pool {', '.join(unknown)}: scale {' or '.join(pools)}, or change "
                 "the mode first",
             )
-        return _given(orders.give("scale", body.timeout_s, body.workers))
+        return _given(orders.give("scale", body.timeout_s, body.workers, mode=modes.mode))
 
     @routes.post("/restart", status_code=HTTPStatus.ACCEPTED)
     async def restart(body: RestartBody) -> dict[str, Any]:
         return _given(orders.give("restart", body.timeout_s))
 
+    @routes.get("/orders")
+    async def all_orders() -> dict[str, Any]:
+        """Return all orders that are known, the newest first."""
+        return {"orders": [_progress_row(progress) for progress in reversed(orders.all)]}
+
     @routes.get("/orders/{order_id}")
     async def order(order_id: str) -> dict[str, Any]:
-        progress = orders.progress(order_id)
-        if progress is None:
-            raise HTTPException(HTTPStatus.NOT_FOUND, f"this router knows no order {order_id}")
-        return {"order": order_id, "state": progress.state, "sentences": progress.sentences}
+        return _progress_row(_known(orders, order_id))
+
+    @routes.delete("/orders/{order_id}", status_code=HTTPStatus.ACCEPTED)
+    async def cancel(order_id: str) -> dict[str, Any]:
+        """Have it cancelled; its state says when that is done."""
+        progress = _known(orders, order_id)
+        if not progress.is_open:
+            raise HTTPException(HTTPStatus.CONFLICT, f"order {order_id} has ended already: it is {progress.state}")
+        logger.warning("an operator cancels %s", progress.order.title)
+        orders.cancel(order_id)
+        return _progress_row(progress)
 
     return routes
 
 
+def _refuse_change_during(orders: OrderBook, mode: Mode) -> None:
+    """A pool that an order is about may not be there in another mode; a restart is about all workers in any mode."""
+    scaling = next((progress.order for progress in orders.open if progress.order.kind == "scale"), None)
+    if scaling is not None:
+        raise HTTPException(
+            HTTPStatus.CONFLICT,
+            f"the mode cannot become {mode} while {scaling.title} is under way, which is about pools of mode "
+            f"{scaling.mode}: wait until it has ended (ridgeline orders), or cancel it ({scaling.how_to_cancel})",
+        )
+
+
+def _known(orders: OrderBook, order_id: str) -> Progress:
+    progress = orders.progress(order_id)
+    if progress is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"this router knows no order {order_id}")
+    return progress
+
+
+def _progress_row(progress: Progress) -> dict[str, Any]:
+    order = progress.order
+    return {
+        "order": order.order_id,
+        "kind": order.kind,
+        "workers": order.workers,
+        "mode": order.mode,
+        "given_s_ago": round(max(0.0, time.time() - order.given_unix_s), 1),
+        "state": progress.state,
+        "sentences": progress.sentences,
+    }
+
+
 def _given(order: Order) -> dict[str, Any]:
-    logger.warning("an operator orders %s %s", order.kind, dict(order.workers) or "")
+    logger.warning("an operator gives %s", order.title)
     return {"order": order.order_id}
 
 

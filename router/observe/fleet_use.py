@@ -1,11 +1,15 @@
-"""How much of the workers is in use: what `cluster.runtime.autoscale` asks a router that decides, or the dispatcher."""
+"""Which workers there are, and how much of them is in use.
+
+`cluster.runtime.autoscale` and `cluster.runtime.orders` ask a router that decides for it, or the dispatcher.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from contracts.vocabulary import Pool
+from contracts.vocabulary import Mode, Pool
+from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.observe.metrics import QueueView
 
@@ -39,11 +43,46 @@ class FleetUse:
 
     workers: tuple[WorkerUse, ...] = ()
     waiting_prompts: Mapping[Pool, int] = field(default_factory=dict)
+    mode: Mode | None = None
 
 
-def fleet_use(workers: Iterable[Worker], queues: Iterable[QueueView]) -> FleetUse:
+@dataclass(frozen=True)
+class Member:
+    """A worker, for whoever changes how many there are."""
+
+    pool: Pool
+    usable: bool
+    """Whether it can be given work."""
+    draining: bool
+
+
+@dataclass(frozen=True)
+class Members:
+    """All workers by their ids, and the mode in which they have these pools."""
+
+    mode: Mode
+    workers: dict[str, Member]
+
+
+def fleet_use(workers: Iterable[Worker], queues: Iterable[QueueView], mode: Mode | None = None) -> FleetUse:
     """Return what is in use by the workers' last status."""
-    return FleetUse(tuple(map(_worker_use, workers)), {queue.pool: queue.waiting for queue in queues})
+    return FleetUse(tuple(map(_worker_use, workers)), {queue.pool: queue.waiting for queue in queues}, mode)
+
+
+def members(fleet: Fleet, started_for: Mapping[str, Pool]) -> Members:
+    """Return all workers by their last status, those of `started_for` included that are not known here: they do not run
+    at the moment."""
+    roles = {name: fleet.roles.role_of(name, pool, fleet.mode, 0) for name, pool in started_for.items()}
+    away = {
+        name: Member(role.pool if role else started_for[name], usable=False, draining=False)
+        for name, role in roles.items()
+    }
+    return Members(fleet.mode, away | {worker.worker_id: _member(worker) for worker in fleet.workers})
+
+
+def _member(worker: Worker) -> Member:
+    draining = worker.status is not None and worker.status.draining
+    return Member(worker.pool, usable=worker.load().usable and worker.status is not None, draining=draining)
 
 
 def _worker_use(worker: Worker) -> WorkerUse:

@@ -147,7 +147,7 @@ class Dispatcher:
     async def use(self) -> FleetUse:
         """Return how much of the workers is in use, by all routers; asks them first."""
         await self._fleet.refresh()
-        return fleet_use(self._fleet.workers, self._queues.values())
+        return fleet_use(self._fleet.workers, self._queues.values(), self._fleet.mode)
 
     async def stop(self) -> None:
         """End all connections; streams go on without it."""

@@ -10,6 +10,9 @@ from cluster.commands.operators.client import ask, operator_client
 from contracts.vocabulary import Mode
 
 PATH = "/ridgeline/mode"
+CHANGE_WITHIN_S = 90.0
+"""More than a server takes for a change while another one is under way: with several routers a minute
+(`router.shared.shared_modes`), of which each change is half."""
 
 
 async def mode(url: str, wanted: Mode | None, *, admin_key_file: Path | None, console: Console) -> None:
@@ -27,7 +30,8 @@ async def mode(url: str, wanted: Mode | None, *, admin_key_file: Path | None, co
         if wanted == now["mode"]:
             console.print(f"the server serves {wanted} already", highlight=False)
             return
-        change = await ask(client, "POST", PATH, {"mode": wanted})
+        console.print(f"changing from {now['mode']} to {wanted}", highlight=False)
+        change = await ask(client, "POST", PATH, {"mode": wanted}, within_s=CHANGE_WITHIN_S)
     waiting = change["rerouted_prompts"]
     console.print(
         f"{now['mode']} -> {wanted} in {change['took_s']:.2f} s; {waiting} waiting prompt{'s' * (waiting != 1)} "

@@ -1,4 +1,5 @@
 """`ridgeline scale` and `ridgeline restart`: order another number of workers, or a restart, and tell how it goes.
+`ridgeline orders` lists what was ordered, and cancels it.
 
 Called by `cluster.cli`.
 """
@@ -14,13 +15,16 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.commands.operators.client import ask, operator_client
+from cluster.commands.operators.client import NoAnswer, Refused, ask, operator_client
 from contracts.vocabulary import Pool
 from loadtest.errors import ServerError
 
 POLL_S = 0.5
-UNKNOWN_S = 30.0
-"""How long the routers may take to know of an order: another one than that which was asked may answer, or a new one."""
+UNKNOWN_S = 60.0
+"""How long the routers may take to know of an order: another one than that which was asked may answer, or one that was
+started again, which takes 14 s on two cores, and is then told of all orders that were taken."""
+REMIND_S = 30.0
+"""How often it is said that an order is still under way while nothing else is."""
 POOLS: tuple[Pool, ...] = get_args(Pool)
 
 
@@ -49,32 +53,68 @@ async def restart(url: str, timeout_s: float, *, admin_key_file: Path | None, co
     await _order(url, "/ridgeline/restart", {"timeout_s": timeout_s}, admin_key_file, console)
 
 
+async def orders(url: str, *, admin_key_file: Path | None, console: Console) -> None:
+    """Print all orders that the server knows. Raises ServerError, ApiKeyError."""
+    async with operator_client(url, admin_key_file) as client:
+        rows = (await ask(client, "GET", "/ridgeline/orders"))["orders"]
+    for row in rows:
+        wanted = " ".join(f"{pool}={number}" for pool, number in row["workers"].items())
+        last = f": {row['sentences'][-1]}" if row["sentences"] else ""
+        words = filter(None, (row["order"], row["kind"], wanted, f"{row['given_s_ago']:.0f} s ago,", row["state"]))
+        console.print(escape(" ".join(words) + last), highlight=False)
+    if not rows:
+        console.print("nothing has been ordered", highlight=False)
+
+
+async def cancel(url: str, order: str, *, admin_key_file: Path | None, console: Console) -> None:
+    """Return once the order has ended. Raises ServerError if it has ended before or is not known, ApiKeyError."""
+    async with operator_client(url, admin_key_file) as client:
+        told = len((await ask(client, "DELETE", f"/ridgeline/orders/{order}"))["sentences"])
+        await _until_ended(client, order, told, console)
+
+
 async def _order(url: str, path: str, body: dict[str, Any], admin_key_file: Path | None, console: Console) -> None:
     async with operator_client(url, admin_key_file) as client:
         order = (await ask(client, "POST", path, body))["order"]
-        told, known_s = 0, time.monotonic()
-        while True:
-            progress = await _progress(client, order)
-            if progress is not None:
-                known_s = time.monotonic()
-                for sentence in progress["sentences"][told:]:
-                    console.print(f"  {escape(sentence)}", highlight=False)
-                told = max(told, len(progress["sentences"]))
-                if progress["state"] == "done":
-                    return
-                if progress["state"] == "failed":
-                    raise ServerError(progress["sentences"][-1])
-            elif time.monotonic() - known_s > UNKNOWN_S:
-                raise ServerError(
-                    f"no router of {url} has known order {order} for {UNKNOWN_S:.0f} s: look at what runs "
-                    f"(GET {url}/ridgeline/workers), and order again"
-                )
-            await asyncio.sleep(POLL_S)
+        console.print(f"order {order}; ridgeline orders cancel {order} ends it", highlight=False)
+        progress = await _until_ended(client, order, 0, console)
+        if progress["state"] != "done":
+            raise ServerError(progress["sentences"][-1])
+
+
+async def _until_ended(client: httpx.AsyncClient, order: str, told: int, console: Console) -> dict[str, Any]:
+    """Print what is new of an order until it ends; return how it ended. Raises ServerError if nobody knows it."""
+    began_s = known_s = said_s = time.monotonic()
+    while True:
+        progress, now_s = await _progress(client, order), time.monotonic()
+        if progress is not None:
+            known_s = now_s
+            for sentence in progress["sentences"][told:]:
+                console.print(f"  {escape(sentence)}", highlight=False)
+                said_s = now_s
+            told = max(told, len(progress["sentences"]))
+            if progress["state"] not in ("given", "running"):
+                return progress
+        elif now_s - known_s > UNKNOWN_S:
+            raise ServerError(
+                f"no router of {client.base_url} has known order {order} for {UNKNOWN_S:.0f} s: the one that had it "
+                "was lost before it was taken; look at what runs (ridgeline orders, GET /ridgeline/workers), and order "
+                "again"
+            )
+        if now_s - said_s > REMIND_S:
+            state = progress["state"] if progress else "unknown, the server does not answer"
+            console.print(f"  {now_s - began_s:.0f} s after it began: {state}", highlight=False)
+            said_s = now_s
+        await asyncio.sleep(POLL_S)
 
 
 async def _progress(client: httpx.AsyncClient, order: str) -> dict[str, Any] | None:
-    """Return how far the order is; None while no router that knows it answers."""
+    """Return how far the order is; None while no router that knows it answers. Raises Refused."""
     try:
         return await ask(client, "GET", f"/ridgeline/orders/{order}")
-    except ServerError:
+    except NoAnswer:
+        return None
+    except Refused as error:
+        if error.status != httpx.codes.NOT_FOUND:
+            raise
         return None

@@ -16,7 +16,8 @@ from cluster.runtime.autoscale.policy import Decision, Memory, decide
 from cluster.runtime.autoscale.use import Reading
 from cluster.runtime.handles.actor import DeploymentFailed
 from cluster.runtime.supervisor import Say
-from contracts.vocabulary import Pool
+from contracts.vocabulary import Mode, Pool
+from router.fleet.policy import pools_of
 from router.observe.fleet_use import FleetUse
 from router.observe.metrics import LimitedLatency, Within
 
@@ -34,9 +35,14 @@ class CountingRouter(Protocol):
     def name(self) -> str: ...
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]: ...
     async def order_scale(
-        self, workers: Mapping[Pool, int], decided_at: Mapping[Pool, int], timeout_s: float, reason: str
+        self,
+        workers: Mapping[Pool, int],
+        decided_at: Mapping[Pool, int],
+        mode: Mode | None,
+        timeout_s: float,
+        reason: str,
     ) -> str:
-        """Give an order, unless another one waits; returns its id, or ""."""
+        """Give an order, unless another one is under way; returns its id, or ""."""
         ...
 
 
@@ -86,23 +92,40 @@ class Autoscaler:
         if self._settings.mode == "none":
             return
         memory = Memory()
+        mode: Mode | None = None
         while True:
             await self._sleep(self._settings.interval_s)
-            decision, then = decide(self._settings, await self._read(), memory)
-            if decision is None or await self._announced(decision, say):
+            reading = await self._read()
+            if reading.fleet.mode not in (None, mode):
+                mode = reading.fleet.mode
+                self._tell_bounds(pools_of(mode), say)
+            decision, then = decide(self._settings, reading, memory)
+            if decision is None or await self._announced(decision, mode, say):
                 memory = then
 
-    async def _announced(self, decision: Decision, say: Say) -> bool:
+    def _tell_bounds(self, pools: Sequence[Pool], say: Say) -> None:
+        """Say what may be changed in this mode, which has these pools."""
+        bounds = {pool: at for pool, at in self._settings.bounds().items() if pool in pools}
+        if bounds:
+            has = (f"{pool} has {at.min_workers} to {at.max_workers} workers" for pool, at in bounds.items())
+            say(f"autoscale: {', '.join(has)}")
+        else:
+            say(
+                f"autoscale: {' and '.join(pools)} {'has' if len(pools) == 1 else 'have'} no bounds, so nothing is "
+                f"scaled in this mode: set autoscale.{pools[-1]}.min_workers and max_workers, and start again"
+            )
+
+    async def _announced(self, decision: Decision, mode: Mode | None, say: Say) -> bool:
         """Say what was decided and, in mode act, order it; False if it has to wait for another order, or a router."""
         if self._settings.mode == "advise":
             say(f"autoscale advises {decision.sentence}")
             return True
-        order_id = await self._order(decision)
+        order_id = await self._order(decision, mode)
         if order_id:
             say(f"order {order_id}: autoscale, {decision.sentence}")
         return bool(order_id)
 
-    async def _order(self, decision: Decision) -> str:
+    async def _order(self, decision: Decision, mode: Mode | None) -> str:
         """Give the order to the first router that answers; returns its id, or "" if none takes it now."""
         for router in self._routers:
             if self._orders.under_way:
@@ -111,6 +134,7 @@ class Autoscaler:
                 return await router.order_scale(
                     {decision.pool: decision.wanted_workers},
                     {decision.pool: decision.now_workers},
+                    mode,
                     self._settings.drain_timeout_s,
                     f"autoscale, {decision.sentence}",
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,9 +17,9 @@ from cluster.runtime.environment import forwarded_variables
 from cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
 from cluster.runtime.plan import Plan
 from contracts.rpc.address import http_url, ip_address
-from contracts.vocabulary import Pool, RestartReason
-from router.front.orders import Order, OrderState
-from router.observe.fleet_use import FleetUse
+from contracts.vocabulary import Mode, Pool, RestartReason
+from router.front.orders import News, Progress, Taken
+from router.observe.fleet_use import FleetUse, Members
 from router.observe.metrics import LimitedLatency, Within
 from router.settings import PoolHardware, SharedWith
 
@@ -114,9 +114,13 @@ class HeadHandle(ActorHandle):
         """Have it forget a worker that has left. Raises ActorGone or DeploymentFailed."""
         await self.call("remove_worker", worker_id)
 
-    async def pools(self) -> dict[str, Pool]:
-        """Return the present pool of each worker that it knows. Raises ActorGone or DeploymentFailed."""
-        return dict(await self.call("pools", timeout_s=ANSWER_WITHIN_S))
+    async def members(self, started_for: dict[str, Pool]) -> Members:
+        """Return all workers with their present pools, those of `started_for` included.
+
+        Raises ActorGone or DeploymentFailed.
+        """
+        members: Members = await self.call("members", started_for, timeout_s=ANSWER_WITHIN_S)
+        return members
 
     async def use(self) -> FleetUse:
         """Return how much of the workers is in use. Raises ActorGone or DeploymentFailed."""
@@ -196,24 +200,33 @@ class RouterHandle(HeadHandle):
         await self.prepare()
         await self.serve(addresses, self._hardware, some=True)
 
-    async def take_orders(self, within_s: float) -> list[Order]:
-        """Wait for orders of operators, up to this many seconds. Raises ActorGone or DeploymentFailed."""
-        return list(await self.call("take_orders", within_s, timeout_s=within_s + ANSWER_WITHIN_S))
-
-    async def order_scale(
-        self, workers: Mapping[Pool, int], decided_at: Mapping[Pool, int], timeout_s: float, reason: str
-    ) -> str:
-        """Give an order as an operator would, unless another one waits there; returns its id, or "".
+    async def take_orders(self, within_s: float, known: Collection[News]) -> Taken:
+        """Return what operators want that is not `known`, or wait for it up to this many seconds.
 
         Raises ActorGone or DeploymentFailed.
         """
-        arguments = dict(workers), dict(decided_at), timeout_s, reason
+        taken: Taken = await self.call("take_orders", within_s, list(known), timeout_s=within_s + ANSWER_WITHIN_S)
+        return taken
+
+    async def order_scale(
+        self,
+        workers: Mapping[Pool, int],
+        decided_at: Mapping[Pool, int],
+        mode: Mode | None,
+        timeout_s: float,
+        reason: str,
+    ) -> str:
+        """Give an order as an operator would, unless another one is under way there; returns its id, or "".
+
+        Raises ActorGone or DeploymentFailed.
+        """
+        arguments = dict(workers), dict(decided_at), mode, timeout_s, reason
         return str(await self.call("order_scale", *arguments, timeout_s=ANSWER_WITHIN_S))
 
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
         """Return how many sequences have kept each limit since its start. Raises ActorGone or DeploymentFailed."""
         return dict(await self.call("within", dict(limits_s), timeout_s=ANSWER_WITHIN_S))
 
-    async def report(self, order_id: str, state: OrderState, sentence: str) -> None:
-        """Tell how an order goes on. Raises ActorGone or DeploymentFailed."""
-        await self.call("report", order_id, state, sentence, timeout_s=ANSWER_WITHIN_S)
+    async def report(self, progress: Progress) -> None:
+        """Tell how an order stands. Raises ActorGone or DeploymentFailed."""
+        await self.call("report", progress, timeout_s=ANSWER_WITHIN_S)

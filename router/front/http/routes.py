@@ -28,6 +28,7 @@ ROUTES: Final[Mapping[str, Callers]] = {
     "/ridgeline/forget_prefixes": "operators",
     "/ridgeline/scale": "operators",
     "/ridgeline/restart": "operators",
+    "/ridgeline/orders": "operators",
     "/ridgeline/orders/{order_id}": "operators",
     **dict.fromkeys(
         (

@@ -9,10 +9,11 @@ import pytest
 from cluster.config.autoscale import AutoscaleConfig
 from cluster.runtime.autoscale.loop import Autoscaler
 from cluster.runtime.handles.actor import ActorGone
-from cluster.runtime.orders import Orders
+from cluster.runtime.orders.carrying import Carrying
+from cluster.runtime.orders.desk import OrderDesk
 from cluster.runtime.services import RouterService
 from router.front.orders import OrderBook
-from router.observe.fleet_use import FleetUse, WorkerUse
+from router.observe.fleet_use import FleetUse, Member, Members, WorkerUse
 from router.observe.metrics import Within
 from tests.support.clock import FakeClock
 from tests.support.patience import PATIENCE_S, eventually
@@ -33,6 +34,8 @@ class Fleet:
 
     def __init__(self):
         self.pool_of = {"worker-0": "prefill", "worker-1": "decode"}
+        self.mode = "disaggregated"
+        self.lost, self.come_back = set(), set()
         self.taken = 0.9
         self.hidden = set()
         self.may_start = asyncio.Event()
@@ -43,8 +46,13 @@ class Fleet:
     def workers(self):
         return list(self.pool_of)
 
-    async def pools(self):
-        return self.pool_of
+    @property
+    def started_for(self):
+        return dict(self.pool_of)
+
+    async def members(self, started_for):
+        workers = {name: Member(pool, usable=True, draining=False) for name, pool in self.pool_of.items()}
+        return Members(self.mode, workers)
 
     async def drain_worker(self, name, timeout_s):
         self.log.append(f"drain {name} {timeout_s:g}")
@@ -60,7 +68,8 @@ class Fleet:
                 WorkerUse(name, "1", pool, usable=True, running=round(self.taken * 100), places=100)
                 for name, pool in self.pool_of.items()
                 if name not in self.hidden
-            )
+            ),
+            mode=self.mode,
         )
 
     @property
@@ -117,8 +126,8 @@ class Router:
     async def order_scale(self, *arguments):
         return await self._call("order_scale", *arguments)
 
-    async def take_orders(self, within_s):
-        return await self._call("take_orders", within_s)
+    async def take_orders(self, *arguments):
+        return await self._call("take_orders", *arguments)
 
     async def report(self, *arguments):
         await self._call("report", *arguments)
@@ -130,7 +139,10 @@ class Deployment:
     def __init__(self, routers, **changes):
         self.fleet, self.said, self.clock = Fleet(), [], FakeClock()
         self.routers = [Router(f"router-{number}", self.fleet) for number in range(routers)]
-        self.orders = Orders(self.routers, self.fleet, self.fleet, lambda name, pool: Worker(self.fleet, name, pool))
+        carrying = Carrying(
+            self.fleet, self.fleet, lambda name, pool: Worker(self.fleet, name, pool), start_within_s=PATIENCE_S
+        )
+        self.orders = OrderDesk(self.routers, carrying.carry_out)
         self.rounds, self.waits = asyncio.Queue(), asyncio.Event()
         settings = AutoscaleConfig.model_validate(SETTINGS | changes)
         self.autoscaler = Autoscaler(
@@ -153,7 +165,7 @@ class Deployment:
 
     @property
     def scaled(self):
-        return [sentence for sentence in self.said if "autoscale" in sentence]
+        return [sentence for sentence in self.said if "it has needed" in sentence]
 
 
 @contextlib.asynccontextmanager
@@ -173,10 +185,10 @@ async def running(routers=1, **changes):
 async def test_a_full_pool_is_ordered_another_worker_as_an_operator_would_and_the_reason_is_on_record():
     async with running() as there:
         await there.rounds_of(2)
-        assert there.said == []
+        assert there.said == ["autoscale: decode has 1 to 3 workers"]
         await there.rounds_of(1)
         await eventually(lambda: there.fleet.decode == 2)
-        await eventually(lambda: there.said[-1].endswith("done after 0 s"))
+        await eventually(lambda: there.said[-1].endswith("done after 0 s: decode has 2 workers"))
         [sentence] = there.scaled
         order_id = sentence.split()[1].rstrip(":")
         assert sentence == (
@@ -186,7 +198,7 @@ async def test_a_full_pool_is_ordered_another_worker_as_an_operator_would_and_th
         progress = there.routers[0].book.progress(order_id)
         assert progress.state == "done"
         assert progress.sentences[0] == sentence.partition(": ")[2]
-        assert progress.sentences[1] == "worker-2: starting"
+        assert progress.sentences[1:3] == ("begins", "worker-2: starting")
 
 
 async def test_an_idle_pool_loses_its_newest_worker_with_the_configured_time():
@@ -204,10 +216,10 @@ async def test_an_idle_pool_loses_its_newest_worker_with_the_configured_time():
 async def test_who_only_wants_advice_gets_the_sentence_and_no_order():
     async with running(mode="advise") as there:
         await there.rounds_of(3)
-        assert len(there.said) == 1
-        assert there.said[0].startswith("autoscale advises decode from 1 to 2 workers: it has needed more for 20 s")
+        assert len(there.scaled) == 1
+        assert there.scaled[0].startswith("autoscale advises decode from 1 to 2 workers: it has needed more for 20 s")
         await there.rounds_of(3)
-        assert len(there.said) == 2, "again after the cooldown"
+        assert len(there.scaled) == 2, "again after the cooldown"
         assert not there.orders.under_way
         assert there.fleet.decode == 1
 
@@ -264,11 +276,11 @@ async def test_a_router_that_is_started_again_is_asked_again_and_nothing_is_said
         await there.rounds_of(2)
         there.routers[0].away = True
         await there.rounds_of(10)
-        assert there.said == []
+        assert there.scaled == []
         there.routers[0].start()
         there.routers[0].away = False
         await there.rounds_of(2)
-        assert there.said == [], "it is not known whether the pool was full meanwhile"
+        assert there.scaled == [], "it is not known whether the pool was full meanwhile"
         await there.rounds_of(1)
         assert len(there.scaled) == 1
 
@@ -277,7 +289,31 @@ async def test_nothing_is_decided_while_the_router_does_not_know_every_worker():
     async with running() as there:
         there.fleet.hidden = {"worker-0"}
         await there.rounds_of(10)
-        assert there.said == []
+        assert there.scaled == []
+
+
+@pytest.mark.parametrize("bounds", [{}, {"adaptive": {"min_workers": 1, "max_workers": 4}}])
+async def test_after_a_change_of_mode_it_is_said_what_is_scaled_or_that_nothing_is(bounds):
+    async with running(**bounds) as there:
+        await there.rounds_of(2)
+        there.fleet.mode = "adaptive"
+        there.fleet.pool_of = dict.fromkeys(there.fleet.pool_of, "adaptive")
+        await there.rounds_of(2)
+        nothing = (
+            "autoscale: adaptive has no bounds, so nothing is scaled in this mode: set autoscale.adaptive.min_workers "
+            "and max_workers, and start again"
+        )
+        assert there.said[1:] == ["autoscale: adaptive has 1 to 4 workers" if bounds else nothing]
+        await there.rounds_of(5)  # the cooldown after a change of pools, and the time for which more is needed
+        assert len(there.scaled) == bool(bounds)
+
+
+async def test_an_order_is_for_the_mode_in_which_it_was_decided():
+    async with running() as there:
+        there.fleet.may_start.clear()
+        await there.rounds_of(3)
+        await eventually(lambda: there.routers[0].book.open)
+        assert there.routers[0].book.open[0].order.mode == "disaggregated"
 
 
 async def test_an_order_goes_to_the_first_router_that_answers():

@@ -4,25 +4,33 @@ import asyncio
 import contextlib
 import io
 import pickle
+import re
+from dataclasses import replace
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from rich.console import Console
 
+from cluster.commands.operators.client import ANSWER_WITHIN_S, ask, operator_client
 from cluster.commands.operators.decisions import decisions
 from cluster.commands.operators.drain import drain
+from cluster.commands.operators.mode import CHANGE_WITHIN_S as MODE_WITHIN_S
+from cluster.commands.operators.orders import cancel, orders, scale
 from cluster.config.api_keys import ApiKeyError, key_hashes
 from cluster.config.loader import explain, load_config
 from loadtest.errors import ServerError
 from router.client_identity import hash_key
 from router.dispatch.modes import Modes
+from router.fleet.fleet import SPLIT_FOR_EVER
+from router.fleet.roles import RoleTable
 from router.front.admin import admin_routes
 from router.front.http.context import WithContext
 from router.front.middleware.admin_access import AdminAccess
 from router.front.middleware.auth import Access, KeyGuard
-from router.front.orders import OrderBook
+from router.front.orders import Cancellation, OrderBook
 from router.observe.explanations import Explanations
+from router.shared.shared_modes import CHANGE_WITHIN_S
 from tests.support.fake_engine import make_task as a_task
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
@@ -39,17 +47,19 @@ BEARER = {"authorization": f"Bearer {KEY}"}
 
 
 @contextlib.asynccontextmanager
-async def admin(caller="127.0.0.1", access=LOCAL, **layouts):
+async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layouts):
     """(HTTP client, hosts, fleet, app) of a router with these workers."""
     layouts = layouts or {"prefill": LAYOUT, "decode": LAYOUT}
     async with (
         asyncio.timeout(PATIENCE_S),
         hosts(**layouts) as started,
-        a_fleet([host.address for host in started]) as fleet,
+        a_fleet([host.address for host in started], roles) as fleet,
     ):
         app = FastAPI()
-        app.include_router(admin_routes(fleet, Modes(fleet, {}), OrderBook(), Explanations()))
+        book = OrderBook()
+        app.include_router(admin_routes(fleet, Modes(fleet, {}), book, Explanations()))
         app = WithContext(KeyGuard(app, Access(admin=access)))
+        app.book = book
         transport = httpx.ASGITransport(app, client=(caller, 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield http, started, fleet, app
@@ -138,6 +148,139 @@ async def test_a_wish_that_makes_no_sense_is_refused(body):
     async with admin() as (http, started, _, _):
         assert (await http.post("/ridgeline/drain", json=body)).status_code == 422
         assert started[0].failure() == ""
+
+
+# --- orders
+
+
+async def test_orders_are_listed_and_tell_how_far_they_are():
+    async with admin() as (http, _, _, app):
+        assert (await http.get("/ridgeline/orders")).json() == {"orders": []}
+        first = (await http.post("/ridgeline/restart", json={})).json()["order"]
+        second = (await http.post("/ridgeline/scale", json={"workers": {"decode": 2}})).json()["order"]
+        app.book.report(replace(app.book.progress(first), state="running", sentences=("begins",)))
+        newest, oldest = (await http.get("/ridgeline/orders")).json()["orders"]
+        assert (await http.get(f"/ridgeline/orders/{first}")).json().keys() == oldest.keys()
+        assert [newest[key] for key in ("order", "kind", "workers", "mode", "state")] == [
+            second,
+            "scale",
+            {"decode": 2},
+            "disaggregated",
+            "given",
+        ]
+        assert [oldest[key] for key in ("order", "kind", "state", "sentences")] == [
+            first,
+            "restart",
+            "running",
+            ["begins"],
+        ]
+        assert 0 <= newest["given_s_ago"] <= PATIENCE_S
+
+
+async def test_an_order_is_cancelled_unless_it_has_ended_or_nobody_knows_it():
+    async with admin() as (http, _, _, app):
+        order = app.book.give("restart", 1.0)
+        path = f"/ridgeline/orders/{order.order_id}"
+        for _ in range(2):  # a second time changes nothing
+            assert (await http.delete(path)).status_code == 202
+        assert (await app.book.take(0.0, ())).news == (order, Cancellation(order.order_id))
+        app.book.report(replace(app.book.progress(order.order_id), state="cancelled"))
+        refused = await http.delete(path)
+        assert (refused.status_code, refused.json()["detail"]) == (
+            409,
+            f"order {order.order_id} has ended already: it is cancelled",
+        )
+        assert (await http.delete("/ridgeline/orders/none")).status_code == 404
+
+
+@pytest.mark.parametrize("kind", ["scale", "restart"])
+async def test_the_mode_does_not_change_while_pools_are_scaled(kind):
+    roles = RoleTable("disaggregated", {"disaggregated": {}, "colocated": {}})
+    async with admin(roles=roles) as (http, _, fleet, app):
+        order = app.book.give(kind, 1.0, {"decode": 2} if kind == "scale" else {}, mode="disaggregated")
+        answer = await http.post("/ridgeline/mode", json={"mode": "colocated"})
+        if kind == "restart":  # is about all workers, in any mode
+            assert answer.status_code == 200
+            return
+        assert answer.status_code == 409
+        assert f"while order {order.order_id} (scale decode=2) is under way" in answer.json()["detail"]
+        assert f"cancel it (ridgeline orders cancel {order.order_id})" in answer.json()["detail"]
+        assert fleet.mode == "disaggregated"
+        assert (await http.post("/ridgeline/mode", json={"mode": "disaggregated"})).status_code == 200  # no change
+        app.book.report(replace(app.book.progress(order.order_id), state="done"))
+        assert (await http.post("/ridgeline/mode", json={"mode": "colocated"})).status_code == 200
+
+
+ORDER_CALLS = [
+    ("GET", "/ridgeline/orders"),
+    ("GET", "/ridgeline/orders/x"),
+    ("DELETE", "/ridgeline/orders/x"),
+    ("POST", "/ridgeline/restart"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ORDER_CALLS)
+async def test_only_operators_see_and_cancel_orders(method, path):
+    async with admin("10.0.0.7") as (http, _, _, _):
+        assert (await http.request(method, path, json={})).status_code == 403
+    async with admin(access=KEYED) as (http, _, _, app):
+        assert (await http.request(method, path, json={})).status_code == 401
+        wrong = {"authorization": "Bearer a-clients-key"}
+        assert (await http.request(method, path, json={}, headers=wrong)).status_code == 401
+        assert not app.book.all
+        assert (await http.request(method, path, json={}, headers=BEARER)).status_code in (200, 202, 404)
+
+
+async def test_the_commands_list_orders_and_cancel_one():
+    async with admin() as (_, _, _, app), listening(app) as url:
+        console = Console(file=io.StringIO(), width=200)
+        await orders(url, admin_key_file=None, console=console)
+        assert console.file.getvalue() == "nothing has been ordered\n"
+        scaling = asyncio.create_task(scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=console))
+        await eventually(lambda: app.book.open)
+        [progress] = app.book.open
+        order_id = progress.order.order_id
+        app.book.report(replace(progress, state="running", sentences=("worker-2: starting [on core 1]",)))
+        await eventually(lambda: "worker-2: starting [on core 1]" in console.file.getvalue())
+        assert f"order {order_id}; ridgeline orders cancel {order_id} ends it" in console.file.getvalue()
+        console = Console(file=io.StringIO(), width=200)
+        await orders(url, admin_key_file=None, console=console)
+        line = rf"{order_id} scale decode=2 \d+ s ago, running: worker-2: starting \[on core 1\]\n"
+        assert re.fullmatch(line, console.file.getvalue())
+        cancelling = asyncio.create_task(cancel(url, order_id, admin_key_file=None, console=console))
+        await eventually(lambda: len(app.book._news) == 2)
+        now = app.book.progress(order_id)
+        app.book.report(replace(now, state="cancelled", sentences=(*now.sentences, "cancelled after 3 s")))
+        await cancelling
+        assert console.file.getvalue().endswith("\n  cancelled after 3 s\n")
+        with pytest.raises(ServerError, match="cancelled after 3 s"):
+            await scaling
+        with pytest.raises(ServerError, match="answers 409"):  # in words where vLLM's app answers
+            await cancel(url, order_id, admin_key_file=None, console=console)
+
+
+async def test_the_command_says_that_an_order_is_lost_which_no_router_knows(monkeypatch):
+    monkeypatch.setattr("cluster.commands.operators.orders.UNKNOWN_S", 0.0)
+    async with admin() as (_, _, _, app), listening(app) as url:
+        scaling = asyncio.create_task(
+            scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=Console(file=io.StringIO()))
+        )
+        await eventually(lambda: app.book.open)
+        app.book._progress.clear()  # as after the router's process has ended
+        with pytest.raises(ServerError, match="the one that had it was lost before it was taken"):
+            await scaling
+
+
+async def test_the_command_waits_as_long_for_a_change_of_mode_as_a_server_may_take():
+    assert MODE_WITHIN_S > CHANGE_WITHIN_S + ANSWER_WITHIN_S - 1
+    app = FastAPI()
+    app.add_api_route("/ridgeline/mode", lambda: {"mode": "colocated", "modes": [], "why_not": {}})
+    hangs = asyncio.Event()
+    app.add_api_route("/ridgeline/mode", hangs.wait, methods=["POST"])
+    async with listening(app) as url, operator_client(url, None) as client:
+        with pytest.raises(ServerError, match=r"within 0 s: what was asked for may be done all the same"):
+            await ask(client, "POST", "/ridgeline/mode", {}, within_s=0.05)
+        hangs.set()
 
 
 # --- who may

@@ -2,31 +2,63 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 
 from cluster.commands.operators.orders import wanted_workers
-from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace
-from cluster.runtime.orders import Orders
+from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached
+from cluster.runtime.orders.carrying import LEAD_BACK_WITHIN_S, Carrying
+from cluster.runtime.orders.desk import OrderDesk
 from router.front.orders import KEPT, OrderBook
+from router.observe.fleet_use import Member, Members
+from tests.support.clock import FakeClock
+from tests.support.patience import PATIENCE_S, eventually
+
+START_WITHIN_S = 2 * PATIENCE_S
 
 
 class Router:
-    """An order book behind calls that fail while its process is away."""
+    """An order book behind calls that fail while its process is away, or whose answers get lost."""
 
     def __init__(self):
         self.book = OrderBook()
         self.away = False
+        self._ends = asyncio.Event()
+        self.lost_answers = 0
+        """So many answers to `take_orders` that have orders, and to reports of an end, do not arrive."""
 
-    async def take_orders(self, within_s):
+    async def take_orders(self, within_s, known):
+        self._refuse()
+        ends, taking = asyncio.ensure_future(self._ends.wait()), asyncio.ensure_future(self.book.take(within_s, known))
+        try:
+            await asyncio.wait((ends, taking), return_when=asyncio.FIRST_COMPLETED)
+            if ends.done():
+                raise ActorGone("router ended")
+            self._lose(bool(taking.result().news))
+            return taking.result()
+        finally:
+            ends.cancel()
+            taking.cancel()
+
+    def start_again(self):
+        """End, with all that it knows, and be there again at once."""
+        self._ends.set()
+        self.book, self._ends = OrderBook(), asyncio.Event()
+
+    async def report(self, progress):
+        self._refuse()
+        self.book.report(progress)
+        self._lose(not progress.is_open)
+
+    def _refuse(self):
         if self.away:
             raise ActorGone("router ended")
-        return await self.book.take(within_s)
 
-    async def report(self, order_id, state, sentence):
-        if self.away:
-            raise ActorGone("router ended")
-        self.book.report(order_id, state, sentence)
+    def _lose(self, matters):
+        if matters and self.lost_answers:
+            self.lost_answers -= 1
+            raise DeploymentFailed("router did not finish within 25 s")
 
 
 class Fleet:
@@ -34,25 +66,61 @@ class Fleet:
 
     def __init__(self, **pools):
         self.pool_of = {f"worker-{number}": pool for number, pool in enumerate(pools.get("start", ()))}
+        self.mode = "disaggregated"
         self.log = []
         self.room = 9
         self.refuses = None
         self.restarts = {}
+        self.lost, self.unusable, self.draining, self.cut_off = set(), set(), set(), set()
+        self.may_start, self.may_leave = asyncio.Event(), asyncio.Event()
+        self.may_start.set()
+        self.may_leave.set()
+        self.away = 0
+        """So many questions to the leading router fail."""
 
     @property
     def workers(self):
         return list(self.pool_of)
 
-    async def pools(self):
-        return self.pool_of
+    @property
+    def started_for(self):
+        return dict(self.pool_of)
+
+    @property
+    def come_back(self):
+        return set(self.restarts)
+
+    async def members(self, started_for):
+        self._refuse()
+        bad = self.lost | self.unusable | self.draining | self.cut_off
+        there = self.pool_of.items()
+        return Members(self.mode, {name: Member(pool, name not in bad, name in self.draining) for name, pool in there})
 
     async def drain_worker(self, name, timeout_s):
+        self._refuse()
+        if name in self.cut_off:
+            raise NotReached(f"router could not drain_worker: WorkerLost: {name}")
         self.log.append(f"drain {name} {timeout_s:g}")
+        self.draining.add(name)
+        asyncio.get_running_loop().create_task(self._leave(name))
+
+    async def _leave(self, name):
+        await self.may_leave.wait()
+        self.draining.discard(name)
         if name in self.restarts:
-            self.restarts[name].set_result(None)
+            self.restarts.pop(name).set_result(None)
         else:
             del self.pool_of[name]
             self.room += 1
+
+    def _refuse(self):
+        if self.away:
+            self.away -= 1
+            raise ActorGone("router ended")
+
+    async def dismiss(self, name):
+        self.log.append(f"dismiss {name}")
+        del self.pool_of[name]
 
     async def add(self, worker, address):
         if self.refuses:
@@ -64,16 +132,13 @@ class Fleet:
         self.restarts[name] = asyncio.get_running_loop().create_future()
         return self.restarts[name]
 
-    def forget_restart(self, name):
-        self.restarts.pop(name)
-
 
 class Worker:
     def __init__(self, fleet, name, pool):
         self.fleet, self.name, self.pool = fleet, name, pool
 
     async def start(self):
-        await asyncio.sleep(0)
+        await self.fleet.may_start.wait()
         if not self.fleet.room:
             raise NoPlace(f"Ray found no place for {self.name}")
         self.fleet.room -= 1
@@ -83,52 +148,65 @@ class Worker:
         self.fleet.log.append(f"retire {self.name}")
 
 
+def desk_of(routers, fleet, start_within_s=START_WITHIN_S, **options):
+    carrying = Carrying(fleet, fleet, lambda name, pool: Worker(fleet, name, pool), start_within_s, **options)
+    return OrderDesk(routers, carrying.carry_out)
+
+
 @contextlib.asynccontextmanager
-async def serving(fleet, routers=1):
+async def serving(fleet, routers=1, **options):
     """Run orders over this fleet; yields the routers."""
     there = [Router() for _ in range(routers)]
-    orders = Orders(there, fleet, fleet, lambda name, pool: Worker(fleet, name, pool))
-    running = asyncio.create_task(orders.run(lambda _: None))
+    running = asyncio.create_task(desk_of(there, fleet, **options).run(lambda _: None))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             yield there
     finally:
         running.cancel()
         await asyncio.wait((running,))
 
 
+def scale(router, workers, timeout_s=30.0, **options):
+    """Give the order that an operator would, in the mode in which the tests begin."""
+    return router.book.give("scale", timeout_s, workers, mode="disaggregated", **options)
+
+
+async def until_told(router, order, sentence):
+    """Wait until the router knows that an order is so far."""
+    await eventually(lambda: any(sentence in said for said in router.book.progress(order.order_id).sentences))
+
+
 async def ended(router, order):
     """How an order ended."""
-    while (progress := router.book.progress(order.order_id)) is None or progress.state in ("given", "running"):  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    return progress
+    await eventually(lambda: (known := router.book.progress(order.order_id)) is not None and not known.is_open)
+    return router.book.progress(order.order_id)
 
 
 async def test_missing_workers_are_started_and_get_names_that_no_other_has_had():
     fleet = Fleet(start=["prefill", "decode"])
     async with serving(fleet) as (router,):
-        progress = await ended(router, router.book.give("scale", 30.0, {"prefill": 3}))
+        progress = await ended(router, scale(router, {"prefill": 3}))
         assert progress.state == "done"
         assert fleet.pool_of == {f"worker-{n}": p for n, p in enumerate(["prefill", "decode", "prefill", "prefill"])}
-        await ended(router, router.book.give("scale", 5.0, {"prefill": 1}))
-        await ended(router, router.book.give("scale", 30.0, {"prefill": 2}))
+        await ended(router, scale(router, {"prefill": 1}, 5.0))
+        await ended(router, scale(router, {"prefill": 2}))
         assert set(fleet.pool_of) == {"worker-0", "worker-1", "worker-4"}
-        assert progress.sentences[0] == "worker-2: starting"
-        assert progress.sentences[-1].startswith("done after")
+        assert progress.sentences[:2] == ("begins", "worker-2: starting")
+        assert progress.sentences[-1] == "done after 0 s: prefill has 3 workers"
 
 
 async def test_the_newest_of_a_pool_leave_after_the_new_ones_of_the_other_serve():
     fleet = Fleet(start=["prefill", "prefill", "prefill", "decode"])
     async with serving(fleet) as (router,):
-        assert (await ended(router, router.book.give("scale", 7.0, {"prefill": 1, "decode": 2}))).state == "done"
-        assert fleet.log == ["add worker-4:1", "drain worker-1 7", "drain worker-2 7"]
+        assert (await ended(router, scale(router, {"prefill": 1, "decode": 2}, 7.0))).state == "done"
+        assert fleet.log == ["add worker-4:1", "drain worker-2 7", "drain worker-1 7"]
 
 
 async def test_without_room_the_leaving_ones_go_first():
     fleet = Fleet(start=["prefill", "prefill", "decode"])
     fleet.room = 0
     async with serving(fleet) as (router,):
-        progress = await ended(router, router.book.give("scale", 7.0, {"prefill": 1, "decode": 2}))
+        progress = await ended(router, scale(router, {"prefill": 1, "decode": 2}, 7.0))
         assert progress.state == "done"
         assert fleet.log == ["retire worker-3", "drain worker-1 7", "add worker-4:1"]
         assert any("there is room now; before, Ray found no place for worker-3" in line for line in progress.sentences)
@@ -138,7 +216,7 @@ async def test_a_worker_that_nobody_can_place_is_ended_and_the_reason_told():
     fleet = Fleet(start=["prefill", "decode"])
     fleet.room = 0
     async with serving(fleet) as (router,):
-        progress = await ended(router, router.book.give("scale", 30.0, {"decode": 2}))
+        progress = await ended(router, scale(router, {"decode": 2}))
         assert (progress.state, progress.sentences[-1]) == ("failed", "Ray found no place for worker-2")
         assert fleet.log == ["retire worker-2"]
 
@@ -147,7 +225,7 @@ async def test_a_worker_that_the_routers_refuse_is_ended_and_the_reason_told():
     fleet = Fleet(start=["prefill", "decode"])
     fleet.refuses = "worker-2 (decode) and worker-0 (prefill) cannot exchange KV: model"
     async with serving(fleet) as (router,):
-        progress = await ended(router, router.book.give("scale", 30.0, {"decode": 2}))
+        progress = await ended(router, scale(router, {"decode": 2}))
         assert (progress.state, progress.sentences[-1]) == ("failed", fleet.refuses)
         assert fleet.log == ["retire worker-2"]
 
@@ -164,7 +242,7 @@ async def test_all_workers_are_started_again_one_after_the_other():
 async def test_orders_are_carried_out_one_at_a_time_and_any_router_tells_how_they_go_on():
     fleet = Fleet(start=["prefill", "decode"])
     async with serving(fleet, routers=2) as (first, second):
-        orders = [router.book.give("scale", 30.0, {"decode": wanted}) for router, wanted in ((first, 4), (second, 2))]
+        orders = [scale(router, {"decode": wanted}) for router, wanted in ((first, 4), (second, 2))]
         for order in orders:
             assert (await ended(second, order)).state == (await ended(first, order)).state == "done"
         assert sorted(fleet.pool_of.values()) in (["decode"] * 2 + ["prefill"], ["decode"] * 4 + ["prefill"])
@@ -173,25 +251,23 @@ async def test_orders_are_carried_out_one_at_a_time_and_any_router_tells_how_the
 async def test_an_order_that_was_decided_before_another_change_is_void():
     fleet = Fleet(start=["prefill", "decode"])
     async with serving(fleet) as (router,):
-        operators = router.book.give("scale", 30.0, {"decode": 3})
-        late = router.book.give("scale", 30.0, {"decode": 2}, {"decode": 1})
-        assert router.book.has_new
+        operators = scale(router, {"decode": 3})
+        late = scale(router, {"decode": 2}, decided_at={"decode": 1})
         assert (await ended(router, operators)).state == "done"
         progress = await ended(router, late)
         assert progress.state == "failed"
-        assert progress.sentences == ["decode has 3 workers, and 1 when this was decided: nothing is changed"]
-        assert not router.book.has_new
+        assert progress.sentences[-1] == "decode has 3 workers, and 1 when this was decided: nothing is changed"
         assert sorted(fleet.pool_of.values()) == ["decode"] * 3 + ["prefill"]
 
 
 async def test_it_is_known_whether_an_order_is_under_way():
     fleet = Fleet(start=["prefill", "decode"])
     router = Router()
-    orders = Orders([router], fleet, fleet, lambda name, pool: Worker(fleet, name, pool))
+    orders = desk_of([router], fleet)
     told = []
     running = asyncio.create_task(orders.run(lambda sentence: told.append((orders.under_way, sentence))))
     assert not orders.under_way
-    given = [router.book.give("scale", 30.0, {"decode": wanted}) for wanted in (2, 3)]
+    given = [scale(router, {"decode": wanted}) for wanted in (2, 3)]
     for order in given:
         await ended(router, order)
     await asyncio.sleep(0)
@@ -205,19 +281,262 @@ async def test_a_router_that_is_away_is_asked_again_when_it_is_back():
     fleet = Fleet(start=["prefill", "decode"])
     async with serving(fleet) as (router,):
         router.away = True
-        order = router.book.give("scale", 30.0, {"decode": 2})
-        await asyncio.sleep(0.1)
+        order = scale(router, {"decode": 2})
         router.away = False
         assert (await ended(router, order)).state == "done"
 
 
-async def test_only_the_last_orders_are_kept():
+async def test_orders_that_have_ended_are_forgotten_when_many_have_come_since_and_others_never():
     book = OrderBook()
-    orders = [book.give("restart", 1.0) for _ in range(KEPT + 1)]
+    first, *orders = [book.give("restart", 1.0) for _ in range(KEPT + 2)]
+    assert len((await book.take(0.0, ())).news) == KEPT + 2
+    for order in orders:
+        book.report(replace(book.progress(order.order_id), state="done"))
     assert book.progress(orders[0].order_id) is None
-    assert book.progress(orders[-1].order_id).state == "given"
-    assert len(await book.take(1.0)) == KEPT + 1
-    assert await book.take(0.0) == []
+    assert book.progress(orders[1].order_id).state == "done"
+    assert book.open == [book.progress(first.order_id)]
+    assert (await book.take(0.0, ())).news == (first,)
+
+
+# --- who leaves
+
+
+async def test_of_a_pool_that_shrinks_the_workers_that_do_not_run_leave_first_and_without_a_drain():
+    fleet = Fleet(start=["prefill", "decode", "decode", "decode"])
+    fleet.lost = {"worker-1"}
+    async with serving(fleet) as (router,):
+        progress = await ended(router, scale(router, {"decode": 1}, 1.0))
+        assert fleet.log == ["dismiss worker-1", "drain worker-3 1"]
+        assert "worker-1: does not run, and is given up without a drain" in progress.sentences
+        assert progress.sentences[-1].endswith("decode has 1 worker")
+
+
+async def test_the_one_that_serves_stays_however_many_of_its_pool_wait_for_a_node():
+    fleet = Fleet(start=["decode", "decode", "decode"])
+    fleet.lost = {"worker-0", "worker-1"}
+    async with serving(fleet) as (router,):
+        assert (await ended(router, scale(router, {"decode": 1}))).state == "done"
+        assert fleet.log == ["dismiss worker-1", "dismiss worker-0"]
+        assert set(fleet.pool_of) == {"worker-2"}
+
+
+async def test_a_worker_that_runs_and_cannot_be_used_drains_before_one_that_serves():
+    fleet = Fleet(start=["decode", "decode"])
+    fleet.unusable = {"worker-0"}
+    async with serving(fleet) as (router,):
+        await ended(router, scale(router, {"decode": 1}, 2.0))
+        assert fleet.log == ["drain worker-0 2"]
+
+
+async def test_a_worker_that_is_not_reached_is_given_up_without_a_drain():
+    fleet = Fleet(start=["decode", "decode"])
+    fleet.cut_off = {"worker-0"}
+    async with serving(fleet) as (router,):
+        assert (await ended(router, scale(router, {"decode": 1}))).state == "done"
+        assert fleet.log == ["dismiss worker-0"]
+
+
+async def test_a_worker_that_drains_already_counts_no_more():
+    fleet = Fleet(start=["decode", "decode"])
+    fleet.draining = {"worker-1"}
+    async with serving(fleet) as (router,):
+        await ended(router, scale(router, {"decode": 1}))
+        assert fleet.log == []
+        await ended(router, scale(router, {"decode": 2}))
+        assert fleet.log == ["add worker-2:1"]
+
+
+async def test_no_restart_drains_the_only_worker_that_serves_while_others_are_lost():
+    fleet = Fleet(start=["colocated", "colocated", "colocated"])
+    fleet.lost, fleet.unusable = {"worker-1"}, {"worker-2"}
+    async with serving(fleet) as (router,):
+        progress = await ended(router, router.book.give("restart", 1.0))
+        assert progress.state == "failed"
+        assert progress.sentences[-1].startswith("worker-0 is the only worker that serves now")
+        assert fleet.log == []
+
+
+async def test_a_restart_leaves_out_what_is_started_again_anyway_and_what_leaves():
+    fleet = Fleet(start=["colocated"] * 4)
+    fleet.lost, fleet.draining = {"worker-1"}, {"worker-2"}
+    async with serving(fleet) as (router,):
+        progress = await ended(router, router.book.give("restart", 1.0))
+        assert fleet.log == ["drain worker-0 1", "drain worker-3 1"]
+        assert progress.sentences[-1] == "done after 0 s: 2 workers of 4 started again"
+
+
+# --- another mode
+
+
+async def test_an_order_is_void_in_another_mode_than_that_in_which_it_was_given():
+    fleet = Fleet(start=["prefill", "prefill", "decode", "decode"])
+    async with serving(fleet) as (router,):
+        order = scale(router, {"prefill": 2, "decode": 2})  # nothing to do in the mode in which it was given
+        fleet.mode = "colocated"
+        fleet.pool_of = dict.fromkeys(fleet.pool_of, "colocated")
+        progress = await ended(router, order)
+        assert progress.state == "failed"
+        assert "it is for mode disaggregated, and the server serves colocated now" in progress.sentences[-1]
+        assert fleet.log == []
+
+
+async def test_a_worker_that_has_loaded_when_the_mode_is_another_one_is_not_added():
+    fleet = Fleet(start=["prefill", "decode"])
+    fleet.may_start.clear()
+    async with serving(fleet) as (router,):
+        order = scale(router, {"decode": 2})
+        await until_told(router, order, "worker-2: starting")
+        fleet.mode = "colocated"
+        fleet.may_start.set()
+        assert (await ended(router, order)).state == "failed"
+        assert fleet.log == ["retire worker-2"]
+
+
+# --- every order ends
+
+
+async def test_an_order_whose_worker_waits_for_a_node_fails_in_the_end_and_later_ones_go_on(monkeypatch):
+    monkeypatch.setattr("cluster.runtime.orders.carrying.BEYOND_TIMEOUT_S", 0.0)
+    fleet = Fleet(start=["prefill", "decode"])
+    fleet.may_leave.clear()  # it drains, and its node is gone: it never comes back
+    async with serving(fleet, start_within_s=0.01) as (router,):
+        order, later = router.book.give("restart", 0.0), scale(router, {"decode": 1})
+        progress = await ended(router, order)
+        assert progress.state == "failed"
+        assert "worker-0 does not serve again after 0 s" in progress.sentences[-1]
+        assert "it is started as soon as that is possible" in progress.sentences[-1]
+        assert fleet.come_back == {"worker-0"}
+        assert (await ended(router, later)).state == "done"
+
+
+async def test_a_worker_that_does_not_start_in_time_is_ended():
+    fleet = Fleet(start=["prefill", "decode"])
+    fleet.may_start.clear()
+    async with serving(fleet, start_within_s=0.01) as (router,):
+        progress = await ended(router, scale(router, {"decode": 2}))
+        assert progress.state == "failed"
+        assert "(ray.placement_timeout_s and supervision.start_timeout_s together)" in progress.sentences[-1]
+        assert fleet.log == ["retire worker-2"]
+
+
+async def test_an_order_that_waits_says_for_which_one_and_can_be_cancelled():
+    fleet = Fleet(start=["prefill", "decode"])
+    fleet.may_start.clear()
+    async with serving(fleet, routers=2) as (first, second):
+        running, waiting = scale(first, {"decode": 2}), scale(first, {"prefill": 3})
+        hint = f"waits until order {running.order_id} (scale decode=2) has ended (ridgeline orders cancel "
+        await eventually(lambda: second.book.progress(waiting.order_id) is not None)
+        await until_told(first, waiting, hint)
+        second.book.cancel(waiting.order_id)  # another router than the one that was given it
+        assert (await ended(first, waiting)).state == "cancelled"
+        fleet.may_start.set()
+        assert (await ended(first, running)).state == "done"
+        assert fleet.log == ["add worker-2:1"]
+
+
+async def test_a_scale_that_is_cancelled_keeps_what_serves_and_ends_what_starts():
+    fleet = Fleet(start=["prefill", "decode"])
+    fleet.may_start.clear()
+    async with serving(fleet) as (router,):
+        order = scale(router, {"decode": 2})
+        await until_told(router, order, "worker-2: starting")
+        router.book.cancel(order.order_id)
+        progress = await ended(router, order)
+        assert progress.state == "cancelled"
+        assert progress.sentences[-2:] == (
+            "worker-2: ended, before it served",
+            "cancelled after 0 s: the rest of it is not done",
+        )
+        assert fleet.log == ["retire worker-2"]
+        fleet.may_start.set()
+        assert (await ended(router, scale(router, {"decode": 2}))).state == "done"  # the next one is carried out
+
+
+async def test_a_worker_that_drains_when_its_order_is_cancelled_leaves_and_no_other_one():
+    fleet = Fleet(start=["decode", "decode", "decode"])
+    fleet.may_leave.clear()
+    async with serving(fleet) as (router,):
+        order = scale(router, {"decode": 1})
+        await eventually(lambda: fleet.draining)
+        router.book.cancel(order.order_id)
+        progress = await ended(router, order)
+        assert "worker-2: drains already, and leaves; the others stay as they are" in progress.sentences
+        fleet.may_leave.set()
+        await eventually(lambda: set(fleet.pool_of) == {"worker-0", "worker-1"})
+        assert len(fleet.log) == 1
+
+
+async def test_a_worker_that_drains_when_its_restart_is_cancelled_comes_back():
+    fleet = Fleet(start=["decode", "decode"])
+    fleet.may_leave.clear()
+    async with serving(fleet) as (router,):
+        order = router.book.give("restart", 1.0)
+        await eventually(lambda: fleet.draining)
+        router.book.cancel(order.order_id)
+        progress = await ended(router, order)
+        assert progress.state == "cancelled"
+        assert "worker-0: is started again once it has drained; the others stay as they are" in progress.sentences
+        assert fleet.come_back == {"worker-0"}
+        assert fleet.log == ["drain worker-0 1"]
+
+
+# --- calls that get lost
+
+
+async def test_an_answer_that_nobody_reads_loses_no_order_and_none_is_carried_out_twice():
+    fleet = Fleet(start=["prefill", "decode"])
+    async with serving(fleet) as (router,):
+        router.lost_answers = 2  # that with the order, and that to the report of its end
+        progress = await ended(router, scale(router, {"decode": 2}))
+        assert progress.state == "done"
+        await eventually(lambda: not router.lost_answers)
+        assert (await ended(router, scale(router, {"decode": 3}))).state == "done"
+        assert fleet.log == ["add worker-2:1", "add worker-3:1"]
+
+
+async def test_a_question_whose_asker_has_given_up_takes_no_order_away():
+    book = OrderBook()
+    abandoned = asyncio.create_task(book.take(PATIENCE_S, ()))  # the call has timed out, the coroutine lives on
+    asked = asyncio.create_task(book.take(PATIENCE_S, ()))
+    await asyncio.sleep(0)
+    order = book.give("scale", 30.0, {"decode": 2})
+    assert (await abandoned).news == (await asked).news == (order,)
+    assert (await book.take(0.0, [order])).news == ()
+    book.report(replace(book.progress(order.order_id), state="done"))
+    assert (await book.take(0.0, ())).news == ()
+
+
+async def test_a_router_that_was_started_again_is_told_of_every_order():
+    fleet = Fleet(start=["prefill", "decode"])
+    fleet.may_start.clear()
+    async with serving(fleet) as (router,):
+        ended_before = await ended(router, scale(router, {"decode": 1}))
+        order = scale(router, {"decode": 2})
+        await until_told(router, order, "worker-2: starting")
+        lost = router.book.give("restart", 1.0)  # nobody has taken it when its router ends
+        router.start_again()
+        fleet.may_start.set()
+        assert (await ended(router, order)).state == "done"
+        assert await ended(router, ended_before.order) == ended_before
+        assert router.book.progress(lost.order_id) is None
+
+
+async def test_an_order_survives_that_the_leading_router_is_away_for_a_while():
+    fleet = Fleet(start=["decode", "decode"])
+    async with serving(fleet) as (router,):
+        fleet.away = 1
+        assert (await ended(router, scale(router, {"decode": 1}))).state == "done"
+
+
+async def test_an_order_fails_if_the_leading_router_stays_away():
+    fleet, clock = Fleet(start=["decode", "decode"]), FakeClock()
+    fleet.away = 10**9
+    async with serving(fleet, clock=clock) as (router,):
+        order = scale(router, {"decode": 1})
+        await until_told(router, order, "begins")
+        clock.now_s += LEAD_BACK_WITHIN_S
+        progress = await ended(router, order)
+        assert (progress.state, progress.sentences[-1]) == ("failed", "router ended")
 
 
 @pytest.mark.parametrize("word", ["prefill", "prefill=0", "prefill=-1", "prefill=two", "router=2", "=2"])

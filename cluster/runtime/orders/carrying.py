@@ -1,0 +1,273 @@
+"""What scaling and restarting consist of: who is started, who leaves and in which order, and when to give up.
+
+Each step has an end. An order that is cancelled or fails leaves what serves serving. A worker that was being started
+for it ends, and one that drains already leaves, or is started again, as it would have been.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from cluster.runtime.handles.actor import DeploymentFailed, NoPlace, NotReached
+from cluster.runtime.orders.desk import Note, OrderFailed
+from cluster.runtime.plan import PlacementError
+from cluster.runtime.supervisor import Supervisor
+from contracts.vocabulary import Pool
+from router.front.orders import Order
+from router.observe.fleet_use import Member, Members
+
+RETRY_S = 0.5
+LOOK_S = 0.2
+"""How often it is looked whether a worker has left."""
+BEYOND_TIMEOUT_S = 120.0
+"""How long a drain may take, after the running requests' time is up, until nobody needs the worker's KV any more."""
+LEAD_BACK_WITHIN_S = 120.0
+"""How long an order waits for the router that leads, which may be starting again: that takes 14 s on two cores, and
+more where the disk is slow, since it imports vLLM."""
+T = TypeVar("T")
+
+
+class LeadingHead(Protocol):
+    """The head that knows all workers' pools and states: the dispatcher, or the only router."""
+
+    async def members(self, started_for: dict[str, Pool]) -> Members: ...
+    async def drain_worker(self, worker_id: str, timeout_s: float) -> None: ...
+
+
+class NewWorker(Protocol):
+    """A worker that can be started now."""
+
+    @property
+    def name(self) -> str: ...
+    async def start(self) -> str:
+        """Start it and return its address. Raises NoPlace, PlacementError, DeploymentFailed."""
+        ...
+
+    async def retire(self) -> None: ...
+
+
+class Carrying:
+    """Carries out one order at a time. `lead` knows the workers' pools: the dispatcher, or the only router."""
+
+    def __init__(
+        self,
+        lead: LeadingHead,
+        supervisor: Supervisor,
+        make_worker: Callable[[str, Pool], NewWorker],
+        start_within_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`start_within_s`: how long a worker may take to find a place and load its engine."""
+        self._lead = lead
+        self._supervisor = supervisor
+        self._make_worker = make_worker
+        self._start_within_s = start_within_s
+        self._clock = clock
+        self._next = 0
+        """The number of the next worker, at the least."""
+
+    async def carry_out(self, order: Order, note: Note) -> str:
+        """Return what is so now. Raises OrderFailed, DeploymentFailed or PlacementError."""
+        if order.kind == "restart":
+            return await self._restart(order, note)
+        await self._scale(order, note)
+        members = await self._members(order)
+        return ", ".join(f"{pool} has {_counted(len(self._of(pool, members)))}" for pool in order.workers)
+
+    # --- more and fewer
+
+    async def _scale(self, order: Order, note: Note) -> None:
+        """Start what is missing, then have leave what is too much; the other way round if there is no room before."""
+        members = await self._members(order)
+        for pool, then in order.decided_at.items():
+            if (now := len(self._of(pool, members))) != then:
+                raise OrderFailed(f"{pool} has {now} workers, and {then} when this was decided: nothing is changed")
+        try:
+            await self._grow(order, note)
+        except (NoPlace, PlacementError) as error:
+            if not await self._shrink(order, note):
+                raise
+            note(f"there is room now; before, {error}")
+            await self._grow(order, note)
+        await self._shrink(order, note)
+
+    async def _members(self, order: Order) -> dict[str, Member]:
+        """Return all workers. Raises OrderFailed if the server does not serve in the order's mode any more."""
+        members = await self._asked(lambda: self._lead.members(self._supervisor.started_for))
+        if order.mode not in (None, members.mode):
+            raise OrderFailed(
+                f"it is for mode {order.mode}, and the server serves {members.mode} now: nothing more is changed; say "
+                f"how many workers the pools of mode {members.mode} shall have"
+            )
+        return members.workers
+
+    async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask the leading head, again if it is away or its answer was lost: no question does harm twice."""
+        give_up_s = self._clock() + LEAD_BACK_WITHIN_S
+        while True:
+            try:
+                return await ask()
+            except NotReached:
+                raise
+            except DeploymentFailed:
+                if self._clock() >= give_up_s:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    def _of(self, pool: Pool, members: dict[str, Member]) -> list[str]:
+        """Return the pool's workers that stay: first those that can be given work, of these the oldest."""
+        back = self._supervisor.come_back
+        staying = (name for name, one in members.items() if one.pool == pool and (name in back or not one.draining))
+        return sorted(staying, key=lambda name: (name in self._unusable(members), _number(name)))
+
+    def _unusable(self, members: dict[str, Member]) -> set[str]:
+        return self._supervisor.lost | {name for name, one in members.items() if not one.usable}
+
+    async def _grow(self, order: Order, note: Note) -> None:
+        members = await self._members(order)
+        missing = {pool: wanted - len(self._of(pool, members)) for pool, wanted in order.workers.items()}
+        new = [self._make_worker(self._name(), pool) for pool, number in missing.items() for _ in range(number)]
+        failures: list[Exception] = []
+
+        async def one(worker: NewWorker) -> None:
+            try:
+                await self._start(order, worker, note)
+            except (DeploymentFailed, OrderFailed, PlacementError) as error:  # the others are started all the same
+                failures.append(error)
+
+        async with asyncio.TaskGroup() as group:
+            for worker in new:
+                group.create_task(one(worker), name=f"start-{worker.name}")
+        if failures:
+            raise failures[0]
+
+    def _name(self) -> str:
+        self._next = max(self._next, 1 + max((_number(name) for name in self._supervisor.workers), default=-1))
+        self._next += 1
+        return f"worker-{self._next - 1}"
+
+    async def _start(self, order: Order, worker: NewWorker, note: Note) -> None:
+        began_s = self._clock()
+        note(f"{worker.name}: starting")
+        try:
+            async with asyncio.timeout(self._start_within_s):
+                address = await worker.start()
+                await self._members(order)  # it has no place in another mode
+                await self._supervisor.add(worker, address)  # type: ignore[arg-type]
+        except TimeoutError as error:
+            await worker.retire()
+            raise OrderFailed(f"{worker.name} does not serve {self._limit}: it was ended") from error
+        except BaseException:
+            await worker.retire()
+            note(f"{worker.name}: ended, before it served")
+            raise
+        note(f"{worker.name}: serves after {self._clock() - began_s:.0f} s")
+
+    @property
+    def _limit(self) -> str:
+        setting = "ray.placement_timeout_s and supervision.start_timeout_s together"
+        return f"after {self._start_within_s:.0f} s ({setting})"
+
+    async def _shrink(self, order: Order, note: Note) -> bool:
+        """Have those leave that are too many, the newest first, and before them those that do not serve anyway.
+
+        Returns whether there were any. Looks at all of them again before each one, since others may be lost meanwhile.
+        """
+        left = False
+        for pool, wanted in order.workers.items():
+            while len(staying := self._of(pool, members := await self._members(order))) > wanted:
+                await self._leave(staying[-1], order, members, note)
+                left = True
+        return left
+
+    async def _leave(self, name: str, order: Order, members: dict[str, Member], note: Note) -> None:
+        if name in self._supervisor.lost:
+            note(f"{name}: does not run, and is given up without a drain")
+            await self._supervisor.dismiss(name)
+            return
+        if name in self._unusable(members):
+            note(f"{name}: does not serve at the moment, and leaves before those that do")
+        if await self._drain(name, order.timeout_s, note):
+            try:
+                await self._gone(name, order.timeout_s)
+            except asyncio.CancelledError:
+                note(f"{name}: drains already, and leaves; the others stay as they are")
+                raise
+            note(f"{name}: is gone")
+        else:
+            note(f"{name}: is not reached, and is given up without a drain")
+            await self._supervisor.dismiss(name)
+
+    async def _drain(self, name: str, timeout_s: float, note: Note) -> bool:
+        """Have a worker drain; False if it is not reached."""
+        note(f"{name}: drains, running requests get {timeout_s:.0f} s")
+        try:
+            await self._asked(lambda: self._lead.drain_worker(name, timeout_s))
+        except NotReached:
+            return False
+        return True
+
+    async def _gone(self, name: str, timeout_s: float) -> None:
+        """Wait until the worker has left, and the leading head knows."""
+        try:
+            async with asyncio.timeout(timeout_s + BEYOND_TIMEOUT_S):
+                while name in self._supervisor.workers or name in (await self._asked(self._known)).workers:  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError as error:
+            raise OrderFailed(f"{name} still has not left; GET /ridgeline/workers says what it holds") from error
+
+    async def _known(self) -> Members:
+        return await self._lead.members({})
+
+    # --- all again
+
+    async def _restart(self, order: Order, note: Note) -> str:
+        """Drain each worker and start it again, one after the other."""
+        names, restarted = sorted(self._supervisor.workers, key=_number), 0
+        for name in names:
+            members = await self._members(order)
+            if name in self._supervisor.lost or name not in members:
+                note(f"{name}: does not run, and is being started again anyway")
+                continue
+            if members[name].draining and name not in self._supervisor.come_back:
+                note(f"{name}: drains already, and leaves")
+                continue
+            if len(members) > 1 and not members.keys() - {name} - self._unusable(members):
+                raise OrderFailed(
+                    f"{name} is the only worker that serves now, and without it nothing is served: order again when "
+                    f"others serve (GET /ridgeline/workers); {restarted} of {len(names)} workers were started again"
+                )
+            await self._one_again(name, order, note)
+            restarted += 1
+        return f"{_counted(restarted)} of {len(names)} started again"
+
+    async def _one_again(self, name: str, order: Order, note: Note) -> None:
+        began_s = self._clock()
+        back = self._supervisor.restart_drained(name)
+        within_s = order.timeout_s + BEYOND_TIMEOUT_S + self._start_within_s
+        try:
+            if not await self._drain(name, order.timeout_s, note):
+                note(f"{name}: is not reached, and left as it is")
+                return
+            async with asyncio.timeout(within_s):
+                await back
+        except TimeoutError as error:
+            raise OrderFailed(
+                f"{name} does not serve again after {within_s:.0f} s (the drain, ray.placement_timeout_s and "
+                "supervision.start_timeout_s): it is started as soon as that is possible, the others stay as they are"
+            ) from error
+        except asyncio.CancelledError:
+            note(f"{name}: is started again once it has drained; the others stay as they are")
+            raise
+        note(f"{name}: serves again after {self._clock() - began_s:.0f} s")
+
+
+def _counted(workers: int) -> str:
+    return f"{workers} worker{'s' * (workers != 1)}"
+
+
+def _number(worker_id: str) -> int:
+    return int(worker_id.rpartition("-")[2])
