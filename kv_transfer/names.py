@@ -15,6 +15,9 @@ has run nowhere else."""
 NIXL_PACKAGES: Final = {"13": "nixl-cu13", "12": "nixl-cu12"}
 """The package that `nixl` needs, by the CUDA version of torch; without CUDA, the first."""
 
+MAX_GROUPS: Final = 1024
+"""Ranks that can fetch from one source by `collective`: with equal ranks, one of each worker of the largest pool that
+may be ordered, 1000. Each has a thread of the source, made when it joins: 16 KiB and 0.2 ms."""
 LONGEST_FETCH_S: Final = 600.0
 """Longest read that a source accepts: a read pins its blocks for as long as its call lives."""
 LONGEST_FETCH_DEADLINE_S: Final = 590.0

@@ -97,29 +97,33 @@ class AutoscaleConfig(Section):
         }
 
 
-def autoscale_conflicts(autoscale: AutoscaleConfig, mode: Mode, workers: Mapping[Pool, int]) -> list[str]:
+def autoscale_conflicts(
+    autoscale: AutoscaleConfig, mode: Mode, workers: Mapping[Pool, int], other_modes: Mapping[Pool, int]
+) -> list[str]:
     """Find settings that are impossible together in this mode, whose pools start with so many `workers`.
 
-    One sentence each, naming the fix; none while nothing is to be scaled.
+    `other_modes` has the pools of modes that it may change to. One sentence each, naming the fix; none while nothing is
+    to be scaled.
     """
     if autoscale.mode == "none":
         return []
     said = {pool: each for pool, each in autoscale.by_pool().items() if each != PoolBounds()}
     found = list(_threshold_conflicts(autoscale))
-    if not said:
+    if not said.keys() & workers.keys():
         pool = next(iter(workers))
         found.append(
-            f"autoscale.mode is {autoscale.mode} and no pool has bounds: set autoscale.{pool}.min_workers and "
-            f"autoscale.{pool}.max_workers, {TURN_OFF}."
+            f"autoscale.mode is {autoscale.mode} and no pool of mode {mode} has bounds: set "
+            f"autoscale.{pool}.min_workers and autoscale.{pool}.max_workers, {TURN_OFF}."
         )
     for pool, each in said.items():
-        if pool not in workers:
+        there = workers.get(pool) or other_modes.get(pool)
+        if there is None:
             found.append(
-                f"autoscale.{pool} bounds a pool that mode {mode} does not have: set bounds for "
-                f"{' or '.join(workers)} instead, {TURN_OFF}."
+                f"autoscale.{pool} bounds a pool that mode {mode} does not have, in which fixed_mode keeps it: set "
+                f"bounds for {' or '.join(workers)} instead, {TURN_OFF}."
             )
         else:
-            found += _bounds_conflicts(pool, each, workers[pool])
+            found += _bounds_conflicts(pool, each, there)
     return found
 
 

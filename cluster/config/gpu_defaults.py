@@ -35,8 +35,19 @@ def gpu_defaults(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in with_gpus:
         for setting, default in POOLS[name].items():
             yield f"pools.{name}.{setting}", default
-    if with_gpus:
+    if with_gpus or _has_gpus(_adaptive(values).get("gpus_per_worker")):
         yield from SHARED.items()
+
+
+def fill_adaptive(values: Mapping[str, Any]) -> None:
+    """Give `pools.adaptive`, which is one setting, what it leaves out where it has GPUs."""
+    if _has_gpus((adaptive := _adaptive(values)).get("gpus_per_worker")):
+        adaptive.setdefault("kv_cache_bytes", None)
+
+
+def _adaptive(values: Mapping[str, Any]) -> dict[str, Any]:
+    adaptive = values["pools"]["adaptive"]
+    return adaptive if isinstance(adaptive, dict) else {}
 
 
 def _has_gpus(number: object) -> bool:

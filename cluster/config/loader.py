@@ -17,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 from rich.table import Table
 
 from cluster.config.autoscale import autoscale_conflicts
-from cluster.config.gpu_defaults import GPU_ORIGIN, gpu_defaults
+from cluster.config.gpu_defaults import GPU_ORIGIN, fill_adaptive, gpu_defaults
 from cluster.config.models import RidgelineConfig, conflicts
-from contracts.vocabulary import Mode
+from contracts.vocabulary import Mode, Pool
 
 DEFAULT_ORIGIN = "default"
 FLAG_ORIGIN = "flag"
@@ -74,17 +74,24 @@ def load_config(
         if origins[setting] == DEFAULT_ORIGIN:
             _assign(values, setting, default)
             origins[setting] = GPU_ORIGIN
+    fill_adaptive(values)
     config = _validate(values, origins, problems)
     if config is not None:
         modes = get_args(Mode) if both_modes else (config.mode,)
         found = (sentence for mode in modes for sentence in conflicts(config.model_copy(update={"mode": mode})))
         problems += dict.fromkeys(found)
         if not both_modes:  # a comparison leaves its pools as they are
-            workers = {pool: settings.workers for pool, settings in config.active_pools().items()}
-            problems += autoscale_conflicts(config.autoscale, config.mode, workers)
+            problems += autoscale_conflicts(config.autoscale, config.mode, *_workers(config))
     if config is None or problems:
         raise ConfigError(problems)
     return LoadedConfig(config=config, origins=origins)
+
+
+def _workers(config: RidgelineConfig) -> tuple[dict[Pool, int], dict[Pool, int]]:
+    """Return the number of workers of each pool of this mode, and of each pool of the modes that it may change to."""
+    now = {pool: settings.workers for pool, settings in config.active_pools().items()}
+    others = {} if config.fixed_mode else {pool: settings.workers for pool, settings in config.all_pools().items()}
+    return now, others
 
 
 def explain(loaded: LoadedConfig) -> Table:

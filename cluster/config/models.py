@@ -17,7 +17,7 @@ from cluster.node_address import network_of
 from contracts.rpc.tls import TlsFiles
 from contracts.vocabulary import Mode, Pool, RebalanceMode
 from engine import passed_args
-from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, SettableTransport, WireDtype
+from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, MAX_GROUPS, SettableTransport, WireDtype
 from router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -476,6 +476,10 @@ class RidgelineConfig(Section):
             return {"adaptive": self.pools.for_adaptive()}
         return {"prefill": self.pools.prefill, "decode": self.pools.decode}
 
+    def section_of(self, pool: Pool) -> str:
+        """Return where a pool's settings are written: adaptive may have none of its own."""
+        return "pools.prefill" if pool == "adaptive" and self.pools.adaptive is None else f"pools.{pool}"
+
     def all_pools(self) -> dict[Pool, PoolConfig]:
         """Return every pool, whatever the mode: `compare` runs all modes from one configuration."""
         return {
@@ -508,7 +512,11 @@ def conflicts(config: RidgelineConfig) -> list[str]:
     Only settings that this mode uses are checked: `compare`, which runs both, asks for both.
     """
     return [
-        *(sentence for name, pool in config.active_pools().items() for sentence in _pool_conflicts(name, pool)),
+        *(
+            sentence
+            for name, pool in config.active_pools().items()
+            for sentence in _pool_conflicts(config.section_of(name), pool)
+        ),
         *_model_conflicts(config),
         *(_shared_gpu_conflicts(config) if config.ray.share_gpus else ()),
         *_router_conflicts(config),
@@ -518,34 +526,34 @@ def conflicts(config: RidgelineConfig) -> list[str]:
     ]
 
 
-def _pool_conflicts(name: str, pool: PoolConfig) -> list[str]:
+def _pool_conflicts(section: str, pool: PoolConfig) -> list[str]:
     found = []
     if pool.max_num_batched_tokens < pool.max_num_seqs:
         found.append(
-            f"pools.{name}.max_num_batched_tokens ({pool.max_num_batched_tokens}) cannot give every one of "
+            f"{section}.max_num_batched_tokens ({pool.max_num_batched_tokens}) cannot give every one of "
             f"max_num_seqs ({pool.max_num_seqs}) a token per step: raise it to at least {pool.max_num_seqs}."
         )
     if pool.gpus_per_worker == 0 and pool.kv_cache_bytes is None:
         found.append(
-            f"pools.{name}.kv_cache_bytes must be set on CPU, where null makes each engine claim nearly all memory: "
+            f"{section}.kv_cache_bytes must be set on CPU, where null makes each engine claim nearly all memory: "
             "set it, for instance to 1 GiB."
         )
-    return [*found, *_rank_conflicts(name, pool)]
+    return [*found, *_rank_conflicts(section, pool)]
 
 
-def _rank_conflicts(name: str, pool: PoolConfig) -> list[str]:
+def _rank_conflicts(section: str, pool: PoolConfig) -> list[str]:
     if pool.gpus_per_worker:
         if pool.ranks == pool.gpus_per_worker:
             return []
         return [
-            f"pools.{name}.tensor_parallel ({pool.ranks}) must be gpus_per_worker ({pool.gpus_per_worker}), one rank "
+            f"{section}.tensor_parallel ({pool.ranks}) must be gpus_per_worker ({pool.gpus_per_worker}), one rank "
             "for each GPU: leave tensor_parallel out, or set both alike."
         ]
     if pool.cores_per_worker % pool.ranks == 0:
         return []
     return [
-        f"pools.{name}.cores_per_worker ({pool.cores_per_worker}) cannot be shared evenly by the ranks of "
-        f"pools.{name}.tensor_parallel ({pool.ranks}): set cores_per_worker to "
+        f"{section}.cores_per_worker ({pool.cores_per_worker}) cannot be shared evenly by the ranks of "
+        f"{section}.tensor_parallel ({pool.ranks}): set cores_per_worker to "
         f"{_round_up(pool.cores_per_worker, pool.ranks)}."
     ]
 
@@ -577,9 +585,10 @@ def _shared_gpu_conflicts(config: RidgelineConfig) -> list[str]:
             "NCCL refuses them: set it to grpc or cuda-ipc."
         )
     for name, pool in config.active_pools().items():
+        section = config.section_of(name)
         if pool.gpus_per_worker != 1:
             found.append(
-                f"ray.share_gpus puts {GPU_SHARERS} workers on a GPU, and pools.{name}.gpus_per_worker is "
+                f"ray.share_gpus puts {GPU_SHARERS} workers on a GPU, and {section}.gpus_per_worker is "
                 f"{pool.gpus_per_worker}: set it to 1, or leave ray.share_gpus out."
             )
             continue
@@ -592,7 +601,7 @@ def _shared_gpu_conflicts(config: RidgelineConfig) -> list[str]:
             )
         if pool.kv_cache_bytes is None:
             found.append(
-                f"ray.share_gpus needs pools.{name}.kv_cache_bytes, since engines that start together cannot measure "
+                f"ray.share_gpus needs {section}.kv_cache_bytes, since engines that start together cannot measure "
                 "what their weights leave of a GPU: set it, for instance to 8 GiB."
             )
     return found
@@ -600,22 +609,23 @@ def _shared_gpu_conflicts(config: RidgelineConfig) -> list[str]:
 
 def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
     found = []
-    prefill, decode = config.pools.prefill, config.pools.decode
+    pools = [(config.section_of(name), pool) for name, pool in config.active_pools().items()]
+    (one, prefill), (other, decode) = pools[0], pools[-1]  # in mode adaptive the same: its workers do both
     if (prefill.gpus_per_worker == 0) != (decode.gpus_per_worker == 0):
         found.append(
-            f"pools.prefill.gpus_per_worker ({prefill.gpus_per_worker}) and pools.decode.gpus_per_worker "
+            f"{one}.gpus_per_worker ({prefill.gpus_per_worker}) and {other}.gpus_per_worker "
             f"({decode.gpus_per_worker}) put one pool on GPUs and the other on CPUs, whose KV blocks differ inside: "
             "set both alike."
         )
     if config.transfer.transport == "cuda-ipc" and prefill.gpus_per_worker == decode.gpus_per_worker == 0:
+        settings = " and ".join(dict.fromkeys(f"{section}.gpus_per_worker" for section, _ in pools))
         found.append(
-            "transfer.transport cuda-ipc copies from GPU to GPU, and pools.prefill.gpus_per_worker (0) and "
-            "pools.decode.gpus_per_worker (0) leave both pools on CPUs: set transfer.transport to shm, which does the "
-            "same in the host's memory, or set both gpus_per_worker."
+            f"transfer.transport cuda-ipc copies from GPU to GPU, and with 0 in {settings} all workers are on CPUs: "
+            f"set transfer.transport to shm, which does the same in the host's memory, or set {settings}."
         )
     if max(prefill.ranks, decode.ranks) % min(prefill.ranks, decode.ranks):
         found.append(
-            f"pools.prefill.tensor_parallel ({prefill.ranks}) and pools.decode.tensor_parallel ({decode.ranks}) do not "
+            f"{one}.tensor_parallel ({prefill.ranks}) and {other}.tensor_parallel ({decode.ranks}) do not "
             "divide each other, so the KV heads of a rank cannot be split or joined whole: set one to a multiple of "
             "the other (on GPUs through gpus_per_worker)."
         )
@@ -627,8 +637,8 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
         )
     if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
         found.append(
-            f"router.min_remote_prefill_tokens ({config.router.min_remote_prefill_tokens}) leaves no prompt to the "
-            f"prefill pool: set it below model.max_model_len_tokens ({config.model.max_model_len_tokens})."
+            f"router.min_remote_prefill_tokens ({config.router.min_remote_prefill_tokens}) leaves no prompt whose KV "
+            f"is handed over: set it below model.max_model_len_tokens ({config.model.max_model_len_tokens})."
         )
     if config.transfer.fetch_deadline_s > config.router.request_deadline_s:
         found.append(
@@ -636,7 +646,24 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
             f"request it is for may live: set it to at most router.request_deadline_s "
             f"({config.router.request_deadline_s:g})."
         )
-    return found
+    return [*found, *_collective_conflicts(config)]
+
+
+def _collective_conflicts(config: RidgelineConfig) -> list[str]:
+    """A source has a pair group with each rank that fetches from it; pools may grow to `autoscale.*.max_workers`."""
+    if config.transfer.transport != "collective":
+        return []
+    pools = list(config.active_pools().items())
+    name, fetching = pools[-1]
+    most = max(fetching.workers, config.autoscale.by_pool()[name].max_workers or 0)
+    groups = most * max(1, fetching.ranks // pools[0][1].ranks)
+    if groups <= MAX_GROUPS:
+        return []
+    return [
+        f"transfer.transport collective lets at most {MAX_GROUPS} ranks fetch from a source, and with {most} {name} "
+        f"workers of {fetching.ranks} ranks it is {groups}: set transfer.transport to grpc, or lower "
+        f"{config.section_of(name)}.workers and autoscale.{name}.max_workers."
+    ]
 
 
 def _copies_raw(transport: str) -> bool:
@@ -668,8 +695,9 @@ def _router_conflicts(config: RidgelineConfig) -> list[str]:
         if config.window_tokens(name) < least_tokens:
             found.append(
                 f"router.prefill_window_tokens ({router.prefill_window_tokens}) is less than two steps of "
-                f"pools.{name}.max_num_batched_tokens ({pool.max_num_batched_tokens}), so its engines would wait for "
-                f"the router: set it to null, which gives each pool its own, or to {least_tokens} or more."
+                f"{config.section_of(name)}.max_num_batched_tokens ({pool.max_num_batched_tokens}), so its engines "
+                f"would wait for the router: set it to null, which gives each pool its own, or to {least_tokens} or "
+                "more."
             )
     return found
 
@@ -697,12 +725,12 @@ def _passed_conflicts(config: RidgelineConfig) -> list[str]:
     found += passed_args.reasoning_problems("engine_args", config.engine_args)
     found += passed_args.server_problems("server_args", config.server_args)
     for name, pool in config.active_pools().items():
-        found += passed_args.engine_problems(f"pools.{name}.engine_args", pool.engine_args, one_pool=True)
+        found += passed_args.engine_problems(f"{config.section_of(name)}.engine_args", pool.engine_args, one_pool=True)
         sized = pool.kv_cache_bytes is not None and not config.ray.share_gpus  # there vLLM's check at start needs it
         if sized and "gpu_memory_utilization" in config.args_of(name):
             found.append(
-                f"gpu_memory_utilization has no effect on pools.{name}, whose KV cache is sized by kv_cache_bytes "
-                f"({pool.kv_cache_bytes}): leave one of them out, kv_cache_bytes by setting it to null."
+                f"gpu_memory_utilization has no effect on {config.section_of(name)}, whose KV cache is sized by "
+                f"kv_cache_bytes ({pool.kv_cache_bytes}): leave one of them out, kv_cache_bytes by setting it to null."
             )
     kv_dtype = str(config.engine_args.get("kv_cache_dtype", "auto"))
     if kv_dtype.startswith(("fp8", "int8", "nvfp4", "turboquant")) and config.transfer.wire_dtype != "none":

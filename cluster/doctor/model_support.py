@@ -30,7 +30,8 @@ def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
 def _unequal_ranks(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     if config.mode == "colocated" or not model.has_latent_kv:
         return []
-    prefill, decode = config.pools.prefill.ranks, config.pools.decode.ranks
+    ranks = [pool.ranks for pool in config.active_pools().values()]
+    prefill, decode = ranks[0], ranks[-1]
     if prefill == decode:
         return []
     return [

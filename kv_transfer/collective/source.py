@@ -35,6 +35,7 @@ from kv_transfer.collective.wire import (
     offered,
 )
 from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.names import MAX_GROUPS
 from kv_transfer.source.block_server import BlockRead, BlockServer, Segment, Wanted
 from kv_transfer.source.grpc_source import FetchSlot, SourceExtension, parse
 from kv_transfer.wire import grpc_methods
@@ -42,8 +43,6 @@ from kv_transfer.wire import grpc_methods
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-MAX_GROUPS: Final = 16
-"""Fetching ranks that one source can serve; each occupies a thread."""
 TURN_WAIT_S: Final = 1.0
 """A fetcher may begin its next transfer shortly before the last one's call has ended here."""
 

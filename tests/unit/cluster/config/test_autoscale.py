@@ -35,8 +35,8 @@ def test_a_pool_with_both_bounds_is_changed_within_them_and_the_others_are_left_
         ("autoscale.decode.max_workers", "null", "autoscale.decode.max_workers must be set as well"),
         ("autoscale.decode.min_workers", "2", "pools.decode.workers (1) is not within"),
         ("pools.decode.workers", "5", "start with a number between them, or change the bounds"),
-        ("autoscale.colocated.min_workers", "1", "set bounds for prefill or decode instead"),
-        ("mode", "colocated", "autoscale.decode bounds a pool that mode colocated does not have"),
+        ("autoscale.colocated.min_workers", "1", "autoscale.colocated.max_workers must be set as well"),
+        ("mode", "colocated", "no pool of mode colocated has bounds: set autoscale.colocated.min_workers"),
         ("autoscale.down_use", "0.8", "must be below autoscale.up_use (0.8)"),
         ("autoscale.down_after_s", "30", "set it to at least 60"),
     ],
@@ -47,10 +47,26 @@ def test_what_excludes_each_other_is_one_sentence_that_names_the_fix(path, value
     assert fix in problems[0]
 
 
+ADAPTIVE = {"autoscale.adaptive.min_workers": "2", "autoscale.adaptive.max_workers": "8"}
+
+
+def test_pools_of_modes_that_it_may_change_to_may_have_bounds_too():
+    autoscale = load_config(None, ACT | ADAPTIVE).config.autoscale
+    assert autoscale.bounds() == {"decode": Bounds(1, 4), "adaptive": Bounds(2, 8)}
+    assert problems_of(**ADAPTIVE, pools__decode__workers="8")[1].startswith("pools.adaptive.workers (9) is not within")
+
+
+def test_in_a_fixed_mode_bounds_of_another_modes_pool_are_refused():
+    [problem] = problems_of(**ADAPTIVE, fixed_mode="true")
+    assert "bounds a pool that mode disaggregated does not have, in which fixed_mode keeps it" in problem
+    assert "set bounds for prefill or decode instead" in problem
+
+
 def test_without_any_bounds_there_is_nothing_to_change():
     nothing = {"autoscale.decode.min_workers": "null", "autoscale.decode.max_workers": "null"}
     [problem] = problems_of(**nothing)
-    assert "autoscale.mode is act and no pool has bounds: set autoscale.prefill.min_workers" in problem
+    assert "autoscale.mode is act and no pool of mode disaggregated has bounds" in problem
+    assert "set autoscale.prefill.min_workers" in problem
     assert "or set autoscale.mode to none" in problem
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from cluster.config.loader import ConfigError, explain, load_config
 from cluster.config.models import RidgelineConfig
+from kv_transfer.names import MAX_GROUPS
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -181,10 +182,92 @@ def test_encoded_blocks_and_a_transport_without_frames_exclude_each_other_in_one
 
 def test_a_copy_from_gpu_to_gpu_without_gpus_is_refused_and_shared_memory_named_as_the_fix():
     problem = only_problem_of(transfer__transport="cuda-ipc")
-    assert "leave both pools on CPUs: set transfer.transport to shm" in problem
+    assert "with 0 in pools.prefill.gpus_per_worker and pools.decode.gpus_per_worker all workers are on CPUs" in problem
+    assert "set transfer.transport to shm" in problem
     overrides = {"transfer.transport": "cuda-ipc", **ranks_of(1, 1, gpus=True)}
     assert load_config(None, overrides).config.transfer.transport == "cuda-ipc"
     assert load_config(None, {"transfer.transport": "cuda-ipc", "mode": "colocated"}).config.mode == "colocated"
+
+
+def ranks_of(prefill: int, decode: int, *, gpus: bool = False) -> dict[str, str]:
+    flags = {"pools.colocated.gpus_per_worker": "1"} if gpus else {}
+    for pool, ranks in (("prefill", prefill), ("decode", decode)):
+        settings = ("gpus_per_worker",) if gpus else ("tensor_parallel", "cores_per_worker")
+        flags |= {f"pools.{pool}.{setting}": str(ranks) for setting in settings}
+    return flags
+
+
+def adaptive(**settings) -> dict[str, str]:
+    pool = {"workers": 4, "max_num_seqs": 64, "max_num_batched_tokens": 2048} | settings
+    return {"mode": "adaptive", "pools.adaptive": str(pool)}
+
+
+IPC = {"transfer.transport": "cuda-ipc"}
+SPLIT_ON_GPUS = {"pools.prefill.gpus_per_worker": "1", "pools.decode.gpus_per_worker": "1"}
+
+
+def problems_with(overrides) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return caught.value.problems
+
+
+def test_mode_adaptive_is_checked_by_its_own_pool_wherever_the_others_are():
+    accepted = load_config(None, {**IPC, **adaptive(gpus_per_worker=1)}).config
+    assert accepted.mode == "adaptive"
+    [problem] = problems_with({**IPC, **SPLIT_ON_GPUS, **adaptive(kv_cache_bytes=2**30)})
+    assert "with 0 in pools.adaptive.gpus_per_worker all workers are on CPUs" in problem
+    [problem] = problems_with({**IPC, "mode": "adaptive"})
+    assert "with 0 in pools.prefill.gpus_per_worker all workers are on CPUs" in problem
+    one_on_gpus = {"pools.prefill.gpus_per_worker": "1"}
+    assert load_config(None, {**one_on_gpus, **adaptive(kv_cache_bytes=2**30)}).config.mode == "adaptive"
+    assert "put one pool on GPUs and the other on CPUs" in problems_with(one_on_gpus)[0]
+
+
+def test_ranks_that_do_not_divide_each_other_matter_to_no_mode_that_does_not_use_them():
+    assert load_config(None, {**ranks_of(2, 3), **adaptive()}).config.mode == "adaptive"
+    assert "do not divide each other" in problems_with(ranks_of(2, 3))[0]
+
+
+def test_a_pool_for_adaptive_on_gpus_has_the_defaults_of_gpus():
+    config = load_config(None, adaptive(gpus_per_worker=1)).config
+    assert config.pools.for_adaptive().kv_cache_bytes is None
+    assert config.supervision.start_timeout_s == 3600
+    assert (
+        load_config(None, adaptive(gpus_per_worker=1, kv_cache_bytes=2**33)).config.pools.adaptive.kv_cache_bytes
+        == 2**33
+    )
+    assert load_config(None, adaptive()).config.pools.adaptive.kv_cache_bytes == 2**30
+
+
+@pytest.mark.parametrize("overrides", [{"pools.decode.workers": "20"}, adaptive(workers=20)])
+def test_a_source_has_pair_groups_for_as_many_as_there_may_be(overrides):
+    assert (
+        load_config(None, {"transfer.transport": "collective", **overrides}).config.transfer.transport == "collective"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"pools.decode.workers": "1025"}, "1025 decode workers of 1 ranks it is 1025: set transfer.transport to grpc"),
+        (adaptive(workers=1025), "or lower pools.adaptive.workers and autoscale.adaptive.max_workers"),
+        (
+            {
+                **ranks_of(1, 2),
+                "pools.decode.workers": "2",
+                "autoscale.mode": "act",
+                "autoscale.decode.min_workers": "1",
+                "autoscale.decode.max_workers": "1000",
+            },
+            "with 1000 decode workers of 2 ranks it is 2000",
+        ),
+    ],
+)
+def test_more_fetching_ranks_than_a_source_can_have_pair_groups_are_refused_before_anything_starts(overrides, named):
+    [problem] = problems_with({"transfer.transport": "collective", **overrides})
+    assert f"collective lets at most {MAX_GROUPS} ranks fetch from a source" in problem
+    assert named in problem
 
 
 @pytest.mark.parametrize(("transport", "wire_dtype"), [("auto", "int8"), ("grpc", "fp8"), ("shm", "none")])
@@ -196,14 +279,6 @@ def test_other_transports_may_encode_and_shared_memory_may_not(transport, wire_d
 def test_a_wire_dtype_that_does_not_exist_is_answered_with_those_that_do():
     problem = only_problem_of(transfer__wire_dtype="int4")
     assert "transfer.wire_dtype: input should be 'none', 'int8' or 'fp8'" in problem
-
-
-def ranks_of(prefill: int, decode: int, *, gpus: bool = False) -> dict[str, str]:
-    flags = {"pools.colocated.gpus_per_worker": "1"} if gpus else {}
-    for pool, ranks in (("prefill", prefill), ("decode", decode)):
-        settings = ("gpus_per_worker",) if gpus else ("tensor_parallel", "cores_per_worker")
-        flags |= {f"pools.{pool}.{setting}": str(ranks) for setting in settings}
-    return flags
 
 
 @pytest.mark.parametrize("gpus", [False, True], ids=["cpu", "gpu"])

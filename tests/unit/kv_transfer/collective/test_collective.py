@@ -1,5 +1,6 @@
 """Pair groups by themselves, both ends in this process, on gloo; and the tensors that the pools hand out."""
 
+import contextlib
 import os
 import threading
 import time
@@ -13,10 +14,16 @@ import torch
 from contracts import errors
 from kv_transfer.collective import group
 from kv_transfer.collective.group import FETCHER_RANK, SOURCE_RANK, PairGroup, SendWindow, host_store, join_store
+from kv_transfer.collective.puller import _Membership
+from kv_transfer.collective.source import CollectiveSource
+from kv_transfer.fetch.control import GrpcControl
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.device import DeviceMemory, weighted_sum
 from kv_transfer.names import AUTO
+from kv_transfer.source.grpc_source import GrpcKvSource
+from kv_transfer.source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S, in_the_end
+from tests.support.samples import kv_layout
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -233,3 +240,42 @@ def test_the_weighted_sum_tells_words_that_changed_places():
 def test_the_weighted_sum_of_no_more_than_a_few_bytes_is_defined():
     assert len({int(weighted_sum(numbers(size, seed=3))) for size in (1, 2, 3, 4, 5)}) == 5
     assert weighted_sum(torch.empty(0, dtype=torch.uint8)) == 0
+
+
+@contextlib.asynccontextmanager
+async def joining(**options):
+    """A source, and a function by which another fetching rank joins a group with it."""
+    pool = BlockPool([np.zeros((8, 64), np.uint8)])
+    extension = CollectiveSource(pool, HOST)
+    source = GrpcKvSource(
+        pool, LeaseTable(), kv_layout(num_layers=1, block_bytes=64), HOST, extensions=[extension], **options
+    )
+    source.start()
+    control, members = GrpcControl(), []
+
+    def join():
+        channel = control.channel(source.address)
+        members.append(_Membership.join(channel, source.address, source.server.incarnation, HOST, CPU))
+
+    try:
+        yield control, source, join
+    finally:
+        for member in members:
+            member.leave()
+        source.close()
+        await control.close()
+
+
+async def test_a_source_joins_a_group_with_each_of_more_fetching_ranks_than_it_serves_at_a_time():
+    async with joining(max_concurrent_fetches=1) as (control, source, join):
+        for _ in range(24):
+            join()
+        assert (await control.describe(source.address)).incarnation == source.server.incarnation, "it answers others"
+
+
+async def test_a_group_beyond_those_that_a_source_can_have_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr("kv_transfer.collective.source.MAX_GROUPS", 1)
+    async with joining() as (_, _, join):
+        join()
+        with pytest.raises(errors.TransferFailed, match="is in 1 pair groups already"):
+            join()
