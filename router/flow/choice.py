@@ -107,6 +107,8 @@ class ByPrediction:
         """Seconds that prompts take that were placed lately."""
         self._any_favours = False
         """Whether a worker was told last time that it favours a phase."""
+        self._role_number: int | None = None
+        """The change of mode that gave the workers their roles when a prompt was placed last."""
 
     def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker], *, urgent: bool) -> Choice | None:
         """Return the best workers, or None if the one for the prompt has no room now."""
@@ -152,6 +154,11 @@ class ByPrediction:
 
     def _rebalance(self, workers: Sequence[Worker], wanted: Wanted, model: StepModel, cached_tokens: int) -> None:
         """Count a prompt that is placed, and have workers favour from now on the phases that the rebalancer says."""
+        role_number = workers[0].role.number if workers[0].role else None
+        if self._role_number not in (None, role_number):  # another mode was in between, with other traffic perhaps
+            self._learned.forget_traffic()
+            self._any_favours = False
+        self._role_number = role_number
         rebalancer, now_s = self._learned.rebalancer, self._clock()
         least_ttft_s = idle_prompt_s(model, wanted.prompt_tokens)
         least_tpot_s = model.decode_s(1, wanted.context_tokens)

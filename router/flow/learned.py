@@ -63,6 +63,7 @@ class Learned:
 
     def __init__(self, block_size_tokens: int, rebalance: RebalanceMode = "none") -> None:
         self.prefixes = PrefixIndex(block_size_tokens)
+        self._rebalance: RebalanceMode = rebalance
         self.rebalancer = Rebalancer(rebalance)
         self._part = _Mean(UNKNOWN_PART)
         self._output_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)
@@ -70,6 +71,10 @@ class Learned:
         self._bytes_per_s: dict[tuple[str, str], float] = {}
         self._exchanging: set[str] = set()
         """The workers in its keys."""
+
+    def forget_traffic(self) -> None:
+        """Divide the workers anew, by what comes from now on."""
+        self.rebalancer = Rebalancer(self._rebalance)
 
     def answered(self, longest_tokens: int, output_tokens: int) -> None:
         """Learn from a complete answer; `longest_tokens` is 0 if it might have been of any length."""

@@ -166,6 +166,22 @@ async def test_once_workers_favour_a_phase_requests_are_split_between_them_and_t
         assert [worker.favours for worker in fleet.workers] == [None, None]
 
 
+async def test_a_division_of_the_workers_does_not_outlive_a_change_of_mode():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet, rebalance="act")
+        await serving.learn()
+        keep_one_for_prompts(serving.learned.rebalancer)
+        _, ending = serving.ask(3)
+        await serving.step_until(ending)
+        assert sorted(worker.favours for worker in fleet.workers) == ["decode", "prefill"]
+        for mode in ("colocated", "adaptive"):
+            await fleet.change_mode(mode)
+        _, ending = serving.ask(3, [token + 100 for token in PROMPT])
+        await serving.step_until(ending)
+        assert [worker.favours for worker in fleet.workers] == [None, None]
+        assert not serving.learned.rebalancer.divides
+
+
 async def test_the_rebalancer_is_told_of_limits_within_reach_and_of_who_kept_their_own(monkeypatch):
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet, rebalance="act")
