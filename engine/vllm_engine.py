@@ -7,16 +7,19 @@ end and runs in the worker's event loop.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from importlib import import_module
 from typing import Any
 
 import msgspec
-from vllm.config import KVTransferConfig, ModelConfig
+from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
+from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -33,9 +36,11 @@ from engine.connector.events import NoticeBoard
 from engine.connector.messages import LINGERING, NOTICES, STEP_MODEL
 from engine.connector.transferable_models import UnsupportedModel, model_obstacle
 from engine.request import logprobs
+from engine.root_cause import CauseFile, output_place, sentence_of
 from engine.stall import StallWatch
 from engine.steps.scheduler import bound_steps
 from engine.vllm_arguments import engine_values
+from engine.vllm_workarounds.engine_process import cause_file, prepare_engine_processes
 from engine.vllm_workarounds.forked import fork_engines
 from engine.vllm_workarounds.one_tokenizer import one_tokenizer
 from engine.vllm_workarounds.step_limits import LIMIT_STEPS
@@ -90,20 +95,35 @@ class VllmEngine:
         self.stats = EngineStats(None)
         self._activity = Activity(computes_here=config.on_cpu)
         self._llm: AsyncLLM | None = None
+        self._cause: CauseFile | None = None
         self._to_release: list[str] = []
         self._releasing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Load the model and allocate the KV cache; blocks for the 10 to 60 s this takes. Needs a running event loop.
 
-        Raises UnsupportedModel before anything is loaded.
+        Raises UnsupportedModel before anything is loaded, and EngineFailed with the root cause of anything else.
         """
         args = AsyncEngineArgs(**_engine_args(self.config))
-        vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        try:
+            vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        except Exception as error:
+            why = _why_not_inspected(error) or sentence_of(error)
+            raise EngineFailed(f"{self.config.model_path} cannot be served: {why}") from error
         self._require_supported(vllm_config.model_config)
+        self._cause = cause_file(vllm_config)
+        try:
+            self._load(args, vllm_config)
+        except Exception as error:
+            why = self._cause.why_not_loaded(error)
+            self._cause.remove()
+            raise EngineFailed(f"the engine could not load: {why}{output_place()}") from error
+
+    def _load(self, args: AsyncEngineArgs, vllm_config: VllmConfig) -> None:
         bound_steps(vllm_config.scheduler_config)
         if self.config.on_cpu and self.config.tensor_parallel_size == 1:
             fork_engines()
+        prepare_engine_processes()
         with one_tokenizer():
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config,
@@ -113,6 +133,9 @@ class VllmEngine:
             )
 
     def _require_supported(self, model: ModelConfig) -> None:
+        if model.runner_type != "generate":
+            what = f"it is a model for {model.runner_type} (embeddings, scores), and makes no text"
+            raise UnsupportedModel(f"{self.config.model_path} cannot be served: {what}.")
         obstacle = model_obstacle(
             model.hf_text_config.to_dict(),
             max_model_len_tokens=model.max_model_len,
@@ -244,11 +267,36 @@ class VllmEngine:
         """Return whether its processes have done nothing since the last call; ask only while a step is overdue."""
         return self._activity.stands_still()
 
+    @property
+    def ending(self) -> str:
+        """How the engine process ended: by which signal or with which status, why, and where its output is."""
+        if not self.failed:
+            return ""
+        assert self._llm is not None
+        assert self._cause is not None
+        manager = self._llm.engine_core.resources.engine_manager
+        codes = [process.exitcode for process in getattr(manager, "processes", ())]
+        return self._cause.why_ended(next((code for code in codes if code is not None), None)) + output_place()
+
     def close(self) -> None:
         """End the engine process. Calling it again does nothing."""
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
+        if self._cause is not None:
+            self._cause.remove()
+
+
+def _why_not_inspected(error: Exception) -> str:
+    """Return why vLLM could not import a model's code, which it says in a log only; empty if that was not it."""
+    named = re.search(r"architectures \[(.*?)\] failed to be inspected", str(error))
+    for name in re.findall(r"\w+", named[1]) if named else ():
+        module = getattr(ModelRegistry.models.get(name), "module_name", "")
+        try:
+            import_module(module or "vllm")
+        except Exception as missing:  # noqa: BLE001 - it is what vLLM has met
+            return sentence_of(missing)
+    return ""
 
 
 def require_in_vocabulary(token_ids: list[int], vocabulary_tokens: int) -> None:

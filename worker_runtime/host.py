@@ -255,6 +255,11 @@ class WorkerHost:
         stalled = self._engine.stats.stall.is_stalled(self._settings.stall_timeout_s, has_work=bool(self._tasks))
         return "stalled" if stalled else ""
 
+    @property
+    def ending(self) -> str:
+        """How the engine's process ended; empty if it runs."""
+        return self._engine.ending
+
     async def _report_health(self) -> None:
         """Report each change of health to the routers, until cancelled: they seldom ask a worker that is idle."""
         reported = self.failure()

@@ -159,6 +159,10 @@ class WorkerService(_Service):
         """
         return "actor_died" if self._host is None else self._host.failure()
 
+    async def ending(self) -> str:
+        """Say how the engine's process ended, and where its output is; empty if it runs."""
+        return "" if self._host is None else str(self._host.ending)
+
     async def stop(self) -> None:
         """End the engine process and the server."""
         if self._host is not None:

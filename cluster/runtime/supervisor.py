@@ -33,7 +33,7 @@ T = TypeVar("T")
 _WHAT_HAPPENED: dict[RestartReason, str] = {
     "ordered": "drained, to be started again",
     "actor_died": "its process ended",
-    "engine_died": "engine process killed",
+    "engine_died": "its engine process ended",
     "stalled": "its engine has work and makes no step",
     "unreachable": "it does not answer",
     "cut_off": "it answers, but there is no connection between it and the router",
@@ -55,6 +55,7 @@ class SupervisedWorker(Supervised, Protocol):
     @property
     def pool(self) -> Pool: ...
     async def start_again(self) -> str: ...
+    async def ending(self) -> str: ...
     async def retire(self) -> None: ...
 
 
@@ -202,7 +203,8 @@ class Supervisor:
                 await self._dismiss(worker, f"{worker.name} has drained and is gone")
                 return
             why: RestartReason = "ordered" if health == "drained" else health
-            self._say(f"{worker.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
+            what = await worker.ending() if why == "engine_died" else ""
+            self._say(f"{worker.name} is gone ({what or _WHAT_HAPPENED[why]}); restarting")
             began_s = self._clock()
             await self._bring_back(worker, why, budget)
             budget.serves()

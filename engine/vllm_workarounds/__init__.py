@@ -8,5 +8,7 @@ one_tokenizer.py     keeps an engine's front end from copying its tokenizer
 orphan_watch.py      ends a child process whose parent is gone
 early_stats.py       sends statistics before a step instead of after it
 step_limits.py       changes the limits of an engine's steps while it runs
+engine_process.py    what each process of an engine does first, and leaves behind when it fails
+amx.py               asks the kernel for the CPU's matrix tiles
 cores.py             decides which cores a CPU engine computes on
 """

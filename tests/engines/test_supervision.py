@@ -24,6 +24,7 @@ from rich.console import Console
 from cluster.commands.operators.drain import drain
 from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, descendants, serving, still_there
 from tests.engines.served import Deployed, Stream
+from tests.support.symptoms import is_quoted
 
 Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines
@@ -56,8 +57,12 @@ def test_a_killed_actor_and_a_killed_engine_of_two_pools_come_back_and_pair_agai
     deployed.engine("worker-0").kill()
     figure(deployed.back("worker-1"))
     figure(deployed.back("worker-0"))
-    assert "worker-1 is gone (its process ended); restarting" in deployed.serve.output
-    assert "worker-0 is gone (engine process killed); restarting" in deployed.serve.output
+    printed = " ".join(deployed.serve.output.split())
+    assert is_quoted(printed)
+    assert "worker-1 is gone (its process ended); restarting" in printed
+    assert re.search(
+        r"worker-0 is gone \(its engine process was ended by SIGKILL .*; its output is in (\S+)\)", printed
+    )
     assert still_there([old_engine], 0) == []
     after = deployed.workers()
     assert after.keys() == before.keys()

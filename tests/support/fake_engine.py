@@ -80,6 +80,7 @@ class FakeEngine:
         self.config = engine_config(pool)
         self.stats = FakeStats()
         self.failed = False
+        self.ending = ""
         self.closed = False
         self.calls: list[Call] = []
         self.aborted: list[str] = []

@@ -13,7 +13,7 @@ from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import resolve_dtype
 from cluster.runtime.actors import ServiceActor, engine_environment
 from cluster.runtime.environment import forwarded_variables
-from cluster.runtime.handles.actor import LOOPBACK, ActorHandle, DeploymentFailed
+from cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
 from cluster.runtime.plan import CoreTable, PlacementError, Plan, PlannedWorker
 from cluster.runtime.services import WorkerReady
 from contracts.vocabulary import Pool
@@ -111,6 +111,13 @@ class WorkerHandle(ActorHandle):
             return (await self.load()).address
         except PlacementError as error:
             raise DeploymentFailed(str(error)) from error
+
+    async def ending(self) -> str:
+        """Say how its engine's process ended; empty if it cannot be asked any more."""
+        try:
+            return str(await self.call("ending", timeout_s=ANSWER_WITHIN_S))
+        except DeploymentFailed:
+            return ""
 
     async def retire(self) -> None:
         """End the worker for good, gently if possible, and free its cores."""

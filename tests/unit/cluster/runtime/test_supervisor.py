@@ -73,6 +73,9 @@ class Worker(Actor):
         self.starts += 1
         return f"{self.name}:{self.starts}"
 
+    async def ending(self):
+        return "its engine process was ended by SIGILL"
+
     async def retire(self):
         self.log.append(f"retire {self.name}")
 
@@ -169,7 +172,7 @@ class Scene:
     ("why", "words"),
     [
         ("actor_died", "its process ended"),
-        ("engine_died", "engine process killed"),
+        ("engine_died", "its engine process was ended by SIGILL"),
         ("stalled", "its engine has work and makes no step"),
         ("unreachable", "it does not answer"),
         ("cut_off", "it answers, but there is no connection between it and the router"),

@@ -1,0 +1,87 @@
+"""What each process of an engine does before vLLM's own code, and what it leaves behind when it fails.
+
+vLLM's front end cannot tell why a process of its engine ended (`engine.root_cause`), its kernels use tiles unasked
+(`engine.vllm_workarounds.amx`), and it leaves the file of its process groups in the temporary folder. Installed by
+`engine.vllm_engine`, which starts the engine's process; that one installs it for the processes of its ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import platform
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.executor import multiproc_executor, uniproc_executor
+from vllm.v1.executor.multiproc_executor import WorkerProc
+
+from engine.root_cause import CauseFile
+from engine.vllm_workarounds.amx import ask_for_tiles
+
+logger = init_logger(f"vllm.{__name__}")
+_run_engine_core = EngineCoreProc.run_engine_core
+_run_rank = WorkerProc.worker_main
+_make_rank = WorkerProc.__init__
+
+
+def cause_file(vllm_config: VllmConfig) -> CauseFile:
+    """Return where the processes of this engine leave why they cannot go on."""
+    assert vllm_config.kv_transfer_config is not None
+    return CauseFile(envs.VLLM_RPC_BASE_PATH, str(vllm_config.kv_transfer_config.engine_id))
+
+
+def prepare_engine_processes() -> None:
+    """Have the next engine of this process begin with `run_engine`."""
+    EngineCoreProc.run_engine_core = staticmethod(run_engine)  # looked up by this name
+
+
+def run_engine(*args: Any, **kwargs: Any) -> None:
+    """Be the engine's process: vLLM's `EngineCoreProc.run_engine_core`."""
+    _prepare()
+    WorkerProc.worker_main = staticmethod(run_rank)  # looked up by this name
+    for executor in (uniproc_executor, multiproc_executor):
+        executor.get_file_store_init_method = _file_of_groups
+    _told(_run_engine_core)(*args, **kwargs)
+
+
+def run_rank(*args: Any, **kwargs: Any) -> None:
+    """Be the process of a rank: vLLM's `WorkerProc.worker_main`, which keeps its errors to its own log."""
+    _prepare()
+    WorkerProc.__init__ = _told(_make_rank)  # called by the next line
+    _run_rank(*args, **kwargs)
+
+
+def _prepare() -> None:
+    if not ask_for_tiles() and "amx_tile" in _cpu_flags():
+        logger.warning("the kernel allows no AMX tiles here: in bfloat16 the engine may be ended by SIGILL")
+    faulthandler.enable()  # a process that is ended by SIGSEGV or SIGILL then says where it was
+
+
+def _cpu_flags() -> str:
+    if platform.system() != "Linux":
+        return ""
+    with open("/proc/cpuinfo") as file:
+        return next((line for line in file if line.startswith("flags")), "")
+
+
+def _told(run: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(run)
+    def telling(*args: Any, **kwargs: Any) -> None:
+        try:
+            run(*args, **kwargs)
+        except Exception as error:
+            cause_file(kwargs["vllm_config"]).leave(error)
+            raise
+
+    return telling
+
+
+def _file_of_groups() -> str:
+    """Return vLLM's own kind of path, in the folder of its sockets, which is removed with the worker."""
+    return f"file://{envs.VLLM_RPC_BASE_PATH}/vllm_dist_{uuid.uuid4().hex}"
