@@ -385,7 +385,7 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="folder for summary.json and records.jsonl")] = None,
 ) -> None:
     """Replay a trace against a running server, open loop, and print TTFT, TPOT and goodput."""
-    from cluster.commands.loadtest import replay_command
+    from cluster.commands.replay import replay_command
 
     run(replay_command(url, plan, out, console))
 

@@ -1,7 +1,8 @@
 """The commands behind `cluster/cli.py`, one module each.
 
 serve.py         `ridgeline serve`
-loadtest.py      `ridgeline replay` and `ridgeline compare`
+replay.py        `ridgeline replay`
+loadtest.py      `ridgeline compare`
 plan_options.py  the options of those two
 setup.py         what they were run with, for their summaries
 report.py        `ridgeline report`

@@ -1,4 +1,4 @@
-"""`ridgeline replay` and `ridgeline compare`: build the plan, start what must be started. Called by `cluster.cli`."""
+"""`ridgeline compare`: builds the plan, starts what must be started. Called by `cluster.cli`."""
 
 from __future__ import annotations
 
@@ -26,34 +26,16 @@ from loadtest.compare import Comparison, compare, resume
 from loadtest.errors import LoadTestError
 from loadtest.find_rate import FoundRates, find_rate
 from loadtest.opponent import OpponentArm, opponent_of
-from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan, ReplayPlan
-from loadtest.report.replay_output import report_replay
-from loadtest.run.calibration import Workers, given_load, settle, workers_of
+from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan
+from loadtest.run.calibration import Workers
 from loadtest.run.machine import busy_note
-from loadtest.run.records import RecordFile
-from loadtest.run.replay import check_client, run_replay
-from loadtest.run.unloaded import measure_unloaded, sizes_of
-from loadtest.run_folder import Past, RunFolder, new_folder
+from loadtest.run.replay import check_client
+from loadtest.run.unloaded import sizes_of
+from loadtest.run_folder import Past, RunFolder
 from loadtest.statistics.outcome import Side
 from loadtest.trace.shape import fit_context
 from loadtest.trace.windows import PairTraces
 from loadtest.tuning import Candidate, Candidates
-
-
-async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:
-    """Replay a trace against a running server and print the figures. Raises LoadTestError."""
-    await asyncio.to_thread(check_client, plan)
-    trace = sizes_of(plan)
-    load = given_load(plan, trace)
-    if plan.measures_first:
-        unloaded = await measure_unloaded(url, plan, console, round_index=1)
-        plan, load = settle(plan, trace, unloaded, workers_of(unloaded.workers))
-    for sentence in load.sentences(plan.limits):
-        console.print(sentence, highlight=False, markup=False)
-    out = new_folder(RunFolder(out), console).path if out else None
-    record_file = RecordFile(out / "records.jsonl") if out else None
-    result = await run_replay(url, plan, console, record_file=record_file)
-    report_replay(result, plan, load, out, console)
 
 
 async def resume_command(folder: Path, given: ComparePlan, config: RidgelineConfig | None, console: Console) -> None:

@@ -24,6 +24,7 @@ def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package, names in PACKAGES.items():
         found[package] = next((one for name in names if (one := _version(name))), None)
+    found["ridgeline"] = found["ridgeline"] or "not installed by pip"
     return found | {"commit": _commit()}
 
 

@@ -1,6 +1,8 @@
 """The `ridgeline` command: exit status, a sentence that names the fix, and nothing started when something is wrong."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 import cluster.cli
 import cluster.commands.loadtest
+import cluster.commands.replay
 import cluster.commands.serve
 from cluster.cli import app
 from cluster.commands.loadtest import devices_of, split_workers
@@ -22,6 +25,7 @@ from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.run.calibration import Load, Workers
 from loadtest.run_folder import RunFolder, Settled
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+from tests.support.patience import PATIENCE_S
 
 COMMANDS = ("serve", "status", "stop", "logs", "doctor", "model", "roofline", "replay", "compare", "report", "bench")
 
@@ -249,7 +253,7 @@ def test_the_options_reach_the_plan(ridgeline, monkeypatch):
     async def noted(url, plan, out, console):
         plans.append(plan)
 
-    monkeypatch.setattr(cluster.commands.loadtest, "replay_command", noted)
+    monkeypatch.setattr(cluster.commands.replay, "replay_command", noted)
     flags = "--length-scale 0.5 --too-long drop --jitter-s 0.25 --duration-s 9 --served-name m --warmup-requests 0"
     assert ridgeline("replay", *flags.split())[0] == 0
     asked = {"length_scale": 0.5, "too_long": "drop", "jitter_s": 0.25, "duration_s": 9, "served_name": "m"}
@@ -514,3 +518,8 @@ def test_the_devices_of_a_mode_are_the_cores_of_its_pools(mode, unit, count, per
     pools = plain.model_copy(update={"prefill": prefill, "decode": decode})
     config = RidgelineConfig().model_copy(update={"pools": pools})
     assert devices_of(config, mode) == Devices(unit, count, per_worker)
+
+
+def test_a_replay_needs_nothing_that_draws_a_page():
+    code = "import sys; sys.modules['plotly'] = None; import cluster.commands.replay"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE_S).returncode == 0
