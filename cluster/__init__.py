@@ -1,14 +1,15 @@
 """The `ridgeline` command, and what it starts: everything that knows Ray or this machine.
 
-cli.py            the commands and their options
-commands/         one module per command
-config/           the one configuration: settings, files, keys
-deployments/      which deployments run on this machine, and those without a terminal
-doctor/           whether this machine can run this configuration
-runtime/          what runs on Ray: actors, their start, their supervision
-model_store.py    puts the model on disk
-node_address.py   the address by which this node is reached in a network
-node_cores.py     which cores of a node belong to workers
-node_gpus.py      the GPUs of a node, as the driver describes them
-node_hardware.py  the peaks of a node: measured on a CPU, looked up for a GPU
+cli.py             the commands and their options
+commands/          one module per command
+config/            the one configuration: settings, files, keys
+deployments/       which deployments run on this machine, and those without a terminal
+doctor/            whether this machine can run this configuration
+runtime/           what runs on Ray: actors, their start, their supervision
+model_store.py     puts the model on disk
+node_address.py    the address by which this node is reached in a network
+node_cores.py      which cores of a node belong to workers
+node_gpus.py       the GPUs of a node, as the driver describes them
+node_hardware.py   the peaks of a node: measured on a CPU, looked up for a GPU
+socket_folders.py  temporary folders in which sockets fit
 """

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from cluster.deployments.names import AlreadyRunning, Place, State, running, taken
+from cluster.runtime.environment import search_path
 
 LOOK_EVERY_S = 0.2
 SAY_EVERY_S = 10.0
@@ -38,7 +39,8 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
     place.make_folder()
     with place.log.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", "serve", *arguments, DETACHED],
+            [sys.executable, "-P", "-m", "cluster.cli", "serve", *arguments, DETACHED],
+            env={**os.environ, "PYTHONPATH": search_path()},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

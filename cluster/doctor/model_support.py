@@ -8,6 +8,7 @@ makes the same checks before it loads anything.
 from __future__ import annotations
 
 from cluster.config.models import RidgelineConfig
+from cluster.doctor.architectures import architecture_obstacle
 from cluster.doctor.facts import ModelFacts
 from cluster.doctor.heads import head_conflicts
 from engine.connector.transferable_models import model_obstacle
@@ -19,10 +20,14 @@ def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
 
 
 def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
-    obstacle = model_obstacle(
-        model.config,
-        max_model_len_tokens=config.model.max_model_len_tokens,
-        hands_over=config.mode != "colocated",
+    obstacle = (
+        architecture_obstacle(model.config)
+        or model.pooling
+        or model_obstacle(
+            model.config,
+            max_model_len_tokens=config.model.max_model_len_tokens,
+            hands_over=config.mode != "colocated",
+        )
     )
     return [] if obstacle is None else [f"{config.model.path} cannot be served: {obstacle}."]
 

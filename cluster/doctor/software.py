@@ -49,12 +49,18 @@ def python(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
 
 def packages(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     extra = "gpu" if config.uses_gpus() else "cpu"
+    if not host.pinned_packages:
+        fix = "Ridgeline was not installed by pip, so the versions of Ray and vLLM that it needs are not known here."
+        yield CheckResult("ridgeline", True, "not installed by pip", fix)
     for name in ("ray", "torch"):
         found, wanted = host.packages.get(name), host.pinned_packages.get(name)
         if found is None:
             yield CheckResult(name, False, "not installed", f"{name} is not installed: run `make setup EXTRA={extra}`.")
         elif wanted and name == "ray" and found != wanted:
             fix = f"Ray is {found} and every machine of the cluster needs {wanted}: run `make setup EXTRA={extra}`."
+            yield CheckResult(name, False, found, fix)
+        elif name == "torch" and (needed := host.torch_of_engine) and found.partition("+")[0] != needed:
+            fix = f"torch is {found} and vLLM was built for {needed}: run `make setup EXTRA={extra}`."
             yield CheckResult(name, False, found, fix)
         else:
             yield CheckResult(name, True, found)
@@ -114,8 +120,23 @@ def model(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     }
     if host.model.state is None:
         yield CheckResult("model", False, config.model.path, host.model.problem)
+    elif host.missing_import:
+        fix = f"{config.model.path} cannot be loaded here: {host.missing_import}. Install that, or serve another model."
+        yield CheckResult("model", False, config.model.path, fix)
     else:
         yield CheckResult("model", True, f"{config.model.path}, {what[host.model.state]}")
+
+
+def temporary_folder(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+    """Check that a Ray that is started here finds room for its sockets."""
+    folder = host.ray_folder
+    if folder.problem:
+        yield CheckResult("temporary folder", False, f"{folder.path} cannot be written", folder.problem)
+    elif folder.path != folder.asked:
+        fix = f"{folder.variable} is too long for the paths of sockets: Ray's files go to {folder.path}/ray."
+        yield CheckResult("temporary folder", True, folder.path, fix)
+    else:
+        yield CheckResult("temporary folder", True, folder.path)
 
 
 def port(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:

@@ -67,6 +67,7 @@ def engine_environment(cores: int, start_timeout_s: float, *, on_cpu: bool, rank
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
+        "PYTHONSAFEPATH": "1",  # a file of the working folder is nobody's module, in the processes below either
     }
     if on_cpu:
         # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.

@@ -8,8 +8,10 @@ configuration to say. Those for kernels, caches and limits are left alone.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from cluster.config.api_keys import KEYS_VARIABLE
@@ -50,6 +52,9 @@ SERVER_PREFIXES: Final = ("CUSTOM_FASTAPI_", "SAGEMAKER_", "UVICORN_")
 FORWARDED_PREFIXES: Final = ("HF_", "NCCL_", "UCX_", "GLOO_")
 FORWARDED: Final = frozenset({"HUGGING_FACE_HUB_TOKEN"})
 
+ANOTHER_RAY: Final = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+"""Variables that lead `ray.init` to a Ray that runs elsewhere: KubeRay sets the first in its pods."""
+
 
 def forwarded_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that every node of a joined cluster must have as the shell of `serve` has them.
@@ -82,3 +87,32 @@ def server_variables_hidden() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def search_path() -> str:
+    """Return the PYTHONPATH with which another Python finds the same modules as this one.
+
+    The working folder is left out unless it was named, or Ridgeline itself is there. Python puts it before its own
+    library, also for an empty entry, as `PYTHONPATH=$PYTHONPATH:/my/folder` makes one: a file named queue.py or
+    router.py in it would be imported.
+    """
+    here, ours = Path.cwd(), Path(__file__).parents[2]
+    named = {Path(path).absolute() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
+    found = [Path(path).absolute() for path in sys.path if path]
+    return os.pathsep.join(str(path) for path in found if path != here or here in named | {ours})
+
+
+@contextmanager
+def apart_from_the_shell() -> Iterator[None]:
+    """Keep away from a Ray of our own, while it starts, what leads to another Ray or to other modules."""
+    names = (*ANOTHER_RAY, "PYTHONSAFEPATH", "PYTHONPATH")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    for name in ANOTHER_RAY:
+        os.environ.pop(name, None)
+    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": search_path()}
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -6,6 +6,7 @@ Used by `cluster.runtime.actors`, `cluster.runtime.handles.actor`, `cluster.runt
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ class ProcessId:
 
     pid: int
     started_s: float
+    folder: str = ""
+    """Where its temporary files are, which must not outlive it; it is the folder's only user."""
 
     @classmethod
     def of(cls, process: psutil.Process) -> ProcessId:
@@ -76,6 +79,8 @@ def end_processes(processes: Sequence[ProcessId], files: Sequence[str] = ()) -> 
         time.sleep(0.02)
     for file in files:
         Path(file).unlink(missing_ok=True)
+    for folder in {process.folder for process in processes} - {""}:
+        shutil.rmtree(folder, ignore_errors=True)
     return left
 
 

@@ -19,20 +19,21 @@ import psutil
 import ray
 from ray._private import ray_constants, services
 from ray.exceptions import RayError
+from ray.job_config import JobConfig
 
 from cluster.config.models import RidgelineConfig
 from cluster.runtime.actors import engine_environment
-from cluster.runtime.environment import server_variables_hidden
+from cluster.runtime.environment import apart_from_the_shell, server_variables_hidden
 from cluster.runtime.handles.actor import LOOPBACK, DeploymentFailed
 from cluster.runtime.ray_workarounds.fewer_processes import fewer_processes
 from cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
 from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
 from cluster.runtime.services import IMPORTED
+from cluster.socket_folders import ray_folder
 
 STARTS = 2
 END_WITHIN_S = 5.0
 CONNECT_WITHIN_S = 5.0
-LOGS = "/tmp/ray/session_latest/logs"
 logger = logging.getLogger(__name__)
 SYSTEM_CONFIG: Final[dict[str, Any]] = {
     # Ray runs workers at niceness 15, where any other process of the machine delays a token or a frame.
@@ -95,13 +96,19 @@ def _preloaded(config: RidgelineConfig, messages: Path) -> Iterator[None]:
 def _ray(config: RidgelineConfig) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING", "namespace": "ridgeline"}
+    common: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": "WARNING",
+        "namespace": "ridgeline",
+        # Ray adds the working folder to its workers' search path, unless its own client is said to have started it.
+        "job_config": JobConfig(_client_job=True),
+    }
     try:
         if config.ray.address is None:
             _start_here(config, common)
         else:
             _join(config.ray.address, common)
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         where = config.ray.address or "on this machine"
         raise DeploymentFailed(f"Ray did not start or answer ({where}): {error}") from error
     try:
@@ -113,8 +120,13 @@ def _ray(config: RidgelineConfig) -> Iterator[None]:
 def _start_here(config: RidgelineConfig, common: dict[str, Any]) -> None:
     pools = config.all_pools().values()
     tables = [config.router.resources, *(pool.resources for pool in pools)]
-    with server_variables_hidden():
+    folder = ray_folder()
+    if folder.problem:
+        raise DeploymentFailed(folder.problem)
+    with server_variables_hidden(), apart_from_the_shell():
         start_ray(
+            address="local",  # never one that runs already, as `ray start --head` leaves it
+            _temp_dir=f"{folder.path}/ray",
             num_cpus=max(len(os.sched_getaffinity(0)), sum(pool.workers * pool.cores_per_worker for pool in pools)),
             _node_ip_address=LOOPBACK,
             resources={name: 1000.0 for table in tables for name in table},
@@ -154,8 +166,8 @@ def start_ray(**options: Any) -> None:
             return
         if start == STARTS:
             raise DeploymentFailed(
-                f"Ray did not come up on this machine, {STARTS} times: {failed} Its logs are in {LOGS}: see them, and "
-                "whether memory or disk is full"
+                f"Ray did not come up on this machine, {STARTS} times: {failed} Its logs are in {ray_folder().logs}: "
+                "see them, and whether memory or disk is full"
             )
         logger.warning("Ray did not come up: %s Starting it once more", failed)
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,18 +115,21 @@ def _as_in_a_terminal() -> None:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Serve]:
-    """`ridgeline serve` on the shipped configuration; whatever the test did, nothing of it runs afterwards."""
+def serving(*arguments: str, folder: Path = REPOSITORY, shell: Mapping[str, str] = {}) -> Iterator[Serve]:
+    """`ridgeline serve` on the shipped configuration; whatever the test did, nothing of it runs afterwards.
+
+    `folder` is the working folder, `shell` has variables of the operator's.
+    """
     without_parent = {name: value for name, value in os.environ.items() if name != PRELOADED}  # it makes one of its own
     name = f"test-{secrets.token_hex(4)}"  # several may run at a time, and beside one that is no test
-    command = [str(RIDGELINE), "serve", "-c", "deploy/local.yaml", "--port", "0", "--name", name, *arguments]
+    command = [str(RIDGELINE), "serve", "-c", str(REPOSITORY / "deploy/local.yaml"), "--port", "0", "--name", name]
     process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
+        [*command, *arguments],
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**without_parent, "COLUMNS": "250", "NO_COLOR": "1"},
+        env={**without_parent, "COLUMNS": "250", "NO_COLOR": "1", **shell},
         start_new_session=True,
         preexec_fn=_as_in_a_terminal,
     )

@@ -17,10 +17,16 @@ from typing import Any
 
 from ray._private import worker as ray_worker
 
+_NOTICES = (
+    "Token authentication is enabled for this Ray cluster",
+    "Triton is installed, but doesn't include CPU backend",
+)
+"""What Ray, and vLLM when it is imported on a CPU, write at every start, and nobody needs."""
+
 
 @contextmanager
 def ray_messages_in_a_file() -> Iterator[Path]:
-    """Redirect Ray's messages to a file while the block runs; the file is deleted if it is empty at the end."""
+    """Redirect Ray's messages to a file while the block runs; it is deleted if it says nothing at the end."""
     handle, name = tempfile.mkstemp(prefix="ridgeline-ray-", suffix=".log")
     os.close(handle)
     log_file = Path(name)
@@ -40,5 +46,7 @@ def ray_messages_in_a_file() -> Iterator[Path]:
         ray_worker.print_to_stdstream = former_print
         ray_logger.handlers[:] = former_handlers
         to_file.close()
-        if not log_file.stat().st_size:
+        with log_file.open(errors="replace") as lines:
+            said = [line for line in lines if not any(notice in line for notice in _NOTICES)]
+        if not said:
             log_file.unlink()

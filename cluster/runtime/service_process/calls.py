@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import shutil
 import socket
 import struct
 import threading
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
-from cluster.runtime.processes import ProcessId, this_process
+from cluster.runtime.processes import ProcessId
 
 READABLE = frozenset({"builtins", "asyncio", "contracts", "cluster", "router"})
 """Packages whose exceptions travel as they are: an actor can read them without importing vLLM."""
@@ -158,6 +159,8 @@ class ServiceClient:
             self._reading.cancel()
             await asyncio.wait((self._reading,))
         await self._collect()
+        if self.process.folder:
+            await asyncio.to_thread(shutil.rmtree, self.process.folder, ignore_errors=True)
 
 
 async def _next(reader: asyncio.StreamReader) -> Any:
@@ -174,9 +177,9 @@ class CallServer:
         self._on_gone = on_gone
         self._sending = threading.Lock()
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+    def start(self, loop: asyncio.AbstractEventLoop, process: ProcessId) -> None:
         """Say who this is and answer calls from now on; `on_gone` is called on the thread when the caller is gone."""
-        self._send(encode(this_process()))
+        self._send(encode(process))
         threading.Thread(target=self._serve, args=(loop,), name="calls", daemon=True).start()
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,17 @@ from typing import Any
 import uvloop
 from setproctitle import setproctitle
 
+from cluster.runtime.processes import this_process
 from cluster.runtime.service_process.calls import CallServer, receive
+from cluster.socket_folders import own_folder
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent ends."""
 CALLER_GONE = 1
 """Exit status of a service whose actor has ended: whatever it had is lost, as with the actor."""
+
+VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
+"""vLLM's variable for the folder of its sockets, which it leaves there when an engine is killed."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,9 @@ def run(sock: socket.socket) -> None:
         _take_over(start, socket.recv_fds(sock, 1, 2)[1])
         ends = EndsWithParent(sock)
         os.register_at_fork(before=ends.before, after_in_child=ends.after)
-        uvloop.run(_serve(sock, _made(start.service)))
+        folder = own_folder()
+        os.environ[VLLM_SOCKETS] = str(folder)
+        uvloop.run(_serve(sock, _made(start.service), folder))
     except EOFError:
         pass  # the actor has ended before it asked for anything
     except BaseException:  # noqa: BLE001 - in a fork there is nobody above to report to
@@ -125,8 +133,13 @@ def _made(name: str) -> Any:
         return Unusable(error)
 
 
-async def _serve(sock: socket.socket, service: Any) -> None:
-    CallServer(sock, service, on_gone=lambda: os._exit(CALLER_GONE)).start(asyncio.get_running_loop())
+async def _serve(sock: socket.socket, service: Any, folder: Path) -> None:
+    def leave() -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # whoever would remove it otherwise may be gone as well
+        os._exit(CALLER_GONE)
+
+    process = replace(this_process(), folder=str(folder))
+    CallServer(sock, service, on_gone=leave).start(asyncio.get_running_loop(), process)
     await asyncio.Event().wait()
 
 

@@ -12,20 +12,23 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from cluster.runtime.environment import search_path
 from cluster.runtime.service_process.calls import Collect, ServiceClient, ServiceGone, encode
 from cluster.runtime.service_process.child import Start
+from cluster.socket_folders import own_folder
 
 PRELOADED = "RIDGELINE_PRELOADED"
 """Variable with the path of the parent's socket; set by us for actors, no setting."""
 PRELOADED_WITHIN_S = 120.0
 """How long a start waits for the parent, which may still import; then it does without."""
 END_WITHIN_S = 5.0
+PYTHON = (sys.executable, "-P")
+"""The current folder may hold modules of the same names as ours, or as Python's own."""
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +85,7 @@ async def _collected_by_its_parent() -> None:
 def _fresh() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "cluster.runtime.service_process.child", str(theirs.fileno())]
+        command = [*PYTHON, "-m", "cluster.runtime.service_process.child", str(theirs.fileno())]
         return ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_python_environment())
 
 
@@ -101,14 +104,13 @@ def preloaded_parent(modules: Sequence[str], environment: Mapping[str, str], mes
     `modules`: what it imports. `environment`: variables that must be set when it does. `messages`: a file to which it
     writes what could not be imported.
     """
-    # No other user may enter it. The path of a socket may have 107 characters.
-    directory = Path(tempfile.mkdtemp(prefix="ridgeline-", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp"))
+    directory = own_folder()
     path = str(directory / "preloaded.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, messages.open("ab") as errors:
         listener.bind(path)
         listener.listen(128)
         parent = subprocess.Popen(
-            [sys.executable, "-m", "cluster.runtime.service_process.preloaded", str(listener.fileno()), *modules],
+            [*PYTHON, "-m", "cluster.runtime.service_process.preloaded", str(listener.fileno()), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # what vLLM says when it is imported
             stderr=errors,
@@ -126,4 +128,4 @@ def preloaded_parent(modules: Sequence[str], environment: Mapping[str, str], mes
 
 def _python_environment() -> dict[str, str]:
     """This process's, in which another Python finds the same modules."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return {**os.environ, "PYTHONPATH": search_path()}

@@ -13,6 +13,7 @@ from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import checks, failures, node_checks, report, resolve_dtype
 from cluster.doctor.facts import HostFacts, ModelFacts, read_cpu_flags, read_host_facts, read_model_facts
 from cluster.node_gpus import Gpu
+from cluster.socket_folders import RayFolder
 from tests.support.symptoms import is_quoted
 
 GIB = 1024**3
@@ -55,6 +56,23 @@ def test_a_good_machine_has_no_failures_and_no_notes():
     results = checks(RidgelineConfig(), GOOD_CPU_HOST)
     assert failures(results) == []
     assert not any(result.fix for result in results)
+
+
+def test_a_temporary_folder_without_room_for_sockets_is_told_and_one_that_cannot_be_written_refused():
+    long = RayFolder("/tmp", "/" + "x" * 90, "TMPDIR")
+    assert notes_on(but(ray_folder=long), RidgelineConfig()) == [
+        "TMPDIR is too long for the paths of sockets: Ray's files go to /tmp/ray."
+    ]
+    locked = RayFolder("/locked", "/locked", "RAY_TMPDIR", "Ray keeps its sockets in /locked: set RAY_TMPDIR.")
+    assert failures_on(but(ray_folder=locked)) == ["Ray keeps its sockets in /locked: set RAY_TMPDIR."]
+
+
+def test_without_metadata_of_pip_that_is_told_and_another_torch_than_vllms_is_refused():
+    [note] = notes_on(but(pinned_packages={}), RidgelineConfig())
+    assert note.startswith("Ridgeline was not installed by pip")
+    [sentence] = failures_on(but(torch_of_engine="2.11.0"))
+    assert sentence == "torch is 2.13.0+cpu and vLLM was built for 2.11.0: run `make setup EXTRA=cpu`."
+    assert failures_on(but(torch_of_engine="2.13.0")) == []
 
 
 def node_failures(host: HostFacts, workers: dict, **flags: str) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config.loader import load_config
+from cluster.config.models import RidgelineConfig
 from cluster.doctor.facts import ModelFacts, read_model_facts
 from cluster.doctor.model_support import model_conflicts
 from cluster.model_store import ModelError
@@ -51,3 +52,34 @@ def test_a_directory_is_judged_by_its_file_before_it_is_loaded(tmp_path: Path, n
     assert read_model_facts(str(tmp_path)).state == "ready"
     with pytest.raises(ModelError, match="every layer has a sliding window of 512 tokens"):
         make_plan(load_config(None, {"model.path": str(tmp_path)}).config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        ("BertModel", "BertModel computes embeddings or scores and makes no text"),
+        ("XLMRobertaForSequenceClassification", "makes no text"),
+        ("QWenLMHeadModel", "vLLM has dropped QWenLMHeadModel after version"),
+        ("MadeUpForCausalLM", "neither the installed vLLM nor the installed transformers knows MadeUpForCausalLM"),
+    ],
+)
+def test_a_model_that_makes_no_text_here_is_refused_by_its_architecture(architecture, words):
+    model = ModelFacts("ready", config={"architectures": [architecture]})
+    [sentence] = model_conflicts(RidgelineConfig(), model)
+    assert words in sentence
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2_5_VLForConditionalGeneration", "BloomForCausalLM"])
+def test_one_that_does_is_not_and_neither_is_one_with_code_of_its_own(architecture):
+    assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config={"architectures": [architecture]})) == []
+    own = {"architectures": ["MadeUpForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_made_up.MadeUp"}}
+    assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config=own)) == []
+
+
+def test_a_model_of_embeddings_with_the_architecture_of_one_that_makes_text_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    pooled = [{"idx": 0, "type": "sentence_transformers.models.Transformer"},
+              {"idx": 1, "type": "sentence_transformers.models.Pooling"}]  # fmt: skip
+    (tmp_path / "modules.json").write_text(json.dumps(pooled))
+    [sentence] = model_conflicts(RidgelineConfig(), read_model_facts(str(tmp_path)))
+    assert "its modules.json makes it a model of embeddings" in sentence

@@ -58,3 +58,14 @@ def test_afterwards_all_is_as_before_and_a_file_without_messages_is_gone(publish
     assert (ray_worker.print_to_stdstream, logging.getLogger("ray").handlers) == before
     published()
     assert DIED in capsys.readouterr().out, "so Ray does print it"
+
+
+def test_no_file_stays_that_says_only_what_is_said_at_every_start():
+    with ray_messages_in_a_file() as log_file:
+        logging.getLogger("ray").warning(
+            "2026-11-26 16:03:19 WARNING setup.py:85 -- Token authentication is enabled for this Ray "
+            "cluster. Set RAY_AUTH_MODE=disabled to opt out."
+        )
+        with log_file.open("a") as errors:
+            errors.write("Triton is installed, but doesn't include CPU backend. Disabling Triton.\n")
+    assert not log_file.exists()

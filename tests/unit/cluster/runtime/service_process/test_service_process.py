@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.runtime.processes import this_process
 from cluster.runtime.service_process import launch
 from cluster.runtime.service_process.calls import CallServer, ServiceClient, ServiceError, ServiceGone
 from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent, start_service
@@ -124,7 +125,7 @@ async def test_a_service_whose_loop_is_blocked_still_answers_what_is_off_the_loo
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        server.start(loop)
+        server.start(loop, this_process())
         client = await ServiceClient.open(ours, on_gone=lambda: None, collect=nothing)
         blocked = asyncio.create_task(client.call("block"))
         await asyncio.sleep(0)
@@ -209,11 +210,13 @@ async def test_a_killed_driver_leaves_neither_the_parent_nor_its_folder():
         tempfile.TemporaryDirectory(dir="/tmp") as folder,
         caller(preloaded=True, tmpdir=Path(folder)) as (driver, pids),
     ):
-        parent = psutil.Process(pids[0]).parent()
+        service = psutil.Process(pids[0])
+        parent = service.parent()
         assert parent is not None
-        assert len(os.listdir(folder)) == 2, "the socket's folder, and the messages"
+        assert len(os.listdir(folder)) == 3, "the socket's folder, the service's own, and the messages"
         driver.kill()
         await ended(parent)
+        await ended(service)
         assert os.listdir(folder) == ["messages"]
 
 
@@ -222,4 +225,7 @@ def caller(*, preloaded: bool, tmpdir: Path = Path("/tmp")) -> Iterator[tuple[ps
     """Start a process that has a service with a child, as a driver and an actor in one; yields their pids too."""
     command = [sys.executable, "-m", "tests.support.service_caller", *(["preloaded"] if preloaded else [])]
     with psutil.Popen(command, env={**os.environ, "TMPDIR": str(tmpdir)}, stdout=subprocess.PIPE) as process:
-        yield process, [int(pid) for pid in process.stdout.readline().split()]
+        try:
+            yield process, [int(pid) for pid in process.stdout.readline().split()]
+        finally:
+            process.kill()

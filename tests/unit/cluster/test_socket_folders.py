@@ -1,0 +1,43 @@
+"""Folders in which Unix sockets fit, however long the path is that the shell names."""
+
+import os
+import socket
+import tempfile
+
+import pytest
+
+from cluster import socket_folders
+from cluster.socket_folders import LONGEST_BELOW, SOCKET_PATH_BYTES, own_folder, ray_folder
+
+
+def test_a_short_folder_is_taken_as_the_shell_names_it(tmp_path, monkeypatch):
+    folder = tempfile.mkdtemp(dir="/tmp")
+    assert ray_folder({"TMPDIR": folder}).path == folder
+    assert ray_folder({"TMPDIR": "/nowhere", "RAY_TMPDIR": folder}).variable == "RAY_TMPDIR"
+    assert ray_folder({"TMPDIR": folder}).logs == f"{folder}/ray/session_latest/logs"
+    os.rmdir(folder)
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_one_in_which_no_socket_fits_is_replaced(variable, tmp_path):
+    longest = "/" + "x" * (SOCKET_PATH_BYTES - len(LONGEST_BELOW))
+    folder = ray_folder({variable: longest})
+    assert (folder.path, folder.asked, folder.problem) == ("/tmp", longest, "")
+
+
+def test_one_that_cannot_be_written_is_told_with_the_variable_to_set(tmp_path):
+    a_file = tempfile.mkstemp(dir="/tmp")[1]
+    problem = ray_folder({"RAY_TMPDIR": a_file}).problem
+    os.unlink(a_file)
+    assert "cannot be written: set RAY_TMPDIR to a folder that can be written" in problem
+
+
+def test_the_longest_socket_of_ours_fits_into_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 90)))
+    folder = own_folder()
+    path = folder / socket_folders.LONGEST_OF_OURS.rpartition("/")[2]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    path.unlink()
+    folder.rmdir()
+    assert folder.parent.as_posix() == "/tmp"
