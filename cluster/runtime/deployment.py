@@ -210,7 +210,8 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
         return workers[-1]  # ended with the others
 
     start_within_s = plan.config.ray.patience_s + plan.config.supervision.start_timeout_s
-    orders = OrderDesk(heads.routers, Carrying(heads.lead, supervisor, another, start_within_s).carry_out)
+    carrying = Carrying(heads.lead, supervisor, another, start_within_s, plan.config.transfer.lease_s)
+    orders = OrderDesk(heads.routers, carrying.carry_out)
     autoscaler = Autoscaler(plan.config.autoscale, heads.lead, heads.routers, supervisor, orders)
     return Deployment(url, rows, await heads.kv_pairs(), heads.routers, supervisor, orders, autoscaler)
 

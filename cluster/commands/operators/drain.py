@@ -29,7 +29,10 @@ async def drain(
             async with asyncio.timeout(timeout_s + BEYOND_TIMEOUT_S):
                 await _until_gone(client, worker, console)
         except TimeoutError as error:
-            raise ServerError(f"{title} still has not left; GET {url}/ridgeline/workers says what it holds") from error
+            raise ServerError(
+                f"{title} still has not left, and leaves when its hand-offs are fetched or their leases "
+                f"(transfer.lease_s) end; GET {url}/ridgeline/workers says what it holds"
+            ) from error
     console.print(f"{title} is gone", highlight=False)
 
 

@@ -34,7 +34,9 @@ def wanted_workers(words: list[str]) -> dict[str, int]:
     for word in words:
         pool, _, number = word.partition("=")
         if pool not in POOLS or not number.isdecimal() or int(number) < 1:
-            raise ValueError(f"{word!r} is no pool with its number of workers: say prefill=2, decode=1 or colocated=3")
+            raise ValueError(
+                f"{word!r} is no pool with its number of workers: say prefill=2, decode=1, colocated=3 or adaptive=3"
+            )
         if pool in wanted:
             raise ValueError(f"{pool} is given twice")
         wanted[pool] = int(number)

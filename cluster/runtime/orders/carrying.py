@@ -22,8 +22,9 @@ from router.observe.fleet_use import Member, Members
 RETRY_S = 0.5
 LOOK_S = 0.2
 """How often it is looked whether a worker has left."""
-BEYOND_TIMEOUT_S = 120.0
-"""How long a drain may take, after the running requests' time is up, until nobody needs the worker's KV any more."""
+BEYOND_LEASE_S = 90.0
+"""How long a drain may take, after the running requests' time is up and a lease more, in which KV may still be fetched:
+what hangs is cut off, and the engine's processes end."""
 LEAD_BACK_WITHIN_S = 120.0
 """How long an order waits for the router that leads, which may be starting again: that takes 14 s on two cores, and
 more where the disk is slow, since it imports vLLM."""
@@ -58,13 +59,16 @@ class Carrying:
         supervisor: Supervisor,
         make_worker: Callable[[str, Pool], NewWorker],
         start_within_s: float,
+        lease_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`start_within_s`: how long a worker may take to find a place and load its engine."""
+        """`start_within_s`: how long a worker may take to find a place and load its engine. `lease_s`: how long its KV
+        may be needed after its last request."""
         self._lead = lead
         self._supervisor = supervisor
         self._make_worker = make_worker
         self._start_within_s = start_within_s
+        self._beyond_timeout_s = lease_s + BEYOND_LEASE_S
         self._clock = clock
         self._next = 0
         """The number of the next worker, at the least."""
@@ -213,7 +217,7 @@ class Carrying:
     async def _gone(self, name: str, timeout_s: float) -> None:
         """Wait until the worker has left, and the leading head knows."""
         try:
-            async with asyncio.timeout(timeout_s + BEYOND_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s + self._beyond_timeout_s):
                 while name in self._supervisor.workers or name in (await self._asked(self._known)).workers:  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
         except TimeoutError as error:
@@ -247,7 +251,7 @@ class Carrying:
     async def _one_again(self, name: str, order: Order, note: Note) -> None:
         began_s = self._clock()
         back = self._supervisor.restart_drained(name)
-        within_s = order.timeout_s + BEYOND_TIMEOUT_S + self._start_within_s
+        within_s = order.timeout_s + self._beyond_timeout_s + self._start_within_s
         try:
             if not await self._drain(name, order.timeout_s, note):
                 note(f"{name}: is not reached, and left as it is")

@@ -140,7 +140,11 @@ class Deployment:
         self.fleet, self.said, self.clock = Fleet(), [], FakeClock()
         self.routers = [Router(f"router-{number}", self.fleet) for number in range(routers)]
         carrying = Carrying(
-            self.fleet, self.fleet, lambda name, pool: Worker(self.fleet, name, pool), start_within_s=PATIENCE_S
+            self.fleet,
+            self.fleet,
+            lambda name, pool: Worker(self.fleet, name, pool),
+            start_within_s=PATIENCE_S,
+            lease_s=30.0,
         )
         self.orders = OrderDesk(self.routers, carrying.carry_out)
         self.rounds, self.waits = asyncio.Queue(), asyncio.Event()

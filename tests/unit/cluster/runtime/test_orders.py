@@ -148,8 +148,8 @@ class Worker:
         self.fleet.log.append(f"retire {self.name}")
 
 
-def desk_of(routers, fleet, start_within_s=START_WITHIN_S, **options):
-    carrying = Carrying(fleet, fleet, lambda name, pool: Worker(fleet, name, pool), start_within_s, **options)
+def desk_of(routers, fleet, start_within_s=START_WITHIN_S, lease_s=30.0, **options):
+    carrying = Carrying(fleet, fleet, lambda name, pool: Worker(fleet, name, pool), start_within_s, lease_s, **options)
     return OrderDesk(routers, carrying.carry_out)
 
 
@@ -395,11 +395,25 @@ async def test_a_worker_that_has_loaded_when_the_mode_is_another_one_is_not_adde
 # --- every order ends
 
 
+async def test_a_worker_whose_kv_is_needed_for_a_long_lease_is_waited_for(monkeypatch):
+    monkeypatch.setattr("cluster.runtime.orders.carrying.BEYOND_LEASE_S", 0.0)
+    for lease_s, state in ((2 * PATIENCE_S, "done"), (0.0, "failed")):
+        fleet = Fleet(start=["decode", "decode"])
+        fleet.may_leave.clear()
+        async with serving(fleet, lease_s=lease_s) as (router,):
+            order = scale(router, {"decode": 1}, 0.0)
+            await eventually(lambda fleet=fleet: fleet.draining)
+            if state == "done":
+                fleet.may_leave.set()
+            progress = await ended(router, order)
+            assert progress.state == state, progress
+
+
 async def test_an_order_whose_worker_waits_for_a_node_fails_in_the_end_and_later_ones_go_on(monkeypatch):
-    monkeypatch.setattr("cluster.runtime.orders.carrying.BEYOND_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("cluster.runtime.orders.carrying.BEYOND_LEASE_S", 0.0)
     fleet = Fleet(start=["prefill", "decode"])
     fleet.may_leave.clear()  # it drains, and its node is gone: it never comes back
-    async with serving(fleet, start_within_s=0.01) as (router,):
+    async with serving(fleet, start_within_s=0.01, lease_s=0.0) as (router,):
         order, later = router.book.give("restart", 0.0), scale(router, {"decode": 1})
         progress = await ended(router, order)
         assert progress.state == "failed"
