@@ -20,8 +20,8 @@ from collections.abc import Callable
 LONGEST_STEPS = 3.0
 """An engine that does nothing is given so many times its longest step."""
 LEAST_STILL_S = 5.0
-"""But this long at the least, also before its first step: routers go on giving work to a worker that does not answer for
-about as long (`router.fleet.worker`)."""
+"""But this long at the least, also before its first step: for about as long, routers give work to one that does not
+answer (`router.fleet.worker`)."""
 FADES = 0.999
 """What the longest step counts for after each later one: one that a busy machine made long fades in thousands."""
 

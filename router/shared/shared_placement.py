@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
@@ -33,6 +34,8 @@ from router.shared.messages import (
 
 LOOK_EVERY_S = 1.0
 """How often a router whose prompts wait looks whether there is a dispatcher."""
+LATE_S = 1.0
+"""If it looks so much later than it meant to, this router stood still."""
 UNKNOWN_PAUSE_S = 0.1
 """Pause before a prompt asks again that was given a worker which this router does not reach."""
 _ERRORS: dict[Reason, type[Exception]] = {
@@ -121,8 +124,10 @@ class SharedPlacement:
     async def give_up_without_a_dispatcher(self) -> None:
         """Fail all waiting prompts once there has been no dispatcher for too long; runs until cancelled."""
         while True:
+            due_s = time.monotonic() + LOOK_EVERY_S
             await asyncio.sleep(LOOK_EVERY_S)
-            if self._link.away_s <= self._recovery_timeout_s:
+            stood_still = time.monotonic() - due_s > LATE_S  # then it was this router that could not hear
+            if stood_still or self._link.away_s <= self._recovery_timeout_s:
                 continue
             why = (
                 f"there has been no dispatcher at {self._link.address} for {self._recovery_timeout_s:.0f} s "

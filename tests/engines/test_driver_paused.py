@@ -24,9 +24,9 @@ SETTINGS = {
     **{f"pools.{pool}.kv_cache_bytes": "128 MiB" for pool in ("prefill", "decode")},
     **{f"pools.{pool}.max_num_seqs": "8" for pool in ("prefill", "decode")},
 }
-TOKENS = 120
-STREAMS = 3
-AFTER_S = 60.0
+TOKENS = 40
+STREAMS = 2
+AFTER_S = 45.0
 """As long as a judgement of what was asked before the pause, and one of what is asked right after it, could take."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Final
@@ -15,6 +16,8 @@ from router.front.http.types import Asgi, Message, Receive, Scope, Send
 LINGER_BYTES: Final = 64 << 20
 BODY_PART_WITHIN_S: Final = 30.0
 """Longest time to wait for the next part of a body."""
+LATE_S: Final = 1.0
+"""If that time ends so much later, this router stood still, and not its client."""
 LINGER_S: Final = 2.0
 
 
@@ -58,8 +61,7 @@ class _CountedBody:
         if self.refused:
             return {"type": "http.disconnect"}
         try:
-            async with asyncio.timeout(None if self._whole else BODY_PART_WITHIN_S):
-                message = await self._receive()
+            message = await self._next_part()
         except TimeoutError:
             await self._refuse(408, f"No part of the request body came for {BODY_PART_WITHIN_S:g} s: send it at once.")
             return {"type": "http.disconnect"}
@@ -70,6 +72,17 @@ class _CountedBody:
             return message
         await self.refuse_length(more_to_come=more)
         return {"type": "http.disconnect"}
+
+    async def _next_part(self) -> Message:
+        """Return what comes next. Raises TimeoutError if nothing does, but not because this router stood still."""
+        while True:
+            began_s = time.monotonic()
+            try:
+                async with asyncio.timeout(None if self._whole else BODY_PART_WITHIN_S):
+                    return await self._receive()
+            except TimeoutError:
+                if time.monotonic() - began_s < BODY_PART_WITHIN_S + LATE_S:
+                    raise
 
     def send(self, message: Message) -> Awaitable[None]:
         """Pass the app's answer on."""

@@ -19,6 +19,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
+LATE_S = 1.0
+"""If a look comes so much later than it was due, this router stood still."""
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 250
 """Approximate size of one entry in memory."""
@@ -114,9 +116,16 @@ async def watch(
     max_unread_bytes: int,
     on_end: Callable[[Why], None],
 ) -> None:
-    """Look once a second, or more often for a short `write_deadline_s`, until cancelled."""
+    """Look once a second, or more often for a short `write_deadline_s`, until cancelled.
+
+    A look that is late is left out: this router stood still, and its clients had nothing to take meanwhile.
+    """
+    pause_s = min(LOOK_EVERY_S, write_deadline_s / 4)
     while True:
-        await asyncio.sleep(min(LOOK_EVERY_S, write_deadline_s / 4))
+        due_s = time.monotonic() + pause_s
+        await asyncio.sleep(pause_s)
+        if time.monotonic() - due_s > LATE_S:
+            continue
         look(list(connections()), list(streams()), write_deadline_s, max_unread_bytes, on_end)
 
 

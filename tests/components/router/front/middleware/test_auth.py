@@ -6,6 +6,7 @@ import ipaddress
 import json
 import re
 import socket
+import time
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -23,7 +24,7 @@ from router.client_identity import AddressClients, hash_key
 from router.front.app import behind
 from router.front.http.context import WithContext, current
 from router.front.middleware.auth import Access, KeyGuard
-from router.front.middleware.body_limit import BodyLimit
+from router.front.middleware.body_limit import BodyLimit, _CountedBody
 from router.front.middleware.http_protocol import MAX_HEAD_BYTES, BoundedHeads
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
@@ -350,6 +351,22 @@ async def test_a_body_that_stops_in_the_middle_is_not_waited_for(monkeypatch):
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
         answer = await raw(client.port, head, b"half")
         assert answer.split()[1] == b"408", answer
+
+
+async def test_a_router_that_stood_still_does_not_refuse_a_body_that_came_meanwhile(monkeypatch):
+    monkeypatch.setattr(router.front.middleware.body_limit, "BODY_PART_WITHIN_S", 0.2)
+    monkeypatch.setattr(router.front.middleware.body_limit, "LATE_S", 0.2)
+    answers = asyncio.Queue()
+    body = _CountedBody(1024, answers.get, lambda message: pytest.fail("it was refused"))
+    receiving = asyncio.create_task(body.receive())
+    await asyncio.sleep(0.05)
+    stand_still(1.0)
+    asyncio.get_running_loop().call_later(0.05, answers.put_nowait, {"type": "http.request", "body": b"whole"})
+    assert (await receiving)["body"] == b"whole"
+
+
+def stand_still(seconds):
+    time.sleep(seconds)
 
 
 async def _parts(count):

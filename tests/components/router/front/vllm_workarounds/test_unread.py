@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from router.front.vllm_workarounds import unread
 from router.front.vllm_workarounds.unread import BoundedCollector, look
 from tests.components.router.front.test_http import body, stepping
 from tests.support.fake_engine import FakeEngine
@@ -40,6 +42,43 @@ def test_who_takes_nothing_for_too_long_ends_and_so_do_the_largest_while_all_are
     assert [holder.ended for holder in connections] == ["deadline", "total_bytes", ""]
     assert [holder.ended for holder in streams] == ["total_bytes", ""]
     assert whys == ["deadline", "total_bytes", "total_bytes"]
+
+
+class Reads(Holder):
+    """A connection whose client reads all that it gets, and gets something whenever the loop turns."""
+
+    def __init__(self):
+        super().__init__(10)
+        self.taken_s = time.monotonic()
+
+    def silent_s(self, now_s):
+        return now_s - self.taken_s
+
+    async def go_on(self):
+        while True:
+            self.taken_s = time.monotonic()
+            await asyncio.sleep(0.05)
+
+
+def stand_still(seconds):
+    time.sleep(seconds)
+
+
+async def test_a_router_that_stood_still_blames_no_client_that_reads(monkeypatch):
+    monkeypatch.setattr(unread, "LATE_S", 0.2)
+    client, silent, whys = Reads(), Holder(10), []
+    watching = asyncio.create_task(unread.watch(lambda: [client, silent], list, 0.4, 1000, whys.append))
+    await asyncio.sleep(0.05)
+    reading = asyncio.create_task(client.go_on())
+    stand_still(1.0)
+    for _ in range(10):
+        await asyncio.sleep(0.05)
+    assert whys == []
+    silent._silent_s = 1.0
+    await eventually(lambda: silent.ended)
+    assert (client.ended, whys) == ("", ["deadline"])
+    for task in (watching, reading):
+        task.cancel()
 
 
 def output(tokens, finished=False):
