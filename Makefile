@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
+.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -74,6 +74,9 @@ test-all: test   ## `make test`, then everything else: faults, chaos, hostile cl
 
 bench-decision: setup ## what a decision of mode adaptive costs the router at 32 workers and 2,000 streams, without engines (10 s)
 	@$(BIN)/python -m tools.bench.decision_cost $(BENCH)
+
+bench-scale: setup ## what router and dispatcher spend on 64 workers, 8 routers and 5,000 streams of 500 clients, beside the goals, without engines (30 s)
+	@$(BIN)/python -m tools.bench.scale $(BENCH)
 
 bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
 	@$(BIN)/python -m tools.bench.unloaded_ttft

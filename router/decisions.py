@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -127,6 +128,9 @@ class SharedDecisions:
         self._ended: EndedRouters = {}
         """What routers had counted that are gone, for the next dispatcher."""
         self._heard: set[type[Down]] = set()
+        self._asked = asyncio.Event()
+        """Set when the dispatcher has asked for this router's counts, last with `_newest_count`."""
+        self._newest_count = 0
         self._joined = asyncio.Event()
         self.link.state = self._state
         self.link.on_message = self._take
@@ -173,15 +177,19 @@ class SharedDecisions:
 
     async def _tell_counts(self) -> None:
         while True:
-            await asyncio.sleep(COUNTED_EVERY_S)
-            self.link.send(Counted(self.metrics.samples()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(COUNTED_EVERY_S):
+                    await self._asked.wait()
+            self._asked.clear()
+            number = self._newest_count
+            self.link.send(Counted(await self.metrics.samples(), number))
 
     def _holdings(self) -> Holdings:
         assert self._admission is not None
         return self._admission.holdings()
 
     def _state(self) -> list[Up]:
-        holds, counted = self._changes.everything(self._holdings()), Counted(self.metrics.samples())
+        holds, counted = self._changes.everything(self._holdings()), Counted(self.metrics.samples_at_once())
         return [holds, counted, Remembers(self._ended), *self._asking.state(), Complete()]
 
     def _take(self, message: Down) -> None:
@@ -197,7 +205,8 @@ class SharedDecisions:
             case Ended():
                 self._ended = message.routers
             case Count():
-                self.link.send(Counted(self.metrics.samples(), message.number))
+                self._newest_count = message.number
+                self._asked.set()
         self._heard.add(type(message))
         if {Sums, Others} <= self._heard:
             self._joined.set()

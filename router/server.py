@@ -27,7 +27,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.pairing import KvPair, PairingRefused
 from router.fleet.policy import pools_of
 from router.fleet.roles import role_table
-from router.flow.admission import Admission
+from router.flow.admission import LOOK_EVERY_S, Admission
 from router.flow.held_bodies import HeldBodies
 from router.front.admin import admin_routes
 from router.front.app import Gates, build_app, frontend_config, server_args
@@ -87,7 +87,9 @@ class Router:
         )
         self._shared = SharedDecisions(self._fleet, settings, router_id) if shares else None
         self._decisions = self._shared or OwnDecisions(self._fleet, settings)
-        self._admission = Admission(settings, self._decisions.waits, self._fleet, self._metrics)
+        self._admission = Admission(
+            settings, self._decisions.waits, self._fleet, self._metrics, look_every_s=LOOK_EVERY_S
+        )
         if self._shared is not None:
             REGISTRY.register(self._shared.attach(self._admission, requests))
         self._gates = Gates(

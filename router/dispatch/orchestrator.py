@@ -60,10 +60,15 @@ class Orchestrator:
         self._metrics = metrics
         self._uncounted = RequestMetrics(None)
         self._placement = placement
-        self._hashed_block_tokens = settings.block_size_tokens if settings.prefix_routing else 0
         self._legs = Legs(placement, release_handoff, overlap=settings.overlap)
         self.in_flight = 0
         """Sequences that are being served, without canaries."""
+
+    @property
+    def hashed_block_tokens(self) -> int:
+        """Tokens in a block of a prompt that is hashed; 0 if nobody asks for hashes: only mode adaptive does."""
+        asked = self._settings.prefix_routing and self._fleet.mode == "adaptive"
+        return self._settings.block_size_tokens if asked else 0
 
     async def run(self, request: SequenceRequest, emit: Emit) -> None:
         """Serve one sequence; return after its last delta. Cancelling it aborts it on every worker.
@@ -109,7 +114,7 @@ class Orchestrator:
         number, fruitless, losses = 0, 0, 0
         while True:
             try:
-                await self._legs.run(Attempt(request, progress, number, self._hashed_block_tokens))
+                await self._legs.run(Attempt(request, progress, number, self.hashed_block_tokens))
                 return
             except tuple(CAUSES) as error:
                 if progress.ended:  # the client has everything; only the clean-up failed

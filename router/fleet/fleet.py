@@ -257,7 +257,7 @@ class Fleet:
 
     def usable(self, name: Pool) -> list[Worker]:
         """Return the workers of one pool that may get new work."""
-        return [worker for worker in self.pool(name) if worker.load().usable]
+        return [worker for worker in self.pool(name) if worker.usable]
 
     def route(self, demand: Demand, min_remote_prefill_tokens: int) -> Route:
         """Return which way a request goes at this moment."""
@@ -274,7 +274,11 @@ class Fleet:
         return self.pool(self.answer_pool)
 
     def _usable_pools(self, avoided: AbstractSet[str] = frozenset()) -> set[Pool]:
-        return {worker.pool for worker in self.workers if worker.worker_id not in avoided and worker.load().usable}
+        found: set[Pool] = set()
+        for worker in self._workers.values():
+            if worker.pool not in found and worker.usable and worker.worker_id not in avoided:
+                found.add(worker.pool)
+        return found
 
     async def wait_until_usable(self, pool: Pool, within_s: float) -> None:
         """Wait while the pool's workers are in doubt; it chooses none. Raises NoWorker if they are lost.

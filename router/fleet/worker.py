@@ -177,9 +177,14 @@ class Worker:
         return left >= 0 and self.outstanding.running < self.max_num_seqs
 
     @property
+    def usable(self) -> bool:
+        """Whether it serves, as far as is known; its `load` says so as well, and takes far longer."""
+        return self.client.connected and self._is_healthy() and not self._drains
+
+    @property
     def takes_work(self) -> bool:
         """Whether it may get new work now; its `load` says so as well."""
-        return self.client.connected and self._is_healthy() and not self._drains and not self._in_doubt
+        return self.usable and not self._in_doubt
 
     @property
     def _in_doubt(self) -> bool:

@@ -11,16 +11,17 @@ have at most (1 + 1/2 + ... + 1/n) * `max_prompt_wait_s` of prompts waiting, and
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from contracts.vocabulary import Pool
-from router.fleet.fleet import Fleet
-from router.fleet.policy import Demand, WorkerLoad
+from router.fleet.fleet import Fleet, Worker
+from router.fleet.policy import Demand
 from router.flow.admission_rules import (
     LEFT_WINDOW_S,
     AdmissionState,
@@ -38,6 +39,8 @@ from router.observe.metrics import RequestMetrics
 from router.settings import RouterSettings
 
 DRAIN_WINDOW_S = 10.0
+LOOK_EVERY_S = 0.02
+"""For how long one look at the workers serves a router's admission: they report every 0.5 s."""
 
 
 LEFT_STEPS = 1024
@@ -100,7 +103,13 @@ class Admission:
         fleet: Fleet,
         metrics: RequestMetrics,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        look_every_s: float = 0.0,
     ) -> None:
+        """`look_every_s`: for how long one look at the workers serves, since there are three with each request."""
+        self._look_every_s = look_every_s
+        self._looks: dict[tuple[Pool, Pool], tuple[float, _Workers]] = {}
+        """The last look at the workers that answer and that compute a prompt, and when it was."""
         self.state: AdmissionState = "not_ready"
         self._limits = Limits(
             max_outstanding_requests=settings.max_outstanding_requests,
@@ -205,18 +214,20 @@ class Admission:
         own, elsewhere = self._held.get(client, Held()), self.others.of_client.get(client, Held())
         accepted_blocks = self._all.blocks + self.others.all.blocks
         answer_pool = self._fleet.answer_pool
-        answer, prompt = self._fleet.pool(answer_pool), self._fleet.pool(prompt_pool)
-        usable = [worker for worker in answer if worker.load().usable]
-        blocks = min(accepted_blocks, _blocks_taken([worker.load() for worker in usable], accepted_blocks))
+        found = self._look(answer_pool, prompt_pool)
+        # What workers report, plus what they cannot report yet: what was sent there recently or waits here. Prompts
+        # with a shared prefix use its blocks once, which only the reports show.
+        taken = found.reported_blocks + found.promised_blocks + max(0, accepted_blocks - found.held_blocks)
+        blocks = min(accepted_blocks, taken)
         return Snapshot(
             state=self.state,
-            block_size_tokens=answer[0].description.block_size_tokens if answer else 1,
+            block_size_tokens=found.block_size_tokens,
             answer_pool=answer_pool,
-            usable_answer_workers=len(usable),
-            answer_blocks=sum(worker.description.num_kv_blocks for worker in usable),
-            whole_answer_blocks=sum(worker.description.num_kv_blocks for worker in answer),
-            prompt_worker_blocks=max((worker.description.num_kv_blocks for worker in prompt), default=0),
-            answer_worker_blocks=max((worker.description.num_kv_blocks for worker in answer), default=0),
+            usable_answer_workers=found.usable,
+            answer_blocks=found.usable_blocks,
+            whole_answer_blocks=found.all_blocks,
+            prompt_worker_blocks=found.largest_prompt_blocks,
+            answer_worker_blocks=found.largest_blocks,
             sequences=self._all.sequences + self.others.all.sequences,
             client_sequences=own.sequences + elsewhere.sequences,
             prompt_blocks=blocks,
@@ -227,6 +238,18 @@ class Admission:
             prompt_wait_s=prompt_wait_s,
         )
 
+    def _look(self, answer_pool: Pool, prompt_pool: Pool) -> _Workers:
+        """Return the sums over the workers.
+
+        They may be a moment old: what was accepted since is not lost, it counts as waiting.
+        """
+        now_s = self._clock()
+        looked_s, found = self._looks.get((answer_pool, prompt_pool), (-math.inf, None))
+        if found is None or now_s - looked_s >= self._look_every_s:
+            found = _look_at(self._fleet.pool(answer_pool), self._fleet.pool(prompt_pool))
+            self._looks[answer_pool, prompt_pool] = now_s, found
+        return found
+
     def _left_by(self, client: str) -> float:
         self._forget_who_left_long_ago()
         return self._left[client].amount if client in self._left else 0.0
@@ -236,16 +259,38 @@ class Admission:
             del self._left[name]
 
 
-def _blocks_taken(loads: list[WorkerLoad], accepted_blocks: int) -> int:
-    """Return the blocks in use: what workers report, plus what they cannot report yet.
+class _Workers(msgspec.Struct):
+    """Sums over the workers of the pool that answers, and the largest of the one that computes the prompt."""
 
-    That is what was sent there recently or waits here. Prompts with a shared prefix use its blocks once, which only the
-    reports show.
-    """
-    reported = sum(load.kv_blocks_total - load.kv_blocks_free for load in loads)
-    promised = sum(load.kv_blocks_promised for load in loads)
-    waiting = max(0, accepted_blocks - sum(load.kv_blocks_held for load in loads))
-    return reported + promised + waiting
+    block_size_tokens: int = 1
+    usable: int = 0
+    usable_blocks: int = 0
+    """KV blocks of the usable ones."""
+    all_blocks: int = 0
+    largest_blocks: int = 0
+    largest_prompt_blocks: int = 0
+    reported_blocks: int = 0
+    """Blocks in use on the usable ones, by their last reports."""
+    promised_blocks: int = 0
+    held_blocks: int = 0
+    """See `router.fleet.worker.Outstanding`."""
+
+
+def _look_at(answer: Sequence[Worker], prompt: Sequence[Worker]) -> _Workers:
+    found = _Workers()
+    for worker in answer:
+        blocks = worker.description.num_kv_blocks
+        found.block_size_tokens = worker.description.block_size_tokens
+        found.all_blocks += blocks
+        found.largest_blocks = max(found.largest_blocks, blocks)
+        if worker.usable:
+            found.usable += 1
+            found.usable_blocks += blocks
+            found.reported_blocks += blocks - worker.kv_blocks_free
+            found.promised_blocks += worker.outstanding.promised_blocks
+            found.held_blocks += worker.outstanding.held_blocks
+    found.largest_prompt_blocks = max((worker.description.num_kv_blocks for worker in prompt), default=0)
+    return found
 
 
 class Permit:

@@ -26,8 +26,11 @@ class DecodeSlots:
 
     def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
         self._workers = workers
-        self._held: Counter[tuple[str, Worker | None]] = Counter()
-        """Places in use by client and worker; the worker is None until one is chosen."""
+        self._held: dict[Worker | None, Counter[str]] = {}
+        """Places in use by worker and client; the worker is None until one is chosen."""
+        self._of_client: Counter[str] = Counter()
+        """The same by client alone, for a look takes place with each event, and there may be thousands of clients."""
+        self._total = 0
         self._on_free: list[Callable[[], None]] = []
         """Callbacks in order: the one that took a place last is called last for the next free one."""
         self._taken = 0
@@ -45,14 +48,16 @@ class DecodeSlots:
 
     def as_of_now(self) -> Callable[[str], bool]:
         """Return `may_start` as a function that counts once and is valid until a place is taken or freed."""
-        there: set[Worker | None] = {None, *(worker for worker in self._workers() if worker.load().usable)}
-        places = sum(worker.max_num_seqs for worker in there if worker is not None)
-        held = Counter[str]()
-        for (name, worker), number in self._held.items():
-            if worker in there:
-                held[name] += number
-        total = held.total()
-        return lambda client: may_have_more(held[client], total - held[client], places, PART)
+        there = {worker for worker in self._workers() if worker.usable}
+        places = sum(worker.max_num_seqs for worker in there)
+        gone = [held for worker, held in self._held.items() if worker is not None and worker not in there]
+        total = self._total - sum(held.total() for held in gone)
+
+        def may_start(client: str) -> bool:
+            held = self._of_client[client] - sum(elsewhere[client] for elsewhere in gone)
+            return may_have_more(held, total - held, places, PART)
+
+        return may_start
 
     def take(self, client: str) -> DecodeSlot:
         """Count one sequence; the caller must release the slot."""
@@ -61,9 +66,14 @@ class DecodeSlots:
 
     def add(self, client: str, worker: Worker | None, number: int) -> None:
         """Change the count of places, for `DecodeSlot`."""
-        self._held[client, worker] += number
-        if not self._held[client, worker]:
-            del self._held[client, worker]
+        held = self._held.setdefault(worker, Counter())
+        self._total += number
+        for counts in (held, self._of_client):
+            counts[client] += number
+            if not counts[client]:
+                del counts[client]
+        if not held:
+            del self._held[worker]
 
     def freed(self) -> None:
         """Offer a free place to the pools whose prompts wait, in turn; for `DecodeSlot`.

@@ -330,7 +330,7 @@ class PromptQueue:
     @property
     def usable_workers(self) -> int:
         """Number of workers that would take a prompt, now or later."""
-        return sum(worker.load().usable for worker in self._workers())
+        return sum(worker.usable for worker in self._workers())
 
     @property
     def waiting(self) -> int:
@@ -357,7 +357,7 @@ class PromptQueue:
         return QueueNow(
             waiting=self._queue.waiting,
             on_workers_tokens=sum(worker.outstanding.prompt_tokens for worker in self._workers()),
-            starts_at_once=not len(self._queue) and bool(self._with_room()),
+            starts_at_once=not len(self._queue) and any(map(self._has_room, self._workers())),
             tokens_per_s=self.tokens_per_s,
         )
 
@@ -369,7 +369,10 @@ class PromptQueue:
 
     def _with_room(self) -> list[Worker]:
         """Return the workers whose window is not full."""
-        return [worker for worker in self._workers() if worker.takes_work and not self._full(worker)]
+        return [worker for worker in self._workers() if self._has_room(worker)]
+
+    def _has_room(self, worker: Worker) -> bool:
+        return not self._full(worker) and worker.takes_work
 
     def _push(self, waiting: _Waiting) -> Entry[_Waiting]:
         """Put a prompt into the queue, with the time by which it must start if its first token is to be in time."""
@@ -423,7 +426,7 @@ class PromptQueue:
         if not len(self._queue):
             self._unusable_since_s = None
             return
-        if self.usable_workers:
+        if any(worker.usable for worker in self._workers()):
             self._unusable_since_s = None
             self._recheck = asyncio.get_running_loop().call_later(RECHECK_S, self.dispatch)
             return

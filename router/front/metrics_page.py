@@ -7,7 +7,6 @@ would hold the interpreter's lock. So it is rendered in pieces, between which th
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from http import HTTPStatus
@@ -23,6 +22,7 @@ from router.client_identity import hash_key
 from router.front.http.errors import error_body
 from router.front.middleware.auth import shown_keys
 from router.front.shared_answer import Shared
+from router.observe.paced import paced
 
 _NO_KEY: Final = (
     "/metrics needs a key of its own here: send one of security.metrics_keys_file, or an operator's, as "
@@ -32,8 +32,6 @@ EVERY_S = 0.5
 """Interval at which the page is rendered, and its greatest age, when many ask for it."""
 PIECE_SAMPLES = 64
 """Samples that are rendered at a time: some 0.5 ms."""
-SLICE_S = 0.001
-"""How long the page takes the event loop before it gives way, for as long again."""
 
 
 def metrics_endpoint(
@@ -64,15 +62,7 @@ def metrics_endpoint(
 
 async def page_of(registry: CollectorRegistry) -> bytes:
     """Render all series in Prometheus' text format, giving way to the event loop again and again."""
-    rendered: list[bytes] = []
-    began_s = time.perf_counter()
-    for piece in _pieces(registry):
-        rendered.append(piece)
-        took_s = time.perf_counter() - began_s
-        if took_s > SLICE_S:
-            await asyncio.sleep(took_s)
-            began_s = time.perf_counter()
-    return b"".join(rendered)
+    return b"".join([piece async for piece in paced(_pieces(registry))])
 
 
 def _pieces(registry: CollectorRegistry) -> Iterator[bytes]:

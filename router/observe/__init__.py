@@ -2,6 +2,7 @@
 
 timeline.py      one record per request
 metrics.py       every Prometheus series except one
+paced.py         long work in slices, between which streams are served
 explanations.py  the latest decisions of mode adaptive, and what came of them
 loop_lag.py      the series about delays of the event loop
 fleet_use.py     how much of the workers is in use, for whoever scales the pools

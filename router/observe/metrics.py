@@ -8,7 +8,6 @@ start. A series without data is absent, never zero.
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -433,17 +432,14 @@ class WorkerCollector(Collector):
         return family
 
     def _counters(self, workers: list[WorkerView]) -> Iterator[Metric]:
-        found: dict[str, list[tuple[list[str], float]]] = defaultdict(list)
-        for worker in workers:
-            for pool, counters in worker.counted.items():
-                for name, value in counters.items():
-                    first, rest = _parts_of(name)
-                    found[first].append(([pool, worker.worker_id, *rest], value))
         for prefix, (series, text, labels) in _WORKER_COUNTERS.items():
             family = CounterMetricFamily(series, text, labels=["pool", "worker", *labels])
-            for values, value in found[prefix]:
-                if len(values) == 2 + len(labels):
-                    family.add_metric(values, value)
+            for worker in workers:
+                for pool, counters in worker.counted.items():
+                    for name, value in counters.items():
+                        first, rest = _parts_of(name)
+                        if first == prefix and len(rest) == len(labels):
+                            family.add_metric([pool, worker.worker_id, *rest], value)
             if family.samples:
                 yield family
 

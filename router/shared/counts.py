@@ -1,4 +1,4 @@
-"""What each router of a deployment has counted, each router once, also those that are gone. No clock or I/O.
+"""What each router of a deployment has counted, each router once, also those that are gone.
 
 Sums must never fall and never count twice: Prometheus takes a fall for a restart, and adds all that is left once more.
 So counts are kept by router, whose id is new in each process. One whose connection breaks comes back with the same id
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+from router.observe.paced import paced
 from router.shared.messages import EndedRouters, Samples
 
 Series = tuple[str, frozenset[tuple[str, str]]]
@@ -74,12 +75,12 @@ class Counts:
         """Return the counts of those that are gone, which routers keep for the next dispatcher."""
         return {router_id: as_samples(counts) for router_id, counts in self._gone.items()}
 
-    def without(self, router_id: str) -> Samples:
+    async def without(self, router_id: str) -> Samples:
         """Return the sums of all routers but this one."""
         sums: Counter[Series] = Counter()
-        for one, counts in (*self._present.items(), *self._gone.items()):
+        async for one in paced([*self._present, *self._gone]):
             if one != router_id:
-                sums.update(counts)
+                sums.update(self._present.get(one) or self._gone.get(one, {}))
         return as_samples(sums)
 
     def _sum_up(self) -> None:

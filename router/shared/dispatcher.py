@@ -278,7 +278,7 @@ class Dispatcher:
         await asyncio.gather(*(router.count(COUNT_WITHIN_S) for router in others))
         if len(others) == len(self._routers):  # the asker has no connection but this one
             self._counts.left(asked.router_id)
-        return OthersCounted(self._counts.without(asked.router_id))
+        return OthersCounted(await self._counts.without(asked.router_id))
 
 
 async def _write(router: JoinedRouter, context: grpc.aio.ServicerContext) -> None:

@@ -228,9 +228,9 @@ class JoinedRouter:
 
     def _counted(self, message: Counted) -> None:
         self._counts.told(self.router_id, message.samples)
-        answered = None if message.number is None else self._counting.get(message.number)
-        if answered is not None and not answered.done():
-            answered.set_result(None)
+        for number, answered in self._counting.items():
+            if number <= message.number and not answered.done():
+                answered.set_result(None)
 
 
 def _wish_of(asked: Asked) -> Wish:

@@ -123,8 +123,8 @@ class Counted(msgspec.Struct, frozen=True, tag="counted"):
     """This router's request series."""
 
     samples: Samples
-    number: int | None = None
-    """Of the `Count` that it answers, if it was asked."""
+    number: int = 0
+    """Of the last `Count` that it answers; earlier ones are answered too."""
 
 
 class Remembers(msgspec.Struct, frozen=True, tag="remembers"):

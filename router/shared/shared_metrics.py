@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from router.shared.counts import CUMULATIVE, Series, by_series, cumulative, highest
+from router.observe.paced import paced
+from router.shared.counts import CUMULATIVE, Series
 from router.shared.link import Link, NoDispatcher
 from router.shared.messages import CountOthers, OthersCounted, Samples
 
@@ -26,35 +27,47 @@ class SharedMetrics(Collector):
         self._link = link
         self._shown: list[Metric] | None = None
         """This router's own, as the dispatcher was told: if it shows more and dies, the sums of the others fall."""
-        self._others: dict[Series, float] = {}
+        self._others: dict[str, dict[Series, float]] = {}
+        """By family."""
 
-    def samples(self) -> Samples:
+    def samples_at_once(self) -> Samples:
         """Return this router's own series, for the others."""
         return _samples_of(self._own.collect())
 
+    async def samples(self) -> Samples:
+        """Return the same, between two slices of which streams are served."""
+        return _samples_of([family async for family in paced(self._own.collect())])
+
     async def refresh(self) -> None:
         """Ask the dispatcher for the series of the others; without an answer, the last ones stay."""
-        shown = list(self._own.collect())
+        shown = [family async for family in paced(self._own.collect())]
         asked = CountOthers(self._link.router_id, _samples_of(shown))
         try:
             counted = await self._link.call("CountOthers", asked, OthersCounted, COUNT_DEADLINE_S)
         except NoDispatcher as error:
             logger.warning("/metrics shows what the other routers had counted before: %s", error)
-        else:  # a new dispatcher may not know all routers yet, but what they have counted can only have grown
-            now = by_series(counted.samples)
-            self._others = {**now, **highest(cumulative(self._others), cumulative(now))}
+        else:
+            await self._take(counted.samples)
         self._shown = shown
+
+    async def _take(self, samples: Samples) -> None:
+        """Take the others' counts. What only grows has not fallen: a new dispatcher may not know all routers yet."""
+        now: dict[str, dict[Series, float]] = {}
+        async for name, labels, value in paced(samples):
+            series, family = (name, frozenset(labels.items())), _family_of(name)
+            grown = name.endswith(CUMULATIVE)
+            before = self._others.get(family, {}).get(series, value) if grown else value
+            now.setdefault(family, {})[series] = max(before, value)
+        for family, known in self._others.items():
+            grown_before = {series: value for series, value in known.items() if series[0].endswith(CUMULATIVE)}
+            now[family] = grown_before | now.get(family, {})
+        self._others = now
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family with the sums; called by prometheus-client at each scrape."""
         families = list(self._own.collect()) if self._shown is None else self._shown
-        elsewhere: dict[str, dict[Series, float]] = {family.name: {} for family in families}
-        for series, value in self._others.items():
-            name = _family_of(series[0])
-            if name in elsewhere:
-                elsewhere[name][series] = value
         for family in families:
-            yield _sum(family, elsewhere[family.name])
+            yield _sum(family, self._others.get(family.name, {}))
 
 
 def _samples_of(families: Iterable[Metric]) -> Samples:

@@ -16,6 +16,7 @@ overload.py            sends more load than a server can take, and checks fairne
 planted.py             compares a mode with itself after planting a known difference
 power.py               prints how often simulated comparisons find what is there
 prefix_routing.py      measures what it brings to know who has the beginning of a prompt
+scale.py               measures what router and dispatcher spend on 64 workers and 5,000 streams
 served.py              serves an application from a process of its own, for the two that need it
 simulated_modes.py     simulates the three modes, to choose the weights of mode adaptive
 slow_proxy.py          slows a server's streamed answers down by an exact amount

@@ -61,7 +61,8 @@ class _Connected:
     failed_s = float("-inf")
 
 
-def _worker(number: int) -> Worker:
+def a_worker(number: int) -> Worker:
+    """Return a worker of mode adaptive, with a model of its steps."""
     worker_id = f"worker-{number}"
     described = WorkerDescription(
         worker_id=worker_id,
@@ -89,7 +90,7 @@ def _conversation(draw: random.Random, prompt_tokens: int) -> BlockHashes:
 
 def measure(workers: int, streams: int, decisions: int, *, conversations: bool) -> list[float]:
     """Return the microseconds of each decision, in order of their length."""
-    fleet, draw, took_us = [_worker(number) for number in range(workers)], random.Random(1), []
+    fleet, draw, took_us = [a_worker(number) for number in range(workers)], random.Random(1), []
     learned = Learned(BLOCK_TOKENS)
     rules = ByPrediction("adaptive", lambda: [worker for worker in fleet if worker.pool == "adaptive"], learned)
     begun = [_conversation(draw, PROMPT_TOKENS) for _ in range(decisions)]

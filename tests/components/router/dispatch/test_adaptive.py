@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
+import router.dispatch.request
 from contracts.workers import StepModel
 from engine.request.sampling import SURE_TOKENS, TPOT_LIMIT
 from router.dispatch.orchestrator import Orchestrator
@@ -318,3 +319,18 @@ async def test_canaries_teach_nothing():
         assert [serving.learned.output_tokens(longest) for longest in (0, 400)] == [300.0, 300.0]
         assert [serving.learned.sure_tokens(longest) for longest in (0, 400)] == [300.0, 300.0]
         assert serving.learned.prefixes.workers == 0
+
+
+async def test_prompts_are_hashed_only_while_the_mode_is_adaptive(monkeypatch):
+    hashed = []
+    block_hashes = router.dispatch.request.block_hashes
+    monkeypatch.setattr(
+        router.dispatch.request, "block_hashes", lambda *prompt: hashed.append(prompt) or block_hashes(*prompt)
+    )
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = Serving(started, fleet)
+        for mode in ("disaggregated", "colocated", "adaptive", "colocated"):
+            await fleet.change_mode(mode)
+            hashed.clear()
+            await serving.answer(3)
+            assert bool(hashed) == (mode == "adaptive"), mode

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from contracts.workers import WorkerStatus
 from router.fleet.policy import Demand
+from router.fleet.worker import Worker
 from router.flow.admission import Admission
 from router.flow.admission_rules import Ask, Limits, Refused, Snapshot, decide
 from router.flow.prompt_queue import prompt_queues
@@ -229,14 +230,16 @@ def test_a_client_that_holds_its_share_is_told_so_before_its_body_is_read():
 class Router:
     """Admission over fake workers."""
 
-    def __init__(self, share=1.0, **bench):
+    def __init__(self, share=1.0, look_every_s=0.0, **bench):
         self.bench = Bench(**{"prefill": [FOREVER], "decode": [FOREVER]} | bench)
         self.clock = FakeClock()
         self.registry = CollectorRegistry()
         settings = replace(self.bench.settings, recovery_timeout_s=60.0, max_client_share=share)
         self.queues = prompt_queues(self.bench.fleet, settings)
         metrics = RequestMetrics(self.registry)
-        self.admission = Admission(settings, self.queues, self.bench.fleet, metrics, self.clock)
+        self.admission = Admission(
+            settings, self.queues, self.bench.fleet, metrics, self.clock, look_every_s=look_every_s
+        )
         self.admission.state = "open"
 
     def rejected(self, reason):
@@ -259,6 +262,18 @@ def test_tickets_count_until_they_are_released():
     assert router.rejected("overload") == 3
 
 
+def test_however_many_requests_come_at_a_moment_the_workers_are_looked_at_once(monkeypatch):
+    router, free, read = Router(look_every_s=0.02), Worker.kv_blocks_free, []
+    monkeypatch.setattr(Worker, "kv_blocks_free", property(lambda one: read.append(one) or free.fget(one)))
+    for _ in range(10):
+        router.admission.check("a", 1)
+        router.admission.admit("a", SMALL).release()
+    assert len(read) == 1, "there is one decode worker"
+    router.clock.now_s += 0.03
+    router.admission.check("a", 1)
+    assert len(read) == 2
+
+
 def test_a_ticket_nobody_used_is_released_when_it_is_forgotten():
     router = Router()
     for _ in range(30):
@@ -266,8 +281,10 @@ def test_a_ticket_nobody_used_is_released_when_it_is_forgotten():
     router.admission.check("a", 10)
 
 
-def test_prompts_that_would_fill_the_decode_pool_are_refused_until_some_have_ended():
-    router = Router()
+@pytest.mark.parametrize("look_every_s", [0.0, 60.0])
+def test_prompts_that_would_fill_the_decode_pool_are_refused_until_some_have_ended(look_every_s):
+    """Also those that were accepted since the last look at the workers."""
+    router = Router(look_every_s=look_every_s)
     first = router.admission.admit("a", Ask(1, 3000, 16))
     with pytest.raises(Refused, match=r"take 111 KV blocks, the decode pool has 100"):
         router.admission.admit("a", Ask(1, 544, 16))

@@ -9,22 +9,22 @@ def finished(number, gauge=0.0):
     return [("requests_total", {"outcome": "finished"}, float(number)), ("in_flight", {}, gauge)]
 
 
-def total(counts, asker="asker"):
-    return {name: value for name, _, value in counts.without(asker)}
+async def total(counts, asker="asker"):
+    return {name: value for name, _, value in await counts.without(asker)}
 
 
-def test_what_a_router_counted_stays_when_it_goes_but_not_what_it_was_doing():
+async def test_what_a_router_counted_stays_when_it_goes_but_not_what_it_was_doing():
     counts = Counts()
     counts.told("one", finished(5, gauge=2))
     counts.told("two", finished(1, gauge=1))
-    assert total(counts) == {"requests_total": 6, "in_flight": 3}
+    assert await total(counts) == {"requests_total": 6, "in_flight": 3}
     counts.left("one")
-    assert total(counts) == {"requests_total": 6, "in_flight": 1}
+    assert await total(counts) == {"requests_total": 6, "in_flight": 1}
     counts.told("one", finished(7))
-    assert total(counts) == {"requests_total": 8, "in_flight": 1}
+    assert await total(counts) == {"requests_total": 8, "in_flight": 1}
 
 
-def test_a_dispatcher_that_comes_later_knows_of_those_that_had_gone_whoever_tells_it_first():
+async def test_a_dispatcher_that_comes_later_knows_of_those_that_had_gone_whoever_tells_it_first():
     former = Counts()
     for number in range(APART + 5):
         former.told(f"router-{number}", finished(1))
@@ -35,10 +35,10 @@ def test_a_dispatcher_that_comes_later_knows_of_those_that_had_gone_whoever_tell
     later.told("router-20", finished(3))  # it had only lost its connection
     later.remember(told_of_all)
     later.remember(told_of_all)
-    assert total(later)["requests_total"] == APART + 5 + 2
+    assert (await total(later))["requests_total"] == APART + 5 + 2
 
 
-def test_sums_never_fall_over_any_course():
+async def test_sums_never_fall_over_any_course():
     for seed in range(20):
         draw, counts = random.Random(seed), Counts()
         made = {f"router-{number}": 0 for number in range(5)}
@@ -59,6 +59,6 @@ def test_sums_never_fall_over_any_course():
                     for one in made:  # each joins, and tells what it knows and has counted
                         former.left(one)
                     counts.remember(former.ended())
-            now = total(counts).get("requests_total", 0.0)
+            now = (await total(counts)).get("requests_total", 0.0)
             assert now >= before, (seed, step)
             before = now
