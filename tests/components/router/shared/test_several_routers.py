@@ -303,11 +303,11 @@ async def test_a_prompt_whose_placement_fails_in_the_dispatcher_is_refused_at_on
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
         addresses = [host.address for host in started]
         async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(1, addresses, at, SETTINGS) as (one,):
-            chooser = dispatcher._queues["prefill"]._chooser
-            choose, chooser.choose = chooser.choose, lambda *_, **__: 1 / 0
+            route_of = dispatcher._placement.route_of
+            dispatcher._placement.route_of = lambda _: 1 / 0
             with pytest.raises(NoWorker, match=r"failed to place the prompt \(ZeroDivisionError: .*\): see its log"):
                 await one.ask()[1]
-            chooser.choose = choose
+            dispatcher._placement.route_of = route_of
             sent, request = one.ask()
             await request
             assert sent == expected(5)
