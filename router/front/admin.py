@@ -263,8 +263,9 @@ def _find(fleet: Fleet, worker_id: str) -> Worker:
 
 
 def _is_last(fleet: Fleet, leaving: Worker) -> bool:
-    staying = (worker for worker in fleet.pool(leaving.pool) if worker is not leaving)
-    return not any(_state(worker) == "ready" for worker in staying)
+    """Return whether no other one of its pool can be given work; a stalled engine cannot."""
+    staying = (worker for worker in fleet.usable(leaving.pool) if worker is not leaving)
+    return not any(worker.status is not None for worker in staying)
 
 
 def _state(worker: Worker) -> str:

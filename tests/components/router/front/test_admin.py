@@ -118,6 +118,16 @@ async def test_the_last_worker_of_a_pool_leaves_only_by_force_and_force_takes_an
         assert started[0].failure() == ""
 
 
+async def test_a_worker_is_the_last_if_the_others_of_its_pool_cannot_be_given_work():
+    async with admin(prefill=LAYOUT, decode=LAYOUT, decode_1=LAYOUT) as (http, started, fleet, _):
+        started[2]._engine.failed = True
+        await fleet.refresh()
+        refused = await http.post("/ridgeline/drain", json={"worker": "decode-0", "timeout_s": 0})
+        assert refused.status_code == 409
+        assert "decode-0 is the last decode worker" in refused.json()["detail"]
+        assert started[1].failure() == ""
+
+
 async def test_the_last_worker_may_be_hurried_once_it_leaves():
     wish = {"worker": "decode-0", "timeout_s": 60}
     async with admin(access=KEYED, decode=LAYOUT) as (http, started, _, _):
