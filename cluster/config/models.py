@@ -726,7 +726,7 @@ def _passed_conflicts(config: RidgelineConfig) -> list[str]:
     found += passed_args.server_problems("server_args", config.server_args)
     for name, pool in config.active_pools().items():
         found += passed_args.engine_problems(f"{config.section_of(name)}.engine_args", pool.engine_args, one_pool=True)
-        sized = pool.kv_cache_bytes is not None and not config.ray.share_gpus  # there vLLM's check at start needs it
+        sized = pool.kv_cache_bytes is not None and not pool.gpus_per_worker  # on GPUs vLLM's check at start heeds it
         if sized and "gpu_memory_utilization" in config.args_of(name):
             found.append(
                 f"gpu_memory_utilization has no effect on {config.section_of(name)}, whose KV cache is sized by "

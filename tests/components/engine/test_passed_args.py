@@ -194,6 +194,12 @@ def test_what_cannot_be_passed_on_is_a_sentence_that_names_it_and_the_way_out(ov
     assert all(problem.endswith((".", "?")) for problem in problems)
 
 
+def test_the_part_of_a_gpu_that_must_be_free_may_stand_beside_the_size_of_the_cache():
+    gpus = {f"pools.{pool}.gpus_per_worker": "1" for pool in ("prefill", "decode", "colocated")}
+    sizes = {f"pools.{pool}.kv_cache_bytes": "8 GiB" for pool in ("prefill", "decode")}
+    assert load_config(None, {**gpus, **sizes, "engine_args.gpu_memory_utilization": "0.3"}).config
+
+
 def test_what_breaks_the_split_is_refused_by_name_whatever_its_value():
     for name in ("distributed_executor_backend", "scheduler_cls", "worker_cls", "speculative_config", "enable_lora"):
         assert f"engine_args.{name} cannot be passed on, since" in only_problem_of(**{f"engine_args.{name}": "null"})
