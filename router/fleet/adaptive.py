@@ -102,6 +102,10 @@ class Option(msgspec.Struct, frozen=True, gc=False):
     """The limits on TTFT by which its first token comes too late."""
     waits: bool = False
     """Whether the prompt waits for a worker that has enough of them now."""
+    beside: bool = False
+    """Whether sequences decode now where the prompt is computed."""
+    slower: float = 1.0
+    """By what the predicted time of the prompt was multiplied, see `router.fleet.corrections`."""
 
     @property
     def splits(self) -> bool:
@@ -138,6 +142,8 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
     fits = [view for view in views if view.load.room] or views
     if not fits:
         return None
+    if any(view.load.is_idle and view.load.takes_prompt for view in computing):  # nobody waits beside an idle worker
+        computing = [view for view in computing if view.load.takes_prompt]
     options = [_option(wanted, tpot_missed, view, view) for view in fits if view in computing or not wanted.may_split]
     if wanted.may_split:
         prompts = sorted(computing, key=_prompt_rank)[:CONSIDERED]
@@ -222,7 +228,7 @@ class _View(msgspec.Struct, gc=False):
     computes_s: float
     """What the prompt adds to the steps there."""
     begins_s: float
-    """What steps take that would not be without the prompt."""
+    """What steps take that would not be without the prompt; nothing on an idle worker, whose time nobody else needs."""
     alone_s: float
     """A step of what decodes there or will; 0 if nothing does."""
     crowds: float
@@ -234,7 +240,7 @@ class _View(msgspec.Struct, gc=False):
 def _view(wanted: Wanted, load: Load) -> _View:
     tokens = wanted.prompt_tokens - load.cached_tokens
     computes_s = compute_s(load, tokens, attended(wanted.prompt_tokens, load.cached_tokens))
-    took_s, alone_s = prompt_s(load, tokens, computes_s), step_s(load)
+    took_s, alone_s = prompt_s(load, tokens, computes_s) * load.slower, step_s(load)
     ttft_s = wanted.waited_s + took_s
     part = ttft_s / wanted.ttft_limit_s
     return _View(
@@ -244,7 +250,7 @@ def _view(wanted: Wanted, load: Load) -> _View:
         late=_missed(part, TTFT_MISSED),
         overdue=0.0 if part <= TTFT_MISSED[1] else min(MOST_OVERDUE, part - TTFT_MISSED[1]),
         computes_s=computes_s,
-        begins_s=0.0 if load.decoding else math.ceil(tokens / load.step_tokens) * load.model.base_s,
+        begins_s=0.0 if load.decoding or load.is_idle else math.ceil(tokens / load.step_tokens) * load.model.base_s,
         alone_s=alone_s,
         crowds=_crowds(load, alone_s, computes_s),
         steps_after_s=load.model.decode_s(load.decodes + 1, load.context_tokens + wanted.context_tokens),
@@ -329,4 +335,6 @@ def _option(
         against=against if wanted.may_split else 0,
         overdue=prompt.overdue,
         waits=not prompt.load.takes_prompt,
+        beside=prompt.load.decoding > 0,
+        slower=prompt.load.slower,
     )

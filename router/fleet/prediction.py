@@ -96,6 +96,14 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     """Whether it computes the same prompt now for another sequence."""
     favours: Phase | None = None
     """The phase that it should be kept free for (`router.fleet.rebalance`); None: it does both."""
+    slower: float = 1.0
+    """By what to multiply the predicted time of a prompt, since the latest ones took as much longer
+    (`router.fleet.corrections`)."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do, now or later."""
+        return not (self.decodes or self.prompt_tokens)
 
     @property
     def decoding_context_tokens(self) -> float:
@@ -237,7 +245,7 @@ def with_prompts(load: Load, prompts_tokens: Sequence[int], first_for_s: float) 
     first = prompts_tokens[0]
     steps = _steps(load, load.decoding, comes=True)
     first_s, _ = _through(load, steps, first, compute_s(load, first, attended(first)), load.left_tokens)
-    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, first_s))
+    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, first_s * load.slower))
     attends = sum([attended(tokens) for tokens in prompts_tokens]) - attended(done)
     tokens = sum(prompts_tokens) - done
     return replace(

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from contracts.vocabulary import Pool
 from contracts.workers import StepModel
 from router.fleet.adaptive import Decision, Wanted, choose
+from router.fleet.corrections import Corrections
 from router.fleet.policy import PROMPT_SCORERS, Demand, blocks_needed, pick
 from router.fleet.prediction import Load, attended, idle_prompt_s, with_prompts
 from router.fleet.prefixes import BlockHashes, Found
@@ -67,6 +68,7 @@ class _Now(msgspec.Struct, frozen=True):
     """See `Load`."""
     found: Found
     """The workers that have any of the prompt."""
+    corrections: Corrections
 
 
 class ByScore:
@@ -125,6 +127,7 @@ class ByPrediction:
             needed_blocks=blocks_needed(demand, roomy[0].description.block_size_tokens),
             left_tokens=self._learned.sure_tokens(0) / 2,
             found=self._learned.prefixes.look_up(demand.prefix),
+            corrections=self._learned.corrections,
         )
         holders = partial(_holders, reached, demand.prefix, now.found)
         looked_at = short_list(reached, demand.prompt_tokens, now.needed_blocks, open_workers, holders)
@@ -287,5 +290,6 @@ def _load(worker: Worker, now: _Now, demand: Demand) -> Load:
         cached_tokens=cached_tokens,
         shares=shares,
         favours=counted.favours,
+        slower=now.corrections.ratio(worker.worker_id, beside=counted.decoding > 0),
     )
     return with_prompts(idle, *worker.prompts_ahead())

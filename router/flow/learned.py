@@ -1,5 +1,5 @@
 """What predictions need that no worker reports: how long answers become, how fast KV moves between two workers, which
-worker has the beginning of which prompt, and which phase a worker favours.
+worker has the beginning of which prompt, which phase a worker favours, and how far predictions were off.
 
 Told by `router.flow.placement` of first tokens and complete answers; read by `router.flow.choice`.
 """
@@ -13,6 +13,8 @@ from typing import Final
 
 from contracts.vocabulary import RebalanceMode
 from contracts.workers import WorkerDescription
+from router.fleet.adaptive import Decision
+from router.fleet.corrections import Corrections
 from router.fleet.prefixes import BlockHashes, PrefixIndex
 from router.fleet.rebalance import Rebalancer
 
@@ -65,6 +67,7 @@ class Learned:
         self.prefixes = PrefixIndex(block_size_tokens)
         self._rebalance: RebalanceMode = rebalance
         self.rebalancer = Rebalancer(rebalance)
+        self.corrections = Corrections()
         self._part = _Mean(UNKNOWN_PART)
         self._output_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)
         self._sure_part, self._sure_tokens = _Low(), _Low()
@@ -85,6 +88,12 @@ class Learned:
             self._part.add(part)
             self._sure_part.add(part)
 
+    def prompt_took(self, decision: Decision, took_s: float) -> None:
+        """Learn from a prompt's first token, which came so long after the prompt was placed."""
+        option = decision.chosen
+        predicted_s = (option.ttft_s - decision.wanted.waited_s) / option.slower
+        self.corrections.add(option.prompt_worker, beside=option.beside, predicted_s=predicted_s, took_s=took_s)
+
     def moved(self, source: str, sink: str, num_bytes: int, took_s: float) -> None:
         """Learn from a hand-off between two workers."""
         if num_bytes and took_s >= LEAST_LINK_S:
@@ -100,6 +109,7 @@ class Learned:
         if not there.issuperset(self._exchanging):
             self._exchanging &= there
             self._bytes_per_s = {pair: rate for pair, rate in self._bytes_per_s.items() if there.issuperset(pair)}
+        self.corrections.forget_all_but(there)
 
     def output_tokens(self, longest_tokens: int) -> float:
         """Return the expected length of an answer, which may have `longest_tokens` (0: any number); at least 1."""

@@ -6,6 +6,7 @@ router asks there (`router.shared`), so that windows, slots and the order among 
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -233,6 +234,8 @@ class _LocalPlace:
         self.decode_worker = decode.worker if decode else None
         self._turn = turn
         self._decode = decode
+        self._placed_s: float | None = time.monotonic()
+        """When it was placed; None once its first token has come."""
 
     def prompt_done(self, cached_tokens: int | None = None) -> None:
         """Record that the first token has arrived."""
@@ -242,8 +245,14 @@ class _LocalPlace:
         if self._learned is None:
             return
         worker, prefix = self.prompt_worker.description, self._turn.demand.prefix
-        if cached_tokens is not None and self.decision is not None:
-            self._learned.had(worker, prefix, cached_tokens, self.decision.chosen.cached_tokens)
+        if self.decision is not None:
+            expected_tokens = self.decision.chosen.cached_tokens
+            had_tokens = expected_tokens if cached_tokens is None else cached_tokens
+            if self._placed_s is not None and abs(had_tokens - expected_tokens) < worker.block_size_tokens:
+                self._learned.prompt_took(self.decision, time.monotonic() - self._placed_s)
+            if cached_tokens is not None:
+                self._learned.had(worker, prefix, cached_tokens, expected_tokens)
+        self._placed_s = None
         self._learned.computed(worker, prefix)
 
     def prompt_left(self) -> None:

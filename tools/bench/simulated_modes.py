@@ -27,7 +27,8 @@ from contracts.vocabulary import Mode, Phase
 from contracts.workers import StepModel
 from engine.steps.bound import Prompt, most_prefill_tokens
 from engine.steps.pace import BareSteps, Paces
-from router.fleet.adaptive import Wanted, choose
+from router.fleet.adaptive import Option, Wanted, choose
+from router.fleet.corrections import Corrections
 from router.fleet.prediction import Load, idle_prompt_s, with_prompts
 from router.fleet.rebalance import Rebalancer
 from router.fleet.shape import Workers
@@ -100,6 +101,8 @@ class Request:
     first_s: float = math.inf
     end_s: float = math.inf
     made: int = 0
+    option: Option | None = None
+    """What was predicted for it, in mode adaptive."""
 
     @property
     def context_tokens(self) -> int:
@@ -181,19 +184,21 @@ class Worker:
         """Return that there is room; KV blocks are not simulated."""
         return True
 
-    def load(self, now_s: float, limits: Limits, *, takes_prompt: bool) -> Load:
+    def load(self, now_s: float, limits: Limits, corrections: Corrections, *, takes_prompt: bool) -> Load:
         """Return what the router would know of it."""
+        decoding = sum(one.made >= 1 for one in self.assigned.values())
         idle = Load(
             self.name,
             self.machine,
             self.step_tokens,
-            decoding=sum(one.made >= 1 for one in self.assigned.values()),
+            decoding=decoding,
             decodes=len(self.assigned),
             context_tokens=sum(one.prompt_tokens + one.output_tokens / 2 for one in self.assigned.values()),
             left_tokens=mean(one.output_tokens for one in self.assigned.values()) / 2 if self.assigned else 0.0,
             tpot_limit_s=limits.tpot_s if self.assigned else math.inf,
             takes_prompt=takes_prompt,
             favours=self.favours,
+            slower=corrections.ratio(self.name, beside=decoding > 0),
         )
         begun_s = max(self.head_since_s, self.prompts[0].granted_s) if self.prompts else now_s
         return with_prompts(idle, [request.prompt_tokens for request in self.prompts], now_s - begun_s)
@@ -216,6 +221,7 @@ class Simulation:
         self._numbers = count()
         self.rebalancer = Rebalancer("act" if fleet.rebalances else "none")
         self._now_s = 0.0
+        self._corrections = Corrections(lambda: self._now_s)
         self._prompts_s = FadingAmount(lambda: self._now_s, PROMPTS_WINDOW_S)
 
     def run(self, requests: Sequence[Request]) -> None:
@@ -251,9 +257,20 @@ class Simulation:
             worker.prompts.remove(request)
             worker.head_since_s = request.first_s = self._now_s
             request.made = 1
+            if request.option is not None:
+                self._correct(request, request.option)
             self._hand_over(request, worker)
         if ended:
             self._dispatch()
+
+    def _correct(self, request: Request, option: Option) -> None:
+        waited_s = request.granted_s - request.arrival_s
+        self._corrections.add(
+            option.prompt_worker,
+            beside=option.beside,
+            predicted_s=(option.ttft_s - waited_s) / option.slower,
+            took_s=self._now_s - request.granted_s,
+        )
 
     def _hand_over(self, request: Request, worker: Worker) -> None:
         decode = self._decodes_on[request.number]
@@ -300,12 +317,16 @@ class Simulation:
         for worker in self._workers:
             worker.favours = favours.get(worker.name)
         looked_at = short_list(self._workers, request.prompt_tokens, 0, set(room))
-        loads = [worker.load(self._now_s, self._limits, takes_prompt=worker in room) for worker in looked_at]
+        loads = [self._load(worker, takes_prompt=worker in room) for worker in looked_at]
         wanted = self._wanted(request, len(looked_at) / len(self._workers))
         decision = choose(wanted, loads, lambda _source, _sink: HANDOVER_S)
         assert decision is not None
+        request.option = decision.chosen
         prompt = self._by_name[decision.chosen.prompt_worker]
         return (request, prompt, self._by_name[decision.chosen.decode_worker]) if prompt in room else None
+
+    def _load(self, worker: Worker, *, takes_prompt: bool) -> Load:
+        return worker.load(self._now_s, self._limits, self._corrections, takes_prompt=takes_prompt)
 
     def _wanted(self, request: Request, part_of_workers: float = 0.0) -> Wanted:
         limits = self._limits

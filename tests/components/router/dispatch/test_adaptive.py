@@ -13,6 +13,7 @@ from engine.request.sampling import SURE_TOKENS, TPOT_LIMIT
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.request import SequenceRequest
 from router.fleet.adaptive import Wanted
+from router.fleet.corrections import MOST
 from router.fleet.prediction import idle_prompt_s
 from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement
@@ -318,7 +319,7 @@ async def test_canaries_teach_nothing():
             await canary()
         assert [serving.learned.output_tokens(longest) for longest in (0, 400)] == [300.0, 300.0]
         assert [serving.learned.sure_tokens(longest) for longest in (0, 400)] == [300.0, 300.0]
-        assert serving.learned.prefixes.workers == 0
+        assert serving.learned.prefixes.workers == serving.learned.corrections.workers == 0
 
 
 async def test_prompts_are_hashed_only_while_the_mode_is_adaptive(monkeypatch):
@@ -334,3 +335,15 @@ async def test_prompts_are_hashed_only_while_the_mode_is_adaptive(monkeypatch):
             hashed.clear()
             await serving.answer(3)
             assert bool(hashed) == (mode == "adaptive"), mode
+
+
+async def test_what_a_prompt_took_corrects_what_is_predicted_for_the_next_one():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        for engine in serving.engines:
+            engine.stats.step_model = replace(MODEL, base_s=1e-6, per_prefill_token_s=1e-6, per_sequence_s=0.0)
+        await fleet.refresh()
+        for _ in range(4):
+            await serving.answer(3)
+        ratios = [serving.learned.corrections.ratio(worker.worker_id, beside=False) for worker in fleet.workers]
+        assert max(ratios) == pytest.approx(MOST, rel=0.1), "no prompt takes 70 us"

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from contracts.workers import StepModel, WorkerStatus
+from router.fleet.corrections import FADES_S, Corrections
 from router.fleet.policy import Demand
 from router.fleet.worker import Worker
 from router.flow.choice import PROMPTS_WINDOW_S, ByPrediction
@@ -151,3 +152,71 @@ def test_a_stream_with_a_limit_that_no_step_can_keep_moves_nobodys_prompts():
         return where
 
     assert chosen(1e-6) == chosen(math.inf)
+
+
+TWO_STATES = StepModel(
+    base_s=0.055,
+    per_prefill_token_s=0.0006,
+    per_sequence_s=0.00005,
+    per_context_token_s=0.0,
+    per_attended_token_s=0.0,
+    steps=100,
+)
+"""Steps in which one more answer costs next to nothing, as on a CPU with AMX."""
+WITHIN = Demand(PROMPT, 64, ttft_limit_s=2.0, tpot_limit_s=0.095)
+
+
+class OneDecodes(Pair):
+    """One worker decodes forty answers, the other one is idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held.close()
+        self.idle, self.decoder = self.workers
+        for worker in self.workers:
+            worker.status = replace(worker.status, step_model=TWO_STATES)
+        for _ in range(40):
+            answer = self.decoder.reserve(decode_context_tokens=544, tpot_limit_s=0.095)
+            self.held.enter_context(answer).prompt_done()
+        self.learned = Learned(32)
+        for _ in range(20):
+            self.learned.answered(64, 64)
+        self.rules = ByPrediction("adaptive", lambda: self.workers, self.learned, clock=lambda: self.now_s)
+
+    def pair_of(self, roomy=None):
+        choice = self.rules.choose(WITHIN, 0.0, roomy or self.workers, urgent=False)
+        return choice and (choice.worker, choice.decode_worker or choice.worker)
+
+
+@pytest.fixture
+def one_decodes():
+    found = OneDecodes()
+    with found.held:
+        yield found
+
+
+def test_a_prompt_is_computed_by_the_idle_worker_rather_than_in_short_chunks_beside_all_answers(one_decodes):
+    """It was not, since its step on the idle worker counted as work; so one worker did all, and prompts crawled."""
+    assert one_decodes.pair_of() == (one_decodes.idle, one_decodes.decoder)
+
+
+def test_no_prompt_waits_for_a_full_worker_while_another_one_is_idle(one_decodes):
+    assert one_decodes.pair_of(roomy=[one_decodes.idle]) is not None
+
+
+def test_prompts_leave_a_worker_beside_whose_answers_they_take_longer_than_predicted_and_come_back_later(one_decodes):
+    """Seen on engines: 2.4 times the predicted time, again and again, while nothing learned from it."""
+    for _ in range(2):
+        one_decodes.held.enter_context(one_decodes.idle.reserve(PROMPT))
+    assert one_decodes.pair_of()[0] is one_decodes.decoder
+    now_s = 0.0
+    corrections = one_decodes.learned.corrections = Corrections(lambda: now_s)
+    for _ in range(8):
+        decision = one_decodes.rules.choose(WITHIN, 0.0, one_decodes.workers, urgent=False).decision
+        if decision.chosen.prompt_worker != one_decodes.decoder.worker_id:
+            break
+        one_decodes.learned.prompt_took(decision, 4.5 * decision.chosen.ttft_s / decision.chosen.slower)
+    assert one_decodes.pair_of()[0] is one_decodes.idle
+    assert corrections.ratio(one_decodes.decoder.worker_id, beside=True) > 1.0
+    now_s += FADES_S
+    assert one_decodes.pair_of()[0] is one_decodes.decoder, "it is tried again"
