@@ -51,6 +51,10 @@ class SupervisedWorkers(Protocol):
 
     @property
     def workers(self) -> list[str]: ...
+    @property
+    def lost(self) -> set[str]:
+        """Those that do not run at the moment; a router that was started meanwhile does not know them."""
+        ...
 
 
 class Ordered(Protocol):
@@ -147,7 +151,8 @@ class Autoscaler:
             fleet, within = await self._lead.use(), await self._within()
         except DeploymentFailed:  # it is being started again
             return Reading(self._clock(), order_under_way=under_way)
-        if {worker.worker_id for worker in fleet.workers} != set(self._supervised.workers):
+        differ = {worker.worker_id for worker in fleet.workers} ^ set(self._supervised.workers)
+        if differ - self._supervised.lost:
             fleet = FleetUse()  # one comes or goes
         return Reading(self._clock(), fleet, within, under_way or self._orders.under_way)
 

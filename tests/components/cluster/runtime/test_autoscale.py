@@ -217,6 +217,14 @@ async def test_an_idle_pool_loses_its_newest_worker_with_the_configured_time():
         assert there.fleet.decode == 1
 
 
+async def test_a_worker_that_is_tried_again_for_long_and_that_the_routers_do_not_know_keeps_no_pool_from_growing():
+    async with running() as there:
+        there.fleet.pool_of["worker-2"] = "prefill"
+        there.fleet.hidden, there.fleet.lost = {"worker-2"}, {"worker-2"}
+        await there.rounds_of(3)
+        await eventually(lambda: there.fleet.decode == 2)
+
+
 async def test_who_only_wants_advice_gets_the_sentence_and_no_order():
     async with running(mode="advise") as there:
         await there.rounds_of(3)
