@@ -98,4 +98,8 @@ class GarbageWatch:
         self._looked_s, self._grown_from_bytes = time.monotonic(), self._rss_bytes()
 
     def _rss_bytes(self) -> int:
-        return int(self._process.memory_info().rss)
+        """Return the process's memory; as last known if it cannot be read, as without file descriptors."""
+        try:
+            return int(self._process.memory_info().rss)
+        except (OSError, psutil.Error):
+            return self._grown_from_bytes

@@ -52,6 +52,28 @@ def test_while_many_streams_run_no_number_of_new_objects_makes_python_look_throu
     assert words == ["0", "True"]
 
 
+def test_a_process_without_file_descriptors_still_looks_for_garbage():
+    """Its memory cannot be read then, which ended the watch without a word."""
+    words, _ = printed("""
+        def fails(self):
+            raise OSError(24, "Too many open files")
+
+        async def main():
+            running = 2000
+            GarbageWatch(lambda: running, Limits(look_every_s=0.001, pause_s=0.0)).start()
+            psutil.Process.memory_info = fails
+            old_garbage()
+            await asyncio.sleep(0.05)
+            running = 0
+            while Cycle.alive:
+                await asyncio.sleep(0.001)
+            print("gone")
+
+        asyncio.run(main())
+    """)
+    assert words == ["gone"]
+
+
 def test_garbage_goes_once_few_streams_run():
     words, said = printed("""
         async def main():
