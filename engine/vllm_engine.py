@@ -214,7 +214,7 @@ class VllmEngine:
                 error.__cause__, ValueError | TypeError | OverflowError
             ):  # a check by vLLM's front end, before the engine
                 raise InvalidTask(str(error.__cause__)) from error
-            raise EngineFailed(f"the engine of {self.config.worker_id} failed: {error}") from error
+            raise self._failure(error) from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidTask(str(error)) from error
 
@@ -246,7 +246,7 @@ class VllmEngine:
                 LIMIT_STEPS, max_num_seqs, max_num_batched_tokens, step_target_s
             )
         except EngineDeadError as error:
-            raise EngineFailed(f"the engine of {self.config.worker_id} failed: {error}") from error
+            raise self._failure(error) from error
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; return False if some are in use. For tests and cold measurements."""
@@ -270,13 +270,18 @@ class VllmEngine:
     @property
     def ending(self) -> str:
         """How the engine process ended: by which signal or with which status, why, and where its output is."""
-        if not self.failed:
+        return why + output_place() if (why := self._why_ended()) else ""
+
+    def _why_ended(self) -> str:
+        if self._llm is None or self._cause is None or not self.failed:
             return ""
-        assert self._llm is not None
-        assert self._cause is not None
         manager = self._llm.engine_core.resources.engine_manager
         codes = [process.exitcode for process in getattr(manager, "processes", ())]
-        return self._cause.why_ended(next((code for code in codes if code is not None), None)) + output_place()
+        return self._cause.why_ended(next((code for code in codes if code is not None), None))
+
+    def _failure(self, error: Exception) -> EngineFailed:
+        """Return the error for clients: vLLM's own only points at a log."""
+        return EngineFailed(f"the engine of {self.config.worker_id} failed: {self._why_ended() or sentence_of(error)}")
 
     def close(self) -> None:
         """End the engine process. Calling it again does nothing."""

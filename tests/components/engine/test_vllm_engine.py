@@ -1,16 +1,25 @@
 """What is handed to vLLM."""
 
 import json
+import multiprocessing
+import os
+import signal
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import msgspec
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from contracts.errors import EngineFailed
 from contracts.rpc.tls import TlsFiles
 from contracts.workers import StepModel
 from engine.connector.messages import LINGERING, NOTICES, STEP_MODEL
-from engine.vllm_engine import EngineStats, _engine_args
+from engine.root_cause import CauseFile
+from engine.vllm_engine import EngineStats, VllmEngine, _engine_args
 from kv_transfer.options import TransferOptions
+from tests.support.patience import PATIENCE_S
 from tests.support.samples import engine_config
 
 IDLE = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_skipped_waiting_reqs": 0, "kv_cache_usage": 0.0}
@@ -54,3 +63,35 @@ def test_the_newest_step_model_is_kept_beside_the_counters():
         figures = {"steps_total.decode": 1.0, NOTICES: [], LINGERING: [], **sent}
         stats.record(SimpleNamespace(kv_connector_stats=figures, **IDLE), None)
         assert (stats.step_model, stats.counters) == (model, {"steps_total.decode": 1.0})
+
+
+@pytest.fixture
+def ended_engine(tmp_path):
+    """One whose process a signal has just ended, and whose front end knows only that."""
+    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    process.start()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGILL)
+    process.join(PATIENCE_S)
+
+    async def generate(*args, **kwargs):
+        raise EngineDeadError
+        yield
+
+    engine = VllmEngine(engine_config())
+    manager = SimpleNamespace(processes=[process])
+    core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
+    model = SimpleNamespace(get_vocab_size=lambda: 10)
+    engine._llm = SimpleNamespace(errored=True, engine_core=core, model_config=model, generate=generate)
+    engine._cause = CauseFile(str(tmp_path), "decode-0-i1")
+    return engine
+
+
+async def test_a_request_on_an_engine_that_was_ended_is_told_by_what_and_not_sent_to_a_log(ended_engine):
+    assert ended_engine.ending.startswith("its engine process was ended by SIGILL")
+    with pytest.raises(EngineFailed) as failed:
+        await anext(ended_engine.generate("r1", [1, 2], SamplingParams()))
+    assert str(failed.value) == (
+        "the engine of decode-0 failed: its engine process was ended by SIGILL "
+        "(an instruction that this machine does not allow)"
+    )
