@@ -243,6 +243,8 @@ class PromptQueue:
         self._held: _Waiting | None = None
         """The prompt that waits although a worker would take it."""
         self._held_since_s = 0.0
+        self._aside: list[_Waiting] = []
+        """Prompts whose turn came while all workers that their routers reach were full, so that they hold up nobody."""
 
     @asynccontextmanager
     async def turn(self, demand: Demand, *, decodes_here: bool, urgent: bool = False) -> AsyncIterator[PromptTurn]:
@@ -276,27 +278,32 @@ class PromptQueue:
         only the prompt that they were asked about, since the first token of any other request may have led here.
         """
         held = None
-        while len(self._queue) and (roomy := self._with_room()):
+        while self.waiting and (roomy := self._with_room()):
             may_start, now_s = self._slots.as_of_now(), self._clock()
-            entry = self._queue.peek(may_start, now_s)
-            if entry is None:  # all waiting clients are over their share of decode
-                break
-            if entry.item.granted.done():  # its client has left: do not choose a worker for it
-                self._queue.remove(entry)
-                continue
-            asked = entry.item
+            asked = self._next_aside(may_start, roomy)
+            if asked is None:
+                entry = self._queue.peek(may_start, now_s)
+                if entry is None:  # all waiting clients are over their share of decode
+                    break
+                asked = entry.item
+                if asked.granted.done():  # its client has left: do not choose a worker for it
+                    self._queue.remove(entry)
+                    continue
+                if self._reaches_only_full_ones(asked, roomy):
+                    self._aside.append(self._queue.pop(may_start, now_s).item)
+                    continue
             waited_s = asked.demand.waited_s + now_s - asked.pushed_s
             try:
                 choice = self._choose(asked, waited_s, roomy)
             except Exception as error:
                 logger.exception("no worker can be chosen for a prompt in pool %s", self.pool)
-                self._queue.remove(entry)
+                self._take(asked, may_start, now_s)
                 asked.granted.set_exception(error)
                 continue
             if choice is None:  # it waits for a worker that has no room now
                 held = asked
                 break
-            self._queue.pop(may_start, now_s)
+            self._take(asked, may_start, now_s)
             self._hold(None)
             self._grant(asked, choice)
         self._hold(held)
@@ -335,12 +342,12 @@ class PromptQueue:
     @property
     def waiting(self) -> int:
         """Number of prompts that wait here."""
-        return len(self._queue)
+        return len(self._queue) + len(self._aside)
 
     @property
     def waiting_tokens(self) -> int:
         """Number of tokens of the waiting prompts."""
-        return self._queue.waiting.tokens
+        return self._queue.waiting.tokens + sum(asked.demand.prompt_tokens for asked in self._aside)
 
     def forget_all_but(self, worker_ids: Sequence[str]) -> None:
         """Forget what was measured of workers that have left."""
@@ -373,6 +380,28 @@ class PromptQueue:
 
     def _has_room(self, worker: Worker) -> bool:
         return not self._full(worker) and worker.takes_work
+
+    def _next_aside(self, may_start: Callable[[str], bool], roomy: Sequence[Worker]) -> _Waiting | None:
+        """Return the first prompt that was set aside and may go now."""
+        self._aside = [asked for asked in self._aside if not asked.granted.done()]
+        for asked in self._aside:
+            if (asked.urgent or may_start(asked.demand.client)) and not self._reaches_only_full_ones(asked, roomy):
+                return asked
+        return None
+
+    def _reaches_only_full_ones(self, asked: _Waiting, roomy: Sequence[Worker]) -> bool:
+        """Return whether its router reaches workers, and all are full. One that reaches none finds that out itself."""
+        avoided = asked.demand.avoided
+        if not avoided or any(worker.worker_id not in avoided for worker in roomy):
+            return False
+        return any(worker.takes_work and worker.worker_id not in avoided for worker in self._workers())
+
+    def _take(self, asked: _Waiting, may_start: Callable[[str], bool], now_s: float) -> None:
+        """Take out the prompt that is next."""
+        if asked in self._aside:
+            self._aside.remove(asked)
+        else:
+            self._queue.pop(may_start, now_s)
 
     def _push(self, waiting: _Waiting) -> Entry[_Waiting]:
         """Put a prompt into the queue, with the time by which it must start if its first token is to be in time."""
@@ -423,7 +452,7 @@ class PromptQueue:
         if self._recheck is not None:
             self._recheck.cancel()
             self._recheck = None
-        if not len(self._queue):
+        if not self.waiting:
             self._unusable_since_s = None
             return
         if any(worker.usable for worker in self._workers()):
@@ -448,9 +477,9 @@ class PromptQueue:
         )
 
     def _fail_all(self, error: Exception) -> int:
-        failed = 0
-        while len(self._queue):
-            granted = self._queue.pop().item.granted
+        failed, aside, self._aside = 0, self._aside, []
+        while aside or len(self._queue):
+            granted = (aside.pop(0) if aside else self._queue.pop().item).granted
             if not granted.done():
                 granted.set_exception(error)
                 failed += 1

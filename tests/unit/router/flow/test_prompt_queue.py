@@ -9,7 +9,7 @@ import pytest
 from contracts.workers import StepModel, WorkerStatus
 from router.fleet.adaptive import Wanted, choose
 from router.fleet.fleet import Worker
-from router.fleet.policy import PROMPT_SCORERS, Demand, NoWorker
+from router.fleet.policy import PROMPT_SCORERS, Demand, NoWorker, Rerouted
 from router.fleet.prediction import Load
 from router.flow.choice import Choice
 from router.flow.decode_slots import DecodeSlots
@@ -55,10 +55,14 @@ class Bench:
         self.turns = {}
         self._done = {}
 
-    async def send(self, name, tokens, client="a", urgent=False, limit_s=math.inf, waited_s=0.0):
+    async def send(self, name, tokens, client="a", urgent=False, limit_s=math.inf, waited_s=0.0, avoided=()):
         self._done[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(
-            self._hold(name, Demand(tokens, client=client, ttft_limit_s=limit_s, waited_s=waited_s), urgent)
+            self._hold(
+                name,
+                Demand(tokens, client=client, ttft_limit_s=limit_s, waited_s=waited_s, avoided=frozenset(avoided)),
+                urgent,
+            )
         )
         await settle()
 
@@ -413,6 +417,49 @@ async def test_a_worker_that_is_usable_again_takes_what_waits_without_being_told
     assert bench.started == ["one"]
     bench.workers[1].client.connected = True
     await eventually(lambda: bench.started == ["one", "two"])
+    await bench.end()
+
+
+class Whole:
+    """A chooser that takes the first worker that a prompt's router reaches, however full, as predictions may."""
+
+    def __init__(self, bench):
+        self.bench = bench
+
+    def choose(self, demand, waited_s, roomy, *, urgent):
+        worker = next(one for one in self.bench().workers if one.worker_id not in demand.avoided)
+        return Choice(worker) if worker in roomy else None
+
+    def least_s(self, demand):
+        return None
+
+
+@pytest.mark.parametrize("by_prediction", [False, True])
+async def test_a_prompt_of_a_router_that_reaches_only_full_workers_holds_up_no_others_and_is_next_there(by_prediction):
+    bench = Bench(workers=2)
+    if by_prediction:
+        bench.queue._chooser = Whole(lambda: bench)
+    await bench.send("fills", WINDOW, avoided=["prefill-1"])
+    await bench.send("cut off", 10, client="b", avoided=["prefill-1"])
+    await bench.send("left", 10, client="b", avoided=["prefill-1"])
+    await bench.send("later", 10, client="b", avoided=["prefill-0"])
+    assert bench.started == ["fills", "later"]
+    assert (bench.queue.waiting, bench.queue.waiting_tokens) == (2, 20)
+    await bench.cancel("left")
+    await bench.finish("fills")
+    assert bench.started == ["fills", "later", "cut off"]
+    assert bench.turns["cut off"].worker.worker_id == "prefill-0"
+    assert bench.queue.waiting == 0
+    await bench.end()
+
+
+async def test_a_prompt_that_was_set_aside_is_sent_away_with_the_others(bench):
+    bench.workers.append(a_worker("prefill-1"))
+    await bench.send("fills", WINDOW, avoided=["prefill-1"])
+    await bench.send("cut off", 10, avoided=["prefill-1"])
+    assert bench.queue.send_away() == 1
+    with pytest.raises(Rerouted):
+        await bench.tasks["cut off"]
     await bench.end()
 
 
