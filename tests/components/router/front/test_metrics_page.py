@@ -58,7 +58,8 @@ async def test_the_event_loop_turns_after_each_piece_of_a_page(registry, monkeyp
         most.append(sum(since_turn))
         since_turn.clear()
         await asyncio.sleep(0)
-    assert sum(most) + sum(since_turn) > 6 * PIECE_SAMPLES
+    most.append(sum(since_turn))
+    assert sum(most) > 6 * PIECE_SAMPLES
     assert max(most) <= PIECE_SAMPLES, "samples between two turns of the loop"
 
 
