@@ -51,8 +51,9 @@ transports: conformance ## `make conformance`, then a network link that is shape
 fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer frames (about 15 minutes); SEED=1, EXAMPLES=100000
 	@$(BIN)/python -m tools.fuzz.run --seed $(or $(SEED),1) --examples $(or $(EXAMPLES),100000)
 
-hostile: setup   ## a hostile client beside a polite one, without a model (about a minute; part of `make test-all`)
+hostile: model   ## a hostile client beside a polite one, without a model, then its grammars on real engines (about four minutes; part of `make test-all`)
 	@$(BIN)/pytest -q -s tests/hostile
+	@$(BIN)/pytest -q -s tests/engines/test_hostile_grammars.py
 
 test: starts lint model unit components conformance ## the quick check that all works: lint, unit, components, conformance, real engines in both modes, a kill, a drain
 	@$(BIN)/pytest -v --durations=10 -m core tests/engines

@@ -35,11 +35,13 @@ from engine.config import EngineConfig
 from engine.connector.events import NoticeBoard
 from engine.connector.messages import LINGERING, NOTICES, STEP_MODEL
 from engine.connector.transferable_models import UnsupportedModel, model_obstacle
+from engine.grammars import choose_backend
 from engine.request import logprobs
 from engine.root_cause import CauseFile, output_place, sentence_of
 from engine.stall import StallWatch
 from engine.steps.scheduler import bound_steps
 from engine.vllm_arguments import engine_values
+from engine.vllm_workarounds.bounded_grammars import bound_validation
 from engine.vllm_workarounds.engine_process import cause_file, prepare_engine_processes
 from engine.vllm_workarounds.forked import fork_engines
 from engine.vllm_workarounds.one_tokenizer import one_tokenizer
@@ -131,6 +133,8 @@ class VllmEngine:
                 disable_log_stats=args.disable_log_stats,
                 stat_loggers=[lambda vllm_config, index: self.stats],
             )
+        choose_backend(vllm_config.structured_outputs_config, self._llm.renderer.tokenizer)
+        bound_validation()
 
     def _require_supported(self, model: ModelConfig) -> None:
         if model.runner_type != "generate":
@@ -208,6 +212,7 @@ class VllmEngine:
         try:
             async with aclosing(outputs) as stream:
                 async for output in stream:
+                    _require_no_error(output.outputs[0], params)
                     yield _delta(request_id, output)
         except (EngineDeadError, EngineGenerateError) as error:
             if isinstance(
@@ -309,6 +314,12 @@ def require_in_vocabulary(token_ids: list[int], vocabulary_tokens: int) -> None:
     for token in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token < vocabulary_tokens:
             raise InvalidTask(f"token {token} is not one of the model's {vocabulary_tokens}")
+
+
+def _require_no_error(completion: Any, params: SamplingParams) -> None:
+    """Raise InvalidTask if the engine has ended the request because of its grammar."""
+    if completion.finish_reason == "error" and params.structured_outputs is not None:
+        raise InvalidTask(str(completion.stop_reason or "structured output: the grammar cannot be compiled"))
 
 
 def _engine_args(config: EngineConfig) -> dict[str, Any]:

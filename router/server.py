@@ -102,6 +102,7 @@ class Router:
             frontend_config(self._args),
             self._admission,
             settings.max_unread_stream_bytes,
+            settings.max_grammar_bytes,
             self._count_unread,
         )
         self._orchestrator = Orchestrator(

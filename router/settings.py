@@ -86,6 +86,8 @@ class RouterSettings:
     """Bytes of one stream that may be kept until its client reads them."""
     max_unread_bytes: int = 256 << 20
     """Bytes of all answers together that may be kept until their clients read them."""
+    max_grammar_bytes: int = 64 << 10
+    """Largest structured output that a request may ask for."""
     max_request_bytes: int = 8 << 20
     """Largest body of an HTTP request."""
     api_key_hashes: frozenset[bytes] = frozenset()

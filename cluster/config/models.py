@@ -105,6 +105,12 @@ class ServerConfig(Section):
     max_request_bytes: Bytes = Field(
         default=8 * MIB, ge=1024, description="longest request body; a longer one gets HTTP 413"
     )
+    max_grammar_bytes: Bytes = Field(
+        default=64 * 1024,
+        ge=1024,
+        description="largest structured output (schema, choices, regex, grammar) of a request, and 8 times that for "
+        "tools; a larger one gets HTTP 400",
+    )
     trusted_proxies: tuple[Annotated[IPvAnyNetwork, AfterValidator(_proxy_network)], ...] = Field(
         default=(),
         description="addresses or networks (10.0.0.0/24) of proxies whose X-Forwarded-For says who the client is; of "

@@ -101,6 +101,7 @@ class Plan:
             server_args=self.server_args,
             stall_timeout_s=config.supervision.stall_timeout_s,
             max_request_bytes=config.server.max_request_bytes,
+            max_grammar_bytes=config.server.max_grammar_bytes,
             write_deadline_s=config.server.write_deadline_s,
             max_unread_stream_bytes=config.server.max_unread_stream_bytes,
             max_unread_bytes=config.server.max_unread_bytes,

@@ -35,6 +35,7 @@ from engine.connector.scheduler_side import SchedulerSide
 from engine.connector.step_cost import step_cost_model
 from engine.connector.transferable_cache import by_manager_block, require_servable
 from engine.connector.worker_side import WorkerSide
+from engine.vllm_workarounds.bounded_grammars import bound_grammars
 from engine.vllm_workarounds.cores import helpers_on_all_cores_of
 from engine.vllm_workarounds.early_stats import find_output_queue, send_at_once
 from engine.vllm_workarounds.orphan_watch import exit_with_parent
@@ -72,6 +73,7 @@ class RidgelineConnector(KVConnectorBase_V1):
         )
         if role is KVConnectorRole.SCHEDULER:
             add_limit_steps()
+            bound_grammars()
             find_output_queue()
             if self._has_ranks:
                 forget_queue_names()

@@ -10,5 +10,6 @@ early_stats.py       sends statistics before a step instead of after it
 step_limits.py       changes the limits of an engine's steps while it runs
 engine_process.py    what each process of an engine does first, and leaves behind when it fails
 amx.py               asks the kernel for the CPU's matrix tiles
+bounded_grammars.py  bounds the time that a grammar takes of an engine
 cores.py             decides which cores a CPU engine computes on
 """

@@ -120,7 +120,7 @@ async def build_app(
     left_streams.install()
     keep_alive.install()
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
-    request_fields.install(app.state, gates.most_sequences)
+    request_fields.install(app.state, gates.most_sequences, settings.max_grammar_bytes)
     app_gaps.name_settings(app.state)
     cut_off_calls.install(app.state)
     messages.install(app.state)

@@ -29,7 +29,9 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from contracts.errors import EngineError, InvalidTask
+from engine.grammars import choose_backend, refusal
 from engine.request import sampling
+from engine.vllm_workarounds.bounded_grammars import bound_validation
 from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from router.dispatch.request import Sampling, SequenceRequest
 from router.fleet.policy import NoWorker
@@ -59,6 +61,7 @@ class RouterEngineClient(EngineClient):
         vllm_config: VllmConfig,
         admission: Admission,
         max_unread_stream_bytes: int,
+        max_grammar_bytes: int,
         on_unread: Callable[[Why], None],
     ) -> None:
         self.vllm_config = vllm_config
@@ -66,6 +69,8 @@ class RouterEngineClient(EngineClient):
         self.renderer = renderer_from_config(vllm_config)
         note_that_there_is_no_processor(self.renderer.tokenizer, self.model_config)
         bound_texts(self.renderer, self.model_config.max_model_len)
+        choose_backend(vllm_config.structured_outputs_config, self.renderer.tokenizer)
+        bound_validation()
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._admission = admission
@@ -76,6 +81,7 @@ class RouterEngineClient(EngineClient):
         self._unread: set[BoundedCollector] = set()
         """Collectors of requests whose sequences have ended, but whose clients have not read everything."""
         self._max_unread_stream_bytes = max_unread_stream_bytes
+        self._max_grammar_bytes = max_grammar_bytes
         self._on_unread = on_unread
 
     def close_admission(self) -> None:
@@ -140,6 +146,9 @@ class RouterEngineClient(EngineClient):
         response too: GracefulHTTPError (429, 503) or VLLMValidationError (400).
         """
         _check_request_id(request_id)
+        structured = sampling_params.structured_outputs
+        if structured is not None and (why := refusal(structured, self._max_grammar_bytes)) is not None:
+            raise VLLMValidationError(why, parameter="structured_outputs")
         request = self.input_processor.process_inputs(
             request_id,
             prompt,

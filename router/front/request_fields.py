@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from vllm.exceptions import VLLMValidationError
 
+from engine import grammars
 from router.front.http.errors import send_error
 from router.front.http.types import Asgi, Receive, Scope, Send
 
@@ -290,10 +291,20 @@ def beyond_share(request: BaseModel, most_sequences: int) -> VLLMValidationError
     )
 
 
-def install(state: Any, most_sequences: int) -> None:
+def beyond_grammar(request: BaseModel, max_bytes: int) -> VLLMValidationError | None:
+    """Return why a structured output is refused before vLLM reads it, which it does in the event loop."""
+    extract = getattr(request, "extract_structured_outputs", None)
+    params = None if extract is None else extract()
+    if params is None or (why := grammars.refusal(params, max_bytes)) is None:
+        return None
+    return VLLMValidationError(why, parameter="structured_outputs")
+
+
+def install(state: Any, most_sequences: int, max_grammar_bytes: int) -> None:
     """Make each handler in the state of vLLM's app check its body here first.
 
-    `most_sequences` is how many sequences one client may have served at the same time.
+    `most_sequences` is how many sequences one client may have served at the same time, `max_grammar_bytes` the largest
+    structured output.
     """
     for serving in vars(state)["_state"].values():
         for name in (
@@ -303,14 +314,14 @@ def install(state: Any, most_sequences: int) -> None:
         ):  # Anthropic's convert the body first
             asked = getattr(serving, name, None)
             if asked is not None:
-                vars(serving)[name] = _refusing(serving, asked, most_sequences)
+                vars(serving)[name] = _refusing(serving, asked, most_sequences, max_grammar_bytes)
 
 
 def _refusing(
-    serving: Any, handler: Callable[..., Awaitable[Any]], most_sequences: int
+    serving: Any, handler: Callable[..., Awaitable[Any]], most_sequences: int, max_grammar_bytes: int
 ) -> Callable[..., Awaitable[Any]]:
     async def ask(request: Any, *rest: Any) -> Any:
-        error = refusal(request) or beyond_share(request, most_sequences)
+        error = refusal(request) or beyond_share(request, most_sequences) or beyond_grammar(request, max_grammar_bytes)
         return await handler(request, *rest) if error is None else serving.create_error_response(error)
 
     return ask

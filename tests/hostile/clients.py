@@ -44,6 +44,10 @@ async def status_of(reader: asyncio.StreamReader) -> int:
     return int((await reader.readline()).split()[1])
 
 
+PAGES_AT_A_TIME = 2
+"""Connections that ask for each open page again and again, 20 times a second each."""
+
+
 class Polite:
     """Asks for streams and reads them to the end, `CONCURRENT` at a time."""
 
@@ -113,6 +117,13 @@ class Hostile:
         self._start(self._again("drain", "/ridgeline/drain", 0.2, drain, {}, reads=True))
         return {}
 
+    async def pages(self) -> dict[str, Any]:
+        """Begin to ask for the open pages, without a key, from connections of their own."""
+        for path in ("/metrics", "/ready"):
+            for _ in range(PAGES_AT_A_TIME):
+                self._start(self._page(path))
+        return {}
+
     async def answered(self) -> dict[str, Any]:
         """Wait until a request that is much work has been answered."""
         await self._answered.wait()
@@ -143,6 +154,18 @@ class Hostile:
         body = completion(max_tokens=2000, stream=True)
         await loop.sock_sendall(sock, request(self._key, "/v1/completions", body, x_forwarded_for=forged))
         self._sockets.append(sock)
+
+    async def _page(self, path: str) -> None:
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+                writer.write(f"GET {path} HTTP/1.1\r\nhost: server\r\nconnection: close\r\n\r\n".encode())
+                self.statuses[f"{path}: {await status_of(reader)}"] += 1
+                await reader.read()
+                writer.close()
+            except (OSError, ValueError, IndexError) as error:
+                self.statuses[f"{path}: {type(error).__name__}"] += 1
+            await asyncio.sleep(0.05)
 
     async def _again(
         self, name: str, path: str, pause_s: float, body: bytes, headers: dict[str, str], *, reads: bool

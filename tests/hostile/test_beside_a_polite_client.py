@@ -29,8 +29,9 @@ POLITE, HOSTILE, OPERATOR = "polite-key", "hostile-key", "operator-key"
 REQUESTS = 24
 LEAST_ROUNDS, MOST_ROUNDS = 2, 5
 SLOTS = 512
-SOCKETS_THAT_NEVER_READ = {"churn": 0, "flood": 512}
-"""Those hold all that one client may have, so that the rest is refused. Without them it is served, and left again."""
+DISTURBANCES = {"churn": ("on", 0), "flood": ("on", 512), "pages": ("pages",)}
+"""What the hostile one is told. 512 sockets that never read hold all that one client may have, so that the rest is
+refused; without them it is served, and left again. Pages need no key."""
 SETTINGS = {
     "max_outstanding_requests": SLOTS,
     "max_client_share": 0.75,
@@ -95,7 +96,7 @@ class Found:
     """What the polite one has measured, by how it was disturbed."""
 
     def __init__(self):
-        self.p99_s = {name: {"ttft_s": [], "whole_s": []} for name in ("alone", *SOCKETS_THAT_NEVER_READ)}
+        self.p99_s = {name: {"ttft_s": [], "whole_s": []} for name in ("alone", *DISTURBANCES)}
         self.refused = Counter()
 
     def add(self, name, measured):
@@ -107,7 +108,7 @@ class Found:
         """Of the p99 of an ordinary round, each kind of time under each disturbance against undisturbed."""
         return {
             f"{kind} in {name}": median(self.p99_s[name][kind]) / median(self.p99_s["alone"][kind])
-            for name in SOCKETS_THAT_NEVER_READ
+            for name in DISTURBANCES
             for kind in ("ttft_s", "whole_s")
         }
 
@@ -120,7 +121,7 @@ class Found:
 
 async def test_a_hostile_client_costs_a_polite_one_at_most_as_much_again_and_nothing_is_refused_to_it(tmp_path):
     make_model(tmp_path)
-    found, statuses, held = Found(), {name: Counter() for name in SOCKETS_THAT_NEVER_READ}, 0
+    found, statuses, held = Found(), {name: Counter() for name in DISTURBANCES}, 0
     async with (
         serving(tmp_path) as (router, port),
         client("polite", port, POLITE) as polite,
@@ -129,8 +130,8 @@ async def test_a_hostile_client_costs_a_polite_one_at_most_as_much_again_and_not
         await polite("measure", 8)
         for number in range(MOST_ROUNDS):
             found.add("alone", await polite("measure", REQUESTS))
-            for name, sockets in SOCKETS_THAT_NEVER_READ.items():
-                await hostile("on", sockets)
+            for name, command in DISTURBANCES.items():
+                await hostile(*command)
                 found.add(name, await polite("measure", REQUESTS))
                 held = max(held, router._client._admission.sequences)
                 if name == "churn":
@@ -149,6 +150,7 @@ async def test_a_hostile_client_costs_a_polite_one_at_most_as_much_again_and_not
         assert not router.ended
         assert not any(worker.load().draining for worker in router._fleet.workers)
     flood, churn = statuses["flood"], statuses["churn"]
+    assert statuses["pages"].keys() == {"/metrics: 200", "/ready: 200"}
     assert flood["prompt logprobs: 429"], "its sockets hold its share"
     assert {"drain: 401", "n 512: 400", "long id: 400", "millions of parts: 400", "n 300: 200", "n 300: 429"} <= {
         *churn

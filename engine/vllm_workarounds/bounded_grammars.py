@@ -1,0 +1,179 @@
+"""Bounds the time that one request's grammar takes of an engine.
+
+vLLM masks tokens in the step loop, for all requests one after the other, and nothing in it limits how long a grammar
+may take there. `bound_validation` is called by `engine.vllm_engine` and `router.front.engine_client`, `bound_grammars`
+by `engine.connector.facade` in the engine process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import llguidance
+from vllm.exceptions import VLLMValidationError
+from vllm.v1 import structured_output
+from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar, serialize_guidance_grammar
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
+from vllm.v1.structured_output.request import get_structured_output_key
+
+if TYPE_CHECKING:
+    import torch
+
+ALLOWED_S: Final = 0.05
+"""CPU time that a grammar may take at once, beyond `PER_TOKEN_S`: first masks of large schemas take up to 30 ms."""
+PER_TOKEN_S: Final = 0.001
+"""CPU time that it may take for each token in the long run. JSON schemas take 0.2 ms; masks of expressions that are
+made to be slow take 2 to 200 ms, and growing."""
+CHECKED_BYTES: Final = 8192
+"""Longer grammars are compiled in the engine only, which refuses them alike: the router's event loop has no time for
+them. One of this size takes it 15 ms at most."""
+COMPILING_NICENESS: Final = 10
+"""Of the thread that compiles, which shares the engine's core: the step loop keeps nine tenths of it."""
+_SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
+
+
+def limits() -> Any:
+    """Return llguidance's limits; where they differ from its own, half or less was enough for every schema tried.
+
+    Its mask of 50,000 items takes 10 ms, and 250,000 lexer states are 500 MB of one request.
+    """
+    return llguidance.LLParserLimits(step_max_items=20_000, step_lexer_fuel=100_000, max_lexer_states=20_000)
+
+
+def bound_validation() -> None:
+    """Have this process check grammars by the same limits as the engine compiles them."""
+    backend_guidance.validate_guidance_grammar = _validate
+
+
+def bound_grammars() -> None:
+    """Have this engine meter grammars, and end a request whose grammar takes too long; a second call does nothing."""
+    structured_output.GuidanceBackend = BoundedGuidance
+    StructuredOutputManager._create_grammar = _create_grammar
+    StructuredOutputManager.accept_tokens = _accept_tokens
+
+
+def _validate(sampling_params: Any, tokenizer: Any = None) -> None:
+    params = sampling_params.structured_outputs
+    if params is None:
+        return
+    kind, text = get_structured_output_key(params)
+    if kind is StructuredOutputOptions.STRUCTURAL_TAG:
+        validate_xgrammar_grammar(sampling_params)
+        return
+    if kind is StructuredOutputOptions.CHOICE or len(text) > CHECKED_BYTES:
+        return
+    try:
+        grammar = serialize_guidance_grammar(kind, text)
+    except (ValueError, KeyError, TypeError) as error:
+        raise VLLMValidationError(f"Invalid grammar specification: {error}") from error
+    if why := llguidance.LLMatcher.validate_grammar(grammar, tokenizer, limits=limits()):
+        raise VLLMValidationError(f"Grammar error: {why}")
+
+
+class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
+    """vLLM's, with limits. Choices are one expression; structural tags go to xgrammar: guidance reads only vLLM's old
+    form of them, and of those none whose trigger looks like a special token."""
+
+    _tags: XgrammarBackend | None = None
+
+    def compile_grammar(
+        self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
+    ) -> StructuredOutputGrammar:
+        """Compile in this thread."""
+        if request_type is StructuredOutputOptions.STRUCTURAL_TAG:
+            if self._tags is None:
+                self._tags = XgrammarBackend(self.vllm_config, self.tokenizer, self.ll_tokenizer.vocab_size)
+            return self._tags.compile_grammar(request_type, grammar_spec, stop_token_ids)
+        if request_type is StructuredOutputOptions.CHOICE:
+            # A grammar has an item for each choice in every row, an expression a state for each common beginning.
+            choices = (_SPECIAL.sub(r"\\\g<0>", choice) for choice in json.loads(grammar_spec))
+            text = llguidance.grammar_from("regex", "|".join(choices))
+        else:
+            text = serialize_guidance_grammar(
+                request_type, grammar_spec, self.disable_any_whitespace, self.disable_additional_properties
+            )
+        matcher = llguidance.LLMatcher(self.ll_tokenizer, text, log_level=0, limits=limits())
+        return GuidanceGrammar(ll_matcher=matcher, ll_tokenizer=self.ll_tokenizer, vocab_size=self.vocab_size)
+
+
+@dataclass
+class Metered(StructuredOutputGrammar):  # type: ignore[misc]
+    """A grammar of any backend, and the CPU time that it may still take."""
+
+    grammar: Any
+    left_s: float = ALLOWED_S
+    why: str | None = None
+    """Why the request ends; None as long as it goes on."""
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Advance; False ends the request, see `_accept_tokens`."""
+        if self.why is not None:
+            return False
+        began_s = time.thread_time()
+        accepted = bool(self.grammar.accept_tokens(request_id, tokens))
+        self._spend(time.thread_time() - began_s)
+        return accepted and self.why is None
+
+    def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
+        """Fill one row; of a request that ends any token will do."""
+        if self.why is None:
+            began_s = time.thread_time()
+            self.grammar.fill_bitmask(bitmask, idx)
+            self.left_s = min(ALLOWED_S, self.left_s + PER_TOKEN_S)
+            self._spend(time.thread_time() - began_s)
+        if self.why is not None:
+            bitmask[idx].fill_(-1)
+
+    def _spend(self, seconds: float) -> None:
+        self.left_s -= seconds
+        if self.left_s < 0:
+            self.why = (
+                f"structured output: this grammar takes too long. It may take {PER_TOKEN_S * 1e3:g} ms of CPU time a "
+                f"token, and {ALLOWED_S * 1e3:g} ms more at once: use fewer nested repetitions and alternatives"
+            )
+        elif (matcher := getattr(self.grammar, "ll_matcher", None)) is not None and matcher.is_error():
+            first_line = matcher.get_error().partition("\n")[0]
+            self.why = f"structured output: this grammar is too complex, or cannot go on here: {first_line}"
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """Pass on."""
+        return list(self.grammar.validate_tokens(tokens))
+
+    def rollback(self, num_tokens: int) -> None:
+        """Pass on."""
+        self.grammar.rollback(num_tokens)
+
+    def is_terminated(self) -> bool:
+        """Pass on."""
+        return bool(self.grammar.is_terminated())
+
+    def reset(self) -> None:
+        """Pass on."""
+        self.grammar.reset()
+
+
+_vllm_create = StructuredOutputManager._create_grammar
+_vllm_accept = StructuredOutputManager.accept_tokens
+
+
+def _create_grammar(manager: Any, request: Any) -> StructuredOutputGrammar:
+    """Compile without taking the core from the step loop, in vLLM's thread for it."""
+    if manager._use_async_grammar_compilation:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILING_NICENESS)
+    return Metered(_vllm_create(manager, request))
+
+
+def _accept_tokens(manager: Any, request: Any, new_token_ids: list[int]) -> bool:
+    """As vLLM's, which ends the request if it is False; its output then says why."""
+    accepted: bool = _vllm_accept(manager, request, new_token_ids)
+    if not accepted and isinstance(grammar := request.structured_output_request.grammar, Metered):
+        request.stop_reason = grammar.why
+    return accepted

@@ -1,0 +1,232 @@
+"""Grammars that do not end, compiled and asked for masks as an engine does, without one."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+
+# isort: split
+import llguidance
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
+
+from engine.vllm_workarounds import bounded_grammars
+from engine.vllm_workarounds.bounded_grammars import ALLOWED_S, PER_TOKEN_S, BoundedGuidance, Metered
+
+pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")  # vLLM still gives it
+TEXT = Path(__file__).parents[4] / "loadtest" / "data" / "opticks.txt"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Grace"]}, "born": {"type": "integer", "minimum": 1800, "maximum": 1999}},
+    "required": ["name", "born"],
+    "additionalProperties": False,
+}
+OLD_TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+NEW_TAG = {
+    "type": "structural_tag",
+    "format": {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"},
+}
+AMBIGUOUS = 'root ::= root root | "a" | "b" | ""'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Byte-level pairs of a book, as the models' tokenizers have them."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    pairs = ByteLevelBPETokenizer()
+    pairs.train_from_iterator(TEXT.read_text()[:200_000].splitlines(), vocab_size=2000, special_tokens=["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=pairs._tokenizer, eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def backend(tokenizer: Any) -> BoundedGuidance:
+    options = SimpleNamespace(disable_any_whitespace=True, disable_additional_properties=False)
+    config = SimpleNamespace(
+        structured_outputs_config=options,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama")),
+        speculative_config=None,
+    )
+    return BoundedGuidance(config, tokenizer, len(tokenizer))
+
+
+def compiled(backend: BoundedGuidance, kind: Kind, spec: Any) -> Metered:
+    return Metered(backend.compile_grammar(kind, spec if isinstance(spec, str) else json.dumps(spec), {0}))
+
+
+def allowed(backend: BoundedGuidance, grammar: Any) -> list[int]:
+    mask = backend.allocate_token_bitmask(1)
+    grammar.fill_bitmask(mask, 0)
+    return [token for token in range(backend.vocab_size) if (int(mask[0][token // 32]) >> (token % 32)) & 1]
+
+
+def written(backend: BoundedGuidance, grammar: Metered, most: int) -> str:
+    """What a model writes that takes any token that is allowed, and ends as late as it can."""
+    dice, tokens = random.Random(1), list[int]()
+    while len(tokens) < most and not grammar.is_terminated():
+        choice = allowed(backend, grammar)
+        token = dice.choice([token for token in choice if token != 0] or choice)
+        if not grammar.accept_tokens("r", [token]):
+            break
+        tokens.append(token)
+    return str(backend.tokenizer.decode([token for token in tokens if token]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        (Kind.REGEX, "((a{0,200}){0,200}){0,200}"),
+        (Kind.REGEX, "((a{0,20}){0,20}){0,20}"),
+        (Kind.GRAMMAR, AMBIGUOUS),
+        (Kind.GRAMMAR, 'root ::= s\ns ::= s s s | s s | "a" | [a-z] | ""'),
+        (Kind.JSON, {"type": "object", "properties": {f"x{number}": {"type": "string"} for number in range(1000)}}),
+    ],
+    ids=["regex", "short regex", "ambiguous", "more ambiguous", "properties"],
+)
+def test_a_grammar_without_end_ends_its_request_with_a_sentence(backend, kind, spec):
+    grammar = compiled(backend, kind, spec)
+    written(backend, grammar, 1000)
+    assert grammar.why is not None
+    assert grammar.why.startswith("structured output: this grammar")
+    assert "\n" not in grammar.why
+    assert not grammar.accept_tokens("r", [1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "as_wanted"),
+    [
+        (Kind.JSON, SCHEMA, lambda text: json.loads(text)["name"] in ("Ada", "Grace")),
+        (Kind.CHOICE, ["red", "green (or so)", "a.b"], lambda text: text in ["red", "green (or so)", "a.b"]),
+        (Kind.CHOICE, [f"item {number}" for number in range(5000)], lambda text: re.fullmatch(r"item \d+", text)),
+        (Kind.REGEX, "[a-d]{2,5}", lambda text: re.fullmatch("[a-d]{2,5}", text)),
+        (Kind.GRAMMAR, 'root ::= "yes" | "no"', lambda text: text in ("yes", "no")),
+        (Kind.STRUCTURAL_TAG, NEW_TAG, lambda text: json.loads(text[3:-4])["born"] > 1799),
+    ],
+    ids=["json", "choice", "many choices", "regex", "grammar", "new tag"],
+)
+def test_ordinary_grammars_hold_to_their_end(backend, kind, spec, as_wanted):
+    grammar = compiled(backend, kind, spec)
+    text = written(backend, grammar, 300)
+    assert grammar.why is None
+    assert as_wanted(text), text
+    assert grammar.is_terminated()
+
+
+def test_text_around_old_structural_tags_is_free(backend):
+    grammar = compiled(backend, Kind.STRUCTURAL_TAG, OLD_TAG)
+    assert len(written(backend, grammar, 50)) > 50
+    assert grammar.why is None
+
+
+@pytest.mark.parametrize(
+    "choices", [["a", "ab", "b c"], ["", "a"], ["x.y*(z)", "[q]", 'a/b\n\t\\"', "#&-~^$ "], ["é", "日本"]]
+)
+def test_choices_allow_the_tokens_that_vllms_own_grammar_of_them_allows(backend, choices):
+    for choice in choices:
+        ours = backend.compile_grammar(Kind.CHOICE, json.dumps(choices), {0})
+        theirs = llguidance.LLMatcher(backend.ll_tokenizer, llguidance.grammar_from("choice", json.dumps(choices)))
+        for token in [*backend.tokenizer.encode(choice), 0]:
+            mask = backend.allocate_token_bitmask(1)
+            llguidance.torch.fill_next_token_bitmask(theirs, mask, 0)
+            assert allowed(backend, ours) == [
+                token for token in range(backend.vocab_size) if (int(mask[0][token // 32]) >> (token % 32)) & 1
+            ]
+            assert ours.accept_tokens("r", [token])
+            theirs.consume_token(token)
+
+
+class Slow:
+    """A grammar each of whose masks takes as long as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.takes_s = 0.0
+        monkeypatch.setattr(bounded_grammars, "time", SimpleNamespace(thread_time=lambda: self.now_s))
+
+    def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+        self.now_s += self.takes_s
+        bitmask[idx].fill_(1)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return True
+
+
+def test_a_grammar_may_take_its_time_at_once_and_a_little_at_every_token(monkeypatch):
+    slow, rows = Slow(monkeypatch), torch.zeros((1, 2), dtype=torch.int32)
+    grammar = Metered(slow)
+    for _ in range(1000):
+        slow.takes_s = PER_TOKEN_S
+        grammar.fill_bitmask(rows, 0)
+        assert grammar.accept_tokens("r", [5])
+    slow.takes_s = ALLOWED_S * 0.9
+    grammar.fill_bitmask(rows, 0)
+    assert grammar.accept_tokens("r", [5])
+    assert rows.tolist() == [[1, 1]]
+    grammar.fill_bitmask(rows, 0)
+    assert "1 ms of CPU time a token, and 50 ms more at once" in (grammar.why or "")
+    assert rows.tolist() == [[-1, -1]], "any token will do"
+    assert not grammar.accept_tokens("r", [5])
+
+
+def test_the_engine_ends_only_that_request_and_its_output_says_why(monkeypatch, backend):
+    bounded_grammars.bound_grammars()
+    manager = StructuredOutputManager.__new__(StructuredOutputManager)
+    manager.reasoner_cls, manager.enable_in_reasoning, manager.backend = None, False, backend
+    manager._use_async_grammar_compilation = False
+
+    def request(**fields: Any) -> Any:
+        params = StructuredOutputsParams(**fields)
+        key = Kind.REGEX, fields["regex"]
+        structured = SimpleNamespace(params=params, structured_output_key=key, reasoning_ended=None, reasoner=None)
+        found = SimpleNamespace(
+            request_id="r",
+            structured_output_request=structured,
+            sampling_params=None,
+            use_structured_output=True,
+            stop_reason=None,
+        )
+        structured.grammar = manager._create_grammar(found)
+        return found
+
+    hostile, polite = request(regex="((a{0,200}){0,200}){0,200}"), request(regex="[a-d]{2,5}")
+    written(backend, hostile.structured_output_request.grammar, 1000)
+    assert not manager.accept_tokens(hostile, [1])
+    assert "too many expressions" in hostile.stop_reason
+    token = allowed(backend, polite.structured_output_request.grammar)[0]
+    assert manager.accept_tokens(polite, [token])
+    assert polite.stop_reason is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"regex": "[a-d]{2,5}"}, False),
+        ({"regex": "[a-d"}, True),
+        ({"choice": ["(", "["]}, False),
+        ({"grammar": "root ::= ["}, True),
+        ({"json": {"type": "nothing"}}, True),
+        ({"json": SCHEMA}, False),
+        ({"structural_tag": json.dumps(NEW_TAG)}, False),
+        ({"structural_tag": json.dumps(OLD_TAG)}, False),
+        ({"structural_tag": json.dumps({"type": "structural_tag", "format": {"type": "nothing"}})}, True),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before_it_reaches_an_engine(fields, refused):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    if refused:
+        with pytest.raises(VLLMValidationError):
+            bounded_grammars._validate(params)
+    else:
+        bounded_grammars._validate(params)

@@ -1,0 +1,87 @@
+"""Structured outputs over HTTP: what is refused and why, what reaches an engine, how an engine refuses one it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from contracts.errors import InvalidTask
+from tests.support.fake_engine import FakeEngine
+from tests.support.served_router import make_model, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NESTED = "((a{0,200}){0,200}){0,200}"
+TOO_LONG = "structured output: this grammar takes too long"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory):
+    """(HTTP client, decode engine)"""
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("router.server.REGISTRY", CollectorRegistry())
+        async with serving(directory, (FakeEngine("prefill"), FakeEngine("decode"))) as (client, _, _, decode):
+            yield client, decode
+
+
+async def ask(http: Any, path: str = "/v1/completions", **fields: Any) -> Any:
+    return await http.post(path, json={"model": "m", "prompt": [5, 6], "max_tokens": 4, **fields})
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"choice": [f"item number {number}" for number in range(20_000)]}, "server.max_grammar_bytes"),
+        ({"json": {"anyOf": [{}] * 2500}}, "server.max_grammar_bytes"),
+        ({"json": {"type": "integer", "multipleOf": 99_991}}, "multipleOf"),
+        ({"regex": "[a-"}, "Grammar error"),
+        (
+            {"structural_tag": json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": NESTED}})},
+            "{m,n}",
+        ),
+    ],
+)
+async def test_what_would_hold_an_engine_is_refused_before_it_gets_there(served, asked, why):
+    http, decode = served
+    calls = len(decode.calls)
+    response = await ask(http, structured_outputs=asked)
+    assert response.status_code == 400, response.text
+    assert why in response.json()["error"]["message"]
+    assert len(decode.calls) == calls
+
+
+async def test_a_schema_in_a_response_format_has_the_same_limits(served):
+    schema = {"type": "object", "properties": {f"x{number}": {"type": "string"} for number in range(5000)}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    response = await ask(served[0], response_format=wanted)
+    assert response.status_code == 400
+    assert "server.max_grammar_bytes" in response.json()["error"]["message"]
+
+
+async def test_an_engine_gets_grammars_for_the_backend_that_bounds_them(served):
+    http, decode = served
+    response = await ask(http, structured_outputs={"regex": NESTED})
+    assert response.status_code == 200, response.text
+    structured = decode.calls[-1].params.structured_outputs
+    assert (structured.regex, structured._backend) == (NESTED, "guidance")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_an_engine_ends_is_the_clients_error(served, stream, monkeypatch):
+    http, decode = served
+
+    async def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise InvalidTask(TOO_LONG)
+        yield
+
+    monkeypatch.setattr(decode, "generate", refuse)
+    response = await ask(http, structured_outputs={"regex": NESTED}, stream=stream)
+    assert TOO_LONG in response.text
+    error = json.loads(response.text.split("data: ")[1] if stream else response.text)["error"]
+    assert error["code"] == 400
