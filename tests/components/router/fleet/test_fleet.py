@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from contracts.errors import EngineFailed, WorkerLost
-from contracts.workers import WorkerStatus
+from contracts.workers import Role, WorkerStatus
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.pairing import KvPair, PairingRefused
 from router.fleet.policy import NoWorker
+from router.fleet.roles import RoleTable
+from router.observe.fleet_use import Member, members
 from tests.components.worker_runtime.test_host import Proxy
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import make_task
@@ -640,3 +642,28 @@ async def test_of_a_worker_that_is_removed_no_restarts_are_kept():
         fleet.restarts["decode", "decode-0", "stalled"] = fleet.restarts["prefill", "prefill-0", "stalled"] = 1
         await fleet.remove("decode-0")
         assert list(fleet.restarts) == [("prefill", "prefill-0", "stalled")]
+
+
+# --- who there is
+
+
+async def test_members_are_all_workers_also_those_that_do_not_run_or_were_never_seen_here():
+    decodes = Role(mode="disaggregated", pool="decode", max_num_seqs=1, max_num_batched_tokens=1)
+    roles = RoleTable("disaggregated", of_new={"disaggregated": {"adaptive": decodes}})
+    async with (
+        hosts(prefill=LAYOUT, decode=LAYOUT, decode_1=LAYOUT) as started,
+        a_fleet([host.address for host in started], roles) as fleet,
+    ):
+        started[2].drain(60)
+        await started[1].stop()
+        await eventually(lambda: not fleet.get("decode-0").load().usable)
+        await fleet.refresh()
+        found = members(fleet, {"decode-0": "decode", "worker-7": "adaptive", "worker-8": "prefill"})
+        assert found.mode == "disaggregated"
+        assert found.workers == {
+            "prefill-0": Member("prefill", usable=True, draining=False),
+            "decode-0": Member("decode", usable=False, draining=False),
+            "decode-1": Member("decode", usable=False, draining=True),
+            "worker-7": Member("decode", usable=False, draining=False),
+            "worker-8": Member("prefill", usable=False, draining=False),
+        }
