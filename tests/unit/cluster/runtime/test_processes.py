@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -77,3 +78,13 @@ def test_a_semaphore_of_a_process_whose_tracker_was_killed_too_does_not_stay():
         assert end_processes([ProcessId.of(psutil.Process(process.pid))], [semaphore]) == []
         assert not Path(semaphore).exists()
         process.wait(PATIENCE_S)
+
+
+def test_the_temporary_files_of_a_process_go_with_it(tmp_path):
+    folder = tmp_path / "ridgeline-abcdefgh"
+    folder.mkdir()
+    (folder / "0d7eb2ab-socket").touch()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        one = replace(ProcessId.of(psutil.Process(process.pid)), folder=str(folder))
+        assert end_processes([one]) == []
+    assert not folder.exists()
