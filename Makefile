@@ -14,7 +14,10 @@ unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: help setup model demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
+CLIENTS := .venv-clients
+CLIENTS_READY := $(CLIENTS)/.ready
+
+.PHONY: help setup model clients demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -26,6 +29,11 @@ $(READY): pyproject.toml deploy/setup.sh
 model: $(MODEL_READY)  ## prepare the default model, SmolLM2-135M, outside the repository
 $(MODEL_READY): $(READY)
 	@$(BIN)/ridgeline model
+	@touch $@
+
+clients: $(CLIENTS_READY) ## make .venv-clients, with other people's clients for the tests (about 300 MB of packages)
+$(CLIENTS_READY): tests/clients/requirements.txt deploy/setup.sh
+	@bash deploy/setup.sh "$(PYTHON)" "$(CLIENTS)" clients
 	@touch $@
 
 DEMO_S ?= 352
@@ -64,7 +72,7 @@ test-cluster: model ## `ray up` on three hosts made of namespaces, 50 streams, a
 starts:
 	@echo "make test takes about 12 minutes on two cores, make test-all about 43; this machine has $$(nproc)"
 
-test-all: test   ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
+test-all: test clients ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
 	@$(BIN)/pytest -q tests/network
 	@$(BIN)/pytest -q -s tests/hostile
 	@beside=$$(mktemp); nice -n 19 $(BIN)/pytest -q -n 2 --dist loadfile tests/replay tests/fuzz > $$beside 2>&1 & other=$$!; \
@@ -137,4 +145,4 @@ soak: model      ## memory of every process over 2,000 small requests
 	@$(BIN)/python -m tools.chaos.soak
 
 clean:           ## remove the environment and the runs
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(CLIENTS) runs

