@@ -47,9 +47,10 @@ def _parse_also_cut_off(
         reasoning, text = self.extract_reasoning(model_output, request)
         text, ids = text or "", list(model_output_token_ids)
         shown, _ = self._extract_tool_calls_streaming("", text, text, [], ids, ids, request, tool_call_idx=0)
-        if shown is not None and shown.tool_calls:
-            before = shown.content if (shown.content or "").strip() else None  # as vLLM does before complete calls
-            return reasoning, before, _joined(shown.tool_calls)
+        calls = _joined(shown.tool_calls) if shown is not None else []
+        if calls or request.tool_choice not in ("auto", None):  # a forced call whose name is not complete is no text
+            before = shown.content if shown is not None and (shown.content or "").strip() else None
+            return reasoning, before, calls
     parsed: tuple[str | None, str | None, list[FunctionCall] | None] = _parse(
         self, model_output, request, enable_auto_tools, model_output_token_ids
     )

@@ -145,6 +145,17 @@ async def test_a_call_that_is_cut_off_is_told_alike_whole_and_streamed(http, cho
     assert call["function"] == streamed == {"name": "look", "arguments": '{"at":'}
 
 
+@pytest.mark.parametrize("choice", ["required", FORCED])
+async def test_a_forced_call_that_is_cut_off_before_its_name_is_not_told_as_text(http, choice):
+    wish = chat(tools=[TOOL], tool_choice=choice, max_tokens=CUT_OFF_TOKENS - 1)
+    (whole,) = (await http.post("/v1/chat/completions", json=wish)).json()["choices"]
+    assert (whole["finish_reason"], whole["message"]["content"] or "") == ("length", "")
+    assert not whole["message"].get("tool_calls")
+    response = await http.post("/v1/chat/completions", json=wish | {"stream": True})
+    assert "tool_call>" not in response.text
+    assert '"tool_calls"' not in response.text
+
+
 async def test_a_call_that_is_cut_off_is_an_incomplete_call_in_responses(http):
     wish = {"model": "m", "input": "w1 w2", "temperature": 0, "store": False, "max_output_tokens": CUT_OFF_TOKENS}
     tool = {"type": "function", "strict": False, **TOOL["function"]}
