@@ -367,11 +367,14 @@ def list_orders(context: typer.Context, url: UrlOption = LOCAL_URL, admin_key_fi
 
 @orders.command()
 def cancel(
-    order: Annotated[str, typer.Argument(help="its name, as scale and restart print it")],
+    order: Annotated[str, typer.Argument(help="order ID, as scale and restart print it")],
     url: UrlOption = LOCAL_URL,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
-    """Cancel an order that waits or is being carried out; workers that serve go on, whoever drains already leaves."""
+    """Cancel a waiting or running order.
+
+    Serving workers stay. A worker that already drains leaves, or comes back if the order was a restart.
+    """
     from cluster.commands.operators.orders import cancel as cancel_order
 
     run(cancel_order(url, order, admin_key_file=admin_key_file, console=console))

@@ -53,7 +53,7 @@ def choose_backend(config: Any, tokenizer: Any) -> None:
 def refusal(params: StructuredOutputsParams, max_bytes: int) -> str | None:
     """Return why a grammar is refused before it is compiled; None if it is not."""
     limit = max_bytes * (TAG_BYTES if params.structural_tag else 1)
-    size = sum(len(text) for text in _texts(params))
+    size = sum(len(text.encode(errors="surrogatepass")) for text in _texts(params))
     if size > limit:
         return (
             f"the structured output has {size} bytes, and {limit} are allowed (server.max_grammar_bytes): "
@@ -100,8 +100,8 @@ def _schema_refusal(schema: Any, limit: int) -> str | None:
             multiples.add(int("".join(map(str, Decimal(str(multiple)).normalize().as_tuple().digits))))
     if math.prod(multiples) > LARGEST_MULTIPLE:
         return (
-            f"multipleOf: the product of the schema's different values may be {LARGEST_MULTIPLE} at most, without "
-            "trailing zeros and the decimal point: a grammar has a state for each remainder"
+            f"multipleOf: the distinct values multiply to more than {LARGEST_MULTIPLE} (0.25 counts as 25, 300 as 3): "
+            "use fewer or rounder values"
         )
     return None
 
@@ -118,9 +118,12 @@ def _tag_refusal(tag: Any) -> str | None:
                     f"counted ({{m,n}}): write {text[:60]!r} without, or use structured_outputs or response_format"
                 )
         if any(repeats_a_repetition(name) for name in part.get("patternProperties") or ()):
-            return "patternProperties: in tools and structural tags no repetition may contain another one"
+            return (
+                "patternProperties: a counted repetition ({m,n}) may not be inside or around another one: write the "
+                "pattern without {m,n}"
+            )
         if part.get("type") == "repeat" and any(one.get("type") == "repeat" for one in _objects(part.get("content"))):
-            return "repeat: no repetition of a structural tag may contain another one"
+            return "repeat: a structural tag's repeat may not contain another: flatten them"
     return None
 
 

@@ -319,7 +319,8 @@ def require_in_vocabulary(token_ids: list[int], vocabulary_tokens: int) -> None:
 def _require_no_error(completion: Any, params: SamplingParams) -> None:
     """Raise InvalidTask if the engine has ended the request because of its grammar."""
     if completion.finish_reason == "error" and params.structured_outputs is not None:
-        raise InvalidTask(str(completion.stop_reason or "structured output: the grammar cannot be compiled"))
+        unsaid = "structured output: the grammar cannot be compiled: simplify it, or check its syntax"
+        raise InvalidTask(str(completion.stop_reason or unsaid))
 
 
 def _engine_args(config: EngineConfig) -> dict[str, Any]:

@@ -373,8 +373,8 @@ class SupervisionConfig(Section):
     max_restarts: int = Field(
         default=5,
         ge=0,
-        description="starts again of one worker within window_s; after that it is tried again after "
-        "30 s, then less and less often, up to every 5 minutes",
+        description="restarts of one worker within window_s; beyond that, back-off doubles from 30 s to at most 5 "
+        "minutes",
     )
     window_s: float = Field(
         default=300.0, gt=0, description="the time of service, starts not included, in which max_restarts are counted"
@@ -385,14 +385,15 @@ class SupervisionConfig(Section):
     stall_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="an engine that computes, without a step for so long, is replaced; after a third of it "
-        "it gets no more work; one that does nothing is replaced after three of its longest steps, at least 5 s",
+        description="an engine with work but no step for this long is replaced; after a third of it, it gets no new "
+        "work. A stopped engine, or one on CPU that does nothing, is replaced after 3 of its longest steps (at least "
+        "5 s)",
     )
     unreachable_timeout_s: float = Field(
         default=30.0,
         ge=10,
-        description="a worker that runs, but that the router has not reached for so long, is replaced; 10 s or more, "
-        "since a broken connection takes seconds to come back",
+        description="a worker that most routers have not reached for this long is replaced, one worker at a time; at "
+        "least 10 s, since a broken connection takes seconds to come back",
     )
 
 

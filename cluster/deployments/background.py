@@ -88,7 +88,7 @@ def status(console: Console) -> None:
     console.print(table)
     for name, state in found.items():
         for worker, how in state.away.items():
-            console.print(f"{name}: {worker} is away: {how}", highlight=False)
+            console.print(f"{name}: {worker} is {how}", highlight=False)
 
 
 def stop(name: str, *, now: bool, console: Console) -> None:

@@ -30,6 +30,7 @@ _NO_TEXT_SUFFIXES: Final = (
 )
 """What vLLM takes for such a model by its name (`_SUFFIX_TO_DEFAULTS`), but for the vague "Model"."""
 LOAD_WITHIN_S: Final = 120.0
+_CHOOSE: Final = ": set model.path to a text-generation model that the installed vLLM supports"
 _LOAD: Final = "import sys; from transformers import AutoProcessor; AutoProcessor.from_pretrained(sys.argv[1])"
 
 
@@ -43,13 +44,13 @@ def architecture_obstacle(config: Mapping[str, Any]) -> str | None:
         return None
     named = ", ".join(names)
     if any(name in tables[table] for name in names for table in _NO_TEXT) or names[0].endswith(_NO_TEXT_SUFFIXES):
-        return f"{named} computes embeddings or scores and makes no text"
+        return f"{named} computes embeddings or scores and makes no text{_CHOOSE}"
     dropped = next((tables[_DROPPED][name] for name in names if name in tables[_DROPPED]), None)
     if dropped is not None:
-        return f"vLLM has dropped {named} after version {dropped}"
+        return f"vLLM has dropped {named} after version {dropped}{_CHOOSE}"
     if "auto_map" in config or _has_plugins() or any(_is_known_to_transformers(name) for name in names):
         return None
-    return f"neither the installed vLLM nor the installed transformers knows {named}"
+    return f"neither the installed vLLM nor the installed transformers knows {named}{_CHOOSE}"
 
 
 def pooling_obstacle(directory: Path) -> str | None:
@@ -60,7 +61,7 @@ def pooling_obstacle(directory: Path) -> str | None:
         return None
     kinds = [str(module.get("type")) for module in modules if isinstance(module, dict)]
     if any(kind.endswith(".Pooling") for kind in kinds):
-        return "its modules.json makes it a model of embeddings, and so it makes no text"
+        return f"its modules.json makes it a model of embeddings, and so it makes no text{_CHOOSE}"
     return None
 
 

@@ -50,7 +50,10 @@ def python(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
 def packages(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     extra = "gpu" if config.uses_gpus() else "cpu"
     if not host.pinned_packages:
-        fix = "Ridgeline was not installed by pip, so the versions of Ray and vLLM that it needs are not known here."
+        fix = (
+            "Ridgeline was not installed by pip, so the versions of Ray and vLLM that it needs are not known here: "
+            f"run `make setup EXTRA={extra}` to check them."
+        )
         yield CheckResult("ridgeline", True, "not installed by pip", fix)
     for name in ("ray", "torch"):
         found, wanted = host.packages.get(name), host.pinned_packages.get(name)

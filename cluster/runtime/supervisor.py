@@ -19,7 +19,7 @@ from cluster.config.models import SupervisionConfig
 from cluster.runtime.handles.actor import CoresBusy, DeploymentFailed, NoPlace
 from cluster.runtime.supervision.introduction import Introduction
 from cluster.runtime.supervision.reach import Verdict, judge
-from cluster.runtime.supervision.restart_budget import RestartBudget
+from cluster.runtime.supervision.restart_budget import LONGEST_REST_S, RestartBudget
 from contracts.vocabulary import Health, Pool, RestartReason
 
 POLL_S = 0.5
@@ -341,7 +341,8 @@ class Supervisor:
             self._say(f"{name} was {often} and is tried again in {delay_s:.0f} s")
             if name in self._workers:
                 self._tell_who_ordered(name, DeploymentFailed(f"{name} could not be started again"))
-                self._tell_away(name, f"{often}; tried again every {delay_s:.0f} s")
+                again = f"next try after {delay_s:.0f} s, at most {LONGEST_REST_S / 60:.0f} min apart"
+                self._tell_away(name, f"in restart back-off: {often}; {again}. serve's log says why.")
             if self._mending == name:
                 self._mending = ""
         await self._sleep(delay_s)

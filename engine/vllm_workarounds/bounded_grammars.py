@@ -140,8 +140,11 @@ class Metered(StructuredOutputGrammar):  # type: ignore[misc]
                 f"token, and {ALLOWED_S * 1e3:g} ms more at once: use fewer nested repetitions and alternatives"
             )
         elif (matcher := getattr(self.grammar, "ll_matcher", None)) is not None and matcher.is_error():
-            first_line = matcher.get_error().partition("\n")[0]
-            self.why = f"structured output: this grammar is too complex, or cannot go on here: {first_line}"
+            line = matcher.get_error().partition("\n")[0].rstrip(".")
+            self.why = (
+                f"structured output: this grammar is too complex, or cannot go on here: {line}. Use fewer "
+                "alternatives or nested repetitions"
+            )
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         """Pass on."""

@@ -59,7 +59,10 @@ def run_rank(*args: Any, **kwargs: Any) -> None:
 
 def _prepare() -> None:
     if not ask_for_tiles() and "amx_tile" in _cpu_flags():
-        logger.warning("the kernel allows no AMX tiles here: in bfloat16 the engine may be ended by SIGILL")
+        logger.warning(
+            "the kernel allows no AMX tiles here: in bfloat16 the engine may be ended by SIGILL: set model.dtype to "
+            "float32 if it is"
+        )
     faulthandler.enable()  # a process that is ended by SIGSEGV or SIGILL then says where it was
 
 

@@ -195,7 +195,9 @@ def _refuse_change_during(orders: OrderBook, mode: Mode) -> None:
 def _known(orders: OrderBook, order_id: str) -> Progress:
     progress = orders.progress(order_id)
     if progress is None:
-        raise HTTPException(HTTPStatus.NOT_FOUND, f"this router knows no order {order_id}")
+        raise HTTPException(
+            HTTPStatus.NOT_FOUND, f"this router knows no order {order_id}: `ridgeline orders` lists the known ones"
+        )
     return progress
 
 

@@ -111,11 +111,13 @@ class RequestMetrics:
             link,
         )
         self.link_seconds = counter(
-            "ridgeline_link_seconds", "Time from the first to the last byte of these hand-offs", link
+            "ridgeline_link_seconds",
+            "Transfer time, first to last byte, of KV hand-offs not fetched during prefill",
+            link,
         )
         self.link_rate = histogram(
             "ridgeline_link_bytes_per_second",
-            "Rate of each of these hand-offs; the lowest buckets that count show how slow the worst links are",
+            "Transfer rate of each KV hand-off not fetched during prefill; the low buckets are the slowest links",
             link,
             buckets=LINK_BUCKETS,
         )
@@ -398,8 +400,8 @@ class WorkerCollector(Collector):
         yield self._restarted({worker.worker_id for worker in workers})
         yield GaugeMetricFamily(
             "ridgeline_away_workers",
-            "Workers that were lost more than supervision.max_restarts times of late and are tried again less and less "
-            "often, up to every five minutes; GET /ready names them",
+            "Workers in restart back-off: lost more than supervision.max_restarts times in supervision.window_s of "
+            "service; GET /ready names them",
             value=len(self._away()),
         )
         yield from self._counters(workers)
@@ -423,7 +425,7 @@ class WorkerCollector(Collector):
             "ridgeline_worker_restarts",
             "Restarts of a worker, by reason: ordered (by an operator; also one that was added), actor_died, "
             "engine_died, stalled (work but no step), unreachable (no answer to the supervisor), cut_off (no answer to "
-            "the router)",
+            "most routers)",
             labels=["pool", "worker", "reason"],
         )
         for labels, count in self._restarts().items():

@@ -131,7 +131,7 @@ class SharedPlacement:
                 continue
             why = (
                 f"there has been no dispatcher at {self._link.address} for {self._recovery_timeout_s:.0f} s "
-                "(router.recovery_timeout_s)"
+                "(router.recovery_timeout_s): retry. Operators: serve's log says why the dispatcher does not start"
             )
             for wished in self._wishes.values():
                 if not wished.answer.done():
@@ -155,7 +155,8 @@ class SharedPlacement:
     def _refuse_if_deaf(self) -> None:
         if min((worker.unreached_s for worker in self._fleet.workers), default=0.0) > self._recovery_timeout_s:
             raise NoWorker(
-                f"this router has reached no worker for {self._recovery_timeout_s:.0f} s (router.recovery_timeout_s)"
+                f"this router has reached no worker for {self._recovery_timeout_s:.0f} s (router.recovery_timeout_s): "
+                "retry. Operators: check the network from this router to the workers (GET /ridgeline/workers)"
             )
 
     def _doubt(self, place: _SharedPlace) -> None:

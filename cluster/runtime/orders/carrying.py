@@ -163,17 +163,15 @@ class Carrying:
                 await self._supervisor.add(worker, address)  # type: ignore[arg-type]
         except TimeoutError as error:
             await worker.retire()
-            raise OrderFailed(f"{worker.name} does not serve {self._limit}: it was ended") from error
+            raise OrderFailed(
+                f"{worker.name} did not serve within {self._start_within_s:.0f} s and was ended: see serve's log, or "
+                "raise ray.placement_timeout_s or supervision.start_timeout_s"
+            ) from error
         except BaseException:
             await worker.retire()
             note(f"{worker.name}: ended, before it served")
             raise
         note(f"{worker.name}: serves after {self._clock() - began_s:.0f} s")
-
-    @property
-    def _limit(self) -> str:
-        setting = "ray.placement_timeout_s and supervision.start_timeout_s together"
-        return f"after {self._start_within_s:.0f} s ({setting})"
 
     async def _shrink(self, order: Order, note: Note) -> bool:
         """Have those leave that are too many, the newest first, and before them those that do not serve anyway.
@@ -261,7 +259,8 @@ class Carrying:
         except TimeoutError as error:
             raise OrderFailed(
                 f"{name} does not serve again after {within_s:.0f} s (the drain, ray.placement_timeout_s and "
-                "supervision.start_timeout_s): it is started as soon as that is possible, the others stay as they are"
+                "supervision.start_timeout_s): see serve's log; it is started as soon as that is possible, the others "
+                "stay as they are"
             ) from error
         except asyncio.CancelledError:
             note(f"{name}: is started again once it has drained; the others stay as they are")

@@ -105,7 +105,10 @@ class Introduction:
             return False
         except NotReached as error:
             if not self._failures:
-                self._say(f"{self._worker} runs, and is introduced until it is reached: {error}")
+                self._say(
+                    f"{self._worker} runs, but {head.name} cannot connect to it yet and keeps trying: {error}; check "
+                    "the network between them"
+                )
             self._failures[head.name] = self._failures.get(head.name, 0) + 1
             self._last = error
             return False

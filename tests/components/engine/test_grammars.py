@@ -48,6 +48,12 @@ def test_what_is_too_long_is_refused_with_the_limit_and_its_setting(fields):
     assert f"{limit} are allowed (server.max_grammar_bytes)" in (why(**fields) or "")
 
 
+def test_bytes_are_counted_and_not_characters():
+    assert "has 80000 bytes, and 65536 are allowed" in (why(regex="\u00e9" * 40_000) or "")
+    assert why(regex="\u00e9" * 32_768) is None
+    assert why(choice=["\ud800" * 100]) is None, "half a character, which JSON can name, has no encoding"
+
+
 def test_a_schema_of_many_small_parts_is_refused_by_their_number():
     assert "more than 2048 objects" in (why(json={"anyOf": [{}] * 2500}) or "")
     assert why(json=properties(1500)) is None

@@ -21,7 +21,7 @@ name, detached = sys.argv[1], sys.argv[2] == "detached"
 signals = []  # an Event's lock may be held by the very wait that the handler interrupts
 signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
 with Place(name).held(detached=detached) as held:
-    away = {"worker-2": "tried again every 30 s"} if name == "limping" else {}
+    away = {"worker-2": "in restart back-off: next try after 30 s"} if name == "limping" else {}
     held.tell(phase="ready", url="http://127.0.0.1:1", away=away)
     print("ready", flush=True)
     while not signals: time.sleep(0.02)
@@ -156,5 +156,5 @@ def test_logs_that_are_not_there_are_an_error_that_says_where_they_are(ridgeline
 def test_status_names_workers_that_are_lost_again_and_again_and_how_they_are_tried_again(ridgeline, serves):
     serves("one")
     serves("limping")
-    assert "\nlimping: worker-2 is away: tried again every 30 s\n" in ridgeline("status")[1]
+    assert "\nlimping: worker-2 is in restart back-off: next try after 30 s\n" in ridgeline("status")[1]
     assert "one: " not in ridgeline("status")[1]

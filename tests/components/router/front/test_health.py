@@ -279,7 +279,7 @@ async def test_a_router_that_drains_is_not_ready_whatever_its_pools_do():
 async def test_workers_that_are_lost_again_and_again_are_named_whether_it_is_ready_or_not():
     deployment = Deployment()
     deployment.token(deployment.prefill, deployment.decode)
-    away = {"worker-2": "lost more than 5 times within 300 s of service; tried again every 30 s"}
+    away = {"worker-2": "in restart back-off: lost more than 5 times within 300 s of service"}
     deployment.readiness.away = lambda: away
     status, body = await deployment.get()
     assert (status, body["away"]) == (200, away)

@@ -179,7 +179,9 @@ async def test_a_prompt_that_no_dispatcher_takes_ends_with_a_sentence():
         async with a_dispatcher(addresses, settings) as (dispatcher, at), routers(1, addresses, at, settings) as (one,):
             await dispatcher.stop()
             _, request = one.ask()
-            with pytest.raises(NoWorker, match=r"there has been no dispatcher at .* \(router.recovery_timeout_s\)"):
+            with pytest.raises(
+                NoWorker, match=r"there has been no dispatcher at .* \(router.recovery_timeout_s\): retry"
+            ):
                 await request
 
 

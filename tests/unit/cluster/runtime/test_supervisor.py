@@ -222,7 +222,10 @@ async def test_a_worker_lost_again_and_again_is_tried_again_later_and_later_and_
     [first, *_] = [said for said in scene.said if "more than 5 times" in said]
     assert first == "worker-2 was lost more than 5 times within 300 s of service and is tried again in 30 s"
     assert is_quoted(first)
-    away = {"worker-2": "lost more than 5 times within 300 s of service; tried again every 30 s"}
+    away = {
+        "worker-2": "in restart back-off: lost more than 5 times within 300 s of service; next try after 30 s, at most "
+        "5 min apart. serve's log says why."
+    }
     assert told[:2] == [away, {}]
     assert told[-1] == {}, "it is back"
     assert any("worker-2" in noted for noted in scene.router.noted)
@@ -275,7 +278,7 @@ async def test_a_newcomer_that_the_router_does_not_reach_in_time_is_kept_and_int
     scene.router.not_reached = 5
     await scene.play()
     assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 actor_died"]
-    [told] = [sentence for sentence in scene.said if "introduced" in sentence]
+    [told] = [sentence for sentence in scene.said if "runs, but router cannot connect to it yet" in sentence]
     assert "no connection within 30 s" in told
 
 
