@@ -104,13 +104,15 @@ async def serving(
 ) -> AsyncIterator[PlainServer]:
     """Run this command as the server at `url` until the block ends, on these cores; None: on the last one."""
     repository = Path(__file__).parents[2]
+    # Its processes import nothing from the working folder, and `tools` is not installed.
+    search = os.pathsep.join(filter(None, (str(repository), environment.get("PYTHONPATH"))))
     cores = cores or {max(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         with output.open("wb") as written:
             process: subprocess.Popen[Any] = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
                 command,
-                env=environment,
+                env={**environment, "PYTHONPATH": search},
                 cwd=repository,
                 stdout=written,
                 stderr=subprocess.STDOUT,
