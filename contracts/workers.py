@@ -116,7 +116,9 @@ BORROWED = 0.5
 make, since steps without prompts are shorter than the limit. They are computed in fewer steps then."""
 BARE_TAKES = 1.1
 """The time of steps without prompts, of what is predicted, that is counted on when a sequence lends what it will save:
-what it has lent and cannot save makes it late for good."""
+what it has lent and cannot save makes it late for good. A limit of which less is used than this counts as one that no
+step can keep: a tenth is as much as predictions may err, and beside a smaller one each prompt takes more than 11 times
+as long as alone."""
 LEAST_PROMPT_SHARE = 0.02
 """Prompts may always lengthen a step by this share of its decode part, so that they go on whatever limits there are."""
 

@@ -70,9 +70,9 @@ class Paces:
 
         One that would miss its limit even if each of the `left_tokens` that it may still make took only a step of
         itself alone lets steps take `LOST_LIMITS` limits, or as many bare steps if these take longer. So does one that
-        would miss it beside those that decode now, if bare steps of all take more than is used of its limit. To ask for
-        less would only make everybody's prompts late, and steps of a whole prompt would delay the sequences that join
-        meanwhile.
+        would miss it beside those that decode now, if `BARE_TAKES` bare steps of all take more than is used of its
+        limit. To ask for less would only make everybody's prompts late, and steps of a whole prompt would delay the
+        sequences that join meanwhile.
         """
         pace = self._paces.get(request_id)
         if pace is None:
@@ -81,11 +81,12 @@ class Paces:
             pace.begun_s, pace.begun_with_tokens = now_s - pace.waited_s, tokens
         spent_s, made = now_s - pace.begun_s, tokens - pace.begun_with_tokens
         allowed_s = TPOT_LIMIT_USED * pace.limit_s
-        least_s = bare.alone_s if bare.together_s <= allowed_s else bare.together_s
-        if spent_s + left_tokens * least_s > pace.limit_s * (made + left_tokens):
+        bare_s = BARE_TAKES * bare.together_s
+        least_s, may_s = (bare.alone_s, pace.limit_s) if bare_s <= allowed_s else (bare_s, allowed_s)
+        if spent_s + left_tokens * least_s > may_s * (made + left_tokens):
             return LOST_LIMITS * max(pace.limit_s, bare.together_s)
         after_next = max(0.0, min(left_tokens, pace.sure_tokens - tokens) - 1.0)
-        saves_s = after_next * max(0.0, allowed_s - BARE_TAKES * bare.together_s)
+        saves_s = after_next * max(0.0, allowed_s - bare_s)
         may_take_s = allowed_s * (made + 1) - spent_s + BORROWED * saves_s
         return min(MOST_LIMITS * allowed_s, max(CATCH_UP * allowed_s, may_take_s))
 

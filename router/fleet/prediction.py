@@ -7,8 +7,8 @@ least time per output token that one of them may take, and step(P, n, c, A) is `
   n > 0, the engine computes as many prompt tokens in a step as fit (`engine.steps`), or as many as its limit says if no
   sequence has an L. In the first steps beside a prompt that is `MOST_LIMITS` T, until sequences with r tokens left on
   average have been put behind by `BORROWED` r (T - `BARE_TAKES` s), and then (1 + `AHEAD`) T - `AHEAD` s on average.
-  While nothing decodes but sequences are to come, it is `MOST_LIMITS` T. Where T < s, L cannot be kept, and a step
-  beside a prompt takes `LOST_LIMITS` s.
+  While nothing decodes but sequences are to come, it is `MOST_LIMITS` T. Where T < `BARE_TAKES` s, L
+  cannot be kept, and a step beside a prompt takes `LOST_LIMITS` s.
 - a prompt of p tokens takes w = p times the time per prompt token, with its attention, and k steps, in which there is
   room for w beside s, for at least `LEAST_PROMPT_SHARE` s in each, and for at most as many tokens as a step may have:
   w + k s in all. The prompts before it are computed beside what decodes now; then it is, beside what will decode by
@@ -191,13 +191,13 @@ def _steps(load: Load, sequences: float, *, comes: bool = False) -> _Steps:
     alone_s = load.model.decode_s(sequences, load.context_tokens * sequences / load.decodes)
     if limit_s == math.inf:
         return _Steps(alone_s, _room_s(alone_s, math.inf, load.step_target_s))
-    if limit_s < alone_s:
+    if limit_s < BARE_TAKES * alone_s:
         return _Steps(alone_s, _room_s(alone_s, LOST_LIMITS * alone_s, load.step_target_s))
     return _Steps(
         alone_s,
         _room_s(alone_s, alone_s + (1.0 + AHEAD) * (limit_s - alone_s), load.step_target_s),
         _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s),
-        BORROWED * max(0.0, limit_s - BARE_TAKES * alone_s) / ((MOST_LIMITS - 1.0) * limit_s),
+        BORROWED * (limit_s - BARE_TAKES * alone_s) / ((MOST_LIMITS - 1.0) * limit_s),
     )
 
 

@@ -92,14 +92,15 @@ def test_what_sequences_lend_to_one_prompt_they_do_not_lend_to_the_next():
     assert prompt_s(busy, PROMPT, WORK_S) == pytest.approx(whole_s, rel=0.05)
 
 
-def test_without_any_time_left_by_a_limit_a_prompt_still_goes_on_in_small_chunks():
-    busy = decoding("w", 10, tpot_limit_s=1.001 * step_s(decoding("w", 10)) / TPOT_LIMIT_USED)
+def test_without_any_time_left_by_a_step_target_a_prompt_still_goes_on_in_small_chunks():
+    busy = decoding("w", 10, step_target_s=1.001 * step_s(decoding("w", 10)))
     steps = WORK_S / (LEAST_PROMPT_SHARE * step_s(busy))
     assert prompt_s(busy, PROMPT, WORK_S) == pytest.approx(WORK_S + steps * step_s(busy), rel=0.1)
 
 
-def test_beside_a_limit_that_no_step_can_keep_a_prompt_is_computed_in_long_steps():
-    busy = decoding("w", 10, tpot_limit_s=0.01)
+@pytest.mark.parametrize("part", [0.1, 1.001, 1.09])
+def test_beside_a_limit_that_no_step_can_keep_a_prompt_is_computed_in_long_steps(part: float):
+    busy = decoding("w", 10, tpot_limit_s=part * step_s(decoding("w", 10)) / TPOT_LIMIT_USED)
     steps = math.ceil(WORK_S / ((LOST_LIMITS - 1) * step_s(busy)))
     assert prompt_s(busy, PROMPT, WORK_S) == pytest.approx(WORK_S + steps * step_s(busy))
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 from msgspec.structs import replace
 
-from contracts.workers import StepModel, WorkerStatus
+from contracts.workers import TPOT_LIMIT_USED, StepModel, WorkerStatus
 from router.fleet.corrections import FADES_S, Corrections
 from router.fleet.policy import Demand
 from router.fleet.worker import Worker
@@ -135,7 +135,8 @@ def test_a_model_that_says_that_decoding_takes_no_time_breaks_nothing(pair):
     assert pair.choose(pair.workers).decision is not None
 
 
-def test_a_stream_with_a_limit_that_no_step_can_keep_moves_nobodys_prompts():
+@pytest.mark.parametrize("limit_s", [1e-6, 1.05 * MODEL.decode_s(1, 0) / TPOT_LIMIT_USED])
+def test_a_stream_with_a_limit_that_no_step_can_keep_moves_nobodys_prompts(limit_s: float):
     """With 1 us on three of four workers, all prompts of the others went to the fourth."""
 
     def chosen(limit_s: float) -> Counter[str]:
@@ -151,7 +152,7 @@ def test_a_stream_with_a_limit_that_no_step_can_keep_moves_nobodys_prompts():
                 held.enter_context(decodes).prompt_done()
         return where
 
-    assert chosen(1e-6) == chosen(math.inf)
+    assert chosen(limit_s) == chosen(math.inf)
 
 
 TWO_STATES = StepModel(
