@@ -24,14 +24,27 @@ _NO_TEXT: Final = (
     *("_EMBEDDING_MODELS", "_LATE_INTERACTION_MODELS", "_REWARD_MODELS"),
     *("_TOKEN_CLASSIFICATION_MODELS", "_SEQUENCE_CLASSIFICATION_MODELS"),
 )
+_BACKEND: Final = "_TRANSFORMERS_BACKEND_MODELS"
 _DROPPED: Final = "_PREVIOUSLY_SUPPORTED_MODELS"
 _NO_TEXT_SUFFIXES: Final = (
     *("ForTextEncoding", "EmbeddingModel", "Classification", "ClassificationModel", "RewardModel", "RewardModeling"),
 )
 """What vLLM takes for such a model by its name (`_SUFFIX_TO_DEFAULTS`), but for the vague "Model"."""
+_TEXT_SUFFIXES: Final = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
+"""From the same list: a name that vLLM does not know stands for one that it knows with another of these suffixes."""
 LOAD_WITHIN_S: Final = 120.0
 _CHOOSE: Final = ": set model.path to a text-generation model that the installed vLLM supports"
-_LOAD: Final = "import sys; from transformers import AutoProcessor; AutoProcessor.from_pretrained(sys.argv[1])"
+_IMPORT_FAILED: Final = 3
+"""How the process below ends at such an error: Python itself ends with 1 or 2."""
+_LOAD: Final = f"""
+import sys
+try:
+    from transformers import AutoProcessor
+    AutoProcessor.from_pretrained(sys.argv[1], trust_remote_code=False)
+except ImportError as error:
+    print("", *str(error).split())
+    sys.exit({_IMPORT_FAILED})
+"""
 
 
 def architecture_obstacle(config: Mapping[str, Any]) -> str | None:
@@ -45,11 +58,11 @@ def architecture_obstacle(config: Mapping[str, Any]) -> str | None:
     named = ", ".join(names)
     if any(name in tables[table] for name in names for table in _NO_TEXT) or names[0].endswith(_NO_TEXT_SUFFIXES):
         return f"{named} computes embeddings or scores and makes no text{_CHOOSE}"
+    if "auto_map" in config or _has_plugins() or any(_may_be_served(name) for name in names):
+        return None
     dropped = next((tables[_DROPPED][name] for name in names if name in tables[_DROPPED]), None)
     if dropped is not None:
         return f"vLLM has dropped {named} after version {dropped}{_CHOOSE}"
-    if "auto_map" in config or _has_plugins() or any(_is_known_to_transformers(name) for name in names):
-        return None
     return f"neither the installed vLLM nor the installed transformers knows {named}{_CHOOSE}"
 
 
@@ -77,6 +90,7 @@ def missing_import(directory: str, architectures: tuple[str, ...]) -> str:
     try:
         tried = subprocess.run(
             [sys.executable, "-P", "-c", _LOAD, directory],
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=LOAD_WITHIN_S,
@@ -84,18 +98,16 @@ def missing_import(directory: str, architectures: tuple[str, ...]) -> str:
         )
     except subprocess.TimeoutExpired:
         return ""
-    _, found, why = tried.stderr.rpartition("\nImportError:")
-    if not found:
-        _, found, why = tried.stderr.rpartition("\nModuleNotFoundError:")
-    sentence = " ".join(why.split()).partition(". ")[0]
-    return sentence.rstrip(".") if found else ""
+    if tried.returncode != _IMPORT_FAILED:
+        return ""
+    return tried.stdout.splitlines()[-1].strip().partition(". ")[0].rstrip(".")
 
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
     """Return vLLM's tables of architectures; none of them if one is not there."""
     source = _source("vllm", "model_executor/models/registry.py")
-    wanted = {*_TEXT, *_NO_TEXT, _DROPPED}
+    wanted = {*_TEXT, *_NO_TEXT, _BACKEND, _DROPPED}
     found = {
         statement.targets[0].id: _written_out(statement.value)
         for statement in ast.parse(source).body
@@ -128,6 +140,18 @@ def _has_plugins() -> bool:
     """Return whether something beside vLLM is installed that may teach it more architectures."""
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     return any(not plugin.value.startswith("vllm.") for plugin in plugins)
+
+
+def _may_be_served(name: str) -> bool:
+    """Return whether vLLM may serve a name that is not among its models: by another suffix, or through transformers."""
+    tables = _tables()
+    stems = [name.removesuffix(suffix) for suffix in _TEXT_SUFFIXES if name.endswith(suffix)]
+    others = [stem + suffix for stem in stems for suffix in _TEXT_SUFFIXES]
+    return (
+        name in tables[_BACKEND]
+        or any(other in tables[table] for other in others for table in _TEXT)
+        or _is_known_to_transformers(name)
+    )
 
 
 @cache

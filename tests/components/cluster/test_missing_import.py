@@ -1,6 +1,7 @@
 """A model whose processor needs what is not installed here is refused before anything starts, by the name of it."""
 
 import json
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -26,3 +27,44 @@ def test_a_model_with_images_is_refused_without_torchvision(tmp_path):
 
 def test_a_model_of_text_alone_costs_no_process(tmp_path):
     assert missing_import(str(tmp_path / "nothing is there"), ("LlamaForCausalLM",)) == ""
+
+
+@pytest.fixture
+def standard_input():
+    """A pipe as this process's standard input, in which a user has typed "y"."""
+    saved, (read, write) = os.dup(0), os.pipe()
+    os.write(write, b"y\n")
+    os.close(write)
+    os.dup2(read, 0)
+    os.close(read)
+    yield 0
+    os.dup2(saved, 0)
+    os.close(saved)
+
+
+def test_a_models_own_code_is_not_run_and_nobody_is_asked_to_allow_it(tmp_path, standard_input):
+    ran = tmp_path / "ran"
+    config = {"model_type": "made_up", "architectures": ["InternVLChatModel"], "auto_map": {"AutoConfig": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    assert missing_import(str(tmp_path), ("InternVLChatModel",)) == ""
+    assert not ran.exists()
+    assert os.read(standard_input, 2) == b"y\n"
+
+
+LOADS = 'print("\\nImportError: fast_path is not there. It is slower.", file=sys.stderr)'
+
+
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        ("pass", ""),
+        ('raise ValueError("a file is cut short")', ""),
+        ('raise ModuleNotFoundError("no sound_library\\nhere. Install it.")', "no sound_library here"),
+    ],
+)
+def test_an_import_error_refuses_a_model_only_if_it_ended_the_loading(tmp_path, monkeypatch, then, why):
+    body = f"import sys\nclass AutoProcessor:\n    def from_pretrained(*a, **k):\n        {LOADS}\n        {then}\n"
+    (tmp_path / "transformers.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert missing_import(str(tmp_path), (ARCHITECTURE,)) == why

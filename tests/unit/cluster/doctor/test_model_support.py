@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,35 @@ def test_one_that_does_is_not_and_neither_is_one_with_code_of_its_own(architectu
     assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config={"architectures": [architecture]})) == []
     own = {"architectures": ["MadeUpForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_made_up.MadeUp"}}
     assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config=own)) == []
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Dots1ForCausalLM",  # dropped by vLLM, but in transformers
+        "PersimmonForCausalLM",
+        "TransformersForCausalLM",
+        "TransformersMoEForCausalLM",
+        "TransformersMultiModalForCausalLM",
+        "Qwen3LMHeadModel",  # vLLM serves it as Qwen3ForCausalLM
+    ],
+)
+def test_one_that_vllm_loads_by_another_name_or_through_transformers_is_not_refused(architecture):
+    assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config={"architectures": [architecture]})) == []
+
+
+def test_one_that_vllm_has_dropped_is_not_refused_if_other_code_may_serve_it(monkeypatch):
+    dropped = {"architectures": ["QWenLMHeadModel"]}
+    own = {**dropped, "auto_map": {"AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"}}
+    assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config=own)) == []
+    plugin = EntryPoint("more_models", "more_models:register", "vllm.general_plugins")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [plugin])
+    assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config=dropped)) == []
+
+
+def test_the_transformers_backend_makes_no_text_with_a_model_that_scores():
+    model = ModelFacts("ready", config={"architectures": ["TransformersForSequenceClassification"]})
+    assert "makes no text" in model_conflicts(RidgelineConfig(), model)[0]
 
 
 def test_a_model_of_embeddings_with_the_architecture_of_one_that_makes_text_is_refused(tmp_path):
