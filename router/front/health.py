@@ -97,29 +97,30 @@ class Readiness:
 
     async def _look_now(self) -> Verdict:
         verdict = {pool: self._recent(pool, workers) for pool, workers in self._pools().items()}
-        empty = any(
-            not self._can_be_spared(pool) and not any(worker.load().usable for worker in workers)
-            for pool, workers in self._pools().items()
-        )
-        if empty or all(pool.ready for pool in verdict.values()):
+        tried = [pool for pool in verdict if self._has_worker(pool) and not self._can_be_spared(pool)]
+        if all(verdict[pool].ready for pool in tried):
             return verdict
         began_s, computed = self._clock(), self._computed()
         problem = await self._try_canary()
         await self._refresh()
-        return {
-            pool: self._recent(pool, workers)
-            if self._can_be_spared(pool)
-            else self._judge(workers, problem, began_s, self._computed()[pool] > computed.get(pool, 0.0))
-            for pool, workers in self._pools().items()
-        }
+        for pool, workers in self._pools().items():
+            if not self._has_worker(pool):
+                verdict[pool] = self._recent(pool, workers)
+            elif pool in tried:
+                progressed = self._computed()[pool] > computed.get(pool, 0.0)
+                verdict[pool] = self._judge(workers, problem, began_s, progressed)
+        return verdict
 
     def _recent(self, pool: Pool, workers: Sequence[Worker]) -> PoolVerdict:
         if self._can_be_spared(pool):
             return PoolVerdict(True, self._token_age_s(workers), THE_OTHERS_SERVE)
-        if not any(worker.load().usable for worker in workers):
+        if not self._has_worker(pool):
             return PoolVerdict(False, self._token_age_s(workers), "no worker is connected and accepting work")
         age_s = self._token_age_s(workers)
         return PoolVerdict(age_s is not None and age_s <= RECENT_S, age_s)
+
+    def _has_worker(self, pool: Pool) -> bool:
+        return any(worker.load().usable for worker in self._pools()[pool])
 
     def _can_be_spared(self, pool: Pool) -> bool:
         """Return whether a pool was drained on purpose while another one stays, so that all is still served.

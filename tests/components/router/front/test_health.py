@@ -104,6 +104,33 @@ async def test_a_pool_without_a_worker_is_named_at_once():
     assert body["pools"]["decode"] == {"ready": False, "why": "no worker is connected and accepting work"}
 
 
+@pytest.mark.parametrize(("lost", "left"), [("prefill", "decode"), ("decode", "prefill")])
+async def test_the_pool_that_is_left_is_tried_and_judged_when_the_other_one_is_lost(lost, left):
+    deployment = Deployment()
+    getattr(deployment, lost).usable = False
+    deployment.canary_does = lambda: deployment.token(getattr(deployment, left))
+    status, body = await deployment.get()
+    assert (status, deployment.canaries) == (503, 1)
+    assert body["pools"][lost] == {"ready": False, "why": "no worker is connected and accepting work"}
+    assert body["pools"][left] == {"ready": True, "last_token_s_ago": 0.0}
+
+    def fail():
+        raise EngineFailed("the engine is gone")
+
+    deployment.canary_does = fail
+    deployment.clock.now_s += 10
+    body = (await deployment.get())[1]
+    assert "the canary failed: the engine is gone" in body["pools"][left]["why"]
+
+
+async def test_no_canary_is_sent_where_no_pool_has_a_worker():
+    deployment = Deployment()
+    deployment.prefill.usable = deployment.decode.usable = False
+    status, body = await deployment.get()
+    assert (status, deployment.canaries) == (503, 0)
+    assert {pool["why"] for pool in body["pools"].values()} == {"no worker is connected and accepting work"}
+
+
 async def test_a_prefill_pool_that_was_drained_leaves_a_server_that_is_ready_and_says_what_it_lacks():
     deployment = Deployment()
     deployment.prefill.usable, deployment.prefill.leaves = False, True
