@@ -36,14 +36,17 @@ class StallWatch:
         self._since_s = clock()
         self._has_work = False
         self._longest_s = 0.0
-        """The longest step so far; it fades."""
+        """The longest step before the last look; it fades."""
+        self._newest_s = 0.0
+        """The longest step since the last look; the next look may come late, and tell that part of it was no step."""
         self._still_s = 0.0
         """Seconds with work, and since the last step, in which the engine did nothing."""
 
     def moved(self) -> None:
         """Record that the engine has reported a step."""
         took_s = self.stalled_s(has_work=self._has_work)
-        self._longest_s = max(took_s, FADES * self._longest_s)
+        self._longest_s *= FADES
+        self._newest_s = max(took_s, FADES * self._newest_s)
         self._waited_s = self._still_s = 0.0
         self._since_s = self._clock()
 
@@ -55,19 +58,30 @@ class StallWatch:
     def work_ends(self) -> None:
         """Record that the last work has left, finished or not."""
         self._has_work = False
-        self._waited_s += self._clock() - self._since_s
+        now_s = self._clock()
+        self._waited_s += now_s - self._since_s
+        self._since_s = now_s
 
     def stood_still(self, seconds: float) -> None:
-        """Record that whoever watches stood still for so long, perhaps with the whole machine: that is no evidence."""
-        self._since_s = min(self._clock(), self._since_s + seconds)
+        """Record that whoever watches stood still for so long, perhaps with the whole machine: that is no evidence.
+
+        Steps may have been reported, and work may have left, between its end and this call.
+        """
+        now_s = self._clock()
+        before_s = max(0.0, self._since_s + seconds - now_s)  # so much of it was before `_since_s`
+        self._since_s = min(now_s, self._since_s + seconds)
+        in_a_step_s = max(0.0, before_s - self._waited_s)
+        self._waited_s = max(0.0, self._waited_s - before_s)
+        self._newest_s = max(0.0, self._newest_s - in_a_step_s)
 
     def looked(self, after_s: float, *, still: bool) -> None:
         """Record what the engine has done in the `after_s` since the last look: nothing, or anything."""
         self._still_s = self._still_s + after_s if still and self._has_work else 0.0
+        self._longest_s, self._newest_s = max(self._longest_s, self._newest_s), 0.0
 
     def is_stalled(self, timeout_s: float, *, has_work: bool) -> bool:
         """Return whether it hangs; one that computes is given `timeout_s`."""
-        still_limit_s = max(LEAST_STILL_S, LONGEST_STEPS * self._longest_s)
+        still_limit_s = max(LEAST_STILL_S, LONGEST_STEPS * max(self._longest_s, self._newest_s))
         return self.stalled_s(has_work=has_work) >= timeout_s or self._still_s >= min(timeout_s, still_limit_s)
 
     def stalled_s(self, *, has_work: bool) -> float:

@@ -1,5 +1,7 @@
 """Idle, working and standing still are three things."""
 
+import pytest
+
 from engine.stall import StallWatch
 from tests.support.clock import FakeClock
 
@@ -122,3 +124,41 @@ def test_time_in_which_who_watches_stood_still_is_no_evidence():
     assert watch.stalled_s(has_work=True) == 1.0
     watch.stood_still(99.0)
     assert watch.stalled_s(has_work=True) == 0.0
+
+
+def test_a_rest_of_who_watches_is_no_long_step_also_if_the_step_is_read_before_the_rest_is_noticed():
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.work_begins()
+    clock.now_s += 25.1
+    watch.moved()
+    clock.now_s += 0.1
+    watch.moved()
+    watch.stood_still(25.0)
+    looks(watch, clock, 5.0, still=True)
+    assert watch.is_stalled(60.0, has_work=True)
+
+
+def test_a_rest_of_who_watches_is_no_waiting_also_if_the_work_left_before_the_rest_was_noticed():
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.work_begins()
+    clock.now_s += 26.0
+    watch.work_ends()
+    clock.now_s += 0.1
+    watch.stood_still(25.0)
+    assert watch.stalled_s(has_work=False) == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_long_step_before_a_rest_of_who_watches_is_still_one():
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.work_begins()
+    clock.now_s += 10.0
+    watch.moved()
+    clock.now_s += 25.0
+    watch.stood_still(25.0)
+    looks(watch, clock, 29.5, still=True)
+    assert not watch.is_stalled(60.0, has_work=True)
+    looks(watch, clock, 0.5, still=True)
+    assert watch.is_stalled(60.0, has_work=True)
