@@ -23,6 +23,7 @@ from cluster.config.models import RidgelineConfig
 from cluster.node_address import address_here
 from cluster.node_cores import hold_cores_soon
 from cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
+from contracts.errors import WorkerLost
 from contracts.vocabulary import Health, Mode, Pool
 from engine.config import EngineConfig, HostSettings
 from engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
@@ -227,10 +228,16 @@ class _Head(_Service):
         use: FleetUse = await self._serving().use()
         return use
 
-    async def drain_worker(self, worker_id: str, timeout_s: float) -> None:
-        """Have a worker leave. Raises NotServing, WorkerLost."""
+    async def drain_worker(self, worker_id: str, timeout_s: float, incarnation: str) -> None:
+        """Have a worker leave, whichever it is or only this incarnation. Raises NotServing, WorkerLost."""
         fleet = self._serving().fleet
-        await fleet.get(worker_id).client.drain(timeout_s)
+        try:
+            worker = fleet.get(worker_id)
+        except KeyError as error:
+            raise WorkerLost(f"the {self.TITLE} has no connection to {worker_id}") from error
+        if incarnation not in ("", worker.description.incarnation):
+            raise WorkerLost(f"{worker_id} was started again meanwhile")
+        await worker.client.drain(timeout_s)
         await fleet.refresh()  # from now on, nothing new is sent to it
 
     def failure(self) -> Health:

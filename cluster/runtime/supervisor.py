@@ -117,6 +117,8 @@ class Supervisor:
         self._group: asyncio.TaskGroup | None = None
         self._restarts: dict[str, asyncio.Future[None]] = {}
         """Workers that an operator wants started again once they have drained; done when they serve again."""
+        self._returning: set[str] = set()
+        """Workers that were lost, or have drained, and do not serve again yet."""
         self._minding: dict[str, asyncio.Task[None]] = {}
         """By worker, what watches it."""
 
@@ -175,6 +177,14 @@ class Supervisor:
         self._restarts[name] = asyncio.get_running_loop().create_future()
         return self._restarts[name]
 
+    async def take_back_restart(self, name: str) -> bool:
+        """Have a worker leave if it drains later; False if it drains already or is being started again."""
+        worker = self._workers.get(name)
+        if worker is not None and (name in self._returning or await worker.failure() != "" or name in self._returning):
+            return False
+        self._restarts.pop(name, None)
+        return True
+
     async def run(self, say: Say, on_away: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
         """Never return; raise DeploymentFailed once the last worker has left on purpose.
 
@@ -197,6 +207,7 @@ class Supervisor:
         budget = self._budget()
         while True:
             health = await self._until_lost(worker)
+            self._returning.add(worker.name)
             self._not_there(worker.name)
             ordered = self._restarts.get(worker.name)
             if health == "drained" and ordered is None:
@@ -409,6 +420,7 @@ class Supervisor:
             names.discard(name)
         if self._mending == name:
             self._mending = ""
+        self._returning.discard(name)
         self._tell_away(name, "")
 
     def _forget(self, name: str) -> None:

@@ -54,6 +54,8 @@ class Member:
     usable: bool
     """Whether it can be given work."""
     draining: bool
+    incarnation: str = ""
+    """Empty if the head that was asked does not know it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def members(fleet: Fleet, started_for: Mapping[str, Pool]) -> Members:
 
 def _member(worker: Worker) -> Member:
     draining = worker.status is not None and worker.status.draining
-    return Member(worker.pool, usable=worker.load().usable and worker.status is not None, draining=draining)
+    usable = worker.load().usable and worker.status is not None
+    return Member(worker.pool, usable=usable, draining=draining, incarnation=worker.description.incarnation)
 
 
 def _worker_use(worker: Worker) -> WorkerUse:

@@ -127,9 +127,12 @@ class HeadHandle(ActorHandle):
         use: FleetUse = await self.call("use", timeout_s=ANSWER_WITHIN_S)
         return use
 
-    async def drain_worker(self, worker_id: str, timeout_s: float) -> None:
-        """Have a worker leave: it takes no new tasks, and running ones get `timeout_s`. Raises DeploymentFailed."""
-        await self.call("drain_worker", worker_id, timeout_s, timeout_s=ANSWER_WITHIN_S)
+    async def drain_worker(self, worker_id: str, timeout_s: float, incarnation: str) -> None:
+        """Have a worker leave, whichever it is or only this incarnation: running tasks get `timeout_s`.
+
+        Raises NotReached, ActorGone or DeploymentFailed.
+        """
+        await self.call("drain_worker", worker_id, timeout_s, incarnation, timeout_s=ANSWER_WITHIN_S)
 
 
 class DispatcherHandle(HeadHandle):

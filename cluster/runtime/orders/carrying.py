@@ -35,7 +35,7 @@ class LeadingHead(Protocol):
     """The head that knows all workers' pools and states: the dispatcher, or the only router."""
 
     async def members(self, started_for: dict[str, Pool]) -> Members: ...
-    async def drain_worker(self, worker_id: str, timeout_s: float) -> None: ...
+    async def drain_worker(self, worker_id: str, timeout_s: float, incarnation: str) -> None: ...
 
 
 class NewWorker(Protocol):
@@ -192,7 +192,7 @@ class Carrying:
             return
         if name in self._unusable(members):
             note(f"{name}: does not serve at the moment, and leaves before those that do")
-        if await self._drain(name, order.timeout_s, note):
+        if await self._drain(name, order.timeout_s, note) or name not in self._supervisor.workers:
             try:
                 await self._gone(name, order.timeout_s)
             except asyncio.CancelledError:
@@ -203,11 +203,11 @@ class Carrying:
             note(f"{name}: is not reached, and is given up without a drain")
             await self._supervisor.dismiss(name)
 
-    async def _drain(self, name: str, timeout_s: float, note: Note) -> bool:
-        """Have a worker drain; False if it is not reached."""
+    async def _drain(self, name: str, timeout_s: float, note: Note, incarnation: str = "") -> bool:
+        """Have a worker drain, or only this incarnation of it; False if that is not reached."""
         note(f"{name}: drains, running requests get {timeout_s:.0f} s")
         try:
-            await self._asked(lambda: self._lead.drain_worker(name, timeout_s))
+            await self._asked(lambda: self._lead.drain_worker(name, timeout_s, incarnation))
         except NotReached:
             return False
         return True
@@ -242,18 +242,22 @@ class Carrying:
                     f"{name} is the only worker that serves now, and without it nothing is served: order again when "
                     f"others serve (GET /ridgeline/workers); {restarted} of {len(names)} workers were started again"
                 )
-            await self._one_again(name, order, note)
-            restarted += 1
+            restarted += await self._one_again(name, members[name].incarnation, order, note)
         return f"{_counted(restarted)} of {len(names)} started again"
 
-    async def _one_again(self, name: str, order: Order, note: Note) -> None:
+    async def _one_again(self, name: str, incarnation: str, order: Order, note: Note) -> bool:
+        """Have this incarnation drain, and wait for the next one; False if it could not be told to."""
         began_s = self._clock()
         back = self._supervisor.restart_drained(name)
         within_s = order.timeout_s + self._beyond_timeout_s + self._start_within_s
         try:
-            if not await self._drain(name, order.timeout_s, note):
-                note(f"{name}: is not reached, and left as it is")
-                return
+            told = await self._drain(name, order.timeout_s, note, incarnation)
+        except (asyncio.CancelledError, DeploymentFailed):
+            await self._stays(name, note)
+            raise
+        if not told and not back.done() and await self._stays(name, note):
+            return False
+        try:
             async with asyncio.timeout(within_s):
                 await back
         except TimeoutError as error:
@@ -266,6 +270,14 @@ class Carrying:
             note(f"{name}: is started again once it has drained; the others stay as they are")
             raise
         note(f"{name}: serves again after {self._clock() - began_s:.0f} s")
+        return True
+
+    async def _stays(self, name: str, note: Note) -> bool:
+        """Whether a worker that may have been told to drain was not: then it leaves if an operator drains it later."""
+        stays = await self._supervisor.take_back_restart(name)
+        is_so = "was not told to drain, and stays as it is" if stays else "is started again once it has drained"
+        note(f"{name}: {is_so}")
+        return stays
 
 
 def _counted(workers: int) -> str:

@@ -54,7 +54,7 @@ class Fleet:
         workers = {name: Member(pool, usable=True, draining=False) for name, pool in self.pool_of.items()}
         return Members(self.mode, workers)
 
-    async def drain_worker(self, name, timeout_s):
+    async def drain_worker(self, name, timeout_s, incarnation):
         self.log.append(f"drain {name} {timeout_s:g}")
         del self.pool_of[name]
 

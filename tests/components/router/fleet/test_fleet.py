@@ -660,10 +660,11 @@ async def test_members_are_all_workers_also_those_that_do_not_run_or_were_never_
         await fleet.refresh()
         found = members(fleet, {"decode-0": "decode", "worker-7": "adaptive", "worker-8": "prefill"})
         assert found.mode == "disaggregated"
+        now = {worker.worker_id: worker.description.incarnation for worker in fleet.workers}
         assert found.workers == {
-            "prefill-0": Member("prefill", usable=True, draining=False),
-            "decode-0": Member("decode", usable=False, draining=False),
-            "decode-1": Member("decode", usable=False, draining=True),
+            "prefill-0": Member("prefill", usable=True, draining=False, incarnation=now["prefill-0"]),
+            "decode-0": Member("decode", usable=False, draining=False, incarnation=now["decode-0"]),
+            "decode-1": Member("decode", usable=False, draining=True, incarnation=now["decode-1"]),
             "worker-7": Member("decode", usable=False, draining=False),
             "worker-8": Member("prefill", usable=False, draining=False),
         }

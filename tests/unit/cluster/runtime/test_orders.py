@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,9 @@ class Fleet:
         self.may_leave.set()
         self.away = 0
         """So many questions to the leading router fail."""
+        self.incarnations = Counter()
+        self.lost_answers = 0
+        """So many answers to `drain_worker` do not arrive, and nobody asks again before the worker has drained."""
 
     @property
     def workers(self):
@@ -94,20 +98,29 @@ class Fleet:
         self._refuse()
         bad = self.lost | self.unusable | self.draining | self.cut_off
         there = self.pool_of.items()
-        return Members(self.mode, {name: Member(pool, name not in bad, name in self.draining) for name, pool in there})
+        now = self.incarnations
+        return Members(
+            self.mode,
+            {name: Member(pool, name not in bad, name in self.draining, str(now[name])) for name, pool in there},
+        )
 
-    async def drain_worker(self, name, timeout_s):
+    async def drain_worker(self, name, timeout_s, incarnation):
         self._refuse()
-        if name in self.cut_off:
+        if name in self.cut_off or name not in self.pool_of or incarnation not in ("", str(self.incarnations[name])):
             raise NotReached(f"router could not drain_worker: WorkerLost: {name}")
         self.log.append(f"drain {name} {timeout_s:g}")
         self.draining.add(name)
-        asyncio.get_running_loop().create_task(self._leave(name))
+        leaving = asyncio.get_running_loop().create_task(self._leave(name))
+        if self.lost_answers:
+            self.lost_answers -= 1
+            await leaving
+            raise DeploymentFailed("router did not finish drain_worker within 20 s")
 
     async def _leave(self, name):
         await self.may_leave.wait()
         self.draining.discard(name)
         if name in self.restarts:
+            self.incarnations[name] += 1
             self.restarts.pop(name).set_result(None)
         else:
             del self.pool_of[name]
@@ -131,6 +144,12 @@ class Fleet:
     def restart_drained(self, name):
         self.restarts[name] = asyncio.get_running_loop().create_future()
         return self.restarts[name]
+
+    async def take_back_restart(self, name):
+        if name in self.draining or name in self.lost:
+            return False
+        self.restarts.pop(name, None)
+        return True
 
 
 class Worker:
@@ -365,6 +384,34 @@ async def test_a_restart_leaves_out_what_is_started_again_anyway_and_what_leaves
         assert progress.sentences[-1] == "done after 0 s: 2 workers of 4 started again"
 
 
+async def test_a_restart_counts_no_worker_that_it_could_not_drain_and_a_later_drain_lets_that_one_leave():
+    fleet = Fleet(start=["decode"] * 3)
+    fleet.cut_off = {"worker-1"}
+    async with serving(fleet) as (router,):
+        progress = await ended(router, router.book.give("restart", 1.0))
+        assert fleet.log == ["drain worker-0 1", "drain worker-2 1"]
+        assert "worker-1: was not told to drain, and stays as it is" in progress.sentences
+        assert progress.sentences[-1] == "done after 0 s: 2 workers of 3 started again"
+        assert not fleet.come_back
+
+
+async def test_a_restart_that_is_cancelled_before_a_worker_was_told_to_drain_lets_it_leave_later():
+    fleet = Fleet(start=["decode", "decode"])
+
+    async def router_ended(name, timeout_s, incarnation):
+        raise ActorGone("router ended")
+
+    fleet.drain_worker = router_ended
+    async with serving(fleet) as (router,):
+        order = router.book.give("restart", 1.0)
+        await until_told(router, order, "worker-0: drains")
+        router.book.cancel(order.order_id)
+        progress = await ended(router, order)
+        assert progress.state == "cancelled"
+        assert "worker-0: was not told to drain, and stays as it is" in progress.sentences
+        assert not fleet.come_back
+
+
 # --- another mode
 
 
@@ -533,6 +580,19 @@ async def test_a_router_that_was_started_again_is_told_of_every_order():
         assert (await ended(router, order)).state == "done"
         assert await ended(router, ended_before.order) == ended_before
         assert router.book.progress(lost.order_id) is None
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("restart", 2), ("scale", 1)])
+async def test_a_drain_whose_answer_was_lost_is_not_ordered_again_once_the_worker_has_drained(kind, workers):
+    fleet = Fleet(start=["decode", "decode"])
+    fleet.lost_answers = 1
+    async with serving(fleet) as (router,):
+        order = scale(router, {"decode": 1}, 1.0) if kind == "scale" else router.book.give("restart", 1.0)
+        progress = await ended(router, order)
+        assert progress.state == "done"
+        assert len(fleet.pool_of) == workers
+        assert fleet.log == (["drain worker-1 1"] if kind == "scale" else ["drain worker-0 1", "drain worker-1 1"])
+        assert progress.sentences[-1].endswith("has 1 worker" if kind == "scale" else "2 workers of 2 started again")
 
 
 async def test_an_order_survives_that_the_leading_router_is_away_for_a_while():

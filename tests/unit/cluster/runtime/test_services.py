@@ -6,6 +6,7 @@ import pytest
 
 from cluster.runtime import services
 from cluster.runtime.services import DispatcherService, RouterService
+from contracts.errors import WorkerLost
 from tests.support.samples import router_settings
 
 
@@ -36,6 +37,37 @@ async def test_one_of_several_heads_that_is_stuck_is_ended_sooner_than_the_only_
     service, routers, silent_s, health, monkeypatch
 ):
     assert await stuck(service(), routers, silent_s, monkeypatch) == health
+
+
+def head_with(worker):
+    """A router that serves with this one worker."""
+
+    async def refresh():
+        pass
+
+    def get(worker_id):
+        return {"worker-0": worker}[worker_id]
+
+    head = RouterService()
+    head._head = SimpleNamespace(fleet=SimpleNamespace(get=get, refresh=refresh))
+    return head
+
+
+async def test_a_drain_for_a_worker_that_a_head_does_not_have_or_for_another_incarnation_reaches_nobody():
+    drained = []
+
+    async def drain(timeout_s):
+        drained.append(timeout_s)
+
+    worker = SimpleNamespace(client=SimpleNamespace(drain=drain), description=SimpleNamespace(incarnation="2"))
+    head = head_with(worker)
+    for worker_id, incarnation in (("worker-1", ""), ("worker-1", "2"), ("worker-0", "1")):
+        with pytest.raises(WorkerLost, match=worker_id):
+            await head.drain_worker(worker_id, 30.0, incarnation)
+    assert drained == []
+    await head.drain_worker("worker-0", 20.0, "2")
+    await head.drain_worker("worker-0", 10.0, "")
+    assert drained == [20.0, 10.0]
 
 
 async def test_a_head_that_stood_still_with_its_whole_process_is_not_taken_for_stuck(monkeypatch):

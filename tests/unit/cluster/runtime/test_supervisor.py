@@ -655,6 +655,40 @@ async def test_a_worker_that_an_operator_wants_again_is_started_after_its_drain_
     assert any("worker-1 is gone (drained, to be started again); restarting" in said for said in scene.said)
 
 
+async def test_a_restart_that_is_taken_back_before_the_drain_lets_the_worker_leave():
+    scene = Scene(worker_1=["", "draining", "drained"])
+    scene.supervisor.restart_drained("worker-1")
+    assert await scene.supervisor.take_back_restart("worker-1")
+    assert scene.supervisor.come_back == set()
+    await scene.play()
+    assert "start worker-1" not in scene.log
+
+
+async def test_a_restart_cannot_be_taken_back_once_the_worker_drains():
+    scene = Scene(worker_1=["draining", "draining", "drained"])
+    back = scene.supervisor.restart_drained("worker-1")
+    assert not await scene.supervisor.take_back_restart("worker-1")
+    await scene.play()
+    assert back.done()
+    assert "start worker-1" in scene.log
+
+
+async def test_a_restart_cannot_be_taken_back_while_the_worker_is_being_started_again():
+    scene = Scene(worker_1=["drained"])
+    back = scene.supervisor.restart_drained("worker-1")
+    worker, answers = scene.workers[1], []
+    start = worker.start_again
+
+    async def start_again():
+        answers.append(await scene.supervisor.take_back_restart("worker-1"))
+        return await start()
+
+    worker.start_again = start_again
+    await scene.play()
+    assert answers == [False]
+    assert back.done()
+
+
 async def test_a_worker_that_is_added_is_introduced_and_supervised():
     scene = Scene()
     running = asyncio.create_task(scene.play())
