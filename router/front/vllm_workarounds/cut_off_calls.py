@@ -8,7 +8,7 @@ are an object here, as clients expect while they read them. Installed by `router
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -17,8 +17,8 @@ from vllm.entrypoints.generate.base.protocol import FunctionCall
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.parser.abstract_parser import DelegatingParser
 
-_cut_off: Final[ContextVar[bool]] = ContextVar("ridgeline_cut_off", default=False)
-"""Whether the answer being parsed ended at its limit."""
+_cut_off: Final[ContextVar[Collection[Sequence[int]]]] = ContextVar("ridgeline_cut_off", default=())
+"""The tokens of those choices of the answer being parsed that ended at the limit."""
 _parse: Final = DelegatingParser.parse
 _constrain: Final = DelegatingParser._apply_structural_tag
 _ANY_OBJECT: Final = {"type": "object"}
@@ -42,18 +42,23 @@ def _parse_also_cut_off(
     enable_auto_tools: bool = False,
     model_output_token_ids: Sequence[int] = (),
 ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
-    """Parse what was cut off as a stream would, and all else as vLLM."""
-    if _cut_off.get() and _shows_calls(self, request, enable_auto_tools):
-        reasoning, text = self.extract_reasoning(model_output, request)
-        text, ids = text or "", list(model_output_token_ids)
-        shown, _ = self._extract_tool_calls_streaming("", text, text, [], ids, ids, request, tool_call_idx=0)
-        calls = _joined(shown.tool_calls) if shown is not None else []
-        if calls or request.tool_choice not in ("auto", None):  # a forced call whose name is not complete is no text
-            before = shown.content if shown is not None and (shown.content or "").strip() else None
-            return reasoning, before, calls
+    """Parse as vLLM, and what was cut off as a stream would if that shows more calls.
+
+    A call may be complete all the same, and some parsers' streams need several parts to show all of one.
+    """
     parsed: tuple[str | None, str | None, list[FunctionCall] | None] = _parse(
         self, model_output, request, enable_auto_tools, model_output_token_ids
     )
+    if model_output_token_ids not in _cut_off.get() or not _shows_calls(self, request, enable_auto_tools):
+        return parsed
+    reasoning, text = self.extract_reasoning(model_output, request)
+    text, ids = text or "", list(model_output_token_ids)
+    shown, _ = self._extract_tool_calls_streaming("", text, text, [], ids, ids, request, tool_call_idx=0)
+    calls, complete = _joined(shown.tool_calls) if shown is not None else [], parsed[2] or []
+    is_forced = request.tool_choice not in ("auto", None)  # one whose name is not complete is no text
+    if len(calls) > len(complete) or (is_forced and not complete):
+        before = shown.content if shown is not None and (shown.content or "").strip() else None
+        return reasoning, before, calls
     return parsed
 
 
@@ -103,7 +108,7 @@ def _noting_the_end(whole: Any) -> Any:
         async def noting() -> AsyncIterator[Any]:
             async for output in outputs:
                 ends.update((one.index, one.finish_reason) for one in output.outputs)
-                _cut_off.set("length" in ends.values())
+                _cut_off.set([one.token_ids for one in output.outputs if one.finish_reason == "length"])
                 yield output
 
         answer = await whole(request, noting(), *rest, **named)
@@ -117,7 +122,7 @@ def _noting_the_end(whole: Any) -> Any:
 
 def _noting_its_end(make: Any) -> Any:
     def items(request: Any, final_output: Any, *rest: Any, **named: Any) -> Any:
-        _cut_off.set(final_output.finish_reason == "length")
+        _cut_off.set([final_output.token_ids] if final_output.finish_reason == "length" else ())
         return make(request, final_output, *rest, **named)
 
     return items
