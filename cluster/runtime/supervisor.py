@@ -477,7 +477,7 @@ class Supervisor:
     async def _introduce_missed(self, head: SupervisedHead) -> None:
         """Introduce the workers that it did not reach when it started, until it does."""
         try:
-            missed = await head.unreached(self._settings.unreachable_timeout_s)
+            missed = await head.unreached(0.0)
         except DeploymentFailed:
             return  # it is lost again
         for name, address in self._addresses.items():

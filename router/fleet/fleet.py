@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -74,8 +75,8 @@ class Fleet:
         """Number of restarts by pool, worker id and reason."""
         self.away: dict[str, str] = {}
         """Workers that are lost again and again, by id, and how they are tried again."""
-        self._missed: set[str] = set()
-        """Addresses of workers that it did not reach when it started."""
+        self._missed_since_s: dict[str, float] = {}
+        """By address, since when it has not reached a worker that it did not reach when it started."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -122,7 +123,7 @@ class Fleet:
         reached = [task.result() for task in opening if _succeeded(task)]
         if not reached:
             return list(await asyncio.gather(*opening))  # raises why
-        self._missed = {address for task, address in opening.items() if not _succeeded(task)}
+        self._missed_since_s = {address: time.monotonic() for task, address in opening.items() if not _succeeded(task)}
         return reached
 
     async def replace(self, address: str, reason: str | None) -> None:
@@ -146,7 +147,7 @@ class Fleet:
             await self._close_client(client)
             raise
         former = self._workers.get(worker.worker_id)
-        self._missed.discard(address)
+        self._missed_since_s.pop(address, None)
         worker.held_back = True
         self.kv_pairs = self._pairs_without(worker.worker_id)
         if reason is not None:
@@ -241,10 +242,11 @@ class Fleet:
         return tuple(pool for mode in self.roles.modes for pool in pools_of(mode))
 
     def unreached(self, for_s: float) -> list[str]:
-        """Return the addresses of workers that this router has not reached for this many seconds."""
+        """Return the addresses of workers that this router has not reached for this many seconds; 0: does not now."""
+        now_s = time.monotonic()
         return [
-            *self._missed,
-            *(worker.client.address for worker in self.workers if worker.unreached_s >= for_s),
+            *(address for address, since_s in self._missed_since_s.items() if now_s - since_s >= for_s),
+            *(worker.client.address for worker in self.workers if worker.unreached_s > for_s),
         ]
 
     def pool(self, name: Pool) -> list[Worker]:

@@ -86,15 +86,17 @@ class Router(Actor):
     not_reached = 0
     refuses: BaseException | None = None
     cut_off: tuple = ()
-    """Addresses that it does not reach."""
+    """Addresses that it has not reached for longer than `unreachable_timeout_s`."""
+    missed: tuple = ()
+    """Addresses that it does not reach at the moment."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.noted = []
 
     async def unreached(self, for_s):
-        assert for_s == 30
-        return list(self.cut_off)
+        assert for_s in (0, 30)
+        return [*self.cut_off, *(self.missed if for_s == 0 else ())]
 
     async def start_again(self, addresses):
         if not addresses:
@@ -583,17 +585,16 @@ async def test_a_newcomer_serves_with_the_router_that_reaches_it_and_the_others_
 
 async def test_what_a_router_did_not_reach_when_it_started_is_introduced_to_it():
     scene = with_two_routers(Scene(), first=["actor_died"])
-    scene.heads[0].unreached = heals_after_one(scene.heads[0], ("worker-1:0",))
+    scene.heads[0].missed = ("worker-1:0",)
     await scene.play()
     assert scene.log[-1] == "replace worker-1:0 None"
 
 
-def heals_after_one(head, missed):
-    async def unreached(for_s):
-        replaced = any(line.startswith("replace") for line in head.log)
-        return [] if replaced else list(missed)
-
-    return unreached
+async def test_the_only_router_that_is_started_again_has_time_to_reach_the_workers_that_it_missed():
+    scene = Scene(router=["actor_died"])
+    scene.router.missed = ("worker-1:0",)
+    await scene.play()
+    assert scene.log[2:] == ["replace worker-1:0 None"], "and no worker is ended"
 
 
 async def test_heads_that_take_long_to_forget_a_worker_do_not_end_the_deployment():
