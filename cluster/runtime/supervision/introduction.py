@@ -47,7 +47,7 @@ class Introduction:
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         """`heads` are those there are at any moment; `serves` is set for those that serve. `why` is what heads count
-        as the reason of a restart."""
+        as the reason of a restart, None if it was not started again: other heads have it."""
         self._worker = worker
         self._address = address
         self._why = why
@@ -57,6 +57,8 @@ class Introduction:
         self._sleep = sleep
         self._known: set[str] = set()
         self._a_router_knows = asyncio.Event()
+        if why is None:
+            self._a_router_knows.set()
         self._changed = asyncio.Event()
         self._failures: dict[str, int] = {}
         self._last: DeploymentFailed | None = None

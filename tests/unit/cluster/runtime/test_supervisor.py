@@ -590,6 +590,21 @@ async def test_what_a_router_did_not_reach_when_it_started_is_introduced_to_it()
     assert scene.log[-1] == "replace worker-1:0 None"
 
 
+async def test_what_the_dispatcher_did_not_reach_when_it_started_is_introduced_to_it():
+    scene = with_two_routers(Scene(), dispatcher=["actor_died"])
+    scene.heads[2].missed = ("worker-1:0",)
+    await scene.play()
+    assert scene.log[2:] == ["replace worker-1:0 None"]
+
+
+async def test_a_router_whose_route_was_cut_for_many_introductions_gets_the_worker_when_it_heals():
+    scene = with_two_routers(Scene(), first=["actor_died"])
+    scene.heads[0].missed = ("worker-1:0",)
+    scene.heads[0].not_reached = MAX_INTRODUCTIONS + 5
+    await scene.play()
+    assert scene.log[2:] == ["replace worker-1:0 None"]
+
+
 async def test_the_only_router_that_is_started_again_has_time_to_reach_the_workers_that_it_missed():
     scene = Scene(router=["actor_died"])
     scene.router.missed = ("worker-1:0",)
