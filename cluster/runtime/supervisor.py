@@ -28,6 +28,9 @@ LONGEST_HEAD_REST_S = 30.0
 TOGETHER_S = 3.0
 """Actors that fall silent at the same moment are found so within this time of each other: each is asked anew half a
 second after its last answer, which may take two."""
+CORES_FREE_WITHIN_S = 60.0
+"""How long cores that are taken may be those of a worker's former process: several times as long as the end of one is
+waited for (`cluster.node_cores.HOLD_WITHIN_S`). After that they are another worker's."""
 Say = Callable[[str], None]
 T = TypeVar("T")
 _WHAT_HAPPENED: dict[RestartReason, str] = {
@@ -214,14 +217,17 @@ class Supervisor:
                 await self._dismiss(worker, f"{worker.name} has drained and is gone")
                 return
             why: RestartReason = "ordered" if health == "drained" else health
-            what = await worker.ending() if why == "engine_died" else ""
-            self._say(f"{worker.name} is gone ({what or _WHAT_HAPPENED[why]}); restarting")
+            self._say(f"{worker.name} is gone ({await self._what_happened(worker, why)}); restarting")
             began_s = self._clock()
             await self._bring_back(worker, why, budget)
             budget.serves()
             self._is_back(worker.name)
             self._say(f"{worker.name}: back after {self._clock() - began_s:.0f} s")
             self._tell_who_ordered(worker.name, None)
+
+    async def _what_happened(self, worker: SupervisedWorker, why: RestartReason) -> str:
+        ending = await worker.ending() if why == "engine_died" else ""
+        return ending or _WHAT_HAPPENED[why]
 
     def _tell_who_ordered(self, name: str, error: DeploymentFailed | None) -> None:
         ordered = self._restarts.pop(name, None)
@@ -307,13 +313,23 @@ class Supervisor:
         """Note who is cut off: of several, one at a time is to be started again, and each has its turn."""
         verdict = judge(self._unreached, self._addresses)
         self._tell_suspects(verdict)
-        names = () if self._mending else verdict.workers | verdict.deaf
+        names = () if self._mends() else verdict.workers | verdict.deaf
         chosen = min(names, key=lambda name: (self._mended_s.get(name, 0.0), name), default="")
         for name, cut_off in self._cut_off.items():
             if name == chosen:
                 cut_off.set()
             else:
                 cut_off.clear()
+
+    def _mends(self) -> bool:
+        """Whether one that was cut off is being started again; one that takes longer than a start may is not waited for
+        by the others."""
+        since_s = self._mended_s.get(self._mending, 0.0)
+        return bool(self._mending) and self._clock() - since_s < self._settings.start_timeout_s
+
+    def _mended(self, name: str) -> None:
+        if self._mending == name:
+            self._mending = ""
 
     def _tell_suspects(self, verdict: Verdict) -> None:
         for name in sorted(verdict.suspects - self._suspects):
@@ -327,20 +343,29 @@ class Supervisor:
         """Start the worker until it runs and can be given work."""
         free = why == "ordered"  # what an operator wants does not count as a loss
         said = ""
+        busy_until_s: float | None = None
         while True:
             await worker.end()
             await self._rest(worker.name, budget, free=free)
             free = False
             try:
                 address = await self._placed(worker, worker.start_again)
-                await self._introduce(worker, address, why)
+                lost = await self._introduce(worker, address, why)
             except DeploymentFailed as error:
-                free = isinstance(error, CoresBusy)
+                if not isinstance(error, CoresBusy):
+                    busy_until_s = None
+                elif busy_until_s is None:
+                    busy_until_s = self._clock() + CORES_FREE_WITHIN_S
+                free = busy_until_s is not None and self._clock() < busy_until_s
                 if not (free and said == str(error)):
                     self._say(f"{worker.name} could not be brought back: {error}")
                 said = str(error)
                 continue
-            return
+            if lost in ("", "drained"):  # the latter on its own: its supervision finds that
+                return
+            why, said, busy_until_s = lost, "", None
+            what = await self._what_happened(worker, why)
+            self._say(f"{worker.name} is gone again before it could be given work ({what}); restarting")
 
     async def _rest(self, name: str, budget: RestartBudget, *, free: bool) -> None:
         """Wait before it is started again; for longer and longer, and known to all, if it is lost again and again."""
@@ -354,8 +379,7 @@ class Supervisor:
                 self._tell_who_ordered(name, DeploymentFailed(f"{name} could not be started again"))
                 again = f"next try after {delay_s:.0f} s, at most {LONGEST_REST_S / 60:.0f} min apart"
                 self._tell_away(name, f"in restart back-off: {often}; {again}. serve's log says why.")
-            if self._mending == name:
-                self._mending = ""
+            self._mended(name)
         await self._sleep(delay_s)
 
     def _tell_away(self, name: str, sentence: str) -> None:
@@ -376,13 +400,14 @@ class Supervisor:
                 if not reported:
                     self._say(f"{one.name} waits for a node: {error}")
                 reported = True
+                self._mended(one.name)
                 await self._sleep(POLL_S)
 
-    async def _introduce(self, worker: SupervisedWorker, address: str, why: RestartReason) -> None:
-        """Enter its address, and return when it can be given work. Raises DeploymentFailed if a head refuses it.
+    async def _introduce(self, worker: SupervisedWorker, address: str, why: RestartReason) -> Health:
+        """Enter its address, and return "" when it can be given work. Raises DeploymentFailed if a head refuses it.
 
         The address comes first: a head that is gone may be waiting for one to start again with. Heads that do not reach
-        it yet are asked on. It also returns if the worker is lost meanwhile, which its supervision then finds.
+        it yet are asked on. If the worker is lost meanwhile, it returns how.
         """
         self._addresses[worker.name] = address
         introduction = self._introduction(worker.name, address, why)
@@ -391,11 +416,18 @@ class Supervisor:
             while not introduction.enough:
                 await introduction.changed(POLL_S)
                 introduction.check()
-                if not introduction.enough and await worker.failure() not in ("", "draining"):
-                    return
+                if not introduction.enough and (lost := await self._lost_meanwhile(worker)):
+                    self._not_there(worker.name)
+                    return lost
         except DeploymentFailed:
             self._not_there(worker.name)
             raise
+        return ""
+
+    async def _lost_meanwhile(self, worker: SupervisedWorker) -> Health:
+        health = await worker.failure()
+        still = health in ("", "draining") or await self._must_be_asked_again(worker, health)
+        return "" if still else health
 
     def _introduction(self, name: str, address: str, why: RestartReason | None) -> Introduction:
         return Introduction(
@@ -418,9 +450,8 @@ class Supervisor:
         """Forget what was held against it."""
         for names in self._unreached.values():
             names.discard(name)
-        if self._mending == name:
-            self._mending = ""
         self._returning.discard(name)
+        self._mended(name)
         self._tell_away(name, "")
 
     def _forget(self, name: str) -> None:

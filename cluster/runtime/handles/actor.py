@@ -21,6 +21,7 @@ from cluster.runtime.service_process.calls import ServiceError, ServiceGone
 from cluster.runtime.services import NotServing
 from contracts.errors import WorkerLost
 from contracts.vocabulary import Health
+from router.fleet.pairing import PairingRefused
 
 LOOPBACK = "127.0.0.1"
 """The address everything listens on when Ray was started here, for this machine alone."""
@@ -45,6 +46,10 @@ class NotReached(DeploymentFailed):
     """The router could not connect to a worker in time."""
 
 
+class Refused(DeploymentFailed):
+    """A worker cannot work together with the others, whichever router has it."""
+
+
 class CoresBusy(DeploymentFailed):
     """A worker's cores are not free yet: what had them, perhaps its own former process, has not quite ended."""
 
@@ -57,6 +62,7 @@ _KINDS: dict[type[BaseException], type[DeploymentFailed]] = {
     NotServing: ActorGone,
     ServiceGone: ActorGone,
     WorkerLost: NotReached,
+    PairingRefused: Refused,
     CoresTaken: CoresBusy,
 }
 """What each exception of an actor becomes on this side."""

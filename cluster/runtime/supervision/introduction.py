@@ -1,7 +1,7 @@
 """Makes a worker's new incarnation known to all heads, each in a task of its own. Used by `cluster.runtime.supervisor`.
 
-A head that does not reach it, or is being started again, keeps no other head from having it: the worker serves with
-those that know it, and the others are asked again until they do.
+A head that does not reach it, has a fault of its own, or is being started again, keeps no other head from having it:
+the worker serves with those that know it, and the others are asked again until they do.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Literal, Protocol
 
-from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NotReached
+from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NotReached, Refused
 from contracts.vocabulary import RestartReason
 
 RETRY_S = 0.5
 REFUSED_RETRY_S = 30.0
-"""Pause after a head has refused a worker that others have: what it says then is seldom mended by asking again."""
+"""Pause after a head has failed for good to take in a worker that others have: asking again seldom mends that."""
 MAX_INTRODUCTIONS = 10
 """How often every router may fail to reach a new worker, half a minute each, before it counts as broken: to load its
 engine was expensive, and a router may just have much to do."""
@@ -61,8 +61,9 @@ class Introduction:
             self._a_router_knows.set()
         self._changed = asyncio.Event()
         self._failures: dict[str, int] = {}
-        self._last: DeploymentFailed | None = None
-        self._refusal: DeploymentFailed | None = None
+        self._errors: dict[str, DeploymentFailed] = {}
+        """What each head said the last time that it failed."""
+        self._refusal: Refused | None = None
 
     @property
     def enough(self) -> bool:
@@ -72,14 +73,16 @@ class Introduction:
         return {head.kind for head in heads} == kinds
 
     def check(self) -> None:
-        """Raise DeploymentFailed if a head refuses it, and NotReached if no router has reached it for too long."""
+        """Raise Refused if it cannot work with the others, and DeploymentFailed if every router that serves has failed
+        to take it in, or has not reached it for too long."""
         if self._refusal is not None:
             raise self._refusal
         asked = [one.name for one in self._heads.values() if one.kind == "router" and self._serves[one.name].is_set()]
-        if self._known or self._last is None:
-            return
-        if all(self._failures.get(name, 0) >= MAX_INTRODUCTIONS for name in asked):
-            raise self._last
+        if asked and not self._known and all(self._has_given_up(name) for name in asked):
+            raise self._errors[asked[0]]
+
+    def _has_given_up(self, head: str) -> bool:
+        return self._failures.get(head, 0) >= MAX_INTRODUCTIONS
 
     async def changed(self, within_s: float) -> None:
         """Wait until a head has answered, at most this long."""
@@ -91,14 +94,21 @@ class Introduction:
         """Introduce it until this head has it, or is no longer there; routers first, who serve what is placed on it."""
         if head.kind == "dispatcher":
             await self._a_router_knows.wait()
+        said = False
         while head.name in self._heads:
             told = self._serves[head.name].is_set() and await self._told(head)
             self._changed.set()
             if told:
                 return
-            if self._failures.get(head.name, 0) >= MAX_INTRODUCTIONS:
-                await self._a_router_knows.wait()  # else it is the worker that is broken
-            await self._sleep(RETRY_S if self._refusal is None else REFUSED_RETRY_S)
+            if not self._has_given_up(head.name):
+                await self._sleep(RETRY_S)
+                continue
+            await self._a_router_knows.wait()  # else it is the worker that is broken
+            if not said:
+                again = f"is asked again every {REFUSED_RETRY_S:.0f} s"
+                self._say(f"{head.name} cannot take in {self._worker} and {again}: {self._errors[head.name]}")
+            said = True
+            await self._sleep(REFUSED_RETRY_S)
 
     async def _told(self, head: Head) -> bool:
         try:
@@ -112,10 +122,12 @@ class Introduction:
                     "the network between them"
                 )
             self._failures[head.name] = self._failures.get(head.name, 0) + 1
-            self._last = error
+            self._errors[head.name] = error
             return False
         except DeploymentFailed as error:
-            self._refusal = error
+            if isinstance(error, Refused):
+                self._refusal = error
+            self._failures[head.name], self._errors[head.name] = MAX_INTRODUCTIONS, error
             return False
         self._known.add(head.name)
         if head.kind == "router":

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from cluster.config.models import SupervisionConfig
-from cluster.runtime.handles.actor import ActorGone, CoresBusy, DeploymentFailed, NoPlace, NotReached
-from cluster.runtime.supervision.introduction import MAX_INTRODUCTIONS
+from cluster.runtime.handles.actor import ActorGone, CoresBusy, DeploymentFailed, NoPlace, NotReached, Refused
+from cluster.runtime.supervision.introduction import MAX_INTRODUCTIONS, Introduction
 from cluster.runtime.supervision.restart_budget import RestartBudget
 from cluster.runtime.supervisor import POLL_S, Supervisor
 from tests.support.symptoms import is_quoted
@@ -265,6 +265,23 @@ async def test_cores_that_are_not_free_yet_do_not_count_as_a_start_and_are_said_
     assert scene.said.count("worker-2 could not be brought back: core 1 is taken") == 1
 
 
+async def test_cores_that_another_deployment_has_taken_are_tried_less_and_less_often_and_all_are_told():
+    scene = Scene(worker_2=["engine_died"])
+    told = []
+
+    async def taken():
+        scene.log.append("start worker-2")
+        scene.clock.now_s += 10.0  # cluster.node_cores waits so long
+        raise CoresBusy("core 1 is taken")
+
+    scene.workers[2].start_again = taken
+    scene.router.idle_polls = -1000
+    await scene.play(told.append)
+    pauses = [seconds for seconds in scene.clock.slept if seconds != POLL_S]
+    assert pauses[:14] == [*[0.0] * 7, 1.0, 2.0, 4.0, 8.0, 30.0, 60.0, 120.0]
+    assert "worker-2" in told[-1]
+
+
 async def test_a_worker_for_which_there_is_no_node_is_waited_for_and_not_given_up():
     scene = Scene(worker_2=["actor_died"])
     scene.workers[2].places = [NoPlace("Ray found no place for worker-2 within 120 s") for _ in range(20)]
@@ -292,10 +309,14 @@ async def test_a_newcomer_that_the_router_never_reaches_is_taken_for_broken_in_t
 
 
 async def test_a_newcomer_that_dies_while_it_is_introduced_is_started_again():
-    scene = Scene(worker_2=["actor_died", "engine_died", "engine_died"])
+    scene = Scene(worker_2=["actor_died", "engine_died"])
     scene.router.not_reached = MAX_INTRODUCTIONS - 1
     await scene.play()
     assert scene.log == [*["end worker-2", "start worker-2"] * 2, "replace worker-2:2 engine_died"]
+    words = "its engine process was ended by SIGILL"
+    assert f"worker-2 is gone again before it could be given work ({words}); restarting" in scene.said
+    [back] = [said for said in scene.said if "back after" in said]
+    assert back == scene.said[-1], "it was not back before"
 
 
 async def test_a_worker_that_only_the_router_does_not_reach_is_replaced():
@@ -399,7 +420,7 @@ async def test_a_router_lost_together_with_every_worker_starts_with_the_first_on
 
 
 async def test_a_worker_lost_again_before_the_router_is_back_is_started_again_and_not_what_the_router_gets():
-    scene = Scene(("colocated",), worker_0=["actor_died", "engine_died", "engine_died"], router=["actor_died"])
+    scene = Scene(("colocated",), worker_0=["actor_died", "engine_died"], router=["actor_died"])
     scene.router.end = scene.worker_has_started_twice
     await scene.play()
     assert scene.log == [
@@ -553,6 +574,34 @@ async def test_of_several_workers_that_nobody_reaches_one_at_a_time_is_started_a
     assert max(away) == 1
 
 
+async def test_a_cut_off_worker_that_then_waits_for_a_node_keeps_no_other_from_being_mended():
+    scene = Scene(("decode",) * 6)
+    scene.router.cut_off = ("worker-0:0", "worker-1:0")
+    scene.workers[0].places = [NoPlace("Ray found no place for worker-0")] * 1000
+    await scene.play()
+    assert "start worker-0" not in scene.log
+    assert scene.log[-1] == "replace worker-1:1 cut_off"
+
+
+async def test_a_cut_off_worker_that_takes_longer_to_start_than_it_may_keeps_no_other_from_being_mended():
+    scene = Scene(("decode",) * 6)
+    scene.router.cut_off = ("worker-0:0", "worker-1:0")
+
+    async def never():
+        await asyncio.Event().wait()
+
+    scene.workers[0].start_again = never
+    scene.clock.sleep = partial(in_minutes, scene)
+    scene.supervisor._sleep = scene.clock.sleep
+    await scene.play()
+    assert scene.log[-1] == "replace worker-1:1 cut_off"
+
+
+async def in_minutes(scene, seconds):
+    scene.clock.now_s += 60.0
+    await asyncio.sleep(0)
+
+
 def noting(scene, away):
     sleep = scene.clock.sleep
 
@@ -581,6 +630,49 @@ async def test_a_newcomer_serves_with_the_router_that_reaches_it_and_the_others_
     back = next(index for index, said in enumerate(scene.said) if said.startswith("worker-2: back after"))
     assert back <= 2, "it serves before the other router has it"
     assert scene.log[-1] == "replace worker-2:1 engine_died"
+
+
+async def test_a_router_with_a_fault_of_its_own_keeps_no_newcomer_from_the_others():
+    scene = with_two_routers(Scene(worker_2=["engine_died"]))
+    fault = DeploymentFailed("router-0 could not replace_worker: TlsFileError: security.tls.key cannot be read")
+    scene.heads[0].refuses = fault
+
+    async def replace_worker(address, reason):
+        while scene.heads[0].refuses is not None:  # noqa: ASYNC110 - it takes longer than to refuse
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        scene.log.append("router-1 has it")
+
+    scene.heads[1].replace_worker = replace_worker
+    await scene.play()
+    assert scene.log[:3] == ["end worker-2", "start worker-2", "router-1 has it"]
+    assert "start worker-2" not in scene.log[3:]
+    assert f"router-0 cannot take in worker-2 and is asked again every 30 s: {fault}" in scene.said
+    assert scene.log.count("replace worker-2:1 engine_died") == 2, "the dispatcher, and router-0 once it is mended"
+
+
+async def test_a_loaded_worker_is_kept_while_no_router_serves():
+    scene = Scene()
+    serves = {"router": asyncio.Event()}
+    introduction = Introduction(
+        "worker-0",
+        "worker-0:1",
+        "engine_died",
+        heads={"router": scene.router},
+        serves=serves,
+        say=scene.said.append,
+        sleep=scene.clock.sleep,
+    )
+    scene.router.not_reached = MAX_INTRODUCTIONS - 1
+    serves["router"].set()
+    introducing = asyncio.create_task(introduction.to(scene.router))
+    await introduction.changed(1.0)
+    serves["router"].clear()  # it died and is started again
+    introduction.check()
+    serves["router"].set()
+    await introducing
+    assert introduction.enough
 
 
 async def test_what_a_router_did_not_reach_when_it_started_is_introduced_to_it():
@@ -720,7 +812,7 @@ async def test_a_worker_that_is_refused_is_not_supervised():
     scene = Scene()
     running = asyncio.create_task(scene.play())
     await asyncio.sleep(0)
-    scene.router.refuses = DeploymentFailed("router could not replace_worker: PairingRefused: model")
+    scene.router.refuses = Refused("router could not replace_worker: PairingRefused: model")
     with pytest.raises(DeploymentFailed, match="PairingRefused"):
         await scene.supervisor.add(Worker("worker-9", scene.log, scene.clock), "worker-9:0")
     assert "worker-9" not in scene.supervisor.workers
@@ -733,7 +825,7 @@ async def test_a_worker_that_one_head_refuses_is_forgotten_by_those_that_had_tak
     await asyncio.sleep(0)
 
     async def refuses(address, reason):
-        raise DeploymentFailed("dispatcher could not replace_worker: PairingRefused: model")
+        raise Refused("dispatcher could not replace_worker: PairingRefused: model")
 
     scene.heads[2].replace_worker = refuses
     with pytest.raises(DeploymentFailed, match="PairingRefused"):
