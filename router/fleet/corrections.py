@@ -17,7 +17,10 @@ import msgspec
 
 LATEST: Final = 16
 """The latest prompts of a kind that count, as many as steps of a size count in `engine.steps.model`. Their median does,
-by what was predicted, so that a few that something else held up change nothing, and short ones little."""
+so that a few that something else held up change nothing: by what was predicted, of which one
+prompt has at most half as much as all others. So many short ones change little, and a single long one nothing."""
+LEAST: Final = 3
+"""Fewer prompts correct nothing: the median of three is the first that one which was held up cannot move alone."""
 DOUBT: Final = 2.0
 """Prompts' worth of doubt that a kind needs a correction at all, as in `engine.steps.model`."""
 FADES_S: Final = 60.0
@@ -53,7 +56,8 @@ class Corrections:
         while kind.latest and now_s - kind.latest[0][2] >= FADES_S:
             kind.latest.popleft()
         kind.latest.append((took_s / predicted_s, predicted_s, now_s))
-        number, middle = len(kind.latest), _middle(kind.latest)
+        number = len(kind.latest)
+        middle = _middle(kind.latest) if number >= LEAST else 1.0
         kind.ratio = min(MOST, max(1.0, 1.0 + (middle - 1.0) * number / (number + DOUBT)))
         kind.at_s = now_s
 
@@ -78,7 +82,9 @@ class Corrections:
 
 
 def _middle(latest: Collection[tuple[float, float, float]]) -> float:
-    """Return the ratio below and above which half of the predicted seconds are."""
+    """Return the ratio below and above which half of the predicted seconds are, of each prompt at most half as many
+    as of all others together, so that a long one is not the median alone."""
     by_ratio = sorted(latest)
-    below_s = [*accumulate(predicted_s for _, predicted_s, _ in by_ratio)]
+    all_s = sum(predicted_s for _, predicted_s, _ in by_ratio)
+    below_s = [*accumulate(min(predicted_s, (all_s - predicted_s) / 2) for _, predicted_s, _ in by_ratio)]
     return by_ratio[bisect_left(below_s, below_s[-1] / 2)][0]

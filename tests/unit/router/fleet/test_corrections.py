@@ -30,12 +30,21 @@ def test_a_kind_is_corrected_by_what_its_prompts_took_and_no_other_kind_is(seen)
     assert seen.ratio(beside=False) == seen.ratio(worker_id="another") == 1.0
 
 
-def test_one_prompt_corrects_little_and_none_corrects_nothing(seen):
+def test_a_few_prompts_correct_little_and_fewer_than_three_nothing(seen):
+    seen.add(2.5, number=2)
     assert seen.ratio() == 1.0
     seen.add(2.5)
-    assert seen.ratio() == pytest.approx(1.5)
+    assert seen.ratio() == pytest.approx(1 + 1.5 * 3 / (3 + DOUBT))
     seen.add(1.0, predicted_s=0.0)
-    assert seen.ratio() == pytest.approx(1.5), "what was predicted to take nothing says nothing"
+    assert seen.ratio() == pytest.approx(1.9), "what was predicted to take nothing says nothing"
+
+
+@pytest.mark.parametrize("ordinary", [0, 2, 6])
+def test_one_long_prompt_that_was_held_up_makes_no_prediction_longer(seen, ordinary):
+    """It was predicted to take 1 s and took 30, after prompts of 20 ms: all of the worker's counted four times."""
+    seen.add(1.0, predicted_s=0.02, number=ordinary)
+    seen.add(30.0, predicted_s=1.0)
+    assert seen.ratio() == 1.0
 
 
 def test_a_minority_of_prompts_that_something_else_held_up_changes_nothing(seen):
