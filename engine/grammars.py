@@ -97,10 +97,11 @@ def _schema_refusal(schema: Any, limit: int) -> str | None:
             )
         multiple = part.get("multipleOf")
         if isinstance(multiple, int | float) and not isinstance(multiple, bool) and math.isfinite(multiple):
-            multiples.add(int("".join(map(str, Decimal(str(multiple)).normalize().as_tuple().digits))))
-    if math.prod(multiples) > LARGEST_MULTIPLE:
+            digits = Decimal(str(multiple)).normalize().as_tuple().digits
+            multiples.add(int("".join(map(str, digits))) or 1)
+    if math.lcm(*multiples) > LARGEST_MULTIPLE:
         return (
-            f"multipleOf: the distinct values multiply to more than {LARGEST_MULTIPLE} (0.25 counts as 25, 300 as 3): "
+            f"multipleOf: the least common multiple is more than {LARGEST_MULTIPLE} (0.25 counts as 25, 300 as 3): "
             "use fewer or rounder values"
         )
     return None

@@ -76,6 +76,11 @@ def test_ordinary_multiples_and_what_is_none_are_left_to_the_compiler(multiple):
     assert why(json={"type": "number", "multipleOf": multiple}) is None
 
 
+def test_multiples_that_divide_each_other_count_once():
+    schema = {"type": "object", "properties": {f"x{value}": {"multipleOf": value} for value in (8, 16, 32, 64)}}
+    assert why(json=schema) is None
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
