@@ -10,16 +10,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import llguidance
+import llguidance.torch
 from vllm.exceptions import VLLMValidationError
 from vllm.v1 import structured_output
 from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
-from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar, serialize_guidance_grammar
+from vllm.v1.structured_output.backend_guidance import (
+    GuidanceBackend,
+    GuidanceGrammar,
+    process_for_additional_properties,
+    serialize_guidance_grammar,
+)
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
 from vllm.v1.structured_output.request import get_structured_output_key
@@ -30,8 +37,13 @@ if TYPE_CHECKING:
 ALLOWED_S: Final = 0.05
 """CPU time that a grammar may take at once, beyond `PER_TOKEN_S`: first masks of large schemas take up to 30 ms."""
 PER_TOKEN_S: Final = 0.001
-"""CPU time that it may take for each token in the long run. JSON schemas take 0.2 ms; masks of expressions that are
-made to be slow take 2 to 200 ms, and growing."""
+"""CPU time that it may take for each token in the long run, at least. JSON schemas take 0.2 ms; masks of expressions
+that are made to be slow take 2 to 200 ms, and growing."""
+ORDINARY: Final = r"[A-Za-z0-9 ,.'-]{1,1000}"
+"""An ordinary expression whose masks walk most of the vocabulary: 0.8 to 1.1 ms with 49,000 tokens, 1.4 to 1.9 ms with
+152,000. `ordinary_mask_s` times it on this machine."""
+ORDINARY_MASKS: Final = 2
+"""A token may take so many ordinary masks: a core that another one slows takes up to 1.6 times as long."""
 CHECKED_BYTES: Final = 8192
 """Longer grammars are compiled in the engine only, which refuses them alike: the router's event loop has no time for
 them. One of this size takes it 15 ms at most."""
@@ -41,11 +53,36 @@ _SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
 
 
 def limits() -> Any:
-    """Return llguidance's limits; where they differ from its own, half or less was enough for every schema tried.
+    """Return llguidance's limits; where a step's differ, half or less was enough for every schema tried.
 
-    Its mask of 50,000 items takes 10 ms, and 250,000 lexer states are 500 MB of one request.
+    Its mask of 50,000 items takes 10 ms. The number of lexer states is its own: a string with a `maxLength` takes about
+    15 a token (46,000 states are 26 MB), so 250,000 last 16,000 tokens.
     """
-    return llguidance.LLParserLimits(step_max_items=20_000, step_lexer_fuel=100_000, max_lexer_states=20_000)
+    return llguidance.LLParserLimits(step_max_items=20_000, step_lexer_fuel=100_000)
+
+
+def serialize(kind: StructuredOutputOptions, text: str, compact: bool = False, closed: bool = False) -> str:
+    """As vLLM's, but ignore the keywords of a schema that guidance lacks, as xgrammar does, and read oneOf as anyOf."""
+    if kind is not StructuredOutputOptions.JSON:
+        return str(serialize_guidance_grammar(kind, text, compact, closed))
+    schema = process_for_additional_properties(text) if closed else text
+    defaults: Any = {"whitespace_flexible": not compact, "lenient": True, "coerce_one_of": True}
+    return str(llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=defaults))
+
+
+def ordinary_mask_s(tokenizer: Any) -> float:
+    """Return the CPU time of a mask of `ORDINARY` with this vocabulary, on this machine."""
+    grammar = llguidance.grammar_from("regex", ORDINARY)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    row = llguidance.torch.allocate_token_bitmask(1, tokenizer.vocab_size)
+    token = tokenizer.tokenize_str("a")[0]
+    times_s = []
+    for _ in range(21):
+        began_s = time.thread_time()
+        llguidance.torch.fill_next_token_bitmask(matcher, row, 0)
+        times_s.append(time.thread_time() - began_s)
+        matcher.consume_token(token)
+    return statistics.median(times_s)
 
 
 def bound_validation() -> None:
@@ -71,7 +108,7 @@ def _validate(sampling_params: Any, tokenizer: Any = None) -> None:
     if kind is StructuredOutputOptions.CHOICE or len(text) > CHECKED_BYTES:
         return
     try:
-        grammar = serialize_guidance_grammar(kind, text)
+        grammar = serialize(kind, text)
     except (ValueError, KeyError, TypeError) as error:
         raise VLLMValidationError(f"Invalid grammar specification: {error}") from error
     if why := llguidance.LLMatcher.validate_grammar(grammar, tokenizer, limits=limits()):
@@ -83,6 +120,11 @@ class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
     form of them, and of those none whose trigger looks like a special token."""
 
     _tags: XgrammarBackend | None = None
+
+    def __post_init__(self) -> None:
+        """Measure, once an engine, how long an ordinary mask takes."""
+        super().__post_init__()
+        self.per_token_s = max(PER_TOKEN_S, ORDINARY_MASKS * ordinary_mask_s(self.ll_tokenizer))
 
     def compile_grammar(
         self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
@@ -97,7 +139,7 @@ class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
             choices = (_SPECIAL.sub(r"\\\g<0>", choice) for choice in json.loads(grammar_spec))
             text = llguidance.grammar_from("regex", "|".join(choices))
         else:
-            text = serialize_guidance_grammar(
+            text = serialize(
                 request_type, grammar_spec, self.disable_any_whitespace, self.disable_additional_properties
             )
         matcher = llguidance.LLMatcher(self.ll_tokenizer, text, log_level=0, limits=limits())
@@ -109,6 +151,7 @@ class Metered(StructuredOutputGrammar):  # type: ignore[misc]
     """A grammar of any backend, and the CPU time that it may still take."""
 
     grammar: Any
+    per_token_s: float = PER_TOKEN_S
     left_s: float = ALLOWED_S
     why: str | None = None
     """Why the request ends; None as long as it goes on."""
@@ -127,7 +170,7 @@ class Metered(StructuredOutputGrammar):  # type: ignore[misc]
         if self.why is None:
             began_s = time.thread_time()
             self.grammar.fill_bitmask(bitmask, idx)
-            self.left_s = min(ALLOWED_S, self.left_s + PER_TOKEN_S)
+            self.left_s = min(ALLOWED_S, self.left_s + self.per_token_s)
             self._spend(time.thread_time() - began_s)
         if self.why is not None:
             bitmask[idx].fill_(-1)
@@ -136,8 +179,8 @@ class Metered(StructuredOutputGrammar):  # type: ignore[misc]
         self.left_s -= seconds
         if self.left_s < 0:
             self.why = (
-                f"structured output: this grammar takes too long. It may take {PER_TOKEN_S * 1e3:g} ms of CPU time a "
-                f"token, and {ALLOWED_S * 1e3:g} ms more at once: use fewer nested repetitions and alternatives"
+                f"structured output: this grammar takes too long. It may take {self.per_token_s * 1e3:.2g} ms of CPU "
+                f"time a token, and {ALLOWED_S * 1e3:g} ms more at once: use fewer nested repetitions and alternatives"
             )
         elif (matcher := getattr(self.grammar, "ll_matcher", None)) is not None and matcher.is_error():
             line = matcher.get_error().partition("\n")[0].rstrip(".")
@@ -171,7 +214,8 @@ def _create_grammar(manager: Any, request: Any) -> StructuredOutputGrammar:
     """Compile without taking the core from the step loop, in vLLM's thread for it."""
     if manager._use_async_grammar_compilation:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILING_NICENESS)
-    return Metered(_vllm_create(manager, request))
+    grammar = _vllm_create(manager, request)
+    return Metered(grammar, getattr(manager.backend, "per_token_s", PER_TOKEN_S))
 
 
 def _accept_tokens(manager: Any, request: Any, new_token_ids: list[int]) -> bool:

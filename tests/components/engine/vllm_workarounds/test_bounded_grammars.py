@@ -19,6 +19,7 @@ import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
 
 from engine.vllm_workarounds import bounded_grammars
@@ -122,6 +123,70 @@ def test_ordinary_grammars_hold_to_their_end(backend, kind, spec, as_wanted):
     assert grammar.why is None
     assert as_wanted(text), text
     assert grammar.is_terminated()
+
+
+def typed(backend: BoundedGuidance, grammar: Any, text: str) -> int:
+    """How many tokens of a text are left when its grammar takes no more."""
+    mask, tokens = backend.allocate_token_bitmask(1), backend.tokenizer.encode(text)
+    for done, token in enumerate(tokens):
+        grammar.fill_bitmask(mask, 0)
+        if not grammar.accept_tokens("r", [token]):
+            return len(tokens) - done
+    return 0
+
+
+def test_a_long_string_with_a_largest_length_is_written_to_its_end(backend):
+    text = re.sub(r'["\\\s]+', " ", TEXT.read_text()[:40_000])[:30_000]
+    grammar = backend.compile_grammar(Kind.JSON, json.dumps({"type": "string", "maxLength": 30_000}), {0})
+    left = typed(backend, grammar, json.dumps(text, ensure_ascii=False))
+    assert left == 0, grammar.ll_matcher.get_error()
+
+
+LENIENT: dict[str, tuple[dict[str, Any], str]] = {
+    "dict of named keys": (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+        '{"a":1}',
+    ),
+    "oneOf of overlapping types": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1.5"),
+    "not": ({"type": "object", "properties": {"a": {"not": {"type": "null"}}}}, '{"a":1}'),
+    "if": ({"type": "object", "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}}, '{"c":1}'),
+    "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, '{"a":1,"b":2}'),
+    "an unknown format": ({"type": "string", "format": "color"}, '"red"'),
+}
+
+
+@pytest.mark.parametrize("name", LENIENT)
+def test_a_keyword_that_guidance_lacks_is_no_reason_to_refuse_a_schema(backend, name):
+    schema, answer = LENIENT[name]
+    bounded_grammars._validate(SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+    assert typed(backend, backend.compile_grammar(Kind.JSON, json.dumps(schema), {0}), answer) == 0
+
+
+def test_a_schema_that_guidance_knows_allows_the_tokens_that_vllms_own_grammar_of_it_allows(backend):
+    ours = backend.compile_grammar(Kind.JSON, json.dumps(SCHEMA), {0})
+    theirs = GuidanceBackend.compile_grammar(backend, Kind.JSON, json.dumps(SCHEMA), {0})
+    for token in backend.tokenizer.encode('{"name":"Ada","born":1815}'):
+        assert allowed(backend, ours) == allowed(backend, theirs)
+        assert ours.accept_tokens("r", [token])
+        assert theirs.accept_tokens("r", [token])
+
+
+def test_a_token_may_take_two_ordinary_masks_of_this_machine_and_vocabulary(monkeypatch, backend):
+    monkeypatch.setattr(bounded_grammars, "ordinary_mask_s", lambda tokenizer: 0.002)
+    slower = BoundedGuidance(backend.vllm_config, backend.tokenizer, backend.vocab_size)
+    slow, rows = Slow(monkeypatch), torch.zeros((1, 2), dtype=torch.int32)
+    grammar = Metered(slow, slower.per_token_s)
+    slow.takes_s = 0.0039
+    for _ in range(1000):
+        grammar.fill_bitmask(rows, 0)
+    assert grammar.why is None
+    slow.takes_s = ALLOWED_S + 0.0041
+    grammar.fill_bitmask(rows, 0)
+    assert "4 ms of CPU time a token, and 50 ms more at once" in (grammar.why or "")
+
+
+def test_an_ordinary_mask_is_timed_in_the_time_of_this_thread(backend):
+    assert 0 < bounded_grammars.ordinary_mask_s(backend.ll_tokenizer) < ALLOWED_S
 
 
 def test_text_around_old_structural_tags_is_free(backend):
