@@ -67,8 +67,11 @@ def test_the_newest_step_model_is_kept_beside_the_counters():
 
 @pytest.fixture
 def ended_engine(tmp_path):
-    """One whose process a signal has just ended, and whose front end knows only that."""
-    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    """One whose process a signal has just ended, and whose front end knows only that.
+
+    The process is spawned: a forked one has pytest's handler of SIGILL, which may die of another signal on its way.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=signal.pause)
     process.start()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGILL)
