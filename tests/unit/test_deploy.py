@@ -197,6 +197,18 @@ def test_one_hosts_steps_cache_and_patience_are_those_of_gpus_and_the_table_says
     assert one_host.origins["pools.prefill.kv_cache_bytes"] == "default on GPUs"
 
 
+def test_one_gpu_holds_one_whole_engine_or_the_two_that_the_files_comment_splits_it_into():
+    path = REPOSITORY / "deploy/one-gpu.yaml"
+    whole = load_config(path).config
+    assert sum(pool.workers * pool.gpus_per_worker for pool in whole.active_pools().values()) == 1
+    comment = [line.removeprefix("#").strip(" \\") for line in path.read_text().splitlines() if "--" in line]
+    settings = re.findall(r"--set (\S+)", " ".join(comment))
+    assert len(settings) == 5
+    split = load_config(path, {"mode": "disaggregated", **dict(each.split("=") for each in settings)}).config
+    assert sum(pool.workers * split.gpus_of(pool) for pool in split.active_pools().values()) == 1
+    assert len(split.active_pools()) == 2
+
+
 def test_on_a_machine_without_gpus_one_host_is_refused_in_sentences_that_name_what_is_missing(
     one_host, monkeypatch, tmp_path
 ):
