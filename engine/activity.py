@@ -1,22 +1,33 @@
 """What the processes of an engine do, as the kernel tells. Read by `engine.vllm_engine` while a step is overdue.
 
-An engine that computes a long chunk on a busy machine and one that hangs look alike from outside: no step. But the one
-uses its cores, or waits for its turn on them; the other does nothing, or is stopped.
+An engine that computes a long chunk on a busy machine and one that hangs look alike from outside: no step. But one that
+hangs does nothing, is stopped, or has all the cores that it asks for and gets nowhere. One that waits for its turn on
+them, for a disk, or for a compiler may be well.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 import psutil
+
+Doing = Literal["nothing", "computes", "waits"]
+"""Whether an engine does nothing, computes at its full speed, or waits for something outside of it."""
 
 STOPPED = frozenset("Tt")
 """States of a thread in /proc: stopped by a signal, or by a debugger."""
 BUSY = frozenset("RD")
 """Running or ready to run; waiting for a disk or for memory that was swapped out."""
+COMPUTES: Final = 0.25
+"""The part of one core's time that one which computes uses at the least. Even a single thread in an endless loop uses
+all of it where each worker has cores of its own, and this much where four engines share one."""
+TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -27,39 +38,55 @@ class Glance:
     busy: bool
     ticks: int
     """CPU time that they have used, in the kernel's units."""
+    processes: frozenset[int] = frozenset()
+    """Those that were there."""
 
 
 class Activity:
     """Watches the processes below this one."""
 
     def __init__(
-        self, *, computes_here: bool, processes: Callable[[], Iterable[int]] = lambda: _below_this_process()
+        self,
+        *,
+        computes_here: bool,
+        processes: Callable[[], Iterable[int]] = lambda: _below_this_process(),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`computes_here`: whether the engine computes on cores, so that one which uses none is not computing."""
         self._computes_here = computes_here
         self._processes = processes
+        self._clock = clock
         self._last: Glance | None = None
+        self._looked_s = 0.0
 
-    def stands_still(self) -> bool:
-        """Return whether one of them is stopped, or all have done nothing since the last call."""
+    def doing(self) -> Doing:
+        """Return what they have done since the last call; "nothing" also if one of them is stopped."""
         now, last = glance(self._processes()), self._last
-        self._last = now
+        now_s, before_s = self._clock(), self._looked_s
+        self._last, self._looked_s = now, now_s
         if now.stopped:
-            return True
-        return self._computes_here and not now.busy and last is not None and now.ticks == last.ticks
+            return "nothing"
+        if last is None or now.processes != last.processes:  # a compiler's come and go
+            return "waits"
+        if not self._computes_here:
+            return "computes"  # or its device does, or hangs: no counter here tells
+        used = now.ticks - last.ticks
+        if not now.busy and not used:
+            return "nothing"
+        return "computes" if used >= COMPUTES * TICKS_PER_S * (now_s - before_s) else "waits"
 
 
 def glance(pids: Iterable[int]) -> Glance:
     """Look at every thread of these processes; those that have ended are left out."""
-    states, ticks = set(), 0
-    for pid in pids:
+    states, ticks, processes = set(), 0, frozenset(pids)
+    for pid in processes:
         for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
             with suppress(OSError):
                 _, _, fields = thread.read_text().rpartition(") ")  # a name may hold anything
                 state, *numbers = fields.split()
                 states.add(state)
                 ticks += int(numbers[10]) + int(numbers[11])
-    return Glance(bool(states & STOPPED), bool(states & BUSY), ticks)
+    return Glance(bool(states & STOPPED), bool(states & BUSY), ticks, processes)
 
 
 def _below_this_process() -> list[int]:

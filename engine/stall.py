@@ -7,21 +7,31 @@ shows only as work without reported steps. Work may leave before the engine coun
 the time is added up over all work until a step is reported. A running engine reports a step for any work it is given,
 and idle time does not count.
 
-How long is too long depends on what the engine does meanwhile (`engine.activity`). One that computes may be in a longer
-chunk than any before, on a busy machine, and gets `supervision.stall_timeout_s`. One that does nothing gets three times
-its longest step so far.
+How long is too long depends on what the engine does meanwhile (`engine.activity`). One that does nothing gets three
+times its longest step so far. One that computes gets three times the longest step so far, or three times the length
+that it has foretold for the step that runs. It foretells no end for a step of a kind or size that it has hardly met,
+which may have to compile something (`StepFit.foretell_s`). One that waits for a core, for swapped memory or for a
+compiler gets `supervision.stall_timeout_s`, which is also the most that any gets.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
+from engine.activity import Doing
+
 LONGEST_STEPS = 3.0
-"""An engine that does nothing is given so many times its longest step."""
+"""An engine is given so many times its longest step."""
 LEAST_STILL_S = 5.0
 """But this long at the least, also before its first step: for about as long, routers give work to one that does not
 answer (`router.fleet.worker`)."""
+LEAST_PART = 1 / 3
+"""And one that computes this part of `supervision.stall_timeout_s` at the least: only after it do routers doubt it too,
+and it is long beside what may come between two steps, as compiling a kernel for a sampling parameter that is new."""
+FORETOLD_FROM_S = LEAST_STILL_S / LONGEST_STEPS
+"""Steps that are expected to be shorter need not be foretold: three times that is below the least that is given."""
 FADES = 0.999
 """What the longest step counts for after each later one: one that a busy machine made long fades in thousands."""
 
@@ -41,14 +51,21 @@ class StallWatch:
         """The longest step since the last look; the next look may come late, and tell that part of it was no step."""
         self._still_s = 0.0
         """Seconds with work, and since the last step, in which the engine did nothing."""
+        self._computes_s = 0.0
+        """The same, in which it computed."""
+        self._foretold_s = math.inf
 
     def moved(self) -> None:
         """Record that the engine has reported a step."""
         took_s = self.stalled_s(has_work=self._has_work)
         self._longest_s *= FADES
         self._newest_s = max(took_s, FADES * self._newest_s)
-        self._waited_s = self._still_s = 0.0
+        self._waited_s = self._still_s = self._computes_s = 0.0
         self._since_s = self._clock()
+
+    def foretold(self, seconds: float) -> None:
+        """Record how long the engine expects its running steps to take: infinite if it cannot know, 0 without any."""
+        self._foretold_s = seconds
 
     def work_begins(self) -> None:
         """Record that the engine gets its first work after being idle."""
@@ -74,15 +91,22 @@ class StallWatch:
         self._waited_s = max(0.0, self._waited_s - before_s)
         self._newest_s = max(0.0, self._newest_s - in_a_step_s)
 
-    def looked(self, after_s: float, *, still: bool) -> None:
-        """Record what the engine has done in the `after_s` since the last look: nothing, or anything."""
-        self._still_s = self._still_s + after_s if still and self._has_work else 0.0
+    def looked(self, after_s: float, doing: Doing) -> None:
+        """Record what the engine has done in the `after_s` since the last look."""
+        self._still_s = self._still_s + after_s if doing == "nothing" and self._has_work else 0.0
+        self._computes_s += after_s if doing == "computes" and self._has_work else 0.0
         self._longest_s, self._newest_s = max(self._longest_s, self._newest_s), 0.0
 
     def is_stalled(self, timeout_s: float, *, has_work: bool) -> bool:
-        """Return whether it hangs; one that computes is given `timeout_s`."""
-        still_limit_s = max(LEAST_STILL_S, LONGEST_STEPS * max(self._longest_s, self._newest_s))
-        return self.stalled_s(has_work=has_work) >= timeout_s or self._still_s >= min(timeout_s, still_limit_s)
+        """Return whether it hangs; it is given `timeout_s` at the most."""
+        longest_s = max(self._longest_s, self._newest_s)
+        still_limit_s = max(LEAST_STILL_S, LONGEST_STEPS * longest_s)
+        limit_s = max(LEAST_STILL_S, LEAST_PART * timeout_s, LONGEST_STEPS * max(longest_s, self._foretold_s))
+        return (
+            self.stalled_s(has_work=has_work) >= timeout_s
+            or self._still_s >= min(timeout_s, still_limit_s)
+            or self._computes_s >= min(timeout_s, limit_s)
+        )
 
     def stalled_s(self, *, has_work: bool) -> float:
         """Return the seconds with work since the last step, including the time until now if it `has_work`."""

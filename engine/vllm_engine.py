@@ -30,10 +30,10 @@ from contracts.errors import EngineFailed, InvalidTask
 from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
 from contracts.tasks import LegTiming, TokenDelta
 from contracts.workers import StepModel
-from engine.activity import Activity
+from engine.activity import Activity, Doing
 from engine.config import EngineConfig
 from engine.connector.events import NoticeBoard
-from engine.connector.messages import LINGERING, NOTICES, STEP_MODEL
+from engine.connector.messages import FORETOLD, LINGERING, NOTICES, STEP_MODEL
 from engine.connector.transferable_models import UnsupportedModel, model_obstacle
 from engine.grammars import choose_backend
 from engine.request import logprobs
@@ -71,14 +71,18 @@ class EngineStats(StatLoggerBase):
         self.stall.moved()
         if scheduler_stats is None:
             return
-        if (scheduler_stats.kv_connector_stats or {}).keys() == {NOTICES}:  # sent at once, and nothing else is in it
-            self.notices.deliver(scheduler_stats.kv_connector_stats[NOTICES])
+        stats = dict(scheduler_stats.kv_connector_stats or {})
+        if (expected_s := stats.pop(FORETOLD, None)) is not None:
+            self.stall.foretold(expected_s)
+            if not stats:  # sent at once, before a long step
+                return
+        if stats.keys() == {NOTICES}:  # the same
+            self.notices.deliver(stats[NOTICES])
             return
         self.running = scheduler_stats.num_running_reqs
         self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         self.kv_usage = scheduler_stats.kv_cache_usage
-        if scheduler_stats.kv_connector_stats:
-            stats = dict(scheduler_stats.kv_connector_stats)
+        if stats:
             self.notices.deliver(stats.pop(NOTICES, ()))
             self.lingering = list(stats.pop(LINGERING, ()))
             if (model := stats.pop(STEP_MODEL, None)) is not None:
@@ -268,9 +272,9 @@ class VllmEngine:
         """True once the engine process has ended or reported a fatal error."""
         return self._llm is not None and self._llm.errored
 
-    def stands_still(self) -> bool:
-        """Return whether its processes have done nothing since the last call; ask only while a step is overdue."""
-        return self._activity.stands_still()
+    def doing(self) -> Doing:
+        """Return what its processes have done since the last call; ask only while a step is overdue."""
+        return self._activity.doing()
 
     @property
     def ending(self) -> str:

@@ -284,8 +284,8 @@ class WorkerHost:
         self._notice_own_rest()
         now_s = asyncio.get_running_loop().time()
         overdue = bool(self._tasks) and self._stalled_s() >= HEALTH_LOOK_S
-        still = overdue and self._engine.stands_still()
-        self._engine.stats.stall.looked(now_s - self._looked_s, still=still)
+        doing = self._engine.doing() if overdue else "waits"
+        self._engine.stats.stall.looked(now_s - self._looked_s, doing)
         self._looked_s = now_s
 
     def drain(self, timeout_s: float | None = None) -> asyncio.Task[None]:

@@ -386,8 +386,9 @@ class SupervisionConfig(Section):
         default=60.0,
         gt=0,
         description="an engine with work but no step for this long is replaced; after a third of it, it gets no new "
-        "work. A stopped engine, or one on CPU that does nothing, is replaced after 3 of its longest steps (at least "
-        "5 s)",
+        "work. One that is stopped, or does nothing on CPU, is replaced after 3 of its longest steps (at least 5 s). "
+        "One that computes, or is on a GPU, is replaced after 3 of the longest step so far or foretold (at least a "
+        "third of this); a step of a kind or size that it hardly knows may take all of this",
     )
     unreachable_timeout_s: float = Field(
         default=30.0,

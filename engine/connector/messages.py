@@ -137,6 +137,8 @@ NOTICES = "notices"
 """Key of a list of `engine.connector.events.Notice` as plain data, not a number; from the scheduler side only."""
 LINGERING = "lingering"
 """Key of a list of sentences about hand-offs that were not released for long; from the worker side only."""
+FORETOLD = "foretold_s"
+"""Key of the seconds that the running steps are expected to take at the most: infinite if that is not known."""
 STEP_MODEL = "step_model"
 """Key of a `contracts.workers.StepModel` as plain data; only after it has changed, from `engine.steps` alone."""
 

@@ -107,6 +107,10 @@ class SchedulerSide:
         """Send along what `also` returns, with each step: the scheduler's own figures."""
         self._also = also
 
+    def tell_at_once(self, stats: dict[str, Any]) -> None:
+        """Send these figures before the step that is being scheduled, if its loop runs already."""
+        self._send_at_once(stats)
+
     # --- admission
 
     def on_new_request(self, request: Any) -> None:

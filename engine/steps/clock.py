@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from engine.steps.model import StepLoad
 
@@ -38,6 +39,11 @@ class StepClock:
     def then(self, *, more_to_run: bool) -> None:
         """Say, after a step's outputs, whether the engine goes on at once."""
         self._pause = not more_to_run and not self._in_flight
+
+    @property
+    def loads(self) -> Iterator[StepLoad]:
+        """Yield what the steps in flight compute."""
+        return (load for _, load, _ in self._in_flight)
 
     def remaining_s(self, now_s: float) -> float:
         """Return how long the steps in flight are still expected to take."""

@@ -35,6 +35,9 @@ RING: Final = 16
 """The latest steps of each size; their median against the line is its correction."""
 DOUBT: Final = 2.0
 """Steps' worth of doubt that a size needs a correction at all."""
+GROWN: Final = 2.0
+"""A step that reads at most so many times the context of any before, or attends to as much more, is like those: its
+predicted time is wrong by this factor at the most, and `engine.stall` allows for three."""
 ERRORS: Final = 64
 BUCKETS: Final = 24
 FEATURES: Final = 5
@@ -108,6 +111,8 @@ class StepFit:
         )
         self.longest_prefill_tokens = 0
         """The most prompt tokens that a step had; beyond, the model is a guess."""
+        self._most_context_tokens = 0
+        self._most_attended = 0.0
         self._line = np.zeros(FEATURES)
         self._kinds = (_Kind(), _Kind(), _Kind())
         self._sizes = [_Size() for _ in range(BUCKETS)]
@@ -127,6 +132,19 @@ class StepFit:
         """Return how long such a step is expected to take; 0 before the first one."""
         return self.model.step_s(load.prefill_tokens, load.sequences, load.context_tokens, load.attended)
 
+    def foretell_s(self, load: StepLoad) -> float:
+        """Return how long such a step is expected to take; infinite if too few like it have been measured to know.
+
+        A first step of its size may compile something, and one with a longer context may take any time.
+        """
+        of_its_kind = self.longest_prefill_tokens if load.prefill_tokens else self.model.knows_decode
+        like_others = (
+            load.context_tokens <= GROWN * self._most_context_tokens and load.attended <= GROWN * self._most_attended
+        )
+        if self.known and of_its_kind and like_others and self._sizes[load.bucket].seen >= KNOWN:
+            return self.predict_s(load)
+        return math.inf
+
     def observe(self, load: StepLoad, took_s: float) -> None:
         """Learn from a step that took this long."""
         if took_s <= 0.0:
@@ -144,6 +162,8 @@ class StepFit:
             size.seen += 1
             self._steps_without_prompts += not load.prefill_tokens
             self.longest_prefill_tokens = max(self.longest_prefill_tokens, load.prefill_tokens)
+            self._most_context_tokens = max(self._most_context_tokens, load.context_tokens)
+            self._most_attended = max(self._most_attended, load.attended)
         if self._steps % REFIT_STEPS == 0 or self._steps in (1, 2, 4):
             self._refit()
 

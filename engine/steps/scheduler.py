@@ -19,8 +19,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from engine.connector.messages import STEP_MODEL
+from engine.connector.messages import FORETOLD, STEP_MODEL
 from engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
+from engine.stall import FORETOLD_FROM_S
 from engine.steps.bound import Prompt, most_prefill_tokens
 from engine.steps.clock import StepClock
 from engine.steps.model import StepFit, StepLoad
@@ -77,11 +78,16 @@ class Bounded:
         report: dict[str, Any] = {
             "step_target_seconds": self.step_target_s,
             "shortened_chunks_total": float(self._shortened),
+            FORETOLD: self._foretold_s(),
         }
         if self._step_fit.model is not self._reported:
             self._reported = self._step_fit.model
             report[STEP_MODEL] = msgspec.to_builtins(self._reported)
         return report
+
+    def _foretold_s(self) -> float:
+        """Return how long the steps in flight are expected to take; 0 if there is none."""
+        return max(map(self._step_fit.foretell_s, self._step_clock.loads), default=0.0)
 
     # --- vLLM's methods
 
@@ -112,6 +118,8 @@ class Bounded:
         if scheduled.total_num_scheduled_tokens:
             load = self._load(scheduled)
             self._step_clock.begin(began_s, load, self._step_fit.predict_s(load))
+            if self.connector is not None and (foretold_s := self._foretold_s()) > FORETOLD_FROM_S:
+                self.connector.scheduler.tell_at_once({FORETOLD: foretold_s})
             if tokens is not None and load.prefill_tokens >= tokens:
                 self._shortened += any(
                     self.requests[request_id].is_prefill_chunk for request_id in scheduled.num_scheduled_tokens

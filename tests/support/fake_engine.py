@@ -25,6 +25,7 @@ from contracts.handoff import KvLayout
 from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import Pool
 from contracts.workers import StepModel
+from engine.activity import Doing
 from engine.connector.events import NoticeBoard
 from engine.request import sampling
 from engine.stall import StallWatch
@@ -98,11 +99,10 @@ class FakeEngine:
         self.step_limits: tuple[int, int] | None = None
         """The limits of a step in sequences and tokens, once they have been set."""
         self.step_target_s = 0.0
-        self.still = False
-        """Whether its processes do nothing."""
+        self.does: Doing = "waits"
 
-    def stands_still(self) -> bool:
-        return self.still
+    def doing(self) -> Doing:
+        return self.does
 
     async def limit_steps(self, max_num_seqs: int, max_num_batched_tokens: int, step_target_s: float = 0.0) -> None:
         self.step_limits = max_num_seqs, max_num_batched_tokens

@@ -32,21 +32,43 @@ def running(code):
             process.kill()
 
 
-def stands_still(*pids, computes_here=True, looks=4):
-    """Whether they stood still in each of some looks after the first one."""
+def doing(*pids, computes_here=True, looks=4):
+    """What they did in each of some looks after the first one."""
     activity = Activity(computes_here=computes_here, processes=lambda: pids)
-    activity.stands_still()
+    activity.doing()
     found = []
     for _ in range(looks):
         time.sleep(0.1)
-        found.append(activity.stands_still())
+        found.append(activity.doing())
     return found
 
 
 @pytest.mark.parametrize("code", [COMPUTES, SLEEPS_BESIDE_A_THREAD])
 def test_a_process_that_computes_does_not_stand_still(code):
     with running(code) as pid:
-        assert not any(stands_still(pid))
+        assert "nothing" not in doing(pid)
+
+
+def test_one_that_has_a_core_computes():
+    with running(COMPUTES) as pid:
+        os.sched_setaffinity(pid, {max(os.sched_getaffinity(0))})
+        psutil_time = psutil.Process(pid).cpu_times
+        activity = Activity(computes_here=True, processes=lambda: [pid], clock=lambda: psutil_time().user)
+        activity.doing()
+        end_s = psutil_time().user + 0.5
+        while psutil_time().user < end_s:  # however busy the machine is
+            time.sleep(0.01)
+        assert activity.doing() == "computes"
+
+
+def test_one_that_got_little_of_a_core_waits_for_it_and_one_whose_compilers_come_and_go_waits_for_them():
+    with running(COMPUTES) as pid, running(SLEEPS) as compiler:
+        times_s = iter((0.0, 1000.0, 1000.0, 1000.1))
+        activity = Activity(computes_here=True, processes=lambda: [pid], clock=lambda: next(times_s))
+        assert [activity.doing() for _ in range(2)] == ["waits", "waits"]
+        pids = iter(([pid], [pid, compiler], [pid]))
+        activity = Activity(computes_here=False, processes=lambda: next(pids))
+        assert [activity.doing() for _ in range(3)] == ["waits", "waits", "waits"]
 
 
 def test_one_that_waits_for_its_turn_on_a_core_that_others_have_does_not_stand_still():
@@ -55,7 +77,7 @@ def test_one_that_waits_for_its_turn_on_a_core_that_others_have_does_not_stand_s
         for pid in (starved, first, second):
             os.sched_setaffinity(pid, {core})
         psutil.Process(starved).nice(19)
-        assert not any(stands_still(starved, looks=20))
+        assert "nothing" not in doing(starved, looks=20)
 
 
 def test_one_that_waits_for_something_stands_still():
@@ -63,8 +85,8 @@ def test_one_that_waits_for_something_stands_still():
         settled_s = time.monotonic() + PATIENCE_S
         while glance([pid]).busy and time.monotonic() < settled_s:
             time.sleep(0.01)
-        assert all(stands_still(pid))
-        assert not any(stands_still(pid, computes_here=False)), "what computes on a device may wait for it"
+        assert set(doing(pid)) == {"nothing"}
+        assert set(doing(pid, computes_here=False)) == {"computes"}, "what computes on a device may wait for it"
 
 
 @pytest.mark.parametrize("computes_here", [True, False])
@@ -74,10 +96,11 @@ def test_of_several_one_that_is_stopped_keeps_all_from_going_on(computes_here):
         stopped_s = time.monotonic() + PATIENCE_S
         while not glance([other]).stopped and time.monotonic() < stopped_s:
             time.sleep(0.01)
-        assert all(stands_still(one, other, computes_here=computes_here))
+        assert set(doing(one, other, computes_here=computes_here)) == {"nothing"}
 
 
 def test_processes_that_have_ended_are_no_evidence():
     with running(SLEEPS) as pid:
         pass
-    assert glance([pid]) == glance([])
+    gone, none = glance([pid]), glance([])
+    assert (gone.stopped, gone.busy, gone.ticks) == (none.stopped, none.busy, none.ticks)

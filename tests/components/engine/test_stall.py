@@ -1,5 +1,7 @@
 """Idle, working and standing still are three things."""
 
+import math
+
 import pytest
 
 from engine.stall import StallWatch
@@ -49,10 +51,10 @@ def test_a_step_reported_after_the_work_has_gone_counts():
     assert watch.stalled_s(has_work=True) == 0.0
 
 
-def looks(watch, clock, seconds, *, still):
+def looks(watch, clock, seconds, doing):
     for _ in range(round(seconds / 0.5)):
         clock.now_s += 0.5
-        watch.looked(0.5, still=still)
+        watch.looked(0.5, doing)
 
 
 def test_an_engine_that_does_nothing_is_given_three_times_its_longest_step():
@@ -61,9 +63,9 @@ def test_an_engine_that_does_nothing_is_given_three_times_its_longest_step():
     watch.work_begins()
     clock.now_s += 4.0
     watch.moved()
-    looks(watch, clock, 11.5, still=True)
+    looks(watch, clock, 11.5, "nothing")
     assert not watch.is_stalled(60.0, has_work=True)
-    looks(watch, clock, 0.5, still=True)
+    looks(watch, clock, 0.5, "nothing")
     assert watch.is_stalled(60.0, has_work=True)
     watch.moved()
     assert not watch.is_stalled(60.0, has_work=True)
@@ -76,20 +78,79 @@ def test_before_any_step_or_after_short_ones_it_is_given_five_seconds_and_never_
         watch.work_begins()
         clock.now_s += short_step_s
         watch.moved()
-        looks(watch, clock, found_after_s - 0.5, still=True)
+        looks(watch, clock, found_after_s - 0.5, "nothing")
         assert not watch.is_stalled(timeout_s, has_work=True)
-        looks(watch, clock, 0.5, still=True)
+        looks(watch, clock, 0.5, "nothing")
         assert watch.is_stalled(timeout_s, has_work=True)
 
 
-def test_an_engine_that_computes_is_given_the_timeout_however_short_its_steps_were():
+def test_an_engine_that_has_foretold_nothing_is_given_the_timeout_however_short_its_steps_were():
     clock = FakeClock()
     watch = StallWatch(clock)
     watch.work_begins()
-    looks(watch, clock, 59.5, still=False)
+    looks(watch, clock, 59.5, "computes")
     assert not watch.is_stalled(60.0, has_work=True)
-    looks(watch, clock, 0.5, still=False)
+    looks(watch, clock, 0.5, "computes")
     assert watch.is_stalled(60.0, has_work=True)
+
+
+def seconds_until_stalled(watch, clock, doing, timeout_s=60.0):
+    """How long it takes in looks of half a second, each of which the engine spends in the same way."""
+    seconds = 0.0
+    while not watch.is_stalled(timeout_s, has_work=True):
+        looks(watch, clock, 0.5, doing)
+        seconds += 0.5
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("seen_s", "foretold_s", "timeout_s", "found_after_s"),
+    [
+        (0.1, 0.0, 60.0, 20.0),  # short steps: as long as routers trust it
+        (0.1, 0.1, 60.0, 20.0),
+        (9.0, 0.1, 60.0, 27.0),  # three of the longest that was seen
+        (0.1, 8.0, 60.0, 24.0),  # or of the one that runs
+        (0.1, 25.0, 60.0, 60.0),  # the timeout is the most
+        (0.1, math.inf, 60.0, 60.0),  # one that it has hardly met
+        (0.1, 0.1, 6.0, 5.0),
+        (0.1, 0.1, 4.0, 4.0),
+    ],
+)
+def test_one_that_computes_is_given_three_of_the_longest_step_seen_or_foretold(
+    seen_s, foretold_s, timeout_s, found_after_s
+):
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.work_begins()
+    clock.now_s += seen_s
+    watch.moved()
+    watch.foretold(foretold_s)
+    assert seconds_until_stalled(watch, clock, "computes", timeout_s) == found_after_s
+
+
+def test_one_that_waits_for_a_core_or_a_disk_or_a_compiler_is_given_the_timeout():
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.work_begins()
+    watch.moved()
+    watch.foretold(0.1)
+    looks(watch, clock, 12.0, "computes")
+    assert seconds_until_stalled(watch, clock, "waits") == 48.0
+
+
+def test_what_it_computes_adds_up_over_rests_until_a_step():
+    clock = FakeClock()
+    watch = StallWatch(clock)
+    watch.foretold(0.1)
+    for _ in range(2):
+        watch.work_begins()
+        looks(watch, clock, 9.0, "computes")
+        watch.work_ends()
+        looks(watch, clock, 100.0, "waits")
+    watch.work_begins()
+    assert seconds_until_stalled(watch, clock, "computes") == 2.0
+    watch.moved()
+    assert not watch.is_stalled(60.0, has_work=True)
 
 
 def test_one_that_rests_and_computes_in_turn_is_not_one_that_does_nothing():
@@ -97,8 +158,8 @@ def test_one_that_rests_and_computes_in_turn_is_not_one_that_does_nothing():
     watch = StallWatch(clock)
     watch.work_begins()
     for _ in range(5):
-        looks(watch, clock, 4.5, still=True)
-        looks(watch, clock, 0.5, still=False)
+        looks(watch, clock, 4.5, "nothing")
+        looks(watch, clock, 0.5, "computes")
     assert not watch.is_stalled(60.0, has_work=True)
 
 
@@ -111,7 +172,7 @@ def test_a_long_step_of_long_ago_does_not_make_it_patient_for_ever():
     for _ in range(3000):
         clock.now_s += 0.1
         watch.moved()
-    looks(watch, clock, 5.0, still=True)
+    looks(watch, clock, 5.0, "nothing")
     assert watch.is_stalled(60.0, has_work=True)
 
 
@@ -135,7 +196,7 @@ def test_a_rest_of_who_watches_is_no_long_step_also_if_the_step_is_read_before_t
     clock.now_s += 0.1
     watch.moved()
     watch.stood_still(25.0)
-    looks(watch, clock, 5.0, still=True)
+    looks(watch, clock, 5.0, "nothing")
     assert watch.is_stalled(60.0, has_work=True)
 
 
@@ -158,7 +219,7 @@ def test_a_long_step_before_a_rest_of_who_watches_is_still_one():
     watch.moved()
     clock.now_s += 25.0
     watch.stood_still(25.0)
-    looks(watch, clock, 29.5, still=True)
+    looks(watch, clock, 29.5, "nothing")
     assert not watch.is_stalled(60.0, has_work=True)
-    looks(watch, clock, 0.5, still=True)
+    looks(watch, clock, 0.5, "nothing")
     assert watch.is_stalled(60.0, has_work=True)

@@ -671,7 +671,8 @@ async def test_an_engine_that_hangs_is_found_also_when_no_task_waits_as_long_as_
             assert worker.host.failure() == failure, "rest does not count"
 
 
-async def test_an_engine_with_work_that_does_nothing_is_found_in_three_times_its_longest_step():
+@pytest.mark.parametrize(("does", "found_after_s"), [("nothing", 9.0), ("computes", 20.0), ("waits", 60.0)])
+async def test_an_engine_with_work_that_makes_no_step_is_found_according_to_what_it_does(does, found_after_s):
     engine, clock = FakeEngine(stepping="manual"), FakeClock()
     engine.stats.stall = StallWatch(clock)
     async with serving(engine) as worker:
@@ -679,14 +680,16 @@ async def test_an_engine_with_work_that_does_nothing_is_found_in_three_times_its
         await eventually(lambda: engine.running)
         clock.now_s += 3.0
         engine.stats.stall.moved()
-        engine.still = True
+        engine.stats.stall.foretold(0.1)
+        engine.does = does
         looks = 0
         while not worker.host.failure():
             clock.now_s += HEALTH_LOOK_S
             worker.host._looked_s = asyncio.get_running_loop().time() - HEALTH_LOOK_S
             worker.host._look_at_engine()
             looks += 1
-        assert (worker.host.failure(), looks * HEALTH_LOOK_S) == ("stalled", pytest.approx(9.0, abs=HEALTH_LOOK_S))
+        found_s = pytest.approx(found_after_s, abs=2 * HEALTH_LOOK_S)
+        assert (worker.host.failure(), looks * HEALTH_LOOK_S) == ("stalled", found_s)
         engine.step()
         await stream
 
@@ -697,7 +700,7 @@ async def test_a_worker_that_stood_still_itself_does_not_blame_its_engine():
     async with serving(engine) as worker:
         stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
         await eventually(lambda: engine.running)
-        engine.still = True
+        engine.does = "nothing"
         clock.now_s += 3600.0  # the whole machine did
         worker.host._looked_s -= 3600.0
         assert worker.host.failure() == ""

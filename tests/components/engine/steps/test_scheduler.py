@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -21,6 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from contracts.workers import TPOT_LIMIT_USED, StepModel
+from engine.connector.messages import FORETOLD
 from engine.connector.scheduler_side import FETCH
 from engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
 from engine.steps.pace import CATCH_UP
@@ -295,6 +297,42 @@ def test_limits_of_sequences_that_ended_are_forgotten(make: Make):
     engine.add("free", 40, 1)
     engine.run()
     assert not engine.scheduler._paces
+
+
+@pytest.mark.parametrize("scheduler_class", [BoundedScheduler, BoundedAsyncScheduler])
+def test_a_step_that_may_take_long_is_foretold_before_it_begins_and_until_it_ends(
+    make: Make, monkeypatch: pytest.MonkeyPatch, scheduler_class: type[Any]
+):
+    slow = StepModel(
+        base_s=0.5, per_prefill_token_s=0.02, per_sequence_s=0.01, per_context_token_s=0.0, per_attended_token_s=0.0
+    )
+    engine = make(scheduler_class, machine=slow, hands_over=True)
+    told: list[float] = []
+    side = engine.scheduler.connector.scheduler
+    monkeypatch.setattr(side, "_send_at_once", lambda stats: told.append(stats.get(FORETOLD)))
+    engine.add("first", 400, 1)
+    engine.begin()
+    assert told == [math.inf], "its first prompt"
+    assert side.get_kv_connector_stats().data[FORETOLD] == math.inf
+    engine.end()
+    assert side.get_kv_connector_stats().data[FORETOLD] == 0.0
+    for number in range(30):
+        engine.add(f"{number}", 400, 3)
+        engine.run()
+    told.clear()
+    engine.add("known", 400, 3)
+    engine.begin()
+    assert told == [pytest.approx(slow.step_s(400, 0, 0, 0), rel=0.2)]
+    if scheduler_class is BoundedAsyncScheduler:  # the next one begins while it runs
+        engine.begin()
+    else:
+        assert side.get_kv_connector_stats().data[FORETOLD] == told[0]
+    engine.end()
+    foretold_s = side.get_kv_connector_stats().data[FORETOLD]
+    assert foretold_s == (pytest.approx(0.51, rel=0.2) if scheduler_class is BoundedAsyncScheduler else 0.0)
+    told.clear()
+    engine.run()
+    assert told == [], "steps of half a second need not be foretold"
 
 
 def test_the_model_is_reported_when_it_has_changed_and_predicts_the_machine(make: Make):

@@ -1,5 +1,6 @@
 """What the connector says before a step, from the engine core's queue to the handler's notice."""
 
+import math
 import queue
 from types import SimpleNamespace
 
@@ -11,9 +12,11 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from engine.connector.events import Notice
-from engine.connector.messages import NOTICES
+from engine.connector.messages import FORETOLD, NOTICES
+from engine.stall import StallWatch
 from engine.vllm_engine import EngineStats
 from engine.vllm_workarounds import early_stats
+from tests.support.clock import FakeClock
 
 
 @pytest.fixture
@@ -46,3 +49,23 @@ async def test_what_is_sent_at_once_reaches_its_handler_and_changes_no_other_sta
         assert notice.result().failed == "for example"
     assert (front_end, received.outputs) == (0, [])
     assert (stats.running, stats.counters) == (3, {"a": 1.0})
+
+
+def test_an_engine_is_given_what_it_foretells_for_the_step_that_runs(core):
+    early_stats.find_output_queue()
+    EngineCoreProc.run_busy_loop(core)
+    stats, clock = EngineStats(None), FakeClock()
+    stats.stall = StallWatch(clock)
+    stats.stall.work_begins()
+    stats.record(SchedulerStats(num_running_reqs=3, kv_connector_stats={"a": 1.0, NOTICES: [], FORETOLD: 0.0}), None)
+    for foretold_s, found_after_s in ((8.0, 24.0), (math.inf, 60.0)):
+        early_stats.send_at_once({FORETOLD: foretold_s})
+        _, sent = core.output_queue.get_nowait()
+        stats.record(MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent)).scheduler_stats, None)
+        assert (stats.running, stats.counters) == (3, {"a": 1.0})
+        clock.now_s += found_after_s - 0.5
+        stats.stall.looked(found_after_s - 0.5, "computes")
+        assert not stats.stall.is_stalled(60.0, has_work=True)
+        clock.now_s += 0.5
+        stats.stall.looked(0.5, "computes")
+        assert stats.stall.is_stalled(60.0, has_work=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -143,6 +144,33 @@ def test_a_model_is_known_after_its_first_steps():
         fit.observe(StepLoad(0, 1, 100, 0.0), 0.05)
     assert fit.known
     assert fit.predict_s(StepLoad(0, 1, 100, 0.0)) == pytest.approx(0.05)
+
+
+def test_no_end_is_foretold_for_a_step_of_a_kind_a_size_or_a_context_that_was_hardly_met():
+    fit = StepFit()
+    decode, prompt = StepLoad(0, 4, 800, 0.0), StepLoad(300, 0, 0, 45_000.0)
+    for step in range(MIN_FITTED_STEPS + KNOWN):
+        assert (fit.foretell_s(decode) == math.inf) == (step < MIN_FITTED_STEPS), step
+        fit.observe(decode, line(decode))
+    assert fit.foretell_s(prompt) == math.inf, "its first prompt"
+    assert fit.foretell_s(StepLoad(4, 0, 0, 8.0)) == math.inf, "of a known number of tokens too"
+    assert fit.foretell_s(StepLoad(0, 8, 800, 0.0)) == math.inf, "more sequences than ever"
+    assert fit.foretell_s(StepLoad(0, 4, 1601, 0.0)) == math.inf, "with more than twice the context"
+    assert fit.foretell_s(StepLoad(0, 4, 1600, 0.0)) < 1.0
+    for _ in range(2 * KNOWN):
+        fit.observe(prompt, line(prompt))
+    assert fit.foretell_s(prompt) == pytest.approx(line(prompt), rel=0.2)
+    assert fit.foretell_s(StepLoad(512, 0, 0, 45_000.0)) == math.inf, "a longer chunk than ever"
+    assert fit.foretell_s(StepLoad(300, 0, 0, 300 * 3000.0)) == math.inf, "behind a longer context than ever"
+
+
+def test_to_foretell_a_step_costs_the_engine_no_more_than_a_step_itself():
+    fit, draw = fitted(600, line), random.Random(2)
+    loads = [any_load(draw) for _ in range(500)]
+    began_s = time.process_time()
+    for load in loads:
+        fit.foretell_s(load)
+    assert (time.process_time() - began_s) / len(loads) < 100e-6
 
 
 def test_a_step_costs_the_engine_less_than_a_tenth_of_a_millisecond():
