@@ -67,6 +67,16 @@ async def client(served):
         yield made
 
 
+async def nothing_is_served(router: Any) -> None:
+    """Wait until the one place is free: a client may have a whole answer before its request has left the router."""
+    await eventually(lambda: router._client._admission.sequences == 0)
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def _one_place_is_free(served):
+    await nothing_is_served(served[1])
+
+
 def kind(error: anthropic.APIStatusError) -> str:
     body: Any = error.body
     assert body["type"] == "error"
@@ -136,7 +146,7 @@ async def test_a_full_server_is_a_rate_limit_with_retry_after_and_a_failure_is_t
         assert kind(refused.value) == "rate_limit_error"
         assert int(refused.value.response.headers["retry-after"]) >= 1
     first.cancel()
-    await eventually(lambda: router._client._admission.sequences == 0)
+    await nothing_is_served(router)
 
     async def fails(*_: Any) -> None:
         raise ZeroDivisionError
@@ -184,13 +194,16 @@ async def test_a_stream_has_comments_while_its_prompt_waits_and_leaving_then_fre
                 if line == ": keep-alive":
                     break
         assert prefill.running
-    await eventually(lambda: not prefill.running and router._client._admission.sequences == 0)
+    await nothing_is_served(router)
+    await eventually(lambda: not prefill.running)
 
 
 async def test_both_clients_read_streams_with_comments(served, client, monkeypatch):
-    http, _, prefill, _ = served
+    http, router, prefill, _ = served
     for read in (_read_by_anthropic, _read_by_openai):
+        await nothing_is_served(router)
         undisturbed = await read(http, client)
+        await nothing_is_served(router)
         with monkeypatch.context() as patch:
             patch.setattr(prefill, "_stepping", "manual")
             reading = asyncio.create_task(read(http, client))
@@ -218,8 +231,9 @@ async def test_a_limit_above_the_context_is_cut_to_what_the_prompt_leaves(client
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", CONTEXT_TOKENS - 2)
 
 
-async def test_input_tokens_are_those_that_were_not_cached_from_the_first_event_of_a_stream_on(client):
+async def test_input_tokens_are_those_that_were_not_cached_from_the_first_event_of_a_stream_on(served, client):
     whole = (await client.messages.create(**WISH)).usage
+    await nothing_is_served(served[1])
     usages = []
     async for event in await client.messages.create(**WISH, stream=True):
         usages += [event.message.usage] if event.type == "message_start" else []
