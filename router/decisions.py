@@ -113,9 +113,9 @@ class SharedQueue:
 class SharedDecisions:
     """Those of the dispatcher. `run` must run while the router serves."""
 
-    def __init__(self, fleet: Fleet, settings: RouterSettings, router_id: str) -> None:
+    def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
         self._fleet = fleet
-        self.link = Link(router_id, settings.tls)
+        self.link = Link(settings.start, settings.tls)
         self._asking = SharedPlacement(fleet, self.link, settings)
         self.placement: Placement = self._asking
         self.modes: AnyModes = SharedModes(fleet, self.link)

@@ -85,7 +85,7 @@ class Router:
             roles=role_table(settings),
             leads=not shares,
         )
-        self._shared = SharedDecisions(self._fleet, settings, router_id) if shares else None
+        self._shared = SharedDecisions(self._fleet, settings) if shares else None
         self._decisions = self._shared or OwnDecisions(self._fleet, settings)
         self._admission = Admission(
             settings, self._decisions.waits, self._fleet, self._metrics, look_every_s=LOOK_EVERY_S

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from contracts.rpc.tls import TlsFiles
 from contracts.vocabulary import Mode, Pool, RebalanceMode
 from contracts.workers import Role
@@ -26,6 +28,17 @@ class PoolHardware:
     peak_bytes_per_s: float
     source: str
     """The data sheet, or the day and the operations with which they were measured."""
+
+
+class RouterStart(msgspec.Struct, frozen=True, array_like=True):
+    """Which of several routers this is, and which of its processes, which follow each other."""
+
+    name: str = "router"
+    number: int = 1
+
+    def __str__(self) -> str:
+        """Return it for logs."""
+        return f"{self.name} (start {self.number})"
 
 
 @dataclass(frozen=True)
@@ -112,5 +125,7 @@ class RouterSettings:
     """Whether mode adaptive counts what each worker has of a prompt."""
     routers: int = 1
     """Routers of the deployment; several share a dispatcher."""
+    start: RouterStart = field(default_factory=RouterStart)
+    """Which of them this is."""
     tls: TlsFiles | None = None
     """The certificates for connections between router and workers; None: plain text."""

@@ -205,7 +205,7 @@ class Dispatcher:
         except* NotReading as errors:
             logger.warning("%s", errors.exceptions[0])
         except* UNREADABLE as errors:
-            logger.warning("router %s sent what nobody can read: %s", router.router_id, errors.exceptions[0])
+            logger.warning("%s sent what nobody can read: %s", router.start, errors.exceptions[0])
         finally:
             self._routers.discard(router)
             self._has_left(router)
@@ -213,9 +213,9 @@ class Dispatcher:
 
     def _has_left(self, router: JoinedRouter) -> None:
         """Keep what a router has counted, here and in the others, unless it has come back meanwhile."""
-        if any(one.router_id == router.router_id for one in self._routers):
+        if any(one.start == router.start for one in self._routers):
             return
-        self._counts.left(router.router_id)
+        self._counts.left(router.start)
         ended = self._ended()
         for other in self._routers:
             other.show("ended", ended)
@@ -272,13 +272,13 @@ class Dispatcher:
         return ModeChanged(change.rerouted_prompts, change.took_s)
 
     async def _count_others(self, asked: CountOthers) -> OthersCounted:
-        self._counts.told(asked.router_id, asked.samples)
+        self._counts.told(asked.router, asked.samples)
         await self._all_there.wait()
-        others = [router for router in self._routers if router.router_id != asked.router_id]
+        others = [router for router in self._routers if router.start != asked.router]
         await asyncio.gather(*(router.count(COUNT_WITHIN_S) for router in others))
         if len(others) == len(self._routers):  # the asker has no connection but this one
-            self._counts.left(asked.router_id)
-        return OthersCounted(await self._counts.without(asked.router_id))
+            self._counts.left(asked.router)
+        return OthersCounted(await self._counts.without(asked.router))
 
 
 async def _write(router: JoinedRouter, context: grpc.aio.ServicerContext) -> None:

@@ -16,6 +16,7 @@ from contracts.errors import WorkerDraining, WorkerLost
 from router.fleet.fleet import Fleet
 from router.fleet.policy import Demand, NoWorker, Route
 from router.flow.placement import LocalPlacement, Place, Wish
+from router.settings import RouterStart
 from router.shared.counts import Counts
 from router.shared.holdings import Part, Parts
 from router.shared.messages import (
@@ -61,7 +62,7 @@ class JoinedRouter:
         self, placement: LocalPlacement, fleet: Fleet, all_there: asyncio.Event, parts: Parts, counts: Counts
     ) -> None:
         """`all_there`: set once all routers have told which places they hold; no prompt starts before."""
-        self.router_id = ""
+        self.start = RouterStart()
         self.is_complete = False
         """Whether it has told all that it held when it joined."""
         self._all_there = all_there
@@ -86,7 +87,7 @@ class JoinedRouter:
         try:
             self._act_on(message)
         except Exception:
-            logger.exception("a message of router %s failed: %s", self.router_id, type(message).__name__)
+            logger.exception("a message of %s failed: %s", self.start, type(message).__name__)
 
     def _act_on(self, message: Up) -> None:
         match message:
@@ -108,7 +109,7 @@ class JoinedRouter:
         """Take what is told of no single prompt or worker."""
         match message:
             case Joins():
-                self.router_id = message.router_id
+                self.start = message.router
             case Forgets():
                 self._placement.forget_prefixes()
             case Holds():
@@ -139,7 +140,7 @@ class JoinedRouter:
         while True:
             await self._filled.wait()
             if len(self._outbox) > MOST_UNREAD:
-                raise NotReading(f"router {self.router_id} has not read {len(self._outbox)} messages")
+                raise NotReading(f"{self.start} has not read {len(self._outbox)} messages")
             messages: list[Down | msgspec.Raw] = [*self._news.values()]
             if (others := self._parts.differences(self._part)) is not None:
                 messages.append(others)
@@ -184,7 +185,7 @@ class JoinedRouter:
             getattr(place, message.step)()
 
     def _begin(self, number: int, wish: Wish) -> None:
-        task = asyncio.create_task(self._serve(number, wish), name=f"place-{self.router_id}-{number}")
+        task = asyncio.create_task(self._serve(number, wish), name=f"place-{self.start}-{number}")
         self._serving[number] = task
         task.add_done_callback(lambda _: self._serving.pop(number, None))
 
@@ -206,7 +207,7 @@ class JoinedRouter:
         except tuple(_REASONS) as error:
             self.send(Denied(number, _REASONS[type(error)], str(error)))
         except Exception as error:  # without an answer the router would wait until the request's deadline
-            logger.exception("no place for prompt %d of router %s", number, self.router_id)
+            logger.exception("no place for prompt %d of %s", number, self.start)
             sentence = f"the dispatcher failed to place the prompt ({type(error).__name__}: {error}): see its log"
             self.send(Denied(number, "failed", sentence))
         finally:
@@ -227,7 +228,7 @@ class JoinedRouter:
             getattr(place, step)()
 
     def _counted(self, message: Counted) -> None:
-        self._counts.told(self.router_id, message.samples)
+        self._counts.told(self.start, message.samples)
         for number, answered in self._counting.items():
             if number <= message.number and not answered.done():
                 answered.set_result(None)

@@ -19,6 +19,7 @@ import msgspec
 from contracts.handoff import UNREADABLE
 from contracts.rpc.channel import open_aio_channel, why_refused
 from contracts.rpc.tls import TlsFiles
+from router.settings import RouterStart
 from router.shared.messages import SERVICE, Down, Downs, Joins, Up, Ups
 from worker_runtime.client import OPTIONS, RETRY_S, decoder, encode
 
@@ -58,8 +59,8 @@ class _Outbox:
 class Link:
     """The connection; `run` keeps it up, once `follow` has said to whom."""
 
-    def __init__(self, router_id: str, tls: TlsFiles | None) -> None:
-        self.router_id = router_id
+    def __init__(self, router: RouterStart, tls: TlsFiles | None) -> None:
+        self.router = router
         self.state: Callable[[], list[Up]] = list
         """Returns what a dispatcher must know of this router when it joins."""
         self.on_message: Callable[[Down], None] = lambda _: None
@@ -121,7 +122,7 @@ class Link:
     async def _join(self) -> None:
         method = self._open_channel().stream_stream(f"/{SERVICE}/Join", request_serializer=encode)
         outbox = self._outbox = _Outbox()
-        for first in (Joins(self.router_id), *self.state()):
+        for first in (Joins(self.router), *self.state()):
             outbox.put(first)
         call = method(outbox.batches())
         readable = decoder(Downs)

@@ -15,14 +15,28 @@ from router.fleet.worker import Outstanding
 from router.flow.admission import Held
 from router.flow.placement import Answer
 from router.flow.prompt_queue import QueueNow
+from router.settings import RouterStart
 
 SERVICE = "ridgeline.Dispatcher"
 Step = Literal["prompt_done", "prompt_left", "decode_began"]
 """The methods of `router.flow.placement.Place`."""
 Samples = list[tuple[str, dict[str, str], float]]
 """Samples of Prometheus series: name, labels, value."""
-EndedRouters = dict[str, Samples]
-"""What routers had counted that are gone, by router id; see `router.shared.counts`."""
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True):
+    """What a router has counted, as far as the next dispatcher does not hear it from the router itself."""
+
+    number: int
+    """That of the newest process, see `RouterStart`."""
+    before: Samples
+    """What its former processes had counted together."""
+    counted: Samples
+    """What the newest one had, if it is gone."""
+
+
+EndedRouters = dict[str, Told]
+"""By the router's name; see `router.shared.counts`."""
 
 
 class WayOf(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +69,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
 class Joins(msgspec.Struct, frozen=True, tag="joins"):
     """The first message of a router."""
 
-    router_id: str
+    router: RouterStart
 
 
 class Wants(msgspec.Struct, frozen=True, tag="wants"):
@@ -245,7 +259,7 @@ class ModeChanged(msgspec.Struct, frozen=True):
 class CountOthers(msgspec.Struct, frozen=True):
     """A router wants the request series of all others, for a scrape, and tells its own, as it will show them."""
 
-    router_id: str
+    router: RouterStart
     samples: Samples
 
 

@@ -41,7 +41,7 @@ class SharedMetrics(Collector):
     async def refresh(self) -> None:
         """Ask the dispatcher for the series of the others; without an answer, the last ones stay."""
         shown = [family async for family in paced(self._own.collect())]
-        asked = CountOthers(self._link.router_id, _samples_of(shown))
+        asked = CountOthers(self._link.router, _samples_of(shown))
         try:
             counted = await self._link.call("CountOthers", asked, OthersCounted, COUNT_DEADLINE_S)
         except NoDispatcher as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
@@ -16,7 +17,7 @@ from router.fleet.roles import role_table
 from router.flow.admission import Admission
 from router.front.sampling import sampling_of
 from router.observe.metrics import InFlight, RequestMetrics
-from router.settings import RouterSettings
+from router.settings import RouterSettings, RouterStart
 from router.shared.dispatcher import Dispatcher
 
 PROMPT_TOKENS = 70
@@ -25,13 +26,15 @@ PROMPT_TOKENS = 70
 class OneRouter:
     """One of several routers, without its HTTP side."""
 
-    def __init__(self, name: str, settings: RouterSettings) -> None:
+    def __init__(self, name: str, settings: RouterSettings, start: int = 1) -> None:
+        """`start`: which of the processes that have this name, one after the other."""
         self.name = name
+        settings = replace(settings, start=RouterStart(name, start))
         self.released: list[object] = []
         self.fleet = Fleet(name, roles=role_table(settings), leads=False)
         self.registry = CollectorRegistry()
         self.metrics = RequestMetrics(self.registry)
-        self.decisions = SharedDecisions(self.fleet, settings, name)
+        self.decisions = SharedDecisions(self.fleet, settings)
         self.admission = Admission(settings, self.decisions.waits, self.fleet, self.metrics)
         self.admission.state = "open"
         self.summed = self.decisions.attach(self.admission, self.registry)

@@ -39,7 +39,7 @@ from router.front.metrics_page import page_of
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics, WorkerCollector
 from router.observe.timeline import RequestTimeline
-from router.settings import RouterSettings
+from router.settings import RouterSettings, RouterStart
 from router.shared.counts import Counts
 from router.shared.dispatcher import SUMS_EVERY_S, Dispatcher
 from router.shared.holdings import Changes
@@ -290,11 +290,11 @@ async def page(size: Size) -> list[Figure]:
     shared = SharedMetrics(requests, cast(Any, link))
     samples = shared.samples_at_once()
     for number in range(size.routers):
-        counts.told(f"router-{number}", samples)
-    link.reply = encode(OthersCounted(await counts.without("router-0")))
+        counts.told(RouterStart(f"router-{number}"), samples)
+    link.reply = encode(OthersCounted(await counts.without(RouterStart("router-0"))))
     registry.register(shared)
     registry.register(WorkerCollector(lambda: fleet.workers, dict, lambda: "adaptive", lambda: fleet.kv_pairs, dict))
-    asked, read = encode(CountOthers("router-1", samples)), decoder(CountOthers)
+    asked, read = encode(CountOthers(RouterStart("router-1"), samples)), decoder(CountOthers)
     lines = len((await page_of(registry)).splitlines())
 
     async def a_page() -> None:
@@ -305,9 +305,9 @@ async def page(size: Size) -> list[Figure]:
         encode(Counted(await shared.samples()))
 
     async def of_the_dispatcher() -> None:
-        counts.told("router-1", read(asked).samples)
+        counts.told(RouterStart("router-1"), read(asked).samples)
         await asyncio.sleep(0)
-        encode(OthersCounted(await counts.without("router-0")))
+        encode(OthersCounted(await counts.without(RouterStart("router-0"))))
 
     began_s = time.process_time()
     for _ in range(5):
@@ -324,7 +324,7 @@ async def page(size: Size) -> list[Figure]:
 class _CountingLink:
     """Stands in for the connection to a dispatcher that counts what the others have."""
 
-    router_id, reply = "router-0", b""
+    router, reply = RouterStart("router-0"), b""
 
     async def call(self, _name: str, _message: object, kind: type[Any], _deadline_s: float) -> object:
         return decoder(kind)(self.reply)

@@ -21,7 +21,7 @@ from contracts.vocabulary import Mode, Pool, RestartReason
 from router.front.orders import News, Progress, Taken
 from router.observe.fleet_use import FleetUse, Members
 from router.observe.metrics import LimitedLatency, Within
-from router.settings import PoolHardware, SharedWith
+from router.settings import PoolHardware, RouterStart, SharedWith
 
 ROUTER_SERVICE = "cluster.runtime.services:RouterService"
 DISPATCHER_SERVICE = "cluster.runtime.services:DispatcherService"
@@ -81,6 +81,7 @@ class HeadHandle(ActorHandle):
         super().__init__(name, actor, plan.config)
         self._plan = plan
         self._settings = plan.router_settings()
+        self._starts = 0
 
     def follow(self, plan: Plan) -> None:
         """Start by this plan instead, which was changed after the workers had been placed."""
@@ -89,7 +90,9 @@ class HeadHandle(ActorHandle):
     async def prepare(self) -> None:
         """Have it import what is slow to import, while the engines load; it has a place. Raises DeploymentFailed."""
         await self.begin()
-        self._settings = replace(self._settings, model_path=await self.model_path(self._plan))
+        self._starts += 1
+        start = RouterStart(self.name, self._starts)
+        self._settings = replace(self._settings, model_path=await self.model_path(self._plan), start=start)
         await self.call("prepare", self._settings)
 
     async def replace_worker(self, address: str, reason: RestartReason | None) -> None:

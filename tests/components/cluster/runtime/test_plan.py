@@ -11,8 +11,10 @@ from cluster.config.models import PoolConfig
 from cluster.model_store import ModelError
 from cluster.runtime import plan as plan_module
 from cluster.runtime.actors import NodePlace
+from cluster.runtime.handles.heads import HeadHandle
 from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, dtype_of_nodes, make_plan
 from cluster.runtime.roles import KEPT
+from router.settings import RouterStart
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 from tests.support.symptoms import is_quoted
 
@@ -350,3 +352,21 @@ def test_a_worker_has_two_steps_of_prompts_at_a_time_whatever_its_pools_step_is(
     steps = {"pools__prefill__max_num_batched_tokens": "700"}
     windows = planned(**steps).router_settings().prefill_window_tokens
     assert windows == {"prefill": 1400, "decode": 1024, "colocated": 4096, "adaptive": 1400}
+
+
+async def test_each_process_of_a_router_is_told_its_name_and_which_start_it_is(planned):
+    told = []
+
+    class Actor(HeadHandle):
+        async def begin(self):
+            """Its process is there."""
+
+        async def call(self, method, *arguments, timeout_s=None):
+            told.extend(arguments if method == "prepare" else ())
+
+    plan = planned(router__processes="2")
+    router = Actor("router-1", None, plan)
+    await router.prepare()
+    router.follow(plan)
+    await router.prepare()
+    assert [settings.start for settings in told] == [RouterStart("router-1", 1), RouterStart("router-1", 2)]

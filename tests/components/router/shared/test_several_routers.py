@@ -15,7 +15,7 @@ from tests.components.router.dispatch.test_modes import ROLES
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, next_token, router_settings
 from tests.support.series_table import STEP_MODEL
-from tests.support.several_routers import PROMPT_TOKENS, a_dispatcher, routers
+from tests.support.several_routers import PROMPT_TOKENS, OneRouter, a_dispatcher, routers
 from tests.support.small_fleet import hosts
 
 LAYOUTS = {"prefill": LAYOUT, "decode": LAYOUT}
@@ -406,3 +406,31 @@ async def test_a_new_dispatcher_still_counts_a_router_that_had_gone_before_it_ca
                 await three[1].ask()[1]
                 await three[2].summed.refresh()
                 assert three[2].counted() == 4
+
+
+async def test_the_sums_count_each_router_once_after_twenty_have_ended_and_others_come_back_to_a_new_dispatcher():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (former, at), routers(2, addresses, at, SETTINGS) as pair:
+            for router in pair:
+                await router.ask()[1]
+            for number in range(20):
+                short_lived = OneRouter("router-2", SETTINGS, start=number)
+                await short_lived.start(addresses, at)
+                await short_lived.ask()[1]
+                await short_lived.summed.refresh()
+                await short_lived.die()
+            await eventually(lambda: len(former._routers) == 2)
+            await former.stop()
+            async with a_dispatcher(addresses, SETTINGS) as (dispatcher, there):
+                for router in pair:
+                    await router.decisions.link.follow(there)
+                await eventually(lambda: sum(router.is_complete for router in dispatcher._routers) == 2)
+                for router in (*pair, *pair):
+                    before = set(dispatcher._routers)
+                    router.decisions.link.send("nonsense")  # which breaks its connection, and it comes back
+                    await eventually(lambda before=before: len(dispatcher._routers - before) == 1)
+                    await eventually(lambda: sum(router.is_complete for router in dispatcher._routers) == 2)
+                for router in pair:
+                    await router.summed.refresh()
+                    assert router.counted() == 22

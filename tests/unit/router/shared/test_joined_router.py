@@ -7,6 +7,7 @@ import msgspec
 from router.fleet.policy import Demand
 from router.flow.admission import Held
 from router.flow.placement import Wish
+from router.settings import RouterStart
 from router.shared.counts import Counts
 from router.shared.holdings import Parts
 from router.shared.joined_router import MOST_AT_ONCE, JoinedRouter
@@ -54,7 +55,7 @@ async def test_many_messages_go_in_several_batches_and_in_their_order():
 async def test_a_router_that_has_gone_holds_nothing_for_the_others():
     parts = Parts()
     gone, stays = joined(parts), joined(parts)
-    gone.take(Joins("gone"))
+    gone.take(Joins(RouterStart("gone")))
     gone.take(Holds({"a": Held(3, 30)}, 1.0, 2.0))
     gone.take(Counted([("requests_total", {}, 1.0)]))
     stays.look()
