@@ -109,8 +109,10 @@ async def _run(
                 f"KV {pair.prefill} (prefill) -> {pair.decode} (decode): {pair.transport}"
                 + (f" ({pair.why})" if pair.why else "")
             )
+        for warning in deployment.warnings:
+            console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
-        held.tell(phase="ready", url=deployment.url)
+        held.tell(phase="ready", url=deployment.url, warnings=deployment.warnings)
         watching = asyncio.create_task(
             deployment.watch(partial(say_with_time, console), lambda away: held.tell(phase="ready", away=dict(away)))
         )

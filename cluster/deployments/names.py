@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its output goes to the log instead of to a terminal."""
     away: dict[str, str] = {}
     """Workers that are lost again and again, and how they are tried again."""
+    warnings: list[str] = []
+    """What its operator should mend in its settings."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,21 @@ class Held:
         self._file = file
         self._state = state
 
-    def tell(self, *, phase: Phase, url: str = "", away: Mapping[str, str] | None = None) -> None:
-        """Write what this process is doing now, and which workers are `away` (see `State`)."""
+    def tell(
+        self,
+        *,
+        phase: Phase,
+        url: str = "",
+        away: Mapping[str, str] | None = None,
+        warnings: Sequence[str] | None = None,
+    ) -> None:
+        """Write what this process is doing now, and which workers are `away` (see `State`); warnings stay."""
         self._state = msgspec.structs.replace(
-            self._state, phase=phase, url=url or self._state.url, away=dict(away or {})
+            self._state,
+            phase=phase,
+            url=url or self._state.url,
+            away=dict(away or {}),
+            warnings=self._state.warnings if warnings is None else list(warnings),
         )
         unfinished = self._file.with_suffix(".tmp")
         unfinished.write_bytes(msgspec.json.encode(self._state))

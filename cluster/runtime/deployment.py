@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
 
+from cluster.config.models import SloConfig
 from cluster.runtime.actors import NodePlace
 from cluster.runtime.autoscale.loop import Autoscaler
 from cluster.runtime.handles.actor import DeploymentFailed, NoPlace
@@ -38,6 +39,8 @@ DRAIN_ANSWER_S = 5.0
 STOP_ROUTER_WITHIN_S = 5.0
 STOP_WORKERS_WITHIN_S = 15.0
 PROGRESS_EVERY_S = 10.0
+MEASURED_WITHIN_S = 30.0
+"""More than a router takes to measure (`router.front.idle_times`)."""
 T = TypeVar("T")
 
 
@@ -68,10 +71,13 @@ class Deployment:
         supervisor: Supervisor,
         orders: OrderDesk,
         autoscaler: Autoscaler,
+        warnings: Sequence[str] = (),
     ) -> None:
+        """`warnings` are what operators should mend in their settings."""
         self.url = url
         self.rows = rows
         self.kv_pairs = kv_pairs
+        self.warnings = list(warnings)
         self._routers = routers
         self._supervisor = supervisor
         self._orders = orders
@@ -213,7 +219,20 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
     carrying = Carrying(heads.lead, supervisor, another, start_within_s, plan.config.transfer.lease_s)
     orders = OrderDesk(heads.routers, carrying.carry_out)
     autoscaler = Autoscaler(plan.config.autoscale, heads.lead, heads.routers, supervisor, orders)
-    return Deployment(url, rows, await heads.kv_pairs(), heads.routers, supervisor, orders, autoscaler)
+    pairs, warnings = await heads.kv_pairs(), await limits_too_short(plan.config.router.slo, heads.routers[0], say)
+    return Deployment(url, rows, pairs, heads.routers, supervisor, orders, autoscaler, warnings)
+
+
+async def limits_too_short(slo: SloConfig, router: RouterHandle, say: Say) -> list[str]:
+    """Return which of these limits an idle server cannot keep; a few requests measure that, if there are limits."""
+    if (slo.ttft_ms, slo.tpot_ms) == (None, None):
+        return []
+    say("measuring an idle server, for router.slo")
+    try:
+        return list(await router.call("limits_too_short", timeout_s=MEASURED_WITHIN_S))
+    except DeploymentFailed as error:  # the supervisor sees to a router that is lost
+        say(f"whether the limits of router.slo can be kept is not known: {error}")
+        return []
 
 
 async def _placed(workers: list[WorkerHandle], heads: _Heads, say: Say) -> list[NodePlace]:

@@ -300,6 +300,10 @@ class RouterService(_Head):
         self._garbage.start()
         return url
 
+    async def limits_too_short(self) -> list[str]:
+        """Return which limits of `router.slo` an idle server cannot keep. Raises NotServing."""
+        return list(await self._serving().limits_too_short())
+
     async def follow_dispatcher(self, address: str) -> None:
         """Join the dispatcher at this address, where another one has been started. Raises NotServing."""
         await self._serving().follow_dispatcher(address)

@@ -6,7 +6,6 @@ the workers' state becomes what these need.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -29,10 +28,6 @@ from router.fleet.worker import Worker
 from router.flow.learned import Learned
 from router.flow.rates import FadingAmount
 
-logger = logging.getLogger(__name__)
-
-Slo = tuple[float | None, float | None]
-"""`router.slo`'s limits on TTFT and TPOT, in seconds."""
 PROMPTS_WINDOW_S: Final = 10.0
 """Time constant with which the load by prompts follows the traffic."""
 
@@ -102,16 +97,14 @@ class ByPrediction:
         learned: Learned,
         min_remote_prefill_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        slo_s: Slo = (None, None),
     ) -> None:
         """`workers` returns those of the pool, each of which may get any part of a request; one with a shorter prompt
-        than `min_remote_prefill_tokens` goes whole to one of them. `slo_s` is looked at once, when steps are known."""
+        than `min_remote_prefill_tokens` goes whole to one of them."""
         self._workers = workers
         self._min_remote_prefill_tokens = min_remote_prefill_tokens
         self._learned = learned
         self._by_score = ByScore(pool)
         self._clock = clock
-        self._slo_s: Slo = slo_s
         self._prompts_s = FadingAmount(clock, PROMPTS_WINDOW_S)
         """Seconds that prompts take that were placed lately."""
         self._any_favours = False
@@ -125,9 +118,6 @@ class ByPrediction:
         model = _any_model(workers)
         if model is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
-        if self._slo_s != (None, None):
-            _tell_impossible(self._slo_s, model)
-            self._slo_s = (None, None)
         open_workers, avoided = set(roomy), demand.avoided
         takes_work = [one for one in workers if one in open_workers or (not urgent and one.takes_work)]
         reached = [one for one in takes_work if one.worker_id not in avoided] if avoided else takes_work
@@ -209,18 +199,6 @@ class ByPrediction:
             may_split=demand.prompt_tokens >= self._min_remote_prefill_tokens,
             prompt_load=part_of_workers * self._prompts_s.per_s,
         )
-
-
-def _tell_impossible(slo_s: Slo, model: StepModel) -> None:
-    """Log which limits of `router.slo` are below the least that this machine's engines take."""
-    least_s = {"ttft_ms": idle_prompt_s(model, 1), "tpot_ms": model.decode_s(1, 1)}
-    for (name, possible_s), limit_s in zip(least_s.items(), slo_s, strict=True):
-        if limit_s is not None and limit_s < possible_s:
-            logger.warning(
-                "router.slo.%s is %g ms, which nothing can keep here: one step of an idle engine takes %.3g ms. Set "
-                "more, or leave it out",
-                *(name, 1e3 * limit_s, 1e3 * possible_s),
-            )
 
 
 def _any_model(workers: Sequence[Worker]) -> StepModel | None:

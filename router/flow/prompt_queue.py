@@ -489,8 +489,7 @@ class PromptQueue:
 def _chooser(pool: Pool, fleet: Fleet, settings: RouterSettings, learned: Learned) -> Chooser:
     if pool != "adaptive":
         return ByScore(pool)
-    slo_s = settings.ttft_limit_s, settings.tpot_limit_s
-    return ByPrediction(pool, partial(fleet.pool, pool), learned, settings.min_remote_prefill_tokens, slo_s=slo_s)
+    return ByPrediction(pool, partial(fleet.pool, pool), learned, settings.min_remote_prefill_tokens)
 
 
 def prompt_queues(fleet: Fleet, settings: RouterSettings, learned: Learned | None = None) -> dict[Pool, PromptQueue]:

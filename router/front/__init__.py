@@ -8,6 +8,7 @@ sampling.py        sampling parameters as dispatch carries them
 text_stream.py     turns deltas into text
 request_fields.py  says how each field of a body is treated
 health.py          GET /ready
+idle_times.py      says which limits of router.slo an idle server cannot keep
 admin.py           /ridgeline/*, the operator's paths
 orders.py          orders of operators for whoever starts and ends workers
 metrics_page.py    GET /metrics

@@ -20,10 +20,9 @@ from starlette.responses import JSONResponse
 from vllm.sampling_params import SamplingParams
 
 from contracts.errors import EngineError
-from contracts.tasks import TokenDelta
 from contracts.vocabulary import Pool
 from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
-from router.dispatch.request import SequenceRequest
+from router.dispatch.request import Emit, SequenceRequest
 from router.fleet.fleet import Worker
 from router.fleet.policy import NoWorker
 from router.front.sampling import sampling_of
@@ -179,10 +178,10 @@ class Canary:
     vocabulary_size: int
     prompt_tokens: int
 
-    async def __call__(self) -> None:
-        """Run one canary; raises what any request would."""
+    async def __call__(self, emit: Emit = lambda delta: False, output_tokens: int = 2) -> None:
+        """Run one canary, and show its tokens to `emit`; raises what any request would."""
         prompt = [random.randrange(self.vocabulary_size) for _ in range(self.prompt_tokens)]
-        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
         request = SequenceRequest(
             f"canary-{secrets.token_hex(8)}",
             prompt,
@@ -191,11 +190,7 @@ class Canary:
             client=CANARY_CLIENT,
             canary=True,
         )
-        await self.orchestrator.run(request, _discard)
-
-
-def _discard(delta: TokenDelta) -> bool:
-    return False
+        await self.orchestrator.run(request, emit)
 
 
 def canary_prompt_tokens(block_size_tokens: int) -> int:

@@ -1,13 +1,17 @@
-"""How `ridgeline serve` ends: the drain has an end of its own, whatever the router does, and the operator's word."""
+"""What `ridgeline serve` prints when it is ready, and how it ends: as the operator says, whatever the router does."""
 
 import asyncio
+import contextlib
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
-from cluster.commands.serve import StopSignals, _drain
-from cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment
+from cluster.commands.serve import StopSignals, _drain, _run
+from cluster.config.models import RidgelineConfig, SloConfig
+from cluster.deployments.names import Place, State
+from cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment, limits_too_short
 from cluster.runtime.handles.actor import ActorGone, DeploymentFailed
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
@@ -80,3 +84,51 @@ async def test_the_second_signal_ends_a_drain_that_the_first_one_began():
 )
 async def test_what_a_drain_left_is_told(left, words):
     assert (await drained(left, StopSignals()))[1:] == words
+
+
+async def test_limits_that_cannot_be_kept_are_printed_before_ready_and_kept_for_status(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    console, warning = Console(file=io.StringIO(), width=200), "router.slo.tpot_ms is 1, which nothing can keep here"
+    deployment = Deployment("url", [], [], [Router(0)], None, None, None, [warning])
+    deployment.watch = lambda say, on_away: asyncio.Event().wait()
+
+    @contextlib.asynccontextmanager
+    async def started(config, console):
+        yield deployment
+
+    monkeypatch.setattr("cluster.commands.serve.started", started)
+    signals, ready, config = StopSignals(), asyncio.Event(), RidgelineConfig()
+    place = Place("told")
+    with place.held() as held:
+        running = asyncio.create_task(_run(config, console, ready, signals, held))
+        await ready.wait()
+        signals.received()
+        await running
+        state = msgspec.json.decode((place.folder / "state.json").read_bytes(), type=State)
+        assert (state.phase, state.warnings) == ("draining", [warning])
+    lines = console.file.getvalue().splitlines()
+    assert lines.index(warning) == next(number for number, line in enumerate(lines) if line.startswith("ready")) - 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "answer", "warnings", "said"),
+    [
+        ({}, ["never asked"], [], []),
+        ({"tpot_ms": 1}, ["too short"], ["too short"], ["measuring an idle server, for router.slo"]),
+        (
+            {"ttft_ms": 1},
+            ActorGone("router ended"),
+            [],
+            [
+                "measuring an idle server, for router.slo",
+                "whether the limits of router.slo can be kept is not known: router ended",
+            ],
+        ),
+    ],
+)
+async def test_an_idle_server_is_measured_only_for_limits_and_that_it_fails_ends_no_start(
+    limits, answer, warnings, said
+):
+    heard, slo = [], SloConfig(**limits)
+    assert await limits_too_short(slo, Router(answer), heard.append) == warnings
+    assert heard == said

@@ -22,7 +22,9 @@ signals = []  # an Event's lock may be held by the very wait that the handler in
 signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
 with Place(name).held(detached=detached) as held:
     away = {"worker-2": "in restart back-off: next try after 30 s"} if name == "limping" else {}
-    held.tell(phase="ready", url="http://127.0.0.1:1", away=away)
+    warnings = ["router.slo.tpot_ms is 1, which nothing can keep here"] if name == "limping" else []
+    held.tell(phase="ready", url="http://127.0.0.1:1", warnings=warnings)
+    held.tell(phase="ready", away=away)
     print("ready", flush=True)
     while not signals: time.sleep(0.02)
     held.tell(phase="draining")
@@ -156,5 +158,7 @@ def test_logs_that_are_not_there_are_an_error_that_says_where_they_are(ridgeline
 def test_status_names_workers_that_are_lost_again_and_again_and_how_they_are_tried_again(ridgeline, serves):
     serves("one")
     serves("limping")
-    assert "\nlimping: worker-2 is in restart back-off: next try after 30 s\n" in ridgeline("status")[1]
+    status = ridgeline("status")[1]
+    assert "\nlimping: worker-2 is in restart back-off: next try after 30 s\n" in status
+    assert "\nlimping: router.slo.tpot_ms is 1, which nothing can keep here\n" in status
     assert "one: " not in ridgeline("status")[1]

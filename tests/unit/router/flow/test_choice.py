@@ -221,19 +221,3 @@ def test_prompts_leave_a_worker_beside_whose_answers_they_take_longer_than_predi
     assert corrections.ratio(one_decodes.decoder.worker_id, beside=True) > 1.0
     now_s += FADES_S
     assert one_decodes.pair_of()[0] is one_decodes.decoder, "it is tried again"
-
-
-def test_limits_of_the_configuration_that_nothing_can_keep_are_told_once_steps_are_known(pair, caplog):
-    rules = ByPrediction("adaptive", lambda: pair.workers, Learned(32), slo_s=(10.0, 0.001))
-    for worker in pair.workers:
-        worker.status = replace(worker.status, step_model=None)
-    rules.choose(SHORT, 0.0, pair.workers, urgent=False)
-    assert not caplog.messages
-    for worker in pair.workers:
-        worker.status = replace(worker.status, step_model=MODEL)
-    for _ in range(2):
-        rules.choose(SHORT, 0.0, pair.workers, urgent=False)
-    assert caplog.messages == [
-        "router.slo.tpot_ms is 1 ms, which nothing can keep here: one step of an idle engine takes 42 ms. Set more, or "
-        "leave it out"
-    ]
