@@ -135,13 +135,13 @@ class StepFit:
     def foretell_s(self, load: StepLoad) -> float:
         """Return how long such a step is expected to take; infinite if too few like it have been measured to know.
 
-        A first step of its size may compile something, and one with a longer context may take any time.
+        A first step of its size may compile something. One with a longer context may take any time, as may the first
+        with a prompt, or with a sequence that decodes: none before had such a context.
         """
-        of_its_kind = self.longest_prefill_tokens if load.prefill_tokens else self.model.knows_decode
         like_others = (
             load.context_tokens <= GROWN * self._most_context_tokens and load.attended <= GROWN * self._most_attended
         )
-        if self.known and of_its_kind and like_others and self._sizes[load.bucket].seen >= KNOWN:
+        if self.known and like_others and self._sizes[load.bucket].seen >= KNOWN:
             return self.predict_s(load)
         return math.inf
 
