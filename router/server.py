@@ -126,6 +126,7 @@ class Router:
         REGISTRY.register(QueueCollector(self._decisions.queues))
         self._lag = LoopLag()
         REGISTRY.register(self._lag)
+        REGISTRY.register(self._client.turns)
         self._stop = asyncio.Event()
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._running: asyncio.Task[None] | None = None

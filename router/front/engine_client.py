@@ -40,6 +40,7 @@ from router.flow.admission_rules import Ask, Refused
 from router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
 from router.front.sampling import sampling_of
 from router.front.text_stream import TextSink
+from router.front.text_turns import TextTurns
 from router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
 from router.front.vllm_workarounds.text_length import bound_texts
 from router.front.vllm_workarounds.unread import BoundedCollector, Why
@@ -75,6 +76,8 @@ class RouterEngineClient(EngineClient):
         self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._admission = admission
         self._orchestrator: Orchestrator | None = None
+        self.turns = TextTurns()
+        """The turns in which streams become text."""
         self._conversions = asyncio.Lock()
         self._groups: dict[str, list[asyncio.Task[None]]] = {}
         self._collectors: set[BoundedCollector] = set()
@@ -264,7 +267,7 @@ class RouterEngineClient(EngineClient):
             head_read_s=current().head_read_s,
             client=client,
         )
-        text = TextSink(self._outputs, sequence, request.params, self._conversions)
+        text = TextSink(self._outputs, sequence, request.params, self.turns, self._conversions)
         try:
             await self._orchestrator.run(sequence, text.emit)
             await text.flushed()

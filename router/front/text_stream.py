@@ -1,5 +1,7 @@
 """Feeds the deltas of one sequence to vLLM's output processor, which makes text; long work is cut into short slices.
 
+Deltas that wait for their stream's turn (`router.front.text_turns`) are processed as one.
+
 vLLM turns every log-probability of a prompt into an object with a text: for 4,000 tokens with 20 each, this takes the
 event loop a second, during which all streams would stand still. Here it is done a few milliseconds at a time, for one
 request at a time, and for at most half of the loop's time; what workers send meanwhile is held back.
@@ -11,6 +13,7 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -19,6 +22,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from contracts.tasks import PositionLogprobs, TokenDelta
 from engine.request import logprobs
 from router.dispatch.request import SequenceRequest
+from router.front.text_turns import TextTurns
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 SLICE_ENTRIES = 512
@@ -26,24 +30,43 @@ SLICE_ENTRIES = 512
 
 
 class TextSink:
-    """Turns one sequence's deltas into text. `turns` is shared by all, so that one prompt is converted at a time."""
+    """Turns one sequence's deltas into text.
+
+    `turns` and `conversions` are shared by all: streams take turns, and one prompt is converted at a time.
+    """
 
     def __init__(
-        self, outputs: OutputProcessor, sequence: SequenceRequest, params: SamplingParams, turns: asyncio.Lock
+        self,
+        outputs: OutputProcessor,
+        sequence: SequenceRequest,
+        params: SamplingParams,
+        turns: TextTurns,
+        conversions: asyncio.Lock,
     ) -> None:
         self._outputs = outputs
         self._sequence = sequence
         self._params = params
         self._turns = turns
+        self._conversions = conversions
         self._prompt_logprobs: list[PositionLogprobs] = []
         self._conversion: asyncio.Task[None] | None = None
-        self._held: list[TokenDelta] = []
+        self._waiting: list[TokenDelta] = []
+        """What has come and is not text yet."""
+        self._at_once = bool(params.stop)
+        """Whether no token may wait: a stop string ends the sequence, and later tokens are not its own."""
+        self._failure: Exception | None = None
         self._cached_tokens: int | None = None
         self._began = False
         self._stopped = False
 
     def emit(self, delta: TokenDelta) -> bool:
-        """Process a delta. True when a stop string has ended the sequence, so that further tokens are not wanted."""
+        """Take a delta, of which text is made at the stream's turn.
+
+        Returns True when a stop string has ended the sequence, so that further tokens are not wanted. Raises what vLLM
+        raised on an earlier delta.
+        """
+        if self._failure is not None:
+            raise self._failure
         if delta.prompt_logprobs and self._params.prompt_logprobs is not None:
             self._prompt_logprobs = [position for position in delta.prompt_logprobs if position is not None]
         if self._cached_tokens is None:
@@ -53,29 +76,50 @@ class TextSink:
             return False
         if self._prompt_logprobs and self._conversion is None and self._takes_slices():
             self._conversion = asyncio.create_task(self._convert(), name=f"{self._sequence.request_id}-prompt-logprobs")
-        if self._conversion is not None and not self._conversion.done():
-            self._held.append(delta)
+        self._waiting.append(delta)
+        if self._converting:
+            return False  # the conversion's end makes text of it
+        if self._at_once:
+            self._process_waiting()
         else:
-            self._process(delta)
+            self._turns.add(self, len(delta.token_ids))
         return self._stopped
+
+    def make_text(self) -> None:
+        """Make text of what waits; a failure is raised by the next call of `emit` or `flushed`."""
+        if self._converting:
+            return
+        try:
+            self._process_waiting()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this stream and not those that come next
+            self._failure = error
+
+    @property
+    def _converting(self) -> bool:
+        return self._conversion is not None and not self._conversion.done()
 
     def _takes_slices(self) -> bool:
         return sum(len(one.token_ids) for one in self._prompt_logprobs) > SLICE_ENTRIES
 
     async def flushed(self) -> None:
-        """Wait until no delta is held back."""
+        """Make text of all that waits, out of turn, since the sequence has ended. Raises what vLLM raised."""
         if self._conversion is not None:
             await self._conversion
+        self._turns.leave(self)
+        self._process_waiting()
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
-        """Stop the conversion: the answer is not wanted any more."""
+        """Let go of what waits: the answer is whole, or not wanted any more."""
+        self._turns.leave(self)
         if self._conversion is not None:
             self._conversion.cancel()
 
     async def _convert(self) -> None:
         positions, self._prompt_logprobs = self._prompt_logprobs, []
         rows = max(1, SLICE_ENTRIES // len(positions[0].token_ids))
-        async with self._turns:
+        async with self._conversions:
             for first in range(0, len(positions), rows):
                 began_s = time.perf_counter()
                 state = self._outputs.request_states.get(self._sequence.request_id)
@@ -83,13 +127,13 @@ class TextSink:
                     return
                 state.logprobs_processor._update_prompt_logprobs(self._tensors(positions[first : first + rows]))
                 await asyncio.sleep(time.perf_counter() - began_s)
-        held, self._held = self._held, []
-        for delta in held:
-            self._process(delta)
+        self._process_waiting()
 
-    def _process(self, delta: TokenDelta) -> None:
-        processed = self._outputs.process_outputs([self._engine_output(delta)])
-        self._stopped = self._stopped or bool(processed.reqs_to_abort)
+    def _process_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for delta in waiting if self._at_once else joined(waiting):
+            processed = self._outputs.process_outputs([self._engine_output(delta)])
+            self._stopped = self._stopped or bool(processed.reqs_to_abort)
 
     def _engine_output(self, delta: TokenDelta) -> EngineCoreOutput:
         output = EngineCoreOutput(
@@ -112,3 +156,12 @@ class TextSink:
 
     def _tensors(self, positions: list[PositionLogprobs]) -> Any:
         return logprobs.unpack_prompt(positions, self._params.prompt_logprobs or 0)
+
+
+def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
+    """Return successive deltas as one, or none if there are none: the last one, with the tokens of all."""
+    if len(deltas) < 2:
+        return deltas
+    logprobs_of_all = [position for delta in deltas for position in delta.logprobs or ()]
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    return [msgspec.structs.replace(deltas[-1], token_ids=tokens, logprobs=logprobs_of_all or None)]

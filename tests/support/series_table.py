@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from contracts.workers import MIN_FITTED_STEPS, StepModel, WorkerStatus
 from router.fleet.pairing import KvPair
 from router.fleet.policy import WorkerLoad
+from router.front.text_turns import TextTurns
 from router.observe.loop_lag import LoopLag
 from router.observe.metrics import (
     _WORKER_COUNTERS,
@@ -83,6 +84,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
         *collector.collect(),
         *QueueCollector([queue]).collect(),
         *LoopLag().collect(),
+        *TextTurns().collect(),
     ):
         sample = family.samples[0]
         rows.append((sample.name, family.type, ", ".join(sample.labels), family.documentation))

@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from vllm.sampling_params import SamplingParams
+from transformers import AutoTokenizer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import OutputProcessor
 
 import router.front.text_stream
@@ -11,8 +12,10 @@ from contracts.tasks import PositionLogprobs, TokenDelta
 from router.dispatch.request import SequenceRequest
 from router.front.sampling import sampling_of
 from router.front.text_stream import TextSink
+from router.front.text_turns import TextTurns
 from tests.components.router.front.test_outputs import added
 from tests.support.patience import eventually
+from tests.support.served_router import make_model
 
 TOKENS, WIDTH = 900, 21
 
@@ -29,13 +32,13 @@ def positions():
 class Bench:
     """One request in vLLM's output processor, behind a sink."""
 
-    def __init__(self, turns=None):
+    def __init__(self, conversions=None):
         params = SamplingParams(temperature=0.0, prompt_logprobs=WIDTH - 1, max_tokens=4, detokenize=False)
         self.outputs = OutputProcessor(None, log_stats=False)
         self.request = added(self.outputs, 1, params)
         self.collector = self.outputs.request_states[self.request.request_id].queue
         sequence = SequenceRequest(self.request.request_id, [1] * TOKENS, sampling_of(params))
-        self.sink = TextSink(self.outputs, sequence, params, turns or asyncio.Lock())
+        self.sink = TextSink(self.outputs, sequence, params, TextTurns(), conversions or asyncio.Lock())
 
     def deltas(self):
         first = TokenDelta(request_id="r", token_ids=[1], prompt_logprobs=positions())
@@ -97,3 +100,100 @@ async def test_a_request_that_is_aborted_meanwhile_is_not_converted_further():
     await eventually(lambda: bench.sink._conversion.done())
     await bench.sink.flushed()
     assert bench.collector.get_nowait().outputs[0].finish_reason == "abort"
+
+
+# --- tokens that come while their stream waits for its turn
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+class Late:
+    """One stream with real words, whose deltas come all at once or one at a time."""
+
+    def __init__(self, tokenizer, *, at_once, **wishes):
+        params = SamplingParams(temperature=0.0, max_tokens=6, **wishes)
+        params.output_kind = RequestOutputKind.DELTA
+        self.outputs = OutputProcessor(tokenizer, log_stats=False)
+        request = added(self.outputs, 1, params)
+        self.collector = self.outputs.request_states[request.request_id].queue
+        sequence = SequenceRequest(request.request_id, [1], sampling_of(params))
+        self.sink = TextSink(self.outputs, sequence, params, TextTurns(), asyncio.Lock())
+        self._at_once, self.answers = at_once, []
+
+    async def read(self, deltas):
+        """Emit until no more is wanted, and return what the client reads."""
+        for delta in deltas:
+            enough = self.sink.emit(delta)
+            if not self._at_once:
+                await asyncio.sleep(0)
+                self._take()
+            if enough:
+                break
+        await self.sink.flushed()
+        self._take()
+        return self.answers
+
+    def _take(self):
+        if (answer := self.collector.get_nowait()) is not None:
+            self.answers.append(answer)
+
+
+def words(tokenizer, text, **parts):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return [
+        TokenDelta(
+            request_id="r",
+            token_ids=[token],
+            finished=number == len(ids),
+            finish_reason="length" if number == len(ids) else None,
+            **{name: [part(token)] for name, part in parts.items()},
+        )
+        for number, token in enumerate(ids, 1)
+    ]
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_tokens_that_are_late_are_one_event_with_the_same_text_tokens_and_log_probabilities(tokenizer, logprobs):
+    parts = {} if logprobs is None else {"logprobs": lambda token: PositionLogprobs([token, 7], [-0.5, -1.0], 1)}
+    deltas = words(tokenizer, "w1 w2 w3 w4 w5 w6", **parts)
+    seen = []
+    for at_once in (False, True):
+        answers = await Late(tokenizer, at_once=at_once, logprobs=logprobs).read(deltas)
+        assert len(answers) == (1 if at_once else len(deltas))
+        outputs = [answer.outputs[0] for answer in answers]
+        positions = [list(position) for one in outputs for position in one.logprobs or ()]
+        text, tokens = "".join(one.text for one in outputs), [token for one in outputs for token in one.token_ids]
+        seen.append((text, tokens, positions, outputs[-1].finish_reason))
+    assert seen[0] == seen[1]
+    assert len(seen[0][2]) == (0 if logprobs is None else len(deltas))
+
+
+async def test_a_stream_with_a_stop_string_waits_for_no_turn_so_that_nothing_comes_after_it(tokenizer):
+    answers = await Late(tokenizer, at_once=True, stop=["w3"]).read(words(tokenizer, "w1 w2 w3 w4 w5 w6"))
+    (answer,) = answers
+    assert answer.outputs[0].finish_reason == "stop"
+    assert len(answer.outputs[0].token_ids) == 3
+
+
+async def test_a_failure_while_text_is_made_ends_its_own_stream_alone(tokenizer, monkeypatch):
+    broken, well = (Late(tokenizer, at_once=True) for _ in range(2))
+    well.sink._turns = broken.sink._turns
+    first, *rest = words(tokenizer, "w1 w2 w3")
+
+    def fails(_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(broken.outputs, "process_outputs", fails)
+    broken.sink.emit(first)
+    well.sink.emit(first)
+    await asyncio.sleep(0)
+    with pytest.raises(ZeroDivisionError):
+        broken.sink.emit(rest[0])
+    with pytest.raises(ZeroDivisionError):
+        await broken.sink.flushed()
+    assert (await well.read(rest))[-1].finished

@@ -1,0 +1,78 @@
+"""Turns of streams: order, slices of time, several tokens at once when they are late, and failures of one alone."""
+
+import asyncio
+
+from router.front.text_turns import SLICE_S, TextTurns
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Stream:
+    """Notes how many of its tokens were there at each of its turns, each of which takes a while."""
+
+    def __init__(self, name, said, clock, takes_s=0.0):
+        self.name, self._said, self._clock, self._takes_s = name, said, clock, takes_s
+        self._tokens = 0
+
+    def take(self, turns, tokens=1):
+        self._tokens += tokens
+        turns.add(self, tokens)
+
+    def make_text(self):
+        self._said.append((self.name, self._tokens))
+        self._tokens = 0
+        self._clock.now_s += self._takes_s
+
+
+def made(takes_s=0.0, streams=3):
+    clock, said = Clock(), []
+    return TextTurns(clock), [Stream(name, said, clock, takes_s) for name in range(streams)], said
+
+
+def series(turns):
+    return {family.name: family.samples[0].value for family in turns.collect()}
+
+
+async def test_a_router_that_keeps_up_makes_an_event_of_each_token_in_the_order_in_which_they_came():
+    turns, streams, said = made()
+    for _ in range(2):
+        for stream in streams:
+            stream.take(turns)
+        await asyncio.sleep(0)
+    assert said == [(0, 1), (1, 1), (2, 1)] * 2
+    assert series(turns) == {"ridgeline_text_tokens": 6, "ridgeline_text_events": 6, "ridgeline_text_wait_seconds": 0}
+
+
+async def test_a_router_that_is_behind_reads_on_and_makes_one_event_of_what_has_come_meanwhile():
+    turns, streams, said = made(takes_s=SLICE_S)
+    for _ in range(3):  # each time the loop turns, a token of every stream has come, and there is time for one of them
+        for stream in streams:
+            stream.take(turns)
+        await asyncio.sleep(0)
+    assert said == [(0, 1), (1, 2), (2, 3)]
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert said[3:] == [(0, 2), (1, 1)]
+    assert series(turns)["ridgeline_text_events"] == 5
+
+
+async def test_how_far_it_is_behind_is_the_wait_of_the_oldest_token():
+    turns, streams, said = made(takes_s=SLICE_S)
+    for stream in streams:
+        stream.take(turns)
+    await asyncio.sleep(0)
+    assert series(turns)["ridgeline_text_wait_seconds"] == SLICE_S
+    turns.leave(streams[1])
+    turns.leave(streams[1])
+    turns.leave(streams[2])
+    assert turns.behind_s == 0.0
+    await asyncio.sleep(0)
+    assert said == [(0, 1)], "who leaves has no turn"
+    streams[1].take(turns)
+    await asyncio.sleep(0)
+    assert said == [(0, 1), (1, 2)], "who comes again has one"
