@@ -267,6 +267,7 @@ class Router:
                 await self._shared.joined()
             group.create_task(self._releaser.run(), name="handoff-releaser")
             group.create_task(self._lag.watch(), name="loop-lag")
+            group.create_task(self._client.turns.watch(), name="text-turns")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
             app = await build_app(
@@ -337,6 +338,7 @@ class Router:
             deadline_s=settings.ready_deadline_s,
             metrics=self._metrics,
             away=lambda: self._fleet.away,
+            late=lambda: self._client.turns.late,
         )
 
     def _uvicorn_config(self, app: Asgi) -> uvicorn.Config:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, IPvAnyNetwork, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, IPvAnyNetwork, PlainValidator, TypeAdapter
 
 from cluster.config.autoscale import AutoscaleConfig
 from cluster.config.section import Section
@@ -29,6 +29,7 @@ RAY_SMALLEST_OBJECT_STORE_BYTES = 75 * MIB
 PLACEMENT_TIMEOUT_S = 120.0
 JOINED_PLACEMENT_TIMEOUT_S = 1800.0
 """Half an hour, since a node that the autoscaler launches takes ten minutes or more to boot and install."""
+MOST_ROUTERS = 64
 GPU_SHARERS = 2
 """Workers on one GPU with `ray.share_gpus`."""
 WINDOW_STEPS = 2
@@ -43,6 +44,14 @@ def _parse_bytes(value: Any) -> Any:
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 """A number of bytes; text such as `1 GiB` or `500 MB` is accepted too."""
+
+
+def _auto_or_routers(value: object) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_ROUTERS:
+        return value
+    raise ValueError(f"it should be auto or a number from 1 to {MOST_ROUTERS}")
 
 
 def _host(text: str) -> str:
@@ -309,12 +318,11 @@ class SloConfig(Section):
 class RouterConfig(Section):
     """What the router accepts and how it splits requests."""
 
-    processes: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="routers, each in a process of its own: one carries some 5,000 tokens/s; several share the port on "
-        "a node, and one dispatcher, which keeps limits and fairness right for all of them together",
+    processes: Annotated[int | Literal["auto"], PlainValidator(_auto_or_routers)] = Field(
+        default="auto",
+        description="routers, each in a process of its own; several share the port on a node, and one dispatcher, "
+        "which keeps limits and fairness right for all of them together; auto: two for each engine on GPUs that "
+        "answers, as far as this machine has cores that no engine takes, and one on CPUs",
     )
     request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import httpx
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -91,6 +92,16 @@ def status(console: Console) -> None:
             console.print(f"{name}: {warning}", highlight=False)
         for worker, how in state.away.items():
             console.print(f"{name}: {worker} is {how}", highlight=False)
+        if late := _late(state.url):
+            console.print(f"{name}: {late}", highlight=False)
+
+
+def _late(url: str) -> str:
+    """Return what a router says of itself if it is the bottleneck; nothing if it does not answer in a second."""
+    try:
+        return str(httpx.get(f"{url}/ready", timeout=1.0, trust_env=False).json().get("router", "")) if url else ""
+    except (httpx.HTTPError, ValueError):
+        return ""
 
 
 def stop(name: str, *, now: bool, console: Console) -> None:

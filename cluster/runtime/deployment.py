@@ -131,7 +131,7 @@ class _Heads:
     """The routers, and the dispatcher if there are several."""
 
     def __init__(self, plan: Plan) -> None:
-        number = plan.config.router.processes
+        number = plan.routers
         self.dispatcher = DispatcherHandle(plan) if number > 1 else None
         self.routers = [RouterHandle(plan, index, self.dispatcher) for index in range(number)]
         if self.dispatcher is not None:

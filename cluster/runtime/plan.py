@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cluster.config.api_keys import KeyHashes, key_hashes
-from cluster.config.models import PoolConfig, RidgelineConfig
+from cluster.config.models import MOST_ROUTERS, PoolConfig, RidgelineConfig
 from cluster.doctor.checks import resolve_dtype
 from cluster.doctor.facts import read_model_facts
 from cluster.doctor.model_support import model_conflicts
@@ -29,6 +30,11 @@ TEXT_ONLY: Final[dict[str, Any]] = {"language_model_only": True}
 
 class PlacementError(RuntimeError):
     """The workers cannot be placed as configured; the message names the fix."""
+
+
+ROUTERS_OF_A_GPU: Final = 2
+"""One H100 was measured to make 15.7 thousand tokens/s of an 8B at 256 sequences, one router to carry 11.7 thousand
+(docs/results/h100-2026-11-26.json)."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,12 @@ class Plan:
         """Return a worker that is started while the others serve."""
         return PlannedWorker(worker_id, pool, _start_settings(self.config, self.roles, self.config.all_pools()[pool]))
 
+    @property
+    def routers(self) -> int:
+        """How many router processes there are."""
+        asked = self.config.router.processes
+        return routers_for(self.config, len(os.sched_getaffinity(0))) if asked == "auto" else asked
+
     def router_settings(self) -> RouterSettings:
         """Return the settings of the router process."""
         config = self.config
@@ -79,7 +91,7 @@ class Plan:
             port=config.server.port,
             mode=config.mode,
             block_size_tokens=config.model.block_size_tokens,
-            routers=config.router.processes,
+            routers=self.routers,
             request_deadline_s=config.router.request_deadline_s,
             max_outstanding_requests=config.router.max_outstanding_requests,
             overlap=config.transfer.overlap,
@@ -266,3 +278,15 @@ class CoreTable:
                 f"lower pools.{worker.pool}.workers or cores_per_worker, or add a machine"
             )
         return tuple(usable[:wanted])
+
+
+def routers_for(config: RidgelineConfig, cores: int) -> int:
+    """Return how many routers `router.processes: auto` means on a machine with so many cores.
+
+    One core is left to their dispatcher. Engines on other machines take no cores here, which is not known yet where a
+    cluster is joined; there all cores count.
+    """
+    pools = [*config.active_pools().values()]
+    answering = pools[-1].workers if pools[-1].gpus_per_worker else 0
+    taken = 0 if config.ray.address else sum(pool.workers * pool.cores_per_worker for pool in pools)
+    return max(1, min(ROUTERS_OF_A_GPU * answering, cores - taken - 1, MOST_ROUTERS))

@@ -6,6 +6,7 @@ middleware/        the layers before the app
 engine_client.py   vLLM's EngineClient: one request in, outputs out
 sampling.py        sampling parameters as dispatch carries them
 text_stream.py     turns deltas into text
+text_turns.py      streams take turns in that
 request_fields.py  says how each field of a body is treated
 health.py          GET /ready
 idle_times.py      says which limits of router.slo an idle server cannot keep

@@ -61,9 +61,12 @@ class Readiness:
         clock: Callable[[], float] = time.monotonic,
         *,
         away: Callable[[], Mapping[str, str]] = dict,
+        late: Callable[[], str] = str,
     ) -> None:
         self.away = away
         """Workers that are lost again and again, and how they are tried again."""
+        self.late = late
+        """Says that the router is the bottleneck, if it is."""
         self._pools = pools
         self._canary = canary
         self._refresh = refresh
@@ -201,7 +204,7 @@ def canary_prompt_tokens(block_size_tokens: int) -> int:
 def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callable[[Request], Awaitable[JSONResponse]]:
     """Return the endpoint: 200, or 503 naming the pool and the time since its last token, or the shutdown.
 
-    Workers that are lost again and again are named either way.
+    Workers that are lost again and again are named either way, and a router that is the bottleneck.
     """
 
     async def ready(request: Request) -> JSONResponse:
@@ -213,7 +216,8 @@ def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callab
         status = HTTPStatus.OK if all_ready else HTTPStatus.SERVICE_UNAVAILABLE
         pools = {name: _json(pool) for name, pool in verdict.items()}
         away = {"away": dict(readiness.away())} if readiness.away() else {}
-        return JSONResponse({"ready": all_ready, "pools": pools, **away}, status)
+        late = {"router": readiness.late()} if readiness.late() else {}
+        return JSONResponse({"ready": all_ready, "pools": pools, **away, **late}, status)
 
     return ready
 

@@ -7,6 +7,7 @@ when it is behind it is several, which cost little more than one. So throughput 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -16,6 +17,13 @@ from prometheus_client.registry import Collector
 
 SLICE_S = 0.002
 """After so long the loop reads what workers and clients have sent. A message of 256 tokens is read in about 1 ms."""
+LOOK_EVERY_S = 10.0
+TOKENS_AN_EVENT = 1.2
+"""Tokens of an event above which a router counts as late: then every sixth token or more has waited for a later one."""
+EVENTS_LOOKED_AT = 1000
+"""With fewer in `LOOK_EVERY_S`, a hundred a second, tokens came together for another reason."""
+TOLD_EVERY_S = 300.0
+logger = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
@@ -36,6 +44,10 @@ class TextTurns(Collector):
         self._next: asyncio.Handle | None = None
         self._events = 0
         self._tokens = 0
+        self._looked_at = (0, 0)
+        self._told_s = float("-inf")
+        self.late = ""
+        """Says that this router is the bottleneck, if it was at the last look."""
 
     def add(self, stream: Stream, tokens: int) -> None:
         """Give a stream a turn, if it does not wait for one already, for so many tokens more."""
@@ -61,6 +73,27 @@ class TextTurns(Collector):
             self.leave(stream)
             stream.make_text()
         self._next = asyncio.get_running_loop().call_soon(self._take_turns) if self._waiting else None
+
+    async def watch(self) -> None:
+        """Look every ten seconds whether this router is the bottleneck, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.look()
+
+    def look(self) -> None:
+        """Say whether the tokens since the last look were late; log it every five minutes."""
+        events, tokens = self._events - self._looked_at[0], self._tokens - self._looked_at[1]
+        self._looked_at = self._events, self._tokens
+        self.late = ""
+        if events < EVENTS_LOOKED_AT or tokens < TOKENS_AN_EVENT * events:
+            return
+        self.late = (
+            f"this router is the bottleneck: of {tokens / LOOK_EVERY_S:,.0f} tokens/s it sends {tokens / events:.1f} "
+            "an event; set router.processes to one more for each core that is free"
+        )
+        if self._clock() >= self._told_s + TOLD_EVERY_S:
+            self._told_s = self._clock()
+            logger.warning(self.late)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the series; prometheus-client calls it at each scrape."""

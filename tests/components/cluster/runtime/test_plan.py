@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config.loader import load_config
+from cluster.config.loader import ConfigError, load_config
 from cluster.config.models import PoolConfig
 from cluster.model_store import ModelError
 from cluster.runtime import plan as plan_module
 from cluster.runtime.actors import NodePlace
 from cluster.runtime.handles.heads import HeadHandle
-from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, dtype_of_nodes, make_plan
+from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, dtype_of_nodes, make_plan, routers_for
 from cluster.runtime.roles import KEPT
 from router.settings import RouterStart
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
@@ -346,6 +346,35 @@ def test_router_and_engines_get_the_same_arguments_of_the_models_and_each_pool_i
     text_only = {"language_model_only": True}  # what a model sees with is not loaded: images are refused
     assert prefill == {**text_only, "max_logprobs": 7, "quantization": "fp8", "numa_bind": False}
     assert decode == {**prefill, "numa_bind": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "routers"),
+    [
+        ({}, 64, 1),  # CPUs: a router carries more than their engines make
+        ({"router.processes": "3"}, 4, 3),
+        ({"gpus": 1}, 16, 2),
+        ({"gpus": 1, "workers": 4}, 64, 8),
+        ({"gpus": 1, "workers": 4}, 24, 3),  # engines take 20, and the dispatcher one
+        ({"gpus": 1}, 2, 1),
+        ({"gpus": 1, "workers": 64, "ray.address": "auto"}, 256, 64),
+        ({"gpus": 1, "mode": "colocated"}, 16, 2),
+    ],
+)
+def test_auto_means_two_routers_for_an_engine_on_a_gpu_that_answers_as_far_as_cores_are_left(settings, cores, routers):
+    gpus, workers = settings.pop("gpus", 0), settings.pop("workers", 1)
+    pools = {f"pools.{pool}.gpus_per_worker": str(gpus) for pool in ("prefill", "decode", "colocated")}
+    sizes = {f"pools.{pool}.workers": str(workers) for pool in ("decode", "colocated")} | {"pools.prefill.workers": "1"}
+    of_each = {f"pools.{pool}.cores_per_worker": "4" for pool in ("prefill", "decode", "colocated")}
+    config = load_config(None, {**pools, **sizes, **of_each, **settings}).config
+    asked = config.router.processes
+    assert (routers_for(config, cores) if asked == "auto" else asked) == routers
+
+
+@pytest.mark.parametrize("wrong", ["0", "65", "many", "true"])
+def test_a_number_of_routers_that_cannot_be_is_refused_with_what_can(wrong):
+    with pytest.raises(ConfigError, match=r"router\.processes: .* it should be auto or a number from 1 to 64"):
+        load_config(None, {"router.processes": wrong})
 
 
 def test_a_worker_has_two_steps_of_prompts_at_a_time_whatever_its_pools_step_is(planned):

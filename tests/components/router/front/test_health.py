@@ -40,6 +40,7 @@ class Deployment:
         self.canary_does = lambda: None
         self.blocked = None
         self.draining = False
+        self.late = ""
         self.registry = CollectorRegistry()
         self.readiness = Readiness(
             pools=lambda: {"prefill": [self.prefill], "decode": [self.decode]},
@@ -48,6 +49,7 @@ class Deployment:
             deadline_s=deadline_s,
             metrics=RequestMetrics(self.registry),
             clock=self.clock,
+            late=lambda: self.late,
         )
 
     async def canary(self):
@@ -72,6 +74,15 @@ class Deployment:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
             response = await client.get("/ready")
         return response.status_code, response.json()
+
+
+async def test_a_router_that_is_the_bottleneck_says_so_and_stays_ready():
+    deployment = Deployment()
+    deployment.token(deployment.prefill, deployment.decode)
+    assert "router" not in (await deployment.get())[1]
+    deployment.late = "this router is the bottleneck"
+    status, body = await deployment.get()
+    assert (status, body["router"]) == (200, "this router is the bottleneck")
 
 
 async def test_a_canary_through_an_idle_deployment_makes_it_ready():

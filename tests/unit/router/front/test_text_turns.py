@@ -1,8 +1,9 @@
 """Turns of streams: order, slices of time, several tokens at once when they are late, and failures of one alone."""
 
 import asyncio
+import logging
 
-from router.front.text_turns import SLICE_S, TextTurns
+from router.front.text_turns import EVENTS_LOOKED_AT, SLICE_S, TOLD_EVERY_S, TextTurns
 
 
 class Clock:
@@ -76,3 +77,28 @@ async def test_how_far_it_is_behind_is_the_wait_of_the_oldest_token():
     streams[1].take(turns)
     await asyncio.sleep(0)
     assert said == [(0, 1), (1, 2)], "who comes again has one"
+
+
+async def test_a_router_whose_tokens_are_late_says_that_it_is_the_bottleneck_and_logs_it_now_and_then(caplog):
+    turns, (stream, *_), _ = made()
+    clock = stream._clock
+
+    async def a_while(events, tokens_each):
+        for _ in range(events):
+            stream.take(turns, tokens_each)
+            await asyncio.sleep(0)
+        turns.look()
+
+    with caplog.at_level(logging.WARNING):
+        await a_while(EVENTS_LOOKED_AT, 1)
+        assert turns.late == "", "it keeps up"
+        await a_while(EVENTS_LOOKED_AT // 2, 3)
+        assert turns.late == "", "hardly anything was sent"
+        for _ in range(2):
+            await a_while(EVENTS_LOOKED_AT, 3)
+            assert "the bottleneck: of 300 tokens/s it sends 3.0 an event; set router.processes" in turns.late
+        clock.now_s += TOLD_EVERY_S
+        await a_while(EVENTS_LOOKED_AT, 3)
+    assert len(caplog.records) == 2
+    await a_while(EVENTS_LOOKED_AT, 1)
+    assert turns.late == ""
