@@ -14,7 +14,8 @@ from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 # isort: split
 from vllm.sampling_params import StructuredOutputsParams
 
-from engine.grammars import MAX_GRAMMAR_BYTES, choose_backend, refusal, repeats_a_repetition
+from engine.grammars import MAX_GRAMMAR_BYTES, choose_backend, refusal, unrolled_parts
+from tests.support.patterns import PATTERNS
 
 
 def why(**fields: Any) -> str | None:
@@ -64,14 +65,14 @@ def test_a_larger_limit_lets_larger_ones_through():
     assert refusal(params, 10 * MAX_GRAMMAR_BYTES) is None
 
 
-@pytest.mark.parametrize("multiple", [99_991, 0.99991, [97, 997]])
+@pytest.mark.parametrize("multiple", [99_991, 0.99991, [97, 997], 131_072, 65_521])
 def test_a_multiple_with_many_remainders_is_refused(multiple):
     values = multiple if isinstance(multiple, list) else [multiple]
     schema = {"allOf": [{"type": "number", "multipleOf": value} for value in values]}
     assert "multipleOf" in (why(json=schema) or "")
 
 
-@pytest.mark.parametrize("multiple", [0.01, 5, 100_000, 1e300, True, float("inf"), "5"])
+@pytest.mark.parametrize("multiple", [0.01, 5, 100_000, 65_536, 49_152, 0.65536, 1e300, True, float("inf"), "5"])
 def test_ordinary_multiples_and_what_is_none_are_left_to_the_compiler(multiple):
     assert why(json={"type": "number", "multipleOf": multiple}) is None
 
@@ -85,35 +86,71 @@ def test_multiples_that_divide_each_other_count_once():
     "pattern",
     [
         "((a{0,200}){0,200}){0,200}",
+        "((a{0,20}){0,20}){0,20}",
         "(.{0,500}x){0,20}",
+        "(.{0,120}x){0,8}",
         "(a{0,100}){0,100}",
-        "(a*){0,50}",
-        "(a{0,9})+",
-        "(?:(a{2,}b)c)*",
+        r"(\w{1,60} \)[)]){0,60}",
+        "^.{0,100000}$",
+        r"((a|b|\S{2,30}){0,30}c?){0,30}",
     ],
 )
-def test_a_counted_repetition_of_repetitions_is_refused_where_xgrammar_alone_can_read_it(pattern):
-    assert repeats_a_repetition(pattern)
+def test_a_pattern_that_is_long_when_it_is_unrolled_is_refused_where_xgrammar_alone_can_read_it(pattern):
     schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}}
-    assert "no repetition may contain another" in (
-        why(structural_tag=tag(type="json_schema", json_schema=schema)) or ""
-    )
-    assert "no repetition may contain another" in (why(structural_tag=tag(type="regex", pattern=pattern)) or "")
+    for asked in (
+        tag(type="json_schema", json_schema=schema),
+        tag(type="regex", pattern=pattern),
+        tag(type="json_schema", json_schema={"patternProperties": {pattern: {}}}),
+    ):
+        refused = why(structural_tag=asked) or ""
+        assert "may have 1024 parts together" in refused
+        assert pattern[:20].replace("\\", "\\\\") in refused
     assert why(regex=pattern) is None, "guidance bounds it"
 
 
+def test_patterns_of_one_request_are_bounded_together_and_those_that_are_alike_count_once():
+    def tools(*patterns: str) -> str:
+        return tag(type="json_schema", json_schema={"anyOf": [{"pattern": pattern} for pattern in patterns]})
+
+    assert why(structural_tag=tools(*["^[a-z]{1,64}$"] * 100)) is None
+    assert "they have 6400" in (why(structural_tag=tools(*(f"^[a-z]{{{least},64}}$" for least in range(100)))) or "")
+
+
+def test_rules_of_a_grammar_in_a_tag_that_repeat_each_other_multiply():
+    rules = 'root ::= a{0,40}\na ::= b{0,40}\nb ::= "b"{'
+    assert why(structural_tag=tag(type="grammar", grammar=rules + "0,1}")) is not None
+    assert why(structural_tag=tag(type="grammar", grammar='root ::= "a"{1,40} "b"{2}')) is None
+
+
+def test_ordinary_patterns_are_served_in_tools_and_structural_tags():
+    assert len(PATTERNS) > 50
+    refused = {
+        name: why(structural_tag=tag(type="json_schema", json_schema={"pattern": pattern}))
+        for name, pattern in PATTERNS.items()
+    }
+    assert not {name: sentence for name, sentence in refused.items() if sentence}
+
+
 @pytest.mark.parametrize(
-    "pattern",
+    ("pattern", "parts"),
     [
-        r"^\d{4}-\d{2}-\d{2}$",
-        "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-        "([a-z]+-)*[a-z]+",
-        r"\(a{1,2}\)*",
-        "[({*]{1,3}",
+        ("abc", 3),
+        ("a{3}", 3),
+        ("(ab){2,4}c", 9),
+        ("([a-z]{1,5},){3,}", 18),
+        (r"\(a{2}\)*", 4),
+        ("[(a{3}){3}]{2}", 2),
+        (r"[\]a{3}]{2}", 2),
+        (r"[^\]]{3}.", 16),
+        ("[](a{9}){9}]", 83),
+        ("a{800}", 100),
+        ("a{,5}", 5),
+        ("(a))(", 1),
+        ("a{x}", 4),
     ],
 )
-def test_patterns_of_dates_ids_and_words_are_not(pattern):
-    assert not repeats_a_repetition(pattern)
+def test_parts_of_a_pattern_are_counted_as_if_its_counts_were_written_out(pattern, parts):
+    assert unrolled_parts(pattern) == parts
 
 
 def test_repeated_repeats_of_a_tag_are_refused():

@@ -24,6 +24,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions as K
 
 from engine.vllm_workarounds import bounded_grammars
 from engine.vllm_workarounds.bounded_grammars import ALLOWED_S, PER_TOKEN_S, BoundedGuidance, Metered
+from tests.support.patterns import PATTERNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")  # vLLM still gives it
 TEXT = Path(__file__).parents[4] / "loadtest" / "data" / "opticks.txt"
@@ -295,3 +296,21 @@ def test_what_cannot_be_compiled_is_refused_before_it_reaches_an_engine(fields, 
             bounded_grammars._validate(params)
     else:
         bounded_grammars._validate(params)
+
+
+def test_a_tag_whose_patterns_are_long_when_unrolled_is_read_in_the_engine_only(monkeypatch):
+    read = list[str]()
+    monkeypatch.setattr(bounded_grammars, "validate_xgrammar_grammar", lambda params: read.append("read"))
+    for pattern in ("^.{0,1000}$", "^[a-z]{1,63}$"):
+        content = {"type": "regex", "pattern": pattern}
+        asked = json.dumps({"type": "structural_tag", "format": content})
+        bounded_grammars._validate(SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=asked)))
+        assert len(read) == (pattern != "^.{0,1000}$")
+
+
+def test_xgrammar_compiles_the_ordinary_patterns_that_tools_may_have(backend):
+    for pattern in PATTERNS.values():
+        tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}}
+        grammar = compiled(backend, Kind.STRUCTURAL_TAG, tag)
+        assert allowed(backend, grammar), pattern
+        assert grammar.why is None

@@ -43,7 +43,7 @@ async def ask(http: Any, path: str = "/v1/completions", **fields: Any) -> Any:
         ({"regex": "[a-"}, "Grammar error"),
         (
             {"structural_tag": json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": NESTED}})},
-            "{m,n}",
+            "parts together",
         ),
     ],
 )
