@@ -7,6 +7,7 @@ meters it (`engine.vllm_workarounds.bounded_grammars`). Called by `router.front.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -42,6 +43,25 @@ UNROLLED: Final = 128
 WIDE_PARTS: Final = 4
 """Parts of a character of any kind: it may be four bytes long, and each has a state."""
 
+IGNORED: Final = (
+    *(
+        "not",
+        "if",
+        "then",
+        "else",
+        "propertyNames",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "contains",
+    ),
+    *("minContains", "maxContains", "uniqueItems", "unevaluatedProperties", "unevaluatedItems"),
+    *("$dynamicRef", "$recursiveRef"),
+)
+"""Keywords of JSON Schema that a grammar of guidance does not enforce: those of which it says "Unimplemented keys"."""
+_OFF: Final = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True}
+_SCHEMAS: Final = ("items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf")
+_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _COUNT: Final = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 _WIDE: Final = (".", "[^", r"\W", r"\S", r"\D", r"[\s\S]")
 
@@ -75,7 +95,15 @@ def refusal(params: StructuredOutputsParams, max_bytes: int) -> str | None:
         tag = json.loads(params.structural_tag) if params.structural_tag else None
     except (ValueError, RecursionError) as error:
         return f"the structured output is not JSON: {error}"
+    if (path := ignored(schema)) is not None:
+        _say_ignored(path.rpartition("/")[2])
     return _schema_refusal(schema if tag is None else tag, limit) or _tag_refusal(tag)
+
+
+@functools.cache
+def _say_ignored(keyword: str) -> None:
+    """Once for each keyword: a client can send a schema as often as it likes."""
+    logger.warning("a schema has %s, which its grammar does not enforce; with strict: true it gets 400", keyword)
 
 
 def _texts(params: StructuredOutputsParams) -> Iterator[str]:
@@ -96,6 +124,32 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
             left.extend(one.values())
         elif isinstance(one, list):
             left.extend(one)
+
+
+def ignored(schema: Any, path: str = "") -> str | None:
+    """Return the path of a keyword in a schema that its grammar does not enforce; None if there is none.
+
+    Neither properties with the name of a keyword count, nor what is in values (`const`, `enum`, `default`).
+    """
+    left = [(schema, path)]
+    while left:
+        part, path = left.pop()
+        if not isinstance(part, dict):
+            continue
+        for keyword in IGNORED:
+            if part.get(keyword) not in (None, {}, _OFF.get(keyword)):
+                return f"{path}/{keyword}"
+        for keyword in _SCHEMAS:
+            value = part.get(keyword)
+            left.extend(
+                ((one, f"{path}/{keyword}/{place}") for place, one in enumerate(value))
+                if isinstance(value, list)
+                else [(value, f"{path}/{keyword}")]
+            )
+        for keyword in _NAMED_SCHEMAS:
+            if isinstance(value := part.get(keyword), dict):
+                left.extend((one, f"{path}/{keyword}/{name}") for name, one in value.items())
+    return None
 
 
 def _schema_refusal(schema: Any, limit: int) -> str | None:

@@ -14,7 +14,7 @@ from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 # isort: split
 from vllm.sampling_params import StructuredOutputsParams
 
-from engine.grammars import MAX_GRAMMAR_BYTES, choose_backend, refusal, unrolled_parts
+from engine.grammars import IGNORED, MAX_GRAMMAR_BYTES, choose_backend, ignored, refusal, unrolled_parts
 from tests.support.patterns import PATTERNS
 
 
@@ -182,3 +182,26 @@ def test_guidance_is_chosen_where_the_operator_has_not_chosen_and_any_other_is_t
         choose_backend(config, None)
     assert config.backend == chosen
     assert ("bounds neither" in caplog.text) == said
+
+
+@pytest.mark.parametrize("keyword", IGNORED)
+def test_guidance_says_of_each_keyword_that_is_listed_as_ignored_that_it_lacks_it(keyword):
+    import llguidance
+
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({keyword: 1}))
+    assert f'Unimplemented keys: ["{keyword}"]' in llguidance.LLMatcher.validate_grammar(grammar)
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"properties": {"a": {"items": {"not": {"type": "null"}}}}}, "/properties/a/items/not"),
+        ({"anyOf": [{}, {"uniqueItems": True}]}, "/anyOf/1/uniqueItems"),
+        ({"$defs": {"one": {"if": {"const": 1}}}}, "/$defs/one/if"),
+        ({"uniqueItems": False, "unevaluatedProperties": True, "additionalProperties": False}, None),
+        ({"properties": {"not": {"const": {"not": 1}, "enum": [{"if": 1}]}}, "required": ["not"]}, None),
+        (True, None),
+    ],
+)
+def test_a_keyword_that_is_not_enforced_is_found_where_it_is_a_keyword(schema, path):
+    assert ignored(schema) == path

@@ -85,3 +85,46 @@ async def test_a_grammar_that_an_engine_ends_is_the_clients_error(served, stream
     assert TOO_LONG in response.text
     error = json.loads(response.text.split("data: ")[1] if stream else response.text)["error"]
     assert error["code"] == 400
+
+
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+TALK = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", lambda strict: TALK | {"response_format": _json_schema(strict)}, "response_format"),
+        (
+            "/v1/chat/completions",
+            lambda strict: TALK | {"tools": [{"type": "function", "function": _function("parameters", strict)}]},
+            "tools (f)",
+        ),
+        (
+            "/v1/responses",
+            lambda strict: {
+                "input": "Hi",
+                "text": {"format": {"type": "json_schema", "name": "f", "schema": UNIQUE, "strict": strict}},
+            },
+            "text.format",
+        ),
+        ("/v1/messages", lambda strict: TALK | {"tools": [_function("input_schema", strict)]}, "tools (f)"),
+    ],
+    ids=["chat", "chat tool", "responses", "messages tool"],
+)
+async def test_a_strict_schema_with_a_keyword_that_is_not_enforced_is_refused_by_its_path(served, path, body, field):
+    answers = [
+        await served[0].post(path, json={"model": "m", "max_tokens": 4, "store": False} | body(strict))
+        for strict in (True, False)
+    ]
+    assert answers[0].status_code == 400
+    assert f"{field}: /properties/a/uniqueItems is not enforced here" in answers[0].json()["error"]["message"]
+    assert "is not enforced here" not in answers[1].text
+
+
+def _json_schema(strict: bool) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "f", "schema": UNIQUE, "strict": strict}}
+
+
+def _function(key: str, strict: bool) -> dict[str, Any]:
+    return {"name": "f", key: UNIQUE, "strict": strict}
