@@ -29,6 +29,11 @@ class Route:
         self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
         return join_host_port("127.0.0.1", self._server.sockets[0].getsockname()[1])
 
+    @property
+    def carries(self) -> bool:
+        """Whether it is not cut."""
+        return self._open.is_set() and not self._refuses
+
     def cut(self, how: How) -> None:
         """Drop all that is sent from now on, or end all connections and refuse new ones."""
         self._refuses = how == "refused"

@@ -5,11 +5,13 @@ Real gRPC, through relays that can be cut, the real dispatcher and the real supe
 
 import asyncio
 import contextlib
+import math
 
 import pytest
 
 from cluster.config.models import SupervisionConfig
 from cluster.runtime.supervisor import Supervisor
+from contracts.workers import Ack, WorkerStatus
 from router.fleet.policy import NoWorker
 from tests.components.router.dispatch.test_modes import ROLES
 from tests.components.router.shared.test_several_routers import expected
@@ -23,15 +25,22 @@ SETTINGS = router_settings(routers=3, roles=ROLES.by_mode)
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 LAYOUTS = {"prefill": LAYOUT, "prefill_1": LAYOUT, "decode": LAYOUT, "decode_1": LAYOUT}
 CUT_OFF_S = 0.3
+"""Longer than one question to a worker that is cut off, so that two in a row have no answer."""
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """Silence of a part of a second counts, so that a test of routes that drop what they carry is short."""
-    for module in ("router.fleet.worker", "worker_runtime.client"):
-        monkeypatch.setattr(f"{module}.STATUS_DEADLINE_S", 0.2)
-    monkeypatch.setattr("router.fleet.worker.UNANSWERED_S", 0.4)
-    monkeypatch.setattr("router.fleet.worker.STATUS_INTERVAL_S", 0.1)
+def cut_route(router, name, route, how):
+    """Cut it, and have the router give up at once on what is lost there; what goes other routes has its usual time."""
+    worker = router.fleet.get(name)
+    client, usual = worker.client, worker.client.status
+
+    async def status():
+        if route.carries:
+            return await usual()
+        return await client._unary("Status", Ack(), WorkerStatus, deadline_s=0.2)  # nothing comes, however long it asks
+
+    client.status = status
+    route.cut(how)
+    worker._silent_since_s, client.last_token_s = -math.inf, None
 
 
 class Handle:
@@ -117,7 +126,7 @@ async def test_a_router_that_lost_its_route_to_half_of_the_workers_serves_with_t
     async with asyncio.timeout(2 * PATIENCE_S), three_routers() as (routers, routes, said, done):
         await all_served(routers)
         for name in cut:
-            routes[name].cut(how)
+            cut_route(routers[1], name, routes[name], how)
         missed = ", ".join(sorted(cut))
         await eventually(lambda: f"router-1 does not reach {missed}, which others do: " in "".join(said))
         async with asyncio.timeout(PATIENCE_S / 2):
@@ -134,8 +143,8 @@ async def test_a_router_that_reaches_no_worker_gives_up_what_waits_in_it_and_the
     async with asyncio.timeout(2 * PATIENCE_S), three_routers() as (routers, routes, _, _):
         deaf = routers[1]
         deaf.decisions.placement._recovery_timeout_s = 0.5
-        for route in routes.values():
-            route.cut("refused")
+        for name, route in routes.items():
+            cut_route(deaf, name, route, "refused")
         await eventually(lambda: all(not worker.reached for worker in deaf.fleet.workers))
         _, request = deaf.ask()
         with pytest.raises(NoWorker, match="this router has reached no worker for"):
