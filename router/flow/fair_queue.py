@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -68,6 +68,18 @@ class Waiting(msgspec.Struct):
         # Of the rest of the others, what is beyond one quantum or prompt counts only as far as our own tokens go.
         not_ahead = sum(max(0, beyond - own - tokens) for name, beyond in self.beyond.items() if name != client)
         return self.tokens - not_ahead
+
+    def plus(self, more: Iterable[tuple[str, int]]) -> Waiting:
+        """Return the same with more prompts, given by client and tokens."""
+        sums = Waiting(self.prompts, self.tokens, dict(self.of_client), dict(self.beyond))
+        for client, tokens in more:
+            before = sums.of_client.get(client, 0)
+            one = max(QUANTUM_TOKENS, before - sums.beyond.get(client, 0) if before else tokens)
+            sums.of_client[client] = before + tokens
+            sums.beyond[client] = max(0, before + tokens - one)
+            sums.prompts += 1
+            sums.tokens += tokens
+        return sums
 
 
 @dataclass

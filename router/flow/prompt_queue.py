@@ -244,7 +244,9 @@ class PromptQueue:
         """The prompt that waits although a worker would take it."""
         self._held_since_s = 0.0
         self._aside: list[_Waiting] = []
-        """Prompts whose turn came while all workers that their routers reach were full, so that they hold up nobody."""
+        """Prompts whose turn came while all workers that their routers reach were full, so that they hold up nobody.
+        Once there is room they and the others go in turn, so that neither keep the other waiting."""
+        self._aside_went_last = False
 
     @asynccontextmanager
     async def turn(self, demand: Demand, *, decodes_here: bool, urgent: bool = False) -> AsyncIterator[PromptTurn]:
@@ -280,18 +282,9 @@ class PromptQueue:
         held = None
         while self.waiting and (roomy := self._with_room()):
             may_start, now_s = self._slots.as_of_now(), self._clock()
-            asked = self._next_aside(may_start, roomy)
-            if asked is None:
-                entry = self._queue.peek(may_start, now_s)
-                if entry is None:  # all waiting clients are over their share of decode
-                    break
-                asked = entry.item
-                if asked.granted.done():  # its client has left: do not choose a worker for it
-                    self._queue.remove(entry)
-                    continue
-                if self._reaches_only_full_ones(asked, roomy):
-                    self._aside.append(self._queue.pop(may_start, now_s).item)
-                    continue
+            asked = self._next(may_start, now_s, roomy)
+            if asked is None:  # all waiting clients are over their share of decode
+                break
             waited_s = asked.demand.waited_s + now_s - asked.pushed_s
             try:
                 choice = self._choose(asked, waited_s, roomy)
@@ -362,11 +355,16 @@ class PromptQueue:
     def now(self) -> QueueNow:
         """Return what one can know of the queue; `waiting` in it goes on to change."""
         return QueueNow(
-            waiting=self._queue.waiting,
+            waiting=self._all_waiting(),
             on_workers_tokens=sum(worker.outstanding.prompt_tokens for worker in self._workers()),
             starts_at_once=not len(self._queue) and any(map(self._has_room, self._workers())),
             tokens_per_s=self.tokens_per_s,
         )
+
+    def _all_waiting(self) -> Waiting:
+        if not self._aside:
+            return self._queue.waiting
+        return self._queue.waiting.plus((one.demand.client, one.demand.prompt_tokens) for one in self._aside)
 
     def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
         """Estimate a prompt's wait, see `QueueNow.wait_s`."""
@@ -380,6 +378,20 @@ class PromptQueue:
 
     def _has_room(self, worker: Worker) -> bool:
         return not self._full(worker) and worker.takes_work
+
+    def _next(self, may_start: Callable[[str], bool], now_s: float, roomy: Sequence[Worker]) -> _Waiting | None:
+        """Return the prompt that is next, after setting aside those before it that reach only full workers."""
+        aside = self._next_aside(may_start, roomy)
+        if aside is not None and not self._aside_went_last:
+            return aside
+        while (entry := self._queue.peek(may_start, now_s)) is not None:
+            if entry.item.granted.done():  # its client has left: do not choose a worker for it
+                self._queue.remove(entry)
+            elif self._reaches_only_full_ones(entry.item, roomy):
+                self._aside.append(self._queue.pop(may_start, now_s).item)
+            else:
+                return entry.item
+        return aside
 
     def _next_aside(self, may_start: Callable[[str], bool], roomy: Sequence[Worker]) -> _Waiting | None:
         """Return the first prompt that was set aside and may go now."""
@@ -398,7 +410,8 @@ class PromptQueue:
 
     def _take(self, asked: _Waiting, may_start: Callable[[str], bool], now_s: float) -> None:
         """Take out the prompt that is next."""
-        if asked in self._aside:
+        self._aside_went_last = asked in self._aside
+        if self._aside_went_last:
             self._aside.remove(asked)
         else:
             self._queue.pop(may_start, now_s)

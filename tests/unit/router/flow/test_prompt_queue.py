@@ -453,6 +453,40 @@ async def test_a_prompt_of_a_router_that_reaches_only_full_workers_holds_up_no_o
     await bench.end()
 
 
+async def test_prompts_that_were_set_aside_and_the_others_go_in_turn_once_there_is_room():
+    bench = Bench(workers=2)
+    await bench.send("fills", WINDOW, "greedy", avoided=["prefill-1"])
+    for number in range(4):
+        await bench.send(f"aside {number}", 900, "greedy", avoided=["prefill-1"])
+    await bench.send("fills too", WINDOW, "polite", avoided=["prefill-0"])
+    for number in range(4):
+        await bench.send(f"polite {number}", 900, "polite", avoided=["prefill-1"] * (number > 1))
+    assert bench.started == ["fills", "fills too"]
+    await bench.finish("fills")
+    for name in ("aside 0", "polite 0", "aside 1", "polite 1", "aside 2", "polite 2", "aside 3", "polite 3"):
+        assert name in bench.started
+        await bench.finish(name)
+    assert bench.started[2:] == [f"{who} {number}" for number in range(4) for who in ("aside", "polite")]
+    await bench.end()
+
+
+async def test_the_estimated_wait_counts_prompts_that_were_set_aside_as_those_of_their_clients():
+    bench = Bench(workers=2)
+    await bench.send("measured", 10 * WINDOW, avoided=["prefill-1"])
+    bench.clock.now_s += 10
+    await bench.finish("measured")
+    await bench.send("fills", WINDOW, avoided=["prefill-1"])
+    for number in range(5):
+        await bench.send(f"aside {number}", 700, "greedy", avoided=["prefill-1"])
+    assert bench.queue.wait_s("other", 100) == 0.0, "the other worker would take it"
+    await bench.send("fills too", WINDOW, avoided=["prefill-0"])
+    per_s = bench.queue.tokens_per_s
+    assert bench.queue.wait_s("other", 100) == pytest.approx((2 * WINDOW + 700 + 100) / per_s)
+    assert bench.queue.wait_s("greedy", 100) == pytest.approx((2 * WINDOW + 5 * 700) / per_s)
+    assert bench.queue.now().waiting.prompts == 5
+    await bench.end()
+
+
 async def test_a_prompt_that_was_set_aside_is_sent_away_with_the_others(bench):
     bench.workers.append(a_worker("prefill-1"))
     await bench.send("fills", WINDOW, avoided=["prefill-1"])
