@@ -1,14 +1,14 @@
-"""Blocks in a GPU's memory: gathered or scattered there by index, then moved to or from the host in one copy.
+"""Blocks in a GPU's memory: gathered or scattered there (`rows`), then moved to or from the host in one copy.
 
 Each transferring thread has its own lane: reusable buffers, page-locked on the host, and one of a few CUDA streams. The
 streams have high priority, because torch hands out 32 of each priority in turn: a stream for each of our threads would
 soon be one that the engine has too, and then copies queue behind its kernels, or its kernels behind a copy. A thread
-waits for its own copies only, with an event, and does not spin meanwhile: the engine may need the core.
+waits for its own copies only, with an event, and soon sleeps meanwhile: the engine may need the core.
 
 - A read need not wait for the engine. Blocks are offered after their request has finished, which the engine learns from
   a sampled token that is already on the host; the kernels that wrote the blocks ran before it on the same stream.
 - A write has reached the GPU's memory when `write` returns; the step that uses the blocks is launched later.
-- Blocks of another pool that this device reaches, its own or a peer's, are copied by index, all layers at once. The
+- Blocks of another pool that this device reaches, its own or a peer's, are copied in one pass, all layers at once. The
   next piece is queued before the last one is waited for, so that the device does not wait for this thread.
 
 On tensors in host memory the same code runs without streams, for tests.
@@ -18,23 +18,25 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from kv_transfer.memory import rows
 from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span
+from kv_transfer.memory.rows import Layers, Rows, dense
 
 STREAMS: Final = 4
 """Enough to keep both copy engines and a kernel busy; more threads than that share them."""
 TRANSFER_PRIORITY: Final = -1
-WORD_BYTES: Final = 8
-COPY_PIECE_BYTES: Final = 32 << 20
-"""Bytes copied between two pools at a time: long beside a launch, and room that a GPU has when an engine fills it."""
+LOOK_S: Final = 50e-6
+"""How long a thread looks at an event again and again before it sleeps: a GPU copies a frame of 2 MiB in less, and
+to be woken takes about as long."""
 
 
 class Streams:
@@ -61,16 +63,17 @@ class Streams:
 class DeviceMemory(BlockMemory):
     """`layers[i]` is uint8 [num_blocks, block_bytes], a view into the cache on one device; blocks may be strided."""
 
-    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], *, may_use_kernel: bool = True) -> None:
+        """Unless it `may_use_kernel`, blocks are copied by torch's functions; `tools.gpu` compares the two."""
         devices = {layer.device for layer in layers}
-        if len(devices) > 1:
+        if len(devices) != 1:
             raise ValueError(f"all layers must be on one device, not on {sorted(map(str, devices))}")
-        self._layers = tuple(layers)
+        self._layers = Layers(layers)
         self.shapes = tuple(tuple(layer.shape) for layer in layers)
-        self.device = layers[0].device if layers else torch.device("cpu")
+        self.device = layers[0].device
         self._lanes = threading.local()
         self._streams = Streams(self.device)
-        self._stack = _stacked(self._layers)
+        self._may_use_kernel = may_use_kernel
 
     @classmethod
     def over(cls, memory: BlockMemory) -> DeviceMemory:
@@ -89,21 +92,19 @@ class DeviceMemory(BlockMemory):
         """
         if source.device != self.device:
             raise ValueError(f"blocks on {source.device} were not opened on {self.device}")
+        if not block_ids:
+            return
         layer_bytes = len(layers) * self.shapes[0][1]
-        most = max(1, COPY_PIECE_BYTES // layer_bytes)
-        within = self._addresses() & source._addresses()  # torch refuses to copy from a tensor straight into itself
         lane = self._lane()
-        with lane.selected():
-            from_indices, to_indices = lane.indices(source_ids), lane.indices(block_ids)
         under_way: deque[tuple[Mark, int]] = deque()
         try:
+            with lane.selected():
+                copy = self._copy(source._rows(layers, source_ids), self._rows(layers, block_ids))
+            most = max(1, copy.piece_bytes // layer_bytes)
             for start in range(0, len(block_ids), most):
                 piece = slice(start, start + most)
-                run = None if within else _run_of(source_ids[piece])
                 with lane.selected():  # not during a yield: both are states of the thread, which is its caller's then
-                    for target, blocks in self._pairs(source, layers):
-                        chosen = blocks.index_select(1, from_indices[piece]) if run is None else blocks[:, run]
-                        target.index_copy_(1, to_indices[piece], chosen)
+                    copy.queue(piece)
                     under_way.append((lane.mark(), len(block_ids[piece]) * layer_bytes))
                 if len(under_way) > 1:
                     yield _arrived(*under_way.popleft())
@@ -112,50 +113,40 @@ class DeviceMemory(BlockMemory):
         finally:
             lane.mark().wait()
 
-    def _addresses(self) -> set[int]:
-        return {layer.untyped_storage().data_ptr() for layer in self._layers}
+    def _rows(self, layers: range, block_ids: Sequence[int]) -> Rows:
+        return Rows(self._layers, slice(layers.start, layers.stop), block_ids)
 
-    def _pairs(self, source: DeviceMemory, layers: range) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield (target, source) as [layers, num_blocks, block bytes or words]: one pair if both are evenly spaced."""
-        if self._stack is not None and source._stack is not None:
-            yield _in_words(self._stack[layers.start : layers.stop], source._stack[layers.start : layers.stop])
-            return
-        for layer in layers:
-            yield _in_words(self._layers[layer][None], source._layers[layer][None])
+    def _copy(self, source: Rows, target: Rows) -> rows.RowCopy:
+        return rows.prepare(source, target, may_use_kernel=self._may_use_kernel)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        rows = self._layers[layer]
         lane = self._lane()
         with lane.running():
-            on_device, on_host = lane.buffers(len(block_ids), rows.shape[1])
-            gather_rows(rows, lane.indices(block_ids), on_device)
+            on_device, on_host = lane.buffers(len(block_ids), self.shapes[0][1])
+            self._copy(self._rows(range(layer, layer + 1), block_ids), dense(on_device[None])).queue()
             on_host.copy_(on_device, non_blocking=True)
         blocks: ByteMatrix = on_host.numpy()
         return [memoryview(block) for block in blocks]
 
     def write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
-        rows = self._layers[layer]
         lane = self._lane()
         with lane.running():
-            on_device, on_host = lane.buffers(len(block_ids), rows.shape[1])
+            on_device, on_host = lane.buffers(len(block_ids), self.shapes[0][1])
             np.copyto(on_host.numpy(), source)
             on_device.copy_(on_host, non_blocking=True)
-            scatter_rows(rows, lane.indices(block_ids), on_device)
+            self._copy(dense(on_device[None]), self._rows(range(layer, layer + 1), block_ids)).queue()
 
     def gather(self, layers: range, block_ids: Sequence[int]) -> torch.Tensor:
         lane = self._lane()
         with lane.running():
-            blocks, indices = lane.tensor(len(layers), len(block_ids), self.shapes[0][1]), lane.indices(block_ids)
-            for places, rows in self._views(layers):
-                gather_rows(rows, indices, blocks[places])
+            blocks = lane.tensor(len(layers), len(block_ids), self.shapes[0][1])
+            self._copy(self._rows(layers, block_ids), dense(blocks)).queue()
             return blocks
 
     def scatter(self, layers: range, block_ids: Sequence[int], source: torch.Tensor) -> None:
         lane = self._lane()
         with lane.running():
-            indices = lane.indices(block_ids)
-            for places, rows in self._views(layers):
-                scatter_rows(rows, indices, source[places])
+            self._copy(dense(source), self._rows(layers, block_ids)).queue()
 
     def staging(self, num_layers: int, num_blocks: int) -> torch.Tensor:
         lane = self._lane()
@@ -170,75 +161,26 @@ class DeviceMemory(BlockMemory):
         with self._lane().selected():
             return torch.stack([*checksums]).tolist() if checksums else []
 
-    def _views(self, layers: range) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (places among `layers`, [places, num_blocks, block_bytes]): all at once if they are evenly spaced."""
-        if self._stack is not None:
-            yield slice(0, len(layers)), self._stack[layers.start : layers.stop]
-            return
-        for place, layer in enumerate(layers):
-            yield slice(place, place + 1), self._layers[layer][None]
-
     def part(self, start: int, num_bytes: int) -> DeviceMemory:
-        narrowed = DeviceMemory([layer[:, start : start + num_bytes] for layer in self._layers])
+        narrowed = DeviceMemory(
+            [layer[:, start : start + num_bytes] for layer in self._layers.tensors], may_use_kernel=self._may_use_kernel
+        )
         narrowed._lanes = self._lanes  # a thread's stream and page-locked buffers serve all parts
         narrowed._streams = self._streams
         return narrowed
 
     def spans(self) -> list[Span]:
-        return [Span.of(rows.data_ptr(), rows.stride(0), rows.shape) for rows in self._layers]
+        return [Span.of(layer.data_ptr(), layer.stride(0), layer.shape) for layer in self._layers.tensors]
 
     def commit(self) -> None:
-        """Do nothing: a GPU's memory is resident once it is allocated."""
+        """Have the kernel compiled that copies blocks. A GPU's memory is resident once it is allocated."""
+        self.gather(range(1), [0])
 
     def _lane(self) -> _Lane:
         lane: _Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
-            lane = self._lanes.lane = _Lane(self._layers[0].device, self._streams.take())
+            lane = self._lanes.lane = _Lane(self.device, self._streams.take())
         return lane
-
-
-def gather_rows(rows: torch.Tensor, indices: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy these rows of bytes, of each layer if there are several, into `into`.
-
-    In words of eight bytes where both allow it: fewer, wider accesses.
-    """
-    rows, into = _in_words(rows, into)
-    torch.index_select(rows, -2, indices, out=into)
-
-
-def scatter_rows(rows: torch.Tensor, indices: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the rows of `source` into these distinct rows, of each layer if there are several, in words if possible."""
-    rows, source = _in_words(rows, source)
-    rows.index_copy_(-2, indices, source)
-
-
-def _in_words(*matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """View rows of bytes as int64 if rows, strides and addresses of all are multiples of eight bytes."""
-    for matrix in matrices:
-        *outer, inner = matrix.stride()
-        if matrix.shape[-1] % WORD_BYTES or inner != 1 or any(stride % WORD_BYTES for stride in outer):
-            return matrices
-        if matrix.storage_offset() % WORD_BYTES or matrix.data_ptr() % WORD_BYTES:
-            return matrices
-    return tuple(matrix.view(torch.int64) for matrix in matrices)
-
-
-def _stacked(layers: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """View layers that are alike and evenly spaced in one storage as [layers, num_blocks, block_bytes]; else None."""
-    distances = {after.storage_offset() - before.storage_offset() for before, after in pairwise(layers)}
-    alike = {(layer.untyped_storage().data_ptr(), layer.shape, layer.stride()) for layer in layers}
-    if len(distances) != 1 or len(alike) != 1 or min(distances) <= 0:
-        return None
-    first = layers[0]
-    return first.as_strided((len(layers), *first.shape), (*distances, *first.stride()))
-
-
-def _run_of(block_ids: Sequence[int]) -> slice | None:
-    """Return the slice of these blocks if each follows the one before, so that they need no gathering; else None."""
-    first = block_ids[0]
-    return (
-        slice(first, first + len(block_ids)) if list(block_ids) == list(range(first, first + len(block_ids))) else None
-    )
 
 
 def _arrived(mark: Mark, num_bytes: int) -> int:
@@ -269,9 +211,14 @@ class Mark:
             self._event.record(stream)
 
     def wait(self) -> None:
-        """Wait, asleep, until all that was launched before this point has ended."""
-        if self._event is not None:
-            self._event.synchronize()
+        """Wait until all that was launched before this point has ended, asleep after the first moment."""
+        if self._event is None:
+            return
+        sleep_s = time.perf_counter() + LOOK_S
+        while not self._event.query():
+            if time.perf_counter() > sleep_s:
+                self._event.synchronize()
+                return
 
 
 class _Lane:
@@ -326,7 +273,3 @@ class _Lane:
         """
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=torch.uint8, device=self._device)
-
-    def indices(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return the ids as int64 on the device. Call it only while `selected`."""
-        return torch.tensor(block_ids, dtype=torch.int64, device=self._device)

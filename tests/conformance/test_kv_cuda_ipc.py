@@ -1,4 +1,7 @@
-"""`cuda-ipc` between two processes on one device: a GPU where there is one, and host memory in its stead."""
+"""`cuda-ipc` between two processes on one device: a GPU where there is one, and host memory in its stead.
+
+On host memory, blocks are copied by torch, and by the kernel that GPUs have, interpreted.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import signal
 import time
 import weakref
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,15 +21,18 @@ from kv_transfer.bench.source_process import SOURCE_SEED, Cache, CacheShape, Sou
 from kv_transfer.memory.device import DeviceMemory
 from tests.support.cuda import NEEDS_CUDA
 from tests.support.fetches import receipt_of
+from tests.support.interpreted_triton import interpreted_kernel
 from tests.support.patience import PATIENCE_S
 
 SHAPE = CacheShape(num_layers=6, num_blocks=128, block_bytes=64 << 10)
 """50 MB: a whole cache takes more than one piece."""
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=NEEDS_CUDA)])
+@pytest.fixture(scope="module", params=["cpu", "cpu, by the kernel", pytest.param("cuda:0", marks=NEEDS_CUDA)])
 def device(request):
-    return request.param
+    device, _, way = request.param.partition(", ")
+    with interpreted_kernel(piece=SHAPE.block_bytes // 8) if way else nullcontext():
+        yield device
 
 
 @pytest.fixture(scope="module")

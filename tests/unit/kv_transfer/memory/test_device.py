@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.memory.blocks import BlockPool, byte_rows
-from kv_transfer.memory.device import STREAMS, DeviceMemory, Streams, gather_rows, scatter_rows
+from kv_transfer.memory.device import LOOK_S, STREAMS, DeviceMemory, Mark, Streams
 from tests.support.patience import PATIENCE_S
 
 NUM_LAYERS, NUM_BLOCKS, HEADS, TOKENS, CHANNELS = 3, 9, 2, 4, 6
@@ -110,13 +110,13 @@ def test_rows_are_the_same_whether_copied_in_words_or_in_bytes(margin, block_byt
     storage = torch.randint(0, 256, (margin * 4 + NUM_BLOCKS * stride,), dtype=torch.uint8)
     rows = storage[margin * 4 :].as_strided((NUM_BLOCKS, block_bytes), (stride, 1), margin * 4)
     ids = random.sample(range(NUM_BLOCKS), 4)
-    into = torch.empty(4, block_bytes, dtype=torch.uint8)
-    gather_rows(rows, torch.tensor(ids), into)
+    memory = DeviceMemory([rows])
+    into = memory.gather(range(1), ids)[0]
     assert torch.equal(into, rows[ids])
     before, expected = storage.clone(), storage.clone()
     view = expected.as_strided((NUM_BLOCKS, block_bytes), (stride, 1), margin * 4)
     view[ids] = 255 - into
-    scatter_rows(rows, torch.tensor(ids), 255 - into)
+    memory.scatter(range(1), ids, 255 - into[None])
     assert torch.equal(storage, expected)
     assert not torch.equal(storage, before)
 
@@ -137,6 +137,31 @@ def test_however_many_threads_copy_there_are_a_few_streams_and_they_have_high_pr
 
 def test_memory_of_the_host_has_no_streams():
     assert Streams(torch.device("cpu")).take() is None
+
+
+class Event:
+    """Of a stream that reaches it after so many looks."""
+
+    def __init__(self, looks):
+        self.looks, self.slept = looks, False
+
+    def query(self):
+        self.looks -= 1
+        return self.looks < 0
+
+    def synchronize(self):
+        self.slept = True
+
+
+@pytest.mark.parametrize(("looks", "sleeps"), [(0, False), (2, False), (1 << 40, True)])
+def test_a_thread_sleeps_unless_its_copies_end_at_once(looks, sleeps, monkeypatch):
+    clock = iter(number * LOOK_S / 4 for number in range(100))
+    monkeypatch.setattr("kv_transfer.memory.device.time.perf_counter", lambda: next(clock))
+    mark = Mark(None)
+    mark._event = Event(looks)
+    mark.wait()
+    assert mark._event.slept == sleeps
+    assert next(clock) <= 2 * LOOK_S
 
 
 # --- from one pool to another
@@ -212,7 +237,7 @@ def test_a_piece_is_reported_when_it_has_arrived_and_the_next_is_queued_by_then(
     _, source = make_layers("LBHNC", seed=1)
     _, target = make_layers("LBHNC", seed=2)
     to = device_pool(target)
-    monkeypatch.setattr("kv_transfer.memory.device.COPY_PIECE_BYTES", 2 * NUM_LAYERS * to.block_bytes)
+    monkeypatch.setattr("kv_transfer.memory.rows._IndexedCopy.piece_bytes", 2 * NUM_LAYERS * to.block_bytes)
     pieces = to.copies_from(device_pool(source), [0, 1, 5, 3, 8], [8, 2, 4, 6, 7])
     assert next(pieces) == 2 * NUM_LAYERS * to.block_bytes
     assert marks == [("made", 0), ("made", 1), ("waited", 0)]
@@ -223,7 +248,7 @@ def test_a_piece_is_reported_when_it_has_arrived_and_the_next_is_queued_by_then(
 def test_a_copy_that_is_given_up_has_ended_on_the_device_when_it_is_closed(marks, monkeypatch):
     _, source = make_layers("LBHNC", seed=1)
     _, target = make_layers("LBHNC", seed=2)
-    monkeypatch.setattr("kv_transfer.memory.device.COPY_PIECE_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.memory.rows._IndexedCopy.piece_bytes", 1)
     pieces = device_pool(target).copies_from(device_pool(source), [0, 1, 5], [8, 2, 4])
     next(pieces)
     pieces.close()
