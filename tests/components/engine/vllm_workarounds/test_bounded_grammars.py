@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -314,3 +315,12 @@ def test_xgrammar_compiles_the_ordinary_patterns_that_tools_may_have(backend):
         grammar = compiled(backend, Kind.STRUCTURAL_TAG, tag)
         assert allowed(backend, grammar), pattern
         assert grammar.why is None
+
+
+def test_nothing_is_kept_of_a_grammar_once_its_request_has_gone(backend):
+    grammars = [compiled(backend, Kind.JSON, {"type": "string", "maxLength": longest}) for longest in range(1000, 1010)]
+    for grammar in grammars:
+        written(backend, grammar, 5)
+    gone = [weakref.ref(grammar.grammar) for grammar in grammars]
+    del grammar, grammars
+    assert [one() for one in gone] == [None] * 10
