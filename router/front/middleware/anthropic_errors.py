@@ -56,6 +56,8 @@ class _Rewriting:
         self._send = send
         self._start: Message = {}
         """The head of an error, which waits for its body."""
+        self._body = b""
+        """As much of an error as has come."""
         self._told = False
 
     def send(self, message: Message) -> Awaitable[None]:
@@ -76,9 +78,12 @@ class _Rewriting:
         return self._send(message)
 
     async def _send_error(self, message: Message) -> None:
-        """Send head and body; an error is in one message, of which the end may be sent later (`body_limit`)."""
+        """Send head and body once all of the error has come; the end of the answer may come later (`body_limit`)."""
+        self._body += message.get("body", b"")
+        if message.get("more_body", False) and not _is_whole(self._body):
+            return
         start, self._start, self._told = self._start, {}, True
-        body = _rewritten(start["status"], message.get("body", b""))
+        body = _rewritten(start["status"], self._body)
         standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         kept = [header for header in start["headers"] if header[0] not in (b"content-type", b"content-length")]
         await self._send({**start, "headers": [*standard, *kept]})
@@ -94,6 +99,15 @@ def _rewritten(status: int, body: bytes) -> bytes:
     except (ValueError, LookupError, TypeError, AttributeError):
         message = body.decode(errors="replace") or HTTPStatus(status).phrase
     return json.dumps(anthropic_error(status, message)).encode()
+
+
+def _is_whole(body: bytes) -> bool:
+    """Return whether an error's body is complete JSON."""
+    try:
+        json.loads(body)
+    except ValueError:
+        return False
+    return True
 
 
 async def _nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from itertools import pairwise
 from typing import Any
 
 import anthropic
@@ -269,3 +270,28 @@ async def test_whatever_an_app_answers_an_error_is_whole_and_everything_else_is_
         assert body == b"".join(parts)
     else:
         assert (int(headers[b"content-length"]), json.loads(body)["type"]) == (len(body), "error")
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["the answer ends with it", "the answer ends later"])
+@given(cuts=st.sets(st.integers(0, 60), max_size=4))
+async def test_an_error_in_any_number_of_messages_is_told_whole(ends, cuts):
+    error = json.dumps({"error": {"message": "the prompt is too long", "code": 400}}).encode()
+    edges = [0, *sorted(cuts), len(error)]
+    parts = [error[start:end] for start, end in pairwise(edges)]
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        for number, part in enumerate(parts, 1):
+            await send({"type": "http.response.body", "body": part, "more_body": not ends or number < len(parts)})
+        assert sent, "the client has the error, also if the end of the answer is still to come"
+        if not ends:
+            await send({"type": "http.response.body", "body": b""})
+
+    await AnthropicErrors(app)({"type": "http", "path": "/v1/messages"}, None, send)  # type: ignore[arg-type]
+    body = b"".join(message.get("body", b"") for message in sent[1:])
+    assert int(dict(sent[0]["headers"])[b"content-length"]) == len(body)
+    assert json.loads(body)["error"]["message"] == "the prompt is too long"
