@@ -17,7 +17,7 @@ SEED ?= 1
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-.PHONY: help setup model clients demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes power planted chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
+.PHONY: help setup model clients demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes power planted long chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -78,8 +78,11 @@ test-all: test clients ## `make test`, then everything else: faults, chaos, host
 	@beside=$$(mktemp); nice -n 19 $(BIN)/pytest -q -n 2 --dist loadfile tests/replay tests/fuzz > $$beside 2>&1 & other=$$!; \
 	$(BIN)/pytest -v --durations=10 tests/hosts; hosts=$$?; \
 	wait $$other; others=$$?; cat $$beside; rm -f $$beside; exit $$((hosts | others))
-	@$(BIN)/pytest -v --durations=40 -m "not core" tests/engines
+	@$(BIN)/pytest -v --durations=40 -m "not core and not long" tests/engines
 	@$(BIN)/python -m tests.engines.other_format
+
+long: model      ## the longest cases of tests that `make test-all` has a shorter case of (about 4 minutes)
+	@$(BIN)/pytest -v -m long tests/engines
 
 bench-decision: setup ## what a decision of mode adaptive costs the router at 32 workers and 2,000 streams, without engines (10 s)
 	@$(BIN)/python -m tools.bench.decision_cost $(BENCH)

@@ -46,7 +46,7 @@ def processes(deployed: Deployed) -> set[tuple[int, float]]:
     return {(one.pid, one.create_time()) for one in (deployed.router(), *workers, *engines)}
 
 
-@pytest.mark.parametrize("pause_s", [25.0, 120.0])
+@pytest.mark.parametrize("pause_s", [25.0, pytest.param(120.0, marks=pytest.mark.long)])
 def test_while_the_driver_stands_still_and_when_it_goes_on_no_worker_and_no_stream_ends(
     deployed: Deployed, figure: Figure, pause_s: float
 ):
