@@ -142,9 +142,9 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
     fits = [view for view in views if view.load.room] or views
     if not fits:
         return None
-    if any(view.load.is_idle and view.load.takes_prompt for view in computing):  # nobody waits beside an idle worker
-        computing = [view for view in computing if view.load.takes_prompt]
-    options = [_option(wanted, tpot_missed, view, view) for view in fits if view in computing or not wanted.may_split]
+    computing = _beside_no_idle(computing)
+    whole = [view for view in fits if view in computing] if wanted.may_split else _beside_no_idle(fits)
+    options = [_option(wanted, tpot_missed, view, view) for view in whole]
     if wanted.may_split:
         prompts = sorted(computing, key=_prompt_rank)[:CONSIDERED]
         for decode in sorted(fits, key=_decode_rank)[:CONSIDERED]:
@@ -157,6 +157,13 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
         return _within_limits(wanted, options)
     # An answer that must stay where its prompt is computed cannot get out of the way of other prompts.
     return _least_latency(wanted, options, _for_prompts(views) if wanted.may_split else None)
+
+
+def _beside_no_idle(views: list[_View]) -> list[_View]:
+    """Return the workers that a prompt may go to: while one of them is idle, none for which it would have to wait."""
+    if any(view.load.is_idle and view.load.takes_prompt for view in views):
+        return [view for view in views if view.load.takes_prompt]
+    return views
 
 
 def _delay_s(option: Option) -> float:

@@ -170,7 +170,7 @@ WITHIN = Demand(PROMPT, 64, ttft_limit_s=2.0, tpot_limit_s=0.095)
 class OneDecodes(Pair):
     """One worker decodes forty answers, the other one is idle."""
 
-    def __init__(self) -> None:
+    def __init__(self, min_remote_prefill_tokens: int = 0) -> None:
         super().__init__()
         self.held.close()
         self.idle, self.decoder = self.workers
@@ -182,7 +182,9 @@ class OneDecodes(Pair):
         self.learned = Learned(32)
         for _ in range(20):
             self.learned.answered(64, 64)
-        self.rules = ByPrediction("adaptive", lambda: self.workers, self.learned, clock=lambda: self.now_s)
+        self.rules = ByPrediction(
+            "adaptive", lambda: self.workers, self.learned, min_remote_prefill_tokens, clock=lambda: self.now_s
+        )
 
     def pair_of(self, roomy=None):
         choice = self.rules.choose(WITHIN, 0.0, roomy or self.workers, urgent=False)
@@ -203,6 +205,16 @@ def test_a_prompt_is_computed_by_the_idle_worker_rather_than_in_short_chunks_bes
 
 def test_no_prompt_waits_for_a_full_worker_while_another_one_is_idle(one_decodes):
     assert one_decodes.pair_of(roomy=[one_decodes.idle]) is not None
+
+
+def test_a_prompt_that_is_too_short_to_be_split_waits_for_no_full_worker_either():
+    """The idle worker is slower, so the prompt would do better on the other one, once it has room."""
+    one = OneDecodes(min_remote_prefill_tokens=PROMPT + 1)
+    slow = replace(TWO_STATES, base_s=20 * TWO_STATES.base_s)
+    one.idle.status = replace(one.idle.status, step_model=slow)
+    with one.held:
+        assert one.pair_of() == (one.decoder, one.decoder), "it may wait where nobody is idle"
+        assert one.pair_of(roomy=[one.idle]) == (one.idle, one.idle)
 
 
 def test_prompts_leave_a_worker_beside_whose_answers_they_take_longer_than_predicted_and_come_back_later(one_decodes):
