@@ -115,14 +115,19 @@ def _as_in_a_terminal() -> None:
 
 
 @contextmanager
-def serving(*arguments: str, folder: Path = REPOSITORY, shell: Mapping[str, str] = {}) -> Iterator[Serve]:
+def serving(
+    *arguments: str,
+    folder: Path = REPOSITORY,
+    shell: Mapping[str, str] = {},
+    program: tuple[str, ...] = (str(RIDGELINE),),
+) -> Iterator[Serve]:
     """`ridgeline serve` on the shipped configuration; whatever the test did, nothing of it runs afterwards.
 
-    `folder` is the working folder, `shell` has variables of the operator's.
+    `folder` is the working folder, `shell` has variables of the operator's, `program` is what to run instead.
     """
     without_parent = {name: value for name, value in os.environ.items() if name != PRELOADED}  # it makes one of its own
     name = f"test-{secrets.token_hex(4)}"  # several may run at a time, and beside one that is no test
-    command = [str(RIDGELINE), "serve", "-c", str(REPOSITORY / "deploy/local.yaml"), "--port", "0", "--name", name]
+    command = [*program, "serve", "-c", str(REPOSITORY / "deploy/local.yaml"), "--port", "0", "--name", name]
     process = subprocess.Popen(
         [*command, *arguments],
         cwd=folder,

@@ -1,28 +1,38 @@
-"""Two routers behind one port with their dispatcher, real engines: what is lost when one dies; pools change size.
+"""Three routers behind one port with their dispatcher, real engines: what is lost when one dies, or is cut off.
 
+Pools change size, too.
 One `ridgeline serve` with a prefill and a decode worker for all of these tests, which follow one another. Later there
 are more engines than cores, so only what happens counts here, not how fast.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import httpx
 import psutil
 import pytest
 
-from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, serving, still_there
+from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, name_of, serving, still_there
 from tests.engines.served import BACK_WITHIN_S, Deployed, Stream
+from tests.support import relayed_serve
 
 Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines
 
+UNREACHABLE_S = 10
 SETTINGS = {
-    "router.processes": "2",
+    "router.processes": "3",
+    "router.slo.tpot_ms": "0.1",
+    "supervision.unreachable_timeout_s": str(UNREACHABLE_S),
     "model.dtype": "float32",  # texts are compared: in bfloat16 a batch of another size may break ties another way
     "ray.share_cores": "true",
     "model.max_model_len_tokens": "1024",
@@ -37,7 +47,8 @@ GREEDY = {**body(TOKENS), "temperature": 0}
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
     settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    with serving("--prefill", "1", "--decode", "1", *settings) as serve:
+    program = (sys.executable, "-m", relayed_serve.__name__)
+    with serving("--prefill", "1", "--decode", "1", *settings, program=program) as serve:
         one = Deployed(serve, serve.wait_ready())
         one.completes()
         yield one
@@ -60,18 +71,27 @@ def connections(process: psutil.Process) -> int:
 
 
 def long_streams(deployed: Deployed, number: int) -> tuple[list[Stream], dict[int, int]]:
-    """Streams of which each router has some, and how many connections each router has got with them."""
+    """Streams of which several routers have some, and how many connections each router has got with them."""
     before = {router.pid: connections(router) for router in deployed.heads("router")}
     streams: list[Stream] = []
     while True:
         streams += [Stream(deployed.url, STREAM_TOKENS, temperature=0) for _ in range(number)]
         now = {router.pid: connections(router) - before[router.pid] for router in deployed.heads("router")}
-        if all(number > 0 for number in now.values()):
+        if sum(number > 0 for number in now.values()) > 1:
             return streams, now
 
 
-def test_requests_over_both_routers_give_the_same_text_and_are_counted_together(deployed: Deployed):
-    assert [len(deployed.heads(title)) for title in ("router", "dispatcher")] == [2, 1]
+def test_limits_that_nothing_can_keep_are_told_when_it_is_ready(deployed: Deployed):
+    told = r"router.slo.tpot_ms is 0.1, .* measured to take \d\S* ms .* Set it to \d\S* or more"
+    assert re.search(told, " ".join(deployed.serve.lines)), deployed.serve.output
+    status = subprocess.run(
+        [str(RIDGELINE), "status"], env={**os.environ, "COLUMNS": "250"}, capture_output=True, text=True, check=True
+    )
+    assert re.search(told, " ".join(status.stdout.split())), status.stdout
+
+
+def test_requests_over_all_routers_give_the_same_text_and_are_counted_together(deployed: Deployed):
+    assert [len(deployed.heads(title)) for title in ("router", "dispatcher")] == [3, 1]
     before = finished(deployed)
     with ThreadPoolExecutor(6) as pool:
         texts = list(pool.map(completion, [deployed.url] * 12))
@@ -79,6 +99,67 @@ def test_requests_over_both_routers_give_the_same_text_and_are_counted_together(
     assert {finished(deployed) - before for _ in range(8)} == {12.0}, "whichever router answers"
     assert deployed.metrics().sum("ridgeline_requests_total", path="disaggregated", outcome="finished") > 0
     assert deployed.metrics().sum("ridgeline_kv_pair") == 1
+
+
+def client_of(deployed: Deployed, router: psutil.Process) -> httpx.Client:
+    """A client with one connection, which this router has."""
+    while True:
+        client = httpx.Client(base_url=deployed.url, timeout=120, limits=httpx.Limits(keepalive_expiry=None))
+        port = own_port(client.get("/health"))
+        if any(one.raddr and one.raddr.port == port for one in router.net_connections("tcp")):
+            return client
+        client.close()
+
+
+def own_port(reply: httpx.Response) -> int:
+    address: tuple[str, int] = reply.extensions["network_stream"].get_extra_info("client_addr")
+    return address[1]
+
+
+def states(client: httpx.Client) -> dict[str, str]:
+    """How its router finds each worker."""
+    return {row["worker"]: row["state"] for row in client.get("/ridgeline/workers").json()["workers"]}
+
+
+def test_a_router_whose_route_to_half_of_the_workers_is_cut_serves_on_and_heals_and_nothing_is_restarted(
+    deployed: Deployed, figure: Figure
+):
+    whole, before = completion(deployed.url), {name: row["pid"] for name, row in deployed.workers().items()}
+    (router,) = (one for one in deployed.heads("router") if relayed_serve.RELAYED in name_of(one))
+    streams = [Stream(deployed.url, TOKENS, temperature=0) for _ in range(4)]
+    with closing(client_of(deployed, router)) as client:
+        port, took_s, refused = own_port(client.get("/health")), [], 0
+        deployed.serve.process.send_signal(signal.SIGUSR1)
+        cut_s = time.monotonic()
+        # Longer than a worker may be unreachable for most routers, and until the supervisor has looked once more.
+        while time.monotonic() < cut_s + UNREACHABLE_S + 5.0 or len(took_s) < 3:
+            asked_s = time.monotonic()
+            reply = client.post("/v1/completions", json=GREEDY)
+            took_s.append(time.monotonic() - asked_s)
+            assert own_port(reply) == port
+            if reply.status_code == 503:
+                refused += 1
+                time.sleep(0.2)
+            else:
+                assert reply.json()["choices"][0]["text"] == whole, reply.text
+            assert completion(deployed.url) == whole, "whichever router it reaches"
+        found = states(client)
+        assert sorted(found.values()) == ["lost", "ready"], found
+        took = ", ".join(f"{one_s:.1f}" for one_s in took_s)
+        figure(f"{len(took_s)} requests of the cut router, {refused} refused, took {took} s")
+        deployed.serve.process.send_signal(signal.SIGUSR2)
+        mended_s = time.monotonic()
+        while set(states(client).values()) != {"ready"}:
+            assert time.monotonic() < mended_s + BACK_WITHIN_S
+            time.sleep(0.1)
+        figure(f"healed {time.monotonic() - mended_s:.1f} s after its route was back")
+        reply = client.post("/v1/completions", json=GREEDY)
+        assert (reply.json()["choices"][0]["text"], own_port(reply)) == (whole, port)
+    assert [stream.text() for stream in streams] == [whole] * 4
+    assert {name: row["pid"] for name, row in deployed.workers().items()} == before
+    assert deployed.metrics().sum("ridgeline_worker_restarts_total") == 0
+    assert max(took_s) < 3 * UNREACHABLE_S, "none of them waited for the route"
+    assert " is gone " not in deployed.serve.output
 
 
 def test_a_killed_router_takes_its_own_streams_only_and_comes_back_on_the_port(deployed: Deployed, figure: Figure):
@@ -92,9 +173,9 @@ def test_a_killed_router_takes_its_own_streams_only_and_comes_back_on_the_port(d
     assert broken == shared[victim.pid], f"{shared}, {ends}"
     assert ends.count("data: [DONE]") == len(streams) - broken
     assert len({stream.text() for stream in streams if stream.lines[-1] == "data: [DONE]"}) == 1
-    figure(deployed.back(next(f"router-{n}" for n in (0, 1) if f"router-{n} is gone" in deployed.serve.output)))
+    figure(deployed.back(next(f"router-{n}" for n in range(3) if f"router-{n} is gone" in deployed.serve.output)))
     figure(f"back {time.monotonic() - killed_s:.1f} s after it was killed")
-    assert len(deployed.heads("router")) == 2
+    assert len(deployed.heads("router")) == 3
     for _ in range(8):
         completion(deployed.url)
     assert finished(deployed) >= counted, "what the dead router had counted when it was last asked is not forgotten"
@@ -180,7 +261,7 @@ def test_what_cannot_be_ordered_is_refused_with_a_sentence(deployed: Deployed):
     assert (status, "is no pool with its number of workers: say prefill=2" in output) == (2, True), output
 
 
-def test_two_routers_and_a_dispatcher_leave_no_process(deployed: Deployed):
+def test_three_routers_and_a_dispatcher_leave_no_process(deployed: Deployed):
     family = psutil.Process(deployed.serve.process.pid).children(recursive=True)
     deployed.serve.process.send_signal(2)
     assert deployed.serve.wait_exit(60) == 0

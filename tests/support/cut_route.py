@@ -67,7 +67,11 @@ class Route:
         if self._refuses:
             writer.transport.abort()
             return
-        there, back = await asyncio.open_connection(self._host, self._port)
+        try:
+            there, back = await asyncio.open_connection(self._host, self._port)
+        except OSError:  # its server has ended
+            writer.transport.abort()
+            return
         self._writers |= {writer, back}
         for source, sink in ((reader, back), (there, writer)):
             task = asyncio.create_task(self._pass_on(source, sink))
