@@ -8,10 +8,11 @@ SettableTransport = Literal["auto", "shm", "cuda-ipc", "collective", "grpc", "ni
 TransportName = Literal[SettableTransport, "memory"]
 """The transports that a configuration may name, and the one of the tests, in which nothing leaves the process."""
 TRANSPORT_NAMES: Final = get_args(TransportName)
-AUTO: Final = ("shm", "grpc")
-"""The transports that `auto` tries with each source, best first; TLS covers each. Left out are
-`collective` and `cuda-ipc`, which have not run on a GPU yet, and `nixl`, which is slower on one host and over TCP, and
-has run nowhere else."""
+AUTO: Final = ("cuda-ipc", "shm", "grpc")
+"""The transports that `auto` tries with each source, best first; TLS covers each. The first is for engines on GPUs, and
+there only for two on one GPU: between GPUs it has not run. The second is for engines on CPUs. Left out are
+`collective`, which has not run with NCCL, and `nixl`, which is slower on one host and over TCP, and has run nowhere
+else."""
 NIXL_PACKAGES: Final = {"13": "nixl-cu13", "12": "nixl-cu12"}
 """The package that `nixl` needs, by the CUDA version of torch; without CUDA, the first."""
 

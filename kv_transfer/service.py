@@ -23,10 +23,11 @@ from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
 from kv_transfer.fetch.heartbeat import Heartbeats, release_with_retries
 from kv_transfer.fetch.results import Completed, CompletionBoard, TransferStats
 from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.memory.device import OnLost
 from kv_transfer.memory.shared import SharedOffer
 from kv_transfer.options import TransferOptions
 from kv_transfer.source.lease import LeaseTable
-from kv_transfer.transports import RankCache, exports, make_transport
+from kv_transfer.transports import Exports, RankCache, exports, make_transport
 
 log = logging.getLogger(__name__)
 
@@ -56,19 +57,21 @@ class TransferService:
         options: TransferOptions,
         shared: SharedOffer | None = None,
         rank: int = 0,
+        on_lost: OnLost = lambda _error: None,
     ) -> None:
         """`layers` must be in forward order, the same on every engine: peers know a layer by its position.
 
         `shared` says where peers on this host can map these layers, if they can; `rank` is the tensor-parallel rank of
-        this process. Raises ValueError if the layout does not match the layers, or does not support the wire_dtype.
+        this process; `on_lost` is called, in any thread, once the GPU does nothing more for it. Raises ValueError if
+        the layout does not match the layers, or does not support the wire_dtype.
         """
-        self._pool = BlockPool.from_layer_tensors(list(layers.values()))
+        self._pool = BlockPool.from_layer_tensors(list(layers.values()), on_lost)
         check_layout(self._pool, layout)
         self._layout = layout
         self._lease_s = options.lease_s
         self._board = CompletionBoard()
         self._leases = LeaseTable(on_finished=self._board.wake)
-        self._exports = exports(list(layers.values()), shared, options.transport)
+        self._exports: Exports | None = exports(list(layers.values()), shared, options.transport)
         cache = RankCache(
             pool=self._pool,
             leases=self._leases,
@@ -211,6 +214,7 @@ class TransferService:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S)
         self._source.close()
+        self._exports = None
         self._board.finish_all(CANCELLED_RECEIPT)
         if not self._thread.is_alive():
             self._loop.close()

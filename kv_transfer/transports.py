@@ -54,14 +54,15 @@ class Exports:
 def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transport: TransportName) -> Exports:
     """Return how peers reach these layers: by `shared`, if they are in host memory, and by CUDA IPC.
 
-    The second only for the `transport` that asks for it, so that otherwise nothing is asked of CUDA. Host memory is
-    exported in that way too, for tests and measurements: no configuration can ask for it.
+    The second only for a `transport` that may use it, so that otherwise nothing is asked of CUDA. Host memory is
+    exported in that way too if it is named, for tests and measurements: no configuration can do that.
     """
     offers = {} if shared is None else {"shm": msgspec.to_builtins(shared)}
-    if transport != "cuda-ipc":
+    on_gpu = layers[0].device.type == "cuda"
+    if transport != "cuda-ipc" and not (transport == "auto" and on_gpu):
         return Exports(offers, None)
     try:
-        if layers[0].device.type == "cuda":
+        if on_gpu:
             ipc = export(layers)
         elif shared is not None:
             ipc = export_shared(shared)
@@ -96,8 +97,8 @@ def make_transport(cache: RankCache, options: TransferOptions) -> tuple[KvSource
     """Build both ends. Their modules are imported only now.
 
     Raises ValueError for an unknown transport, and for options that it or these blocks do not support.
-    Every source but `memory` serves all transports, `cuda-ipc` and `nixl` only if they are named; the name decides what
-    this engine's own fetches use.
+    Every source but `memory` serves all transports, `cuda-ipc` on a GPU or if it is named, `nixl` only if it is named;
+    the name decides what this engine's own fetches use.
     """
     if options.transport != "auto":
         asked_for = puller_class(options.transport)
@@ -132,9 +133,12 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
 
     control = GrpcControl(largest_frame_bytes(cache.layout), options.tls)
     extensions: list[SourceExtension] = []
-    pullers: list[Puller] = [ShmPuller(control), GrpcPuller(control)]
-    if options.transport == IpcPuller.name:
-        pullers.append(IpcPuller(control, cache.pool.device))
+    pullers: list[Puller] = [GrpcPuller(control)]
+    on_gpu = cache.pool.device.type == "cuda"
+    if on_gpu or options.transport == IpcPuller.name:
+        pullers.append(IpcPuller(control, cache.pool.device, any_gpu=options.transport == IpcPuller.name))
+    if not on_gpu or options.transport == ShmPuller.name:
+        pullers.append(ShmPuller(control))
     if options.tls is None or CollectivePuller.covered_by_tls:
         extensions.append(CollectiveSource(cache.pool, options.host))
         pullers.append(CollectivePuller(control, cache.pool.device, options.host))

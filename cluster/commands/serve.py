@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -26,6 +27,7 @@ from cluster.runtime.deployment import Deployment, deploy
 from cluster.runtime.environment import server_variables
 from cluster.runtime.plan import make_plan
 from cluster.runtime.ray_start import ray_runtime
+from router.fleet.pairing import KvPair
 
 
 class Unfit(RuntimeError):
@@ -98,6 +100,15 @@ async def _serve(config: RidgelineConfig, console: Console, held: Held) -> None:
     console.print("stopped")
 
 
+def how_kv_goes(pairs: Sequence[KvPair]) -> list[str]:
+    """Return a sentence for each transport between workers: for how many pairs, and why none better was picked."""
+    counted = Counter((pair.transport, pair.why) for pair in pairs)
+    return [
+        f"KV goes by {transport} for {number} pair{'s' if number > 1 else ''} of workers" + (f" ({why})" if why else "")
+        for (transport, why), number in sorted(counted.items())
+    ]
+
+
 async def _run(
     config: RidgelineConfig, console: Console, ready: asyncio.Event, signals: StopSignals, held: Held
 ) -> None:
@@ -112,7 +123,8 @@ async def _run(
         for warning in deployment.warnings:
             console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
-        held.tell(phase="ready", url=deployment.url, warnings=deployment.warnings)
+        kv = how_kv_goes(deployment.kv_pairs)
+        held.tell(phase="ready", url=deployment.url, warnings=deployment.warnings, kv=kv)
         watching = asyncio.create_task(
             deployment.watch(partial(say_with_time, console), lambda away: held.tell(phase="ready", away=dict(away)))
         )

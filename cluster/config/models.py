@@ -266,12 +266,12 @@ class TransferConfig(Section):
     transport: SettableTransport = Field(
         default="auto",
         description="what carries the bytes: shm (one host), cuda-ipc (GPUs of one host), grpc, collective (nccl or "
-        "gloo), nixl (UCX; a package of its own); auto: shm, else grpc",
+        "gloo), nixl (UCX; a package of its own); auto: cuda-ipc on one GPU, shm on CPUs of one host, else grpc",
     )
     wire_dtype: WireDtype = Field(
         default="none",
         description="rounds KV to one byte an element on the wire, with a scale for each head of a block; pairs that "
-        "use shm (with auto: those on one host) copy it as it is",
+        "use shm or cuda-ipc (with auto: those on one host's CPUs, or on one GPU) copy it as it is",
     )
     faults: str | None = Field(
         default=None, description="for tests: makes fetches fail on purpose, as in seed=7,drop=0.02,corrupt=0.05"

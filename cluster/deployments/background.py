@@ -76,7 +76,7 @@ def _until_ready(place: Place, process: subprocess.Popen[bytes], console: Consol
 
 
 def status(console: Console) -> None:
-    """Print a table of all deployments that run on this machine, what to mend in their settings, and lost workers."""
+    """Print a table of all deployments that run on this machine, how KV goes, what to mend, and lost workers."""
     found = running()
     if not found:
         console.print("no deployment runs on this machine")
@@ -88,8 +88,8 @@ def status(console: Console) -> None:
         table.add_row(name, state.phase, state.url, str(state.pid), state.began, output)
     console.print(table)
     for name, state in found.items():
-        for warning in state.warnings:
-            console.print(f"{name}: {warning}", highlight=False)
+        for sentence in (*state.kv, *state.warnings):
+            console.print(f"{name}: {sentence}", highlight=False)
         for worker, how in state.away.items():
             console.print(f"{name}: {worker} is {how}", highlight=False)
         if late := _late(state.url):

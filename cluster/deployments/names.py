@@ -46,6 +46,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that are lost again and again, and how they are tried again."""
     warnings: list[str] = []
     """What its operator should mend in its settings."""
+    kv: list[str] = []
+    """By which transport KV went between its workers when it became ready, and why by none better."""
 
 
 @dataclass(frozen=True)
@@ -148,14 +150,16 @@ class Held:
         url: str = "",
         away: Mapping[str, str] | None = None,
         warnings: Sequence[str] | None = None,
+        kv: Sequence[str] | None = None,
     ) -> None:
-        """Write what this process is doing now, and which workers are `away` (see `State`); warnings stay."""
+        """Write what this process is doing now, and which workers are `away` (see `State`); the rest stays."""
         self._state = msgspec.structs.replace(
             self._state,
             phase=phase,
             url=url or self._state.url,
             away=dict(away or {}),
             warnings=self._state.warnings if warnings is None else list(warnings),
+            kv=self._state.kv if kv is None else list(kv),
         )
         unfinished = self._file.with_suffix(".tmp")
         unfinished.write_bytes(msgspec.json.encode(self._state))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from contracts.handoff import FetchReceipt, KvHandoff, KvLayout, new_handoff_id
 from engine.connector.messages import BYTES, LINGERING, CounterStats, Endpoint, FetchReceipts, StepInstructions
+from kv_transfer.memory.device import OnLost
 from kv_transfer.memory.shared import SharedOffer
 from kv_transfer.options import TransferOptions
 from kv_transfer.service import PairedTransport, TransferService
@@ -45,32 +47,39 @@ class WorkerSide:
         options: TransferOptions,
         shared: SharedOffer | None,
         rank: int = 0,
+        on_lost: OnLost = lambda _error: None,
     ) -> None:
+        """`on_lost` is called, in any thread, with an error after which the GPU does nothing more for this process."""
         self.layout = layout
         first = next(iter(layers.values()))
         self._num_blocks = int(first.shape[0])
         self._layers = {name: number for number, name in enumerate(layers, start=1)}
         self._writes_at_once = first.device.type == "cpu"
         """Whether a layer is in the cache when its call returns; on a GPU the write is only queued then."""
-        self._service = TransferService(layers, layout, options, shared, rank)
+        self._service = TransferService(layers, layout, options, shared, rank, on_lost)
         self._service.start()
         self._idle_wait_s = IDLE_WAIT_S if self._writes_at_once else GPU_IDLE_WAIT_S
-        if warms_up(options, first.device):
-            self._warm_up()
+        for transport in warm_ups(options, first.device):
+            self._warm_up(transport)
         self._after_warm_up = self._service.stats()
         """The counters so far, to be subtracted: no request's KV was moved."""
         self._receipts = FetchReceipts()
         self._pairing: tuple[str, Future[dict[str, PairedTransport | str]]] | None = None
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, transport: str | None) -> None:
         """Hand blocks off to ourselves, so that buffers and connections exist before the first client's KV arrives.
+
+        By `transport` if it is named, else by the one that is picked.
 
         The cache is still empty, and each block is copied onto itself: zeros, which every codec leaves unchanged. A
         failure is ignored here, because the first real transfer will report it.
         """
+        if transport is not None:
+            with suppress(TimeoutError):
+                self._service.pair([self._service.address], transport).result(WARM_UP_LEASE_S)
         blocks = list(range(1, min(self._num_blocks, WARM_UP_BLOCKS)))
         for number in range(WARM_UP_ROUNDS):
-            name = f"warm-up-{number}"
+            name = f"warm-up-{transport}-{number}"
             handoff = KvHandoff(
                 handoff_id=new_handoff_id(),
                 # Our own address once per rank: with equal tensor-parallel sizes, rank i fetches from addresses[i].
@@ -184,10 +193,13 @@ class WorkerSide:
         self._service.close()
 
 
-def warms_up(options: TransferOptions, device: torch.device) -> bool:
-    """Return whether blocks can be handed off to ourselves.
+def warm_ups(options: TransferOptions, device: torch.device) -> tuple[str | None, ...]:
+    """Return by which transports blocks are handed off to ourselves; None is the one that is picked.
 
     Not with faults, which it would hit and leave its hand-offs to their leases; nor over NCCL, which refuses a group of
-    two ranks on one GPU.
+    two ranks on one GPU. A GPU reaches itself by another transport than `auto` picks for other GPUs, so by both.
     """
-    return not options.faults and not (options.transport == "collective" and device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    if options.faults or (options.transport == "collective" and on_gpu):
+        return ()
+    return (None, "grpc") if options.transport == "auto" and on_gpu else (None,)

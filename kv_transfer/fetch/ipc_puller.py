@@ -17,15 +17,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
 import torch
 
+from contracts import errors
 from kv_transfer.fetch.control import GrpcControl
-from kv_transfer.fetch.pinned import Copy, PinnedPuller, copy_out_of
+from kv_transfer.fetch.pinned import Copy, PinnedPuller, Readable, copy_out_of
 from kv_transfer.interfaces import Pull, SourceDescription
-from kv_transfer.memory.ipc import IpcOffer, OpenedPool
+from kv_transfer.memory.blocks import CannotOpen
+from kv_transfer.memory.ipc import IpcOffer, OpenedPool, is_on
+from kv_transfer.memory.shared import require_same_host
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +41,23 @@ class IpcPuller(PinnedPuller[OpenedPool]):
     not_offered = "its KV cache is not in the memory of a GPU"
     failures = (RuntimeError,)  # torch's for whatever CUDA refuses
 
-    def __init__(self, control: GrpcControl, device: torch.device) -> None:
-        """`device` is where our own cache lies."""
+    def __init__(self, control: GrpcControl, device: torch.device, *, any_gpu: bool = True) -> None:
+        """`device` is where our own cache lies.
+
+        Without `any_gpu`, caches on other GPUs are left to other transports, and so is a source from which a copy has
+        failed.
+        """
         super().__init__(control, "kv-ipc")
         self._device = device
+        self._any_gpu = any_gpu
+        self._failed: dict[str, str] = {}
+        """By incarnation, what CUDA said against a copy."""
         self._watched: dict[str, int] = {}
         """By incarnation, a descriptor that is readable once the process has ended."""
 
     def obstacle(self, source: SourceDescription) -> str | None:
+        if not self._any_gpu and (failed := self._failed.get(source.incarnation)) is not None:
+            return failed
         known = source.incarnation in self._opened
         why = super().obstacle(source)
         if known or why is not None:
@@ -76,7 +89,23 @@ class IpcPuller(PinnedPuller[OpenedPool]):
             os.close(descriptor)
 
     def open(self, offer: dict[str, Any]) -> OpenedPool:
-        return OpenedPool(msgspec.convert(offer, IpcOffer), self._device)
+        described = msgspec.convert(offer, IpcOffer)
+        require_same_host(described.host)
+        if not self._any_gpu and not is_on(described.device, self._device):
+            raise CannotOpen(
+                "its KV cache is on another GPU, and between two GPUs this has not run yet; "
+                "transfer.transport: cuda-ipc tries it"
+            )
+        return OpenedPool(described, self._device)
 
     def copier(self, opened: OpenedPool, pull: Pull) -> Copy:
-        return copy_out_of(opened.pool, pull)
+        copy = copy_out_of(opened.pool, pull)
+
+        def noted(readable: Readable) -> Generator[int, None, None]:
+            try:
+                yield from copy(readable)
+            except self.failures as error:
+                self._failed[pull.source.incarnation] = f"a copy failed ({errors.first_line(error)})"
+                raise
+
+        return noted

@@ -66,8 +66,6 @@ class CudaRegion(msgspec.Struct, frozen=True, kw_only=True, tag="cuda"):
     """Where it begins in what the handle opens."""
     counter_handle: bytes
     counter_offset: int
-    event_handle: bytes
-    event_sync: bool
 
 
 Region = HostRegion | CudaRegion
@@ -95,12 +93,12 @@ class IpcOffer(msgspec.Struct, frozen=True, kw_only=True):
 class IpcExport:
     """This process's pool, which others can open while this object lives."""
 
-    def __init__(self, offer: IpcOffer, layers: Sequence[torch.Tensor], proof: object) -> None:
-        """Called by `export` and `export_shared`; `proof` is what keeps the offer's proof in memory."""
+    def __init__(self, offer: IpcOffer, layers: Sequence[torch.Tensor], keeps: object) -> None:
+        """Called by `export` and `export_shared`; `keeps` is what the offer's handles live as long as."""
         self.offer = offer
         self.layers = tuple(layers)
         """The layers, as uint8 [num_blocks, block_bytes]; empty for host memory, which we can open ourselves."""
-        self._proof = proof
+        self._keeps = keeps
         _exports[offer.proof] = self
 
 
@@ -119,20 +117,17 @@ def export(layers: Sequence[torch.Tensor]) -> IpcExport:
     storages = {row.untyped_storage().data_ptr(): row.untyped_storage() for row in rows}
     numbers = {address: number for number, address in enumerate(storages)}
     secret = secrets.token_bytes(PROOF_BYTES)
-    proof = torch.tensor(list(secret), dtype=torch.uint8, device=device)
+    proof = torch.tensor(list(secret), dtype=torch.uint8, device=device)  # returns when it is there
     try:
-        regions = tuple(_share(storage) for storage in storages.values())
-        proof_region = _share(proof.untyped_storage())
+        shared = [*map(_alias, storages.values()), proof.untyped_storage()]
+        *regions, proof_region = map(_share, shared)
     except RuntimeError as error:
-        raise CannotExport(
-            f"CUDA does not export its KV cache ({errors.first_line(error)}): does PYTORCH_CUDA_ALLOC_CONF ask for "
-            "expandable segments, or is it a part of a GPU (MIG)?"
-        ) from error
+        raise CannotExport(_why_not_exported(errors.first_line(error))) from error
     offer = IpcOffer(
         host=host_identity(),
         pid=os.getpid(),
         device=gpu_uuid(device),
-        regions=regions,
+        regions=tuple(regions),
         layers=tuple((numbers[row.untyped_storage().data_ptr()], int(row.storage_offset())) for row in rows),
         num_blocks=num_blocks,
         block_bytes=block_bytes,
@@ -140,7 +135,7 @@ def export(layers: Sequence[torch.Tensor]) -> IpcExport:
         proof=secret,
         proof_region=proof_region,
     )
-    return IpcExport(offer, rows, proof)
+    return IpcExport(offer, rows, (proof, shared))
 
 
 def export_shared(shared: SharedOffer) -> IpcExport:
@@ -211,9 +206,23 @@ def require_access(theirs: str, ours: torch.device) -> None:
             return
 
 
+def is_on(theirs: str, ours: torch.device) -> bool:
+    """Return whether an offer's device is this one."""
+    return theirs == (HOST if ours.type == "cpu" else gpu_uuid(ours))
+
+
 def gpu_uuid(device: torch.device) -> str:
     """Return the name of a GPU that is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _why_not_exported(words: str) -> str:
+    """Return what torch or CUDA says against an export as a sentence that names what to look at."""
+    if "shm" in words or "shared memory" in words or "No space left" in words:
+        fix = "torch needs a page of /dev/shm for it; is that full, or missing in this container?"
+    else:
+        fix = "does PYTORCH_CUDA_ALLOC_CONF ask for expandable segments, or is it a part of a GPU (MIG)?"
+    return f"CUDA does not export its KV cache ({words}): {fix}"
 
 
 def _require_one_gpu(rows: Sequence[torch.Tensor]) -> None:
@@ -221,16 +230,46 @@ def _require_one_gpu(rows: Sequence[torch.Tensor]) -> None:
         raise CannotExport("its KV cache is not on one GPU")
 
 
+class _Alias:
+    """Another storage of the same memory, of which nothing but the share is kept."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage  # whoever has the alias reads it
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _alias(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return what to share in a storage's stead: torch ties the share to the life of what it is asked for.
+
+    The engine may keep its cache to the last moment, and torch would warn. If this fails, the storage does it.
+    """
+    try:
+        alias = torch.as_tensor(_Alias(storage), device=storage.device).untyped_storage()
+    except (RuntimeError, TypeError, ValueError):
+        return storage
+    return alias if alias.data_ptr() == storage.data_ptr() else storage
+
+
 def _share(storage: torch.UntypedStorage) -> CudaRegion:
-    _, handle, num_bytes, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    """Describe memory to other processes, for as long as this storage lives.
+
+    Torch counts one receiver of each share, and keeps the memory for it until it has come and gone. Here any number
+    may come, or none, and they leave before the memory goes (see `fetch.ipc_puller`): so the count is taken back at
+    once, without which torch would warn at the end.
+    """
+    _, handle, num_bytes, offset, counter, counter_offset, _, _ = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
     return CudaRegion(
         num_bytes=num_bytes,
         handle=handle,
         offset_bytes=offset,
         counter_handle=counter,
         counter_offset=counter_offset,
-        event_handle=event,
-        event_sync=event_sync,
     )
 
 
@@ -249,8 +288,8 @@ def _open(region: Region, pid: int, device: torch.device) -> torch.Tensor:
             region.offset_bytes,
             region.counter_handle,
             region.counter_offset,
-            region.event_handle,
-            region.event_sync,
+            b"",
+            False,  # there is no event to wait for, which torch would leave open: what is read is announced first
         )
     except RuntimeError as error:
         raise CannotOpen(f"CUDA does not open its KV cache here ({errors.first_line(error)})") from error

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ from router.fleet.worker import STALL_TIMEOUT_S, Worker
 from worker_runtime.client import OnUnclaimed, WorkerClient
 
 __all__ = ["Fleet", "Worker"]
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
 ROLES_WITHIN_S = 20.0
@@ -71,6 +74,8 @@ class Fleet:
         """By pool, the event for requests that wait for news of its workers; a new one each time there are some."""
         self._group: asyncio.TaskGroup | None = None
         self.kv_pairs: list[KvPair] = []
+        self._carried_by: dict[tuple[str, str], str] = {}
+        """By prefill and decode worker, the transport of their last pairing."""
         self.restarts: Counter[tuple[Pool, str, str]] = Counter()
         """Number of restarts by pool, worker id and reason."""
         self.away: dict[str, str] = {}
@@ -103,6 +108,7 @@ class Fleet:
         sources, sinks = self._exchanging(self.mode, self.workers)
         if self._leads:
             self.kv_pairs = await pair_all(sources, sinks)
+            self._note_transports(self.kv_pairs)
         await self.refresh()
 
     async def _first_time(self, address: str) -> Worker:
@@ -165,6 +171,8 @@ class Fleet:
         """Forget a worker that has left; does nothing if it is not known."""
         worker = self._workers.pop(worker_id, None)
         self.kv_pairs = self._pairs_without(worker_id)
+        for gone in [pair for pair in self._carried_by if worker_id in pair]:
+            del self._carried_by[gone]
         for series in [series for series in self.restarts if series[1] == worker_id]:  # an id is never used again
             del self.restarts[series]
         if worker is None:
@@ -374,7 +382,19 @@ class Fleet:
             return
         there = {one.worker_id for one in prefills if one in still}
         new = [pair for pair in pairs if pair.prefill in there]
+        self._note_transports(new)
         self.kv_pairs = list({(pair.prefill, pair.decode): pair for pair in (*self.kv_pairs, *new)}.values())
+
+    def _note_transports(self, pairs: Sequence[KvPair]) -> None:
+        """Log where two workers paired by another transport than the last time: nobody would notice a slower one."""
+        for pair in pairs:
+            before = self._carried_by.get((pair.prefill, pair.decode), pair.transport)
+            self._carried_by[pair.prefill, pair.decode] = pair.transport
+            if before != pair.transport:
+                why = f" ({pair.why})" if pair.why else ""
+                logger.warning(
+                    "KV %s -> %s goes by %s now, by %s before%s", pair.prefill, pair.decode, pair.transport, before, why
+                )
 
     def _connected(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.client.connected]

@@ -264,6 +264,9 @@ class KvPairView(Protocol):
     @property
     def transport(self) -> str: ...
 
+    @property
+    def why(self) -> str: ...
+
 
 # counter name's first part -> (series, help, names of the labels its other parts give)
 _WORKER_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -413,11 +416,11 @@ class WorkerCollector(Collector):
     def _pairs(self) -> Metric:
         family = GaugeMetricFamily(
             "ridgeline_kv_pair",
-            "Pairs of workers that can exchange KV, by the transport that carries it",
-            labels=["transport"],
+            "Pairs of workers that can exchange KV, by the transport that carries it, and why no better one was picked",
+            labels=["transport", "why"],
         )
-        for transport, number in sorted(Counts(pair.transport for pair in self._kv_pairs()).items()):
-            family.add_metric([transport], number)
+        for labels, number in sorted(Counts((pair.transport, pair.why) for pair in self._kv_pairs()).items()):
+            family.add_metric(labels, number)
         return family
 
     def _restarted(self, present: set[str]) -> Metric:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import weakref
 from contextlib import closing, nullcontext
@@ -18,7 +19,9 @@ import torch
 from contracts import errors
 from contracts.handoff import KvHandoff
 from kv_transfer.bench.source_process import SOURCE_SEED, Cache, CacheShape, SourceProcess, offer
+from kv_transfer.fetch.ipc_puller import IpcPuller
 from kv_transfer.memory.device import DeviceMemory
+from kv_transfer.service import PairedTransport
 from tests.support.cuda import NEEDS_CUDA
 from tests.support.fetches import receipt_of
 from tests.support.interpreted_triton import interpreted_kernel
@@ -116,7 +119,27 @@ def test_a_copy_that_cuda_refuses_is_unreachable_and_the_next_fetch_opens_the_me
     assert fetched(service, handoff, "again", [3, 4]).outcome == "ok"
 
 
-def test_auto_does_not_pick_it(ends):
+def test_memory_is_opened_in_one_and_the_same_thread_at_pairing_and_anew_in_the_middle_of_serving(ends, monkeypatch):
+    """A thread has its own CUDA device: one that had opened nothing before might open it on another one, or not."""
+    source, _, _, service = ends
+    threads = []
+    open_ = IpcPuller.open
+
+    def noted(puller, offer):
+        threads.append(threading.current_thread().name)
+        return open_(puller, offer)
+
+    monkeypatch.setattr(IpcPuller, "open", noted)
+    address = source.addresses["cuda-ipc"]
+    service.pair([]).result(PATIENCE_S)
+    service.pair([address]).result(PATIENCE_S)
+    service.pair([]).result(PATIENCE_S)
+    handoff, _ = source.publish("cuda-ipc", "anew", [1, 2])
+    assert fetched(service, handoff, "anew", [3, 4]).outcome == "ok"
+    assert threads == ["kv-transfer"] * 2
+
+
+def test_auto_picks_it_for_two_engines_on_one_gpu(ends):
     source, _, cache, _ = ends
     service = cache.service("auto")
     service.start()
@@ -125,7 +148,7 @@ def test_auto_does_not_pick_it(ends):
         paired = service.pair([address]).result(PATIENCE_S)[address]
     finally:
         service.close()
-    assert paired.transport == ("shm" if cache.layers.device.type == "cpu" else "grpc"), paired
+    assert paired == PairedTransport("shm" if cache.layers.device.type == "cpu" else "cuda-ipc", "")
 
 
 def test_a_hand_off_within_one_process_copies_between_its_own_blocks(ends):

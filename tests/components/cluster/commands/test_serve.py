@@ -13,6 +13,7 @@ from cluster.config.models import RidgelineConfig, SloConfig
 from cluster.deployments.names import Place, State
 from cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment, limits_too_short
 from cluster.runtime.handles.actor import ActorGone, DeploymentFailed
+from router.fleet.pairing import KvPair
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 
@@ -89,7 +90,8 @@ async def test_what_a_drain_left_is_told(left, words):
 async def test_limits_that_cannot_be_kept_are_printed_before_ready_and_kept_for_status(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     console, warning = Console(file=io.StringIO(), width=200), "router.slo.tpot_ms is 1, which nothing can keep here"
-    deployment = Deployment("url", [], [], [Router(0)], None, None, None, [warning])
+    pairs = [KvPair(prefill, "decode-0", "grpc", "not cuda-ipc: no") for prefill in ("prefill-0", "prefill-1")]
+    deployment = Deployment("url", [], pairs, [Router(0)], None, None, None, [warning])
     deployment.watch = lambda say, on_away: asyncio.Event().wait()
 
     @contextlib.asynccontextmanager
@@ -106,6 +108,7 @@ async def test_limits_that_cannot_be_kept_are_printed_before_ready_and_kept_for_
         await running
         state = msgspec.json.decode((place.folder / "state.json").read_bytes(), type=State)
         assert (state.phase, state.warnings) == ("draining", [warning])
+        assert state.kv == ["KV goes by grpc for 2 pairs of workers (not cuda-ipc: no)"]
     lines = console.file.getvalue().splitlines()
     assert lines.index(warning) == next(number for number, line in enumerate(lines) if line.startswith("ready")) - 1
 

@@ -23,7 +23,8 @@ signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
 with Place(name).held(detached=detached) as held:
     away = {"worker-2": "in restart back-off: next try after 30 s"} if name == "limping" else {}
     warnings = ["router.slo.tpot_ms is 1, which nothing can keep here"] if name == "limping" else []
-    held.tell(phase="ready", url="http://127.0.0.1:1", warnings=warnings)
+    kv = ["KV goes by grpc for 1 pair of workers (not cuda-ipc: no)"] if name == "limping" else []
+    held.tell(phase="ready", url="http://127.0.0.1:1", warnings=warnings, kv=kv)
     held.tell(phase="ready", away=away)
     print("ready", flush=True)
     while not signals: time.sleep(0.02)
@@ -160,5 +161,6 @@ def test_status_names_workers_that_are_lost_again_and_again_and_how_they_are_tri
     serves("limping")
     status = ridgeline("status")[1]
     assert "\nlimping: worker-2 is in restart back-off: next try after 30 s\n" in status
+    assert "\nlimping: KV goes by grpc for 1 pair of workers (not cuda-ipc: no)\n" in status
     assert "\nlimping: router.slo.tpot_ms is 1, which nothing can keep here\n" in status
     assert "one: " not in ridgeline("status")[1]

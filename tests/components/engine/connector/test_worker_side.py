@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.connector.worker_side import GPU_IDLE_WAIT_S, IDLE_WAIT_S, WorkerSide, warms_up
+from engine.connector.worker_side import GPU_IDLE_WAIT_S, IDLE_WAIT_S, WorkerSide, warm_ups
 from kv_transfer.options import TransferOptions
 from kv_transfer.service import TransferStats
 from tests.support.samples import kv_layout
@@ -37,10 +37,18 @@ def test_figures_since_a_moment_keep_what_is_open_and_subtract_what_grows():
 def test_nccl_is_not_warmed_up_because_it_refuses_one_gpu_as_both_ends():
     collective, auto = (TransferOptions(host="127.0.0.1", transport=name) for name in ("collective", "auto"))
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [warms_up(options, device) for options in (collective, auto) for device in (gpu, cpu)] == [
-        False, True, True, True,
+    assert [warm_ups(options, device) for options in (collective, auto) for device in (gpu, cpu)] == [
+        (), (None,), (None, "grpc"), (None,),
     ]  # fmt: skip
-    assert not warms_up(TransferOptions(host="127.0.0.1", faults="seed=1,drop=0.5"), cpu)
+    assert warm_ups(TransferOptions(host="127.0.0.1", faults="seed=1,drop=0.5"), cpu) == ()
+
+
+def test_a_way_that_auto_does_not_pick_for_itself_is_warmed_up_too(worker_side):
+    before = worker_side._service.stats()
+    worker_side._warm_up("grpc")
+    fetched = worker_side._service.stats().since(before)
+    assert fetched.fetches_total.get("ok") == 4
+    assert fetched.bytes_received_total == fetched.bytes_sent_total > 0
 
 
 def test_a_step_that_may_not_wait_does_not_and_one_that_may_waits_its_time(worker_side, monkeypatch):

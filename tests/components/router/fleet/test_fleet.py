@@ -9,6 +9,7 @@ import pytest
 
 from contracts.errors import EngineFailed, WorkerLost
 from contracts.workers import Role, WorkerStatus
+from kv_transfer.service import PairedTransport
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.pairing import KvPair, PairingRefused
 from router.fleet.policy import NoWorker
@@ -529,6 +530,28 @@ async def test_a_prefill_and_a_decode_worker_that_come_back_at_once_find_each_ot
         await eventually(lambda: not any(worker.client.connected for worker in fleet.workers))
         await asyncio.gather(*(fleet.replace(host.address, "actor_died") for host in new))
         assert fleet.kv_pairs == [KvPair("prefill-0", "decode-0", "shm", "")]
+
+
+async def test_a_pair_that_goes_another_way_than_before_is_a_warning(caplog):
+    layouts = {"prefill": LAYOUT, "decode": LAYOUT}
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        hosts(**layouts) as old,
+        hosts(decode=LAYOUT) as again,
+        hosts(decode=LAYOUT) as slower,
+        a_fleet([host.address for host in old]) as fleet,
+    ):
+
+        async def by_grpc(addresses, transport=None):
+            return dict.fromkeys(addresses, PairedTransport("grpc", "not cuda-ipc: it is in another container"))
+
+        slower[0]._engine.pair = by_grpc
+        await fleet.replace(again[0].address, "actor_died")
+        assert "goes by" not in caplog.text
+        await fleet.replace(slower[0].address, "actor_died")
+    assert [record.message for record in caplog.records if "goes by" in record.message] == [
+        "KV prefill-0 -> decode-0 goes by grpc now, by shm before (not cuda-ipc: it is in another container)"
+    ]
 
 
 async def test_decode_workers_forget_a_prefill_worker_that_has_left():

@@ -6,10 +6,14 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from kv_transfer.fetch.ipc_puller import IpcPuller
 from kv_transfer.interfaces import OBSTACLE
+from kv_transfer.memory.ipc import export_shared
+from kv_transfer.memory.shared import KvCacheAllocation
 
 
 @pytest.fixture
@@ -72,3 +76,59 @@ async def test_whatever_cuda_says_against_opening_is_the_obstacle(puller, monkey
 
     monkeypatch.setattr(IpcPuller, "open", refuse)
     assert puller.obstacle(a_source({"pid": 1})) == "CUDA error: out of memory"
+
+
+# --- as `auto` uses it
+
+
+def an_offer(exported, **changes):
+    offer = msgspec.to_builtins(msgspec.structs.replace(exported.offer, **changes))
+    return SimpleNamespace(incarnation="i", offers={"cuda-ipc": offer})
+
+
+@pytest.fixture
+def exported():
+    allocation = KvCacheAllocation()
+    with allocation.serving_torch_zeros():
+        cache = torch.zeros(1 << 20, dtype=torch.int8, device="cpu").view(4, 64, 4096)
+    return export_shared(allocation.offer(list(cache)))
+
+
+async def test_auto_takes_it_for_a_cache_on_the_same_gpu(exported):
+    puller = IpcPuller(None, torch.device("cpu"), any_gpu=False)
+    assert puller.obstacle(an_offer(exported)) is None
+    await puller.close()
+
+
+async def test_auto_leaves_another_gpu_to_grpc_and_says_how_to_try_it(exported):
+    source = an_offer(exported, device="GPU-of-another-kind")
+    sentence = IpcPuller(None, torch.device("cpu"), any_gpu=False).obstacle(source)
+    assert sentence == (
+        "its KV cache is on another GPU, and between two GPUs this has not run yet; transfer.transport: cuda-ipc "
+        "tries it"
+    )
+    assert IpcPuller(None, torch.device("cpu")).obstacle(source) != sentence
+
+
+async def test_that_a_source_is_on_another_host_is_said_before_its_gpu_is_looked_at(exported):
+    source = an_offer(exported, host="another/pid:[1]", device="GPU-of-another-kind")
+    sentence = IpcPuller(None, torch.device("cpu"), any_gpu=False).obstacle(source)
+    assert "another host, or in another container" in sentence
+
+
+@pytest.mark.parametrize("any_gpu", [False, True])
+async def test_after_a_copy_that_failed_auto_goes_on_to_grpc_and_a_name_tries_again(exported, any_gpu, monkeypatch):
+    def refused(*_):
+        yield 0
+        raise RuntimeError("CUDA error: invalid argument\nCompile with ...")
+
+    monkeypatch.setattr("kv_transfer.fetch.ipc_puller.copy_out_of", lambda _pool, _pull: refused)
+    puller = IpcPuller(None, torch.device("cpu"), any_gpu=any_gpu)
+    source = an_offer(exported)
+    assert puller.obstacle(source) is None
+    copy = puller.copier(puller._opened["i"], SimpleNamespace(source=source))
+    with pytest.raises(RuntimeError):
+        list(copy(None))
+    puller.forget(source)
+    assert puller.obstacle(source) == (None if any_gpu else "a copy failed (CUDA error: invalid argument)")
+    await puller.close()

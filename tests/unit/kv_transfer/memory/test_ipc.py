@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,8 +15,8 @@ from kv_transfer.memory import ipc
 from kv_transfer.memory.blocks import CannotOpen
 from kv_transfer.memory.ipc import CannotExport, IpcExport, IpcOffer, OpenedPool, export, export_shared, require_access
 from kv_transfer.memory.shared import KvCacheAllocation
-from kv_transfer.names import AUTO
-from kv_transfer.transports import exports
+from kv_transfer.options import TransferOptions
+from kv_transfer.transports import exports, make_transport
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = (4, 64, 4096)
@@ -90,35 +91,54 @@ def test_why_a_cache_cannot_be_exported_takes_the_place_of_the_offer(monkeypatch
     monkeypatch.setattr("kv_transfer.transports.export", cannot)
     made = exports([OnGpu()], None, "cuda-ipc")  # type: ignore[list-item]
     assert made.offers == {"cuda-ipc": {OBSTACLE: "CUDA does not export its KV cache"}}
-    for other in ("auto", "grpc"):
-        assert exports([OnGpu()], None, other).offers == {}, "nothing is asked of CUDA"  # type: ignore[list-item]
+    assert exports([OnGpu()], None, "auto") == made  # type: ignore[list-item]
+    assert exports([OnGpu()], None, "grpc").offers == {}, "nothing is asked of CUDA"  # type: ignore[list-item]
 
 
-def test_auto_does_not_pick_it():
-    assert "cuda-ipc" not in AUTO, "it has not run on a GPU yet"
+@pytest.mark.parametrize(
+    ("device", "transport", "names"),
+    [
+        (CPU, "auto", ["shm", "grpc"]),
+        (GPU, "auto", ["cuda-ipc", "grpc"]),
+        (CPU, "cuda-ipc", ["cuda-ipc"]),
+        (GPU, "shm", ["shm"]),
+    ],
+)
+def test_auto_tries_what_there_is_for_the_caches_device(device, transport, names):
+    layout = SimpleNamespace(block_bytes=64, num_layers=1, kv_dtype="bfloat16")
+    options = TransferOptions(host="127.0.0.1", transport=transport)
+    cache = SimpleNamespace(pool=SimpleNamespace(device=device), leases=None, layout=layout, offers={}, rank=0)
+    _, fetcher = make_transport(cache, options)
+    assert [name for name in fetcher._allowed if name in fetcher._pullers] == names
 
 
 @pytest.fixture
 def handles(monkeypatch):
-    """Torch's two functions for handles, made up: a handle is the number of a storage of this process."""
-    storages = []
+    """Torch's functions for handles, made up: a handle is the number of a storage of this process.
+
+    As torch does, each share waits for one receiver until it is released.
+    """
+    storages, released = [], []
 
     def share(storage):
         storages.append(storage)
-        return 0, b"%d" % (len(storages) - 1), storage.nbytes(), 0, b"counter", 3, b"event", True
+        return 0, b"%d" % (len(storages) - 1), storage.nbytes(), 0, b"counter", len(storages) - 1, b"event", True
 
     def open_shared(index, handle, num_bytes, offset, counter, counter_offset, event, event_sync):
         storage = storages[int(handle)]
         assert (index, num_bytes, offset) == (None, storage.nbytes(), 0)
-        assert (counter, counter_offset, event, event_sync) == (b"counter", 3, b"event", True)
+        assert (counter, counter_offset, event, event_sync) == (b"counter", int(handle), b"", False)
         return storage
 
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share, raising=False)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(open_shared), raising=False)
+    release = staticmethod(lambda counter, offset: released.append((counter, offset)))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release, raising=False)
+    monkeypatch.setattr(ipc, "_alias", lambda storage: storage)
     monkeypatch.setattr(ipc, "_require_one_gpu", lambda _rows: None)
     monkeypatch.setattr(ipc, "require_access", lambda _theirs, _ours: None)
     monkeypatch.setattr(ipc, "gpu_uuid", lambda _device: "GPU-0")
-    return storages
+    return SimpleNamespace(storages=storages, released=released)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -127,7 +147,8 @@ def test_each_allocation_is_exported_once_and_every_layer_is_found_in_its_own(ha
     layers = [layer.clone() for layer in one] if apart else list(one)
     exported = export(layers)
     assert len(exported.offer.regions) == (3 if apart else 1)
-    assert len(handles) == len(exported.offer.regions) + 1, "one more is the proof"
+    assert len(handles.storages) == len(exported.offer.regions) + 1, "one more is the proof"
+    assert handles.released == [(b"counter", number) for number in range(len(handles.storages))]
     there = msgspec.convert(msgspec.to_builtins(exported.offer), IpcOffer)
     pool = OpenedPool(there, CPU).pool
     for number, layer in enumerate(layers):
@@ -146,6 +167,45 @@ def test_what_torch_says_against_an_export_or_an_opening_is_passed_on(handles, m
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", cannot)
     with pytest.raises(CannotExport, match=r"\(CUDA error: invalid argument\): does PYTORCH_CUDA_ALLOC_CONF ask"):
         export([torch.zeros(4, 64)])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "unable to open shared memory object </torch_1_2_0> in read-write mode: No space left on device (28)",
+        "unable to write to file </torch_1_2_0>: No space left on device (28)",
+    ],
+)
+def test_a_full_dev_shm_is_named(handles, monkeypatch, words):
+    def cannot(*_):
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", cannot)
+    with pytest.raises(CannotExport, match="torch needs a page of /dev/shm for it"):
+        export([torch.zeros(4, 64)])
+
+
+def test_a_share_ends_with_the_export_however_long_the_engine_keeps_its_cache(handles, monkeypatch):
+    """Torch warns at the end of a process of whatever it still shares then."""
+    made = []
+
+    def alias(storage):
+        made.append(torch.UntypedStorage(storage.nbytes()))
+        return made[-1]
+
+    monkeypatch.setattr(ipc, "_alias", alias)
+    cache = torch.zeros(4, 64, dtype=torch.uint8)
+    exported = export([cache])
+    handles.storages.clear()
+    shared = made.pop()._weak_ref()
+    assert not torch.UntypedStorage._expired(shared)
+    del exported
+    assert torch.UntypedStorage._expired(shared)
+
+
+def test_what_is_shared_is_the_cache_itself_where_it_has_no_second_name():
+    storage = torch.zeros(8, dtype=torch.uint8).untyped_storage()
+    assert ipc._alias(storage) is storage, "there is no CUDA here"
 
 
 @pytest.fixture

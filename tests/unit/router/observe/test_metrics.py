@@ -299,7 +299,7 @@ def test_a_worker_that_is_kept_for_one_phase_says_which(registry):
 
 def test_a_fleet_of_64_has_no_series_for_each_pair_of_workers_and_none_that_tells_when_another_began(registry):
     metrics, ids = RequestMetrics(registry), [f"worker-{number}" for number in range(64)]
-    pairs = [KvPair(one, other, "grpc", "") for one in ids for other in ids if one != other]
+    pairs = [KvPair(one, other, "grpc", "on another host") for one in ids for other in ids if one != other]
     pairs[0] = KvPair(ids[0], ids[1], "shm", "")
     for pair in pairs[:1000]:
         timeline = RequestTimeline(FakeClock(), "r", 70, path="disaggregated", observe=metrics.observe)
@@ -309,8 +309,8 @@ def test_a_fleet_of_64_has_no_series_for_each_pair_of_workers_and_none_that_tell
         metrics.close(timeline, "finished")
     workers = [worker("adaptive", name, counters={"tokens_total.prefill": 1.0}) for name in ids]
     registry.register(WorkerCollector(lambda: workers, dict, lambda: "adaptive", lambda: pairs, dict))
-    assert value(registry, "ridgeline_kv_pair", transport="grpc") == 64 * 63 - 1
-    assert value(registry, "ridgeline_kv_pair", transport="shm") == 1
+    assert value(registry, "ridgeline_kv_pair", transport="grpc", why="on another host") == 64 * 63 - 1
+    assert value(registry, "ridgeline_kv_pair", transport="shm", why="") == 1
     assert value(registry, "ridgeline_link_bytes_total", transport="grpc") == 999e6
     assert value(registry, "ridgeline_link_seconds_total", transport="grpc") == 499.5
     assert value(registry, "ridgeline_link_bytes_per_second_bucket", transport="grpc", le="1e+07") == 999
