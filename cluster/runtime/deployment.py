@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -37,6 +37,8 @@ __all__ = ["Deployment", "DeploymentFailed", "Row", "deploy"]
 DRAIN_ANSWER_S = 5.0
 """How long, after the drain's own timeout, the router may take to report how it ended."""
 STOP_ROUTER_WITHIN_S = 5.0
+LET_GO_WITHIN_S = 1.0
+"""For workers to close each other's KV caches: they do so between two steps, and one that hangs is not waited for."""
 STOP_WORKERS_WITHIN_S = 15.0
 PROGRESS_EVERY_S = 10.0
 MEASURED_WITHIN_S = 30.0
@@ -360,15 +362,21 @@ async def _all_or_fail(awaitables: list[Any]) -> list[Any]:
             task.cancel()
 
 
+async def _within(limit_s: float, begins: list[Coroutine[Any, Any, None]]) -> None:
+    """Await all of these, at most for this long."""
+    if begins:
+        await asyncio.wait([asyncio.ensure_future(begun) for begun in begins], timeout=limit_s)
+
+
 async def _stop(workers: list[WorkerHandle], heads: _Heads) -> list[str]:
     """Stop gracefully, the routers first so that its clients hear why; then end what is left, also if it hangs.
 
+    Between the two, workers let go of each other's KV caches, which are freed with their engines.
     If one cannot be ended, the others are ended all the same; returns a sentence for each that could not.
     """
-    for handles, within_s in ((heads.all, STOP_ROUTER_WITHIN_S), (workers, STOP_WORKERS_WITHIN_S)):
-        stopping = [asyncio.ensure_future(handle.stop()) for handle in handles]
-        if stopping:
-            await asyncio.wait(stopping, timeout=within_s)
+    await _within(STOP_ROUTER_WITHIN_S, [head.stop() for head in heads.all])
+    await _within(LET_GO_WITHIN_S, [worker.let_go() for worker in workers])
+    await _within(STOP_WORKERS_WITHIN_S, [worker.stop() for worker in workers])
     everyone = (*heads.all, *workers)
     ends = await asyncio.gather(*(handle.kill() for handle in everyone), return_exceptions=True)
     return [

@@ -28,6 +28,8 @@ LONGEST_HEAD_REST_S = 30.0
 TOGETHER_S = 3.0
 """Actors that fall silent at the same moment are found so within this time of each other: each is asked anew half a
 second after its last answer, which may take two."""
+FORGOTTEN_WITHIN_S = 2.0
+"""How long a worker that has drained still lives for others to let go of its KV cache: a few steps of theirs."""
 CORES_FREE_WITHIN_S = 60.0
 """How long cores that are taken may be those of a worker's former process: several times as long as the end of one is
 waited for (`cluster.node_cores.HOLD_WITHIN_S`). After that they are another worker's."""
@@ -454,8 +456,8 @@ class Supervisor:
         self._mended(name)
         self._tell_away(name, "")
 
-    def _forget(self, name: str) -> None:
-        """Forget a worker that has left, or was never taken in, here and in all heads."""
+    def _forget(self, name: str) -> list[asyncio.Task[None]]:
+        """Forget a worker that has left, or was never taken in, here and in all heads; returns what tells these."""
         assert self._group is not None
         self._not_there(name)
         self._is_back(name)
@@ -463,13 +465,16 @@ class Supervisor:
         self._mended_s.pop(name, None)
         self._minding.pop(name, None)
         self._restarts.pop(name, None)
-        for head in list(self._heads.values()):
+        return [
             self._group.create_task(self._tell(head, partial(head.remove_worker, name)), name=f"forget-{name}")
+            for head in self._heads.values()
+        ]
 
     async def _dismiss(self, worker: SupervisedWorker, sentence: str) -> None:
         """Take note that a worker has left for good. Raises DeploymentFailed if it was the last one."""
         self._say(sentence)
-        self._forget(worker.name)
+        if telling := self._forget(worker.name):  # others let go of its KV cache, before it is freed
+            await asyncio.wait(telling, timeout=FORGOTTEN_WITHIN_S)
         await worker.retire()
         if not self._workers:  # else any other worker can serve whole requests
             raise DeploymentFailed(f"{sentence}; it was the last worker")

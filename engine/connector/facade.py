@@ -38,6 +38,7 @@ from engine.connector.worker_side import WorkerSide
 from engine.vllm_workarounds.bounded_grammars import bound_grammars
 from engine.vllm_workarounds.cores import helpers_on_all_cores_of
 from engine.vllm_workarounds.early_stats import find_output_queue, send_at_once
+from engine.vllm_workarounds.engine_process import cause_file, end_process
 from engine.vllm_workarounds.orphan_watch import exit_with_parent
 from engine.vllm_workarounds.queue_names import forget_queue_names
 from engine.vllm_workarounds.step_limits import add_limit_steps
@@ -158,6 +159,7 @@ class RidgelineConnector(KVConnectorBase_V1):
                 options=self._transfer,
                 shared=self._allocation.offer(list(kv_caches.values())),
                 rank=rank,
+                on_lost=end_process(cause_file(self._vllm_config)),
             )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

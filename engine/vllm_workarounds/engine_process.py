@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import os
 import platform
 import uuid
 from collections.abc import Callable
@@ -55,6 +56,20 @@ def run_rank(*args: Any, **kwargs: Any) -> None:
     _prepare()
     WorkerProc.__init__ = _told(_make_rank)  # called by the next line
     _run_rank(*args, **kwargs)
+
+
+def end_process(cause: CauseFile) -> Callable[[BaseException], None]:
+    """Return what ends this process after an error by which it has lost its GPU; another engine takes its place then.
+
+    Left alone, it would live on and answer every request with an error.
+    """
+
+    def end(error: BaseException) -> None:
+        cause.leave(error)
+        logger.critical("the GPU does nothing more for this engine, whose process ends: %s", error)
+        os._exit(os.EX_SOFTWARE)
+
+    return end
 
 
 def _prepare() -> None:

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from kv_transfer.memory.device import DeviceMemory
+from kv_transfer.memory.device import DeviceMemory, OnLost
 from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span, runs
 
 COPY_STEP_BYTES: Final = 8 << 20
@@ -42,19 +42,19 @@ class BlockPool:
         self.num_blocks, self.block_bytes = shapes[0]
 
     @classmethod
-    def from_layer_tensors(cls, layers: Sequence[torch.Tensor]) -> BlockPool:
+    def from_layer_tensors(cls, layers: Sequence[torch.Tensor], on_lost: OnLost = lambda _error: None) -> BlockPool:
         """View each layer's tensor [num_blocks, ...] as bytes where it lies, without copying.
 
         A layer may be a strided view into storage shared by all layers, as long as each of its blocks is one run of
-        bytes; the order of the inner dimensions in memory does not matter. Raises ValueError if a block is not one run
-        of bytes, or if a layer is neither in host memory nor on a CUDA device.
+        bytes; the order of the inner dimensions in memory does not matter. For `on_lost` see `DeviceMemory`. Raises
+        ValueError if a block is not one run of bytes, or if a layer is neither in host memory nor on a CUDA device.
         """
         rows = [byte_rows(index, tensor) for index, tensor in enumerate(layers)]
         kinds = {tensor.device.type for tensor in rows}
         if kinds <= {"cpu"}:
             return cls([tensor.numpy() for tensor in rows])
         if kinds == {"cuda"}:
-            return cls(DeviceMemory(rows))
+            return cls(DeviceMemory(rows, on_lost=on_lost))
         raise ValueError(f"layers are on {sorted(kinds)}: blocks must all be in host memory or all on a CUDA device")
 
     def part(self, start: int, num_bytes: int) -> BlockPool:

@@ -39,6 +39,19 @@ LOOK_S: Final = 50e-6
 to be woken takes about as long."""
 
 
+OnLost = Callable[[BaseException], object]
+
+
+def works(device: torch.device) -> bool:
+    """Return whether CUDA still does what this process asks: after an illegal access, for instance, it never does."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
 class Streams:
     """The streams of one device for transfers, made at their first use and shared by all threads."""
 
@@ -63,8 +76,13 @@ class Streams:
 class DeviceMemory(BlockMemory):
     """`layers[i]` is uint8 [num_blocks, block_bytes], a view into the cache on one device; blocks may be strided."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], *, may_use_kernel: bool = True) -> None:
-        """Unless it `may_use_kernel`, blocks are copied by torch's functions; `tools.gpu` compares the two."""
+    def __init__(
+        self, layers: Sequence[torch.Tensor], *, may_use_kernel: bool = True, on_lost: OnLost = lambda _error: None
+    ) -> None:
+        """Unless it `may_use_kernel`, blocks are copied by torch's functions; `tools.gpu` compares the two.
+
+        `on_lost` is called with an error after which CUDA does nothing more for this process, before it is raised.
+        """
         devices = {layer.device for layer in layers}
         if len(devices) != 1:
             raise ValueError(f"all layers must be on one device, not on {sorted(map(str, devices))}")
@@ -74,6 +92,7 @@ class DeviceMemory(BlockMemory):
         self._lanes = threading.local()
         self._streams = Streams(self.device)
         self._may_use_kernel = may_use_kernel
+        self._on_lost = on_lost
 
     @classmethod
     def over(cls, memory: BlockMemory) -> DeviceMemory:
@@ -97,21 +116,22 @@ class DeviceMemory(BlockMemory):
         layer_bytes = len(layers) * self.shapes[0][1]
         lane = self._lane()
         under_way: deque[tuple[Mark, int]] = deque()
-        try:
-            with lane.selected():
-                copy = self._copy(source._rows(layers, source_ids), self._rows(layers, block_ids))
-            most = max(1, copy.piece_bytes // layer_bytes)
-            for start in range(0, len(block_ids), most):
-                piece = slice(start, start + most)
-                with lane.selected():  # not during a yield: both are states of the thread, which is its caller's then
-                    copy.queue(piece)
-                    under_way.append((lane.mark(), len(block_ids[piece]) * layer_bytes))
-                if len(under_way) > 1:
+        with lane.watched():
+            try:
+                with lane.selected():
+                    copy = self._copy(source._rows(layers, source_ids), self._rows(layers, block_ids))
+                most = max(1, copy.piece_bytes // layer_bytes)
+                for start in range(0, len(block_ids), most):
+                    piece = slice(start, start + most)
+                    with lane.selected():  # not during a yield: it is a state of the thread, which is its caller's then
+                        copy.queue(piece)
+                        under_way.append((lane.mark(), len(block_ids[piece]) * layer_bytes))
+                    if len(under_way) > 1:
+                        yield _arrived(*under_way.popleft())
+                while under_way:
                     yield _arrived(*under_way.popleft())
-            while under_way:
-                yield _arrived(*under_way.popleft())
-        finally:
-            lane.mark().wait()
+            finally:
+                lane.mark().wait()
 
     def _rows(self, layers: range, block_ids: Sequence[int]) -> Rows:
         return Rows(self._layers, slice(layers.start, layers.stop), block_ids)
@@ -163,7 +183,9 @@ class DeviceMemory(BlockMemory):
 
     def part(self, start: int, num_bytes: int) -> DeviceMemory:
         narrowed = DeviceMemory(
-            [layer[:, start : start + num_bytes] for layer in self._layers.tensors], may_use_kernel=self._may_use_kernel
+            [layer[:, start : start + num_bytes] for layer in self._layers.tensors],
+            may_use_kernel=self._may_use_kernel,
+            on_lost=self._on_lost,
         )
         narrowed._lanes = self._lanes  # a thread's stream and page-locked buffers serve all parts
         narrowed._streams = self._streams
@@ -179,7 +201,7 @@ class DeviceMemory(BlockMemory):
     def _lane(self) -> _Lane:
         lane: _Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
-            lane = self._lanes.lane = _Lane(self.device, self._streams.take())
+            lane = self._lanes.lane = _Lane(self.device, self._streams.take(), self._on_lost)
         return lane
 
 
@@ -224,9 +246,10 @@ class Mark:
 class _Lane:
     """One thread's buffers, and the stream it uses. The buffers grow to the largest frame and are kept."""
 
-    def __init__(self, device: torch.device, stream: Any) -> None:
+    def __init__(self, device: torch.device, stream: Any, on_lost: OnLost) -> None:
         self._device = device
         self._stream = stream
+        self._on_lost = on_lost
         self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
         self._on_host = torch.empty(0, dtype=torch.uint8)
 
@@ -236,12 +259,22 @@ class _Lane:
 
         It runs in inference mode, because a cache allocated in inference mode can only be changed there.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), self.watched():
             if self._stream is None:
                 yield
                 return
             with torch.cuda.stream(self._stream):  # this also selects the device: a new thread starts on the first one
                 yield
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Report an error of the body after which CUDA does not work any more."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not works(self._device):
+                self._on_lost(error)
+            raise
 
     @contextmanager
     def running(self) -> Iterator[None]:

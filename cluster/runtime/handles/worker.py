@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import resolve_dtype
@@ -111,6 +112,11 @@ class WorkerHandle(ActorHandle):
             return (await self.load()).address
         except PlacementError as error:
             raise DeploymentFailed(str(error)) from error
+
+    async def let_go(self) -> None:
+        """Have its engine close the KV caches of others that are open there; it may be gone already."""
+        with suppress(RayError):
+            await self._actor.call.remote("let_go")
 
     async def ending(self) -> str:
         """Say how its engine's process ended; empty if it cannot be asked any more."""

@@ -1,6 +1,8 @@
 """What each process of an engine does before vLLM's own code, in processes of its own."""
 
 import multiprocessing
+import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -57,3 +59,16 @@ def test_vllm_begins_its_process_with_ours_and_leaves_the_file_of_its_groups_in_
     monkeypatch.setattr(engine_process, "_run_engine_core", run)
     engine_process.prepare_engine_processes()
     assert run_in_a_process(EngineCoreProc.run_engine_core) == 0
+
+
+@pytest.mark.usefixtures("_folder")
+def test_an_engine_that_has_lost_its_gpu_ends_and_leaves_why():
+    """As a thread that moves KV would end it; the front end then reads that its process has ended."""
+
+    def lose(vllm_config):
+        end = engine_process.end_process(engine_process.cause_file(vllm_config))
+        threading.Thread(target=end, args=(RuntimeError("CUDA error: an illegal memory access"),)).start()
+        threading.Event().wait(PATIENCE_S)
+
+    assert run_in_a_process(lose) == os.EX_SOFTWARE
+    assert engine_process.cause_file(CONFIG).read() == "RuntimeError: CUDA error: an illegal memory access"

@@ -14,9 +14,13 @@ from cluster.runtime.handles.actor import ActorHandle
 
 class Slot:
     def __init__(self, name, error=None):
-        self.name, self.error, self.ended = name, error, False
+        self.name, self.error, self.ended, self.calls = name, error, False, []
+
+    async def let_go(self):
+        self.calls.append("let go")
 
     async def stop(self):
+        self.calls.append("stop")
         if self.error:
             raise self.error
 
@@ -34,6 +38,28 @@ async def test_one_that_cannot_be_ended_does_not_spare_the_others_and_is_named()
     assert all(worker.ended for worker in workers)
     assert told == ["router could not be ended, and may run on: RuntimeError: no such actor"]
     assert await _stop(workers, SimpleNamespace(all=[Slot("router")])) == []
+
+
+async def test_no_worker_ends_before_all_have_let_go_of_each_others_kv_caches(monkeypatch):
+    calls = []
+    slow, quick, router = Slot("worker-0"), Slot("worker-1"), Slot("router")
+    slow.calls = quick.calls = router.calls = calls
+
+    async def after_a_step():
+        await asyncio.sleep(0)
+        calls.append("let go")
+
+    slow.let_go = after_a_step
+    await _stop([slow, quick], SimpleNamespace(all=[router]))
+    assert calls == ["stop", "let go", "let go", "stop", "stop"]
+
+
+async def test_a_worker_that_hangs_is_not_waited_for_long(monkeypatch):
+    monkeypatch.setattr("cluster.runtime.deployment.LET_GO_WITHIN_S", 0.01)
+    hangs, other = Slot("worker-0"), Slot("worker-1")
+    hangs.let_go = asyncio.Event().wait
+    assert await _stop([hangs, other], SimpleNamespace(all=[])) == []
+    assert (other.calls, other.ended, hangs.ended) == (["let go", "stop"], True, True)
 
 
 async def test_what_ray_says_of_an_actor_does_not_spare_its_processes(monkeypatch):

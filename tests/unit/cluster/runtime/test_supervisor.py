@@ -189,10 +189,10 @@ async def test_what_is_left_of_a_lost_worker_ends_before_it_starts_again_and_the
     assert back.startswith("worker-2: back after 1")
 
 
-async def test_a_worker_that_drained_goes_for_good():
+async def test_a_worker_that_drained_goes_for_good_once_nobody_has_its_kv_cache_open():
     scene = Scene(worker_2=["", "draining", "draining", "drained"])
     await scene.play()
-    assert scene.log == ["retire worker-2", "remove worker-2"]
+    assert scene.log == ["remove worker-2", "retire worker-2"]
     assert scene.said == ["worker-2 drains", "worker-2 has drained and is gone"]
 
 
@@ -200,7 +200,7 @@ async def test_a_worker_that_drained_goes_for_good():
 async def test_a_worker_that_dies_while_it_drains_is_not_started_again(why):
     scene = Scene(worker_1=["draining", why])
     await scene.play()
-    assert scene.log == ["retire worker-1", "remove worker-1"]
+    assert scene.log == ["remove worker-1", "retire worker-1"]
 
 
 async def test_a_start_that_fails_is_tried_again_later_and_later():
@@ -365,7 +365,7 @@ async def test_a_worker_that_drains_and_cannot_be_reached_has_left():
     scene = Scene(worker_1=["draining"] * 5 + ["drained"])
     scene.router.cut_off = ("worker-1:0",)
     await scene.play()
-    assert scene.log == ["retire worker-1", "remove worker-1"]
+    assert scene.log == ["remove worker-1", "retire worker-1"]
 
 
 async def test_when_the_last_worker_has_left_on_purpose_the_deployment_ends():
@@ -377,13 +377,13 @@ async def test_when_the_last_worker_has_left_on_purpose_the_deployment_ends():
 async def test_without_a_decode_worker_it_goes_on():
     scene = Scene(("prefill", "decode"), worker_1=["draining", "drained"])
     await scene.play()
-    assert scene.log == ["retire worker-1", "remove worker-1"]
+    assert scene.log == ["remove worker-1", "retire worker-1"]
 
 
 async def test_without_a_prefill_worker_it_goes_on():
     scene = Scene(("prefill", "decode"), worker_0=["draining", "drained"])
     await scene.play()
-    assert scene.log == ["retire worker-0", "remove worker-0"]
+    assert scene.log == ["remove worker-0", "retire worker-0"]
 
 
 async def test_the_last_replica_may_be_lost_as_long_as_it_comes_back():
@@ -716,7 +716,7 @@ async def test_heads_that_take_long_to_forget_a_worker_do_not_end_the_deployment
 
     scene.router.remove_worker = late
     await scene.play()
-    assert scene.log == ["retire worker-1", "remove worker-1"]
+    assert scene.log == ["remove worker-1", "retire worker-1"]
 
 
 # --- who is silent: they, or we
@@ -850,7 +850,7 @@ async def test_a_worker_that_waits_for_a_node_can_be_given_up_and_is_not_started
     assert not scene.supervisor.lost
     scene.workers[2].places = []  # there is a node now
     await running
-    assert scene.log == ["end worker-2", "retire worker-2", "remove worker-2"]
+    assert scene.log == ["end worker-2", "remove worker-2", "retire worker-2"]
     assert scene.said[-1] == "worker-2 was given up, as ordered, and is not started again"
     await scene.supervisor.dismiss("worker-2")  # a second time does nothing
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.memory.blocks import BlockPool, byte_rows
-from kv_transfer.memory.device import LOOK_S, STREAMS, DeviceMemory, Mark, Streams
+from kv_transfer.memory.device import LOOK_S, STREAMS, DeviceMemory, Mark, Streams, works
 from tests.support.patience import PATIENCE_S
 
 NUM_LAYERS, NUM_BLOCKS, HEADS, TOKENS, CHANNELS = 3, 9, 2, 4, 6
@@ -162,6 +162,37 @@ def test_a_thread_sleeps_unless_its_copies_end_at_once(looks, sleeps, monkeypatc
     mark.wait()
     assert mark._event.slept == sleeps
     assert next(clock) <= 2 * LOOK_S
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("doing", ["gather", "scatter", "read", "write", "copies_from"])
+def test_an_error_by_which_the_gpu_is_lost_is_reported_wherever_it_comes(doing, lost, monkeypatch):
+    told = []
+    layers = [byte_rows(index, layer) for index, layer in enumerate(make_layers("LBHNC")[1])]
+    memory = DeviceMemory(layers, on_lost=told.append)
+    pool = BlockPool(memory).part(0, 8)
+    blocks = pool.gather(range(1), [1, 2])
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("kv_transfer.memory.rows._IndexedCopy.queue", fail)
+    monkeypatch.setattr("kv_transfer.memory.device.works", lambda _device: not lost)
+    work = {
+        "gather": lambda: pool.gather(range(1), [1]),
+        "scatter": lambda: pool.scatter(range(1), [1, 2], blocks),
+        "read": lambda: pool.read(0, [1]),
+        "write": lambda: pool.write(0, [1], memoryview(bytes(8))),
+        "copies_from": lambda: list(pool.copies_from(pool, [1], [2])),
+    }
+    with pytest.raises(RuntimeError, match="illegal"):
+        work[doing]()
+    assert set(told) == ({error} if lost else set())
+
+
+def test_host_memory_is_never_lost():
+    assert works(torch.device("cpu"))
 
 
 # --- from one pool to another
