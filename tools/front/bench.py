@@ -2,7 +2,7 @@
 
 Three parts, on as many cores as the machine has (two are enough for the first):
 
-`one`      one router, pinned to a core of its own, with 16, 64 and 256 streams at a pace that saturates it
+`one`      one router, pinned to a core of its own, with some numbers of streams at a time (16, 64, 512 and 2,048)
 `two`      the same streams over one router and over two with their dispatcher, in alternation; workers, clients and
            dispatcher share the two cores with the routers
 `many`     2,000 streams on 32 workers, of which one is killed: largest gap of every stream, memory of the router
@@ -34,6 +34,8 @@ from tools.front.workers import FIRST_TOKEN_ID, TOKEN_IDS
 
 PROMPT_TOKENS: Final = 64
 OUTPUT_TOKENS: Final = 128
+ROUNDS_OF_ONE: Final = 64
+"""Few streams are sent again until there were so many."""
 MIB: Final = 1 << 20
 LONG_TEXT: Final = 8
 """Characters of a word that no field of an answer has in it."""
@@ -178,11 +180,12 @@ def measure(urls: list[str], processes: Sequence[psutil.Process], streams: int, 
     return figures(records, OUTPUT_TOKENS, time.monotonic() - began_s, cpu_s(processes) - before_s, processes)
 
 
-def one_router(model: str, step_s: float) -> list[Figures]:
+def one_router(model: str, step_s: float, numbers: Sequence[int]) -> list[Figures]:
     """Measure one router on a core of its own."""
     found = []
     with fleet(model, workers=(1, 1), step_s=step_s, output_tokens=OUTPUT_TOKENS, cores=[[0]]) as ran:
-        for streams, rounds in ((16, 4), (64, 3), (256, 2)):
+        for streams in numbers:
+            rounds = max(1, ROUNDS_OF_ONE // streams)
             found.append(measure(ran.urls, ran.routers, streams, rounds))
             say(f"one router, {streams} streams", found[-1])
     return found
@@ -262,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="one,two,many")
     parser.add_argument("--model", required=True, help="directory of a model with its tokenizer; no weights are read")
+    parser.add_argument("--streams", default="16,64,512,2048", help="numbers of streams for the part `one`")
     parser.add_argument("--step-s", type=float, default=0.02, help="seconds between two tokens of a stream")
     parser.add_argument("--rounds", type=int, default=2, help="alternations of one router and two")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-front"))
@@ -271,7 +275,7 @@ def main() -> None:
         parser.error(f"there is no part {', '.join(unknown)}: choose from one, two, many")
     summary: dict[str, Any] = {"machine": describe_machine()}
     if "one" in parts:
-        ran = one_router(asked.model, asked.step_s)
+        ran = one_router(asked.model, asked.step_s, [int(number) for number in asked.streams.split(",")])
         best = max(ran, key=lambda one: one.tokens_per_s)
         summary |= {"tokens_per_s": best.tokens_per_s, "us_per_token": best.us_per_token, "routers": 1, "one": ran}
     if "two" in parts:
