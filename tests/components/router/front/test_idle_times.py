@@ -14,6 +14,7 @@ from router.server import Router
 from tests.components.router.dispatch.test_orchestrator import FIRST, split
 from tests.support.clock import FakeClock
 from tests.support.samples import router_settings
+from tests.support.symptoms import is_quoted
 
 COLD = [(9.0, 1), (2.0, 1), *[(0.5, 1)] * 6]
 WARM = [(0.25, 1), (2.0, 1), *[(0.125, 1)] * 6]
@@ -76,6 +77,11 @@ async def test_a_server_that_does_not_answer_holds_the_start_up_for_a_limited_ti
 )
 def test_a_limit_below_what_an_idle_server_takes_is_told_with_the_least_that_would_hold(ttft_s, tpot_s, told):
     assert too_short(ttft_s, tpot_s, IdleTimes(0.25, 0.042), 40) == told
+
+
+def test_the_guide_quotes_it():
+    (sentence,) = too_short(None, 0.001, IdleTimes(0.25, 0.042), 40)
+    assert is_quoted(sentence)
 
 
 async def test_a_router_measures_with_requests_through_both_pools_and_only_if_it_has_limits():
