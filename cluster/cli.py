@@ -31,7 +31,7 @@ from loadtest.plan import ComparePlan, ReplayPlan
 from roofline.errors import RooflineError
 
 app = typer.Typer(
-    help="Serve one model colocated or disaggregated on Ray, and measure which pays.",
+    help="Serve one model colocated, disaggregated or adaptive on Ray, and measure which pays.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -117,7 +117,9 @@ def known_failures() -> Iterator[None]:
 @app.command()
 def serve(
     config: ConfigOption = None,
-    mode: Annotated[Mode | None, typer.Option(help="disaggregated: two pools; colocated: whole replicas")] = None,
+    mode: Annotated[
+        Mode | None, typer.Option(help="disaggregated: two pools; colocated: whole replicas; adaptive: by request")
+    ] = None,
     model: ModelOption = None,
     port: PortOption = None,
     host: Annotated[str | None, typer.Option(help="HTTP address")] = None,

@@ -321,8 +321,8 @@ class RouterConfig(Section):
     processes: Annotated[int | Literal["auto"], PlainValidator(_auto_or_routers)] = Field(
         default="auto",
         description="routers, each in a process of its own; several share the port on a node, and one dispatcher, "
-        "which keeps limits and fairness right for all of them together; auto: two for each engine on GPUs that "
-        "answers, as far as this machine has cores that no engine takes, and one on CPUs",
+        "which keeps limits and fairness right for all of them together; auto: one on CPUs; two for each "
+        "engine that decodes on GPUs, as far as this machine has cores that no engine takes",
     )
     request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(

@@ -88,8 +88,8 @@ class TextTurns(Collector):
         if events < EVENTS_LOOKED_AT or tokens < TOKENS_AN_EVENT * events:
             return
         self.late = (
-            f"this router is the bottleneck: of {tokens / LOOK_EVERY_S:,.0f} tokens/s it sends {tokens / events:.1f} "
-            "an event; set router.processes to one more for each core that is free"
+            f"this router is the bottleneck: it sends {tokens / events:.1f} tokens in each event, "
+            f"{tokens / LOOK_EVERY_S:,.0f} tokens/s in all; add one to router.processes for each free core"
         )
         if self._clock() >= self._told_s + TOLD_EVERY_S:
             self._told_s = self._clock()
@@ -98,12 +98,12 @@ class TextTurns(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the series; prometheus-client calls it at each scrape."""
         yield CounterMetricFamily(
-            "ridgeline_text_tokens", "Tokens that this router has made text of, turn by turn", value=self._tokens
+            "ridgeline_text_tokens", "Tokens that this router has turned into text", value=self._tokens
         )
         yield CounterMetricFamily(
             "ridgeline_text_events",
-            "Turns in which it did so, each an event of one stream; more than 1.2 tokens an event: the router is the "
-            "bottleneck, and router.processes should be raised",
+            "Events of streams in which it has sent them. With more than 1.2 tokens an event the router is the "
+            "bottleneck: raise router.processes",
             value=self._events,
         )
         yield GaugeMetricFamily(

@@ -96,7 +96,7 @@ async def test_a_router_whose_tokens_are_late_says_that_it_is_the_bottleneck_and
         assert turns.late == "", "hardly anything was sent"
         for _ in range(2):
             await a_while(EVENTS_LOOKED_AT, 3)
-            assert "the bottleneck: of 300 tokens/s it sends 3.0 an event; set router.processes" in turns.late
+            assert "it sends 3.0 tokens in each event, 300 tokens/s in all; add one to router.processes" in turns.late
         clock.now_s += TOLD_EVERY_S
         await a_while(EVENTS_LOOKED_AT, 3)
     assert len(caplog.records) == 2
