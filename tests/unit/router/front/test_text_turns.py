@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from router.front.text_turns import EVENTS_LOOKED_AT, SLICE_S, TOLD_EVERY_S, TextTurns
+from tests.support.symptoms import is_quoted
 
 
 class Clock:
@@ -97,6 +98,7 @@ async def test_a_router_whose_tokens_are_late_says_that_it_is_the_bottleneck_and
         for _ in range(2):
             await a_while(EVENTS_LOOKED_AT, 3)
             assert "it sends 3.0 tokens in each event, 300 tokens/s in all; add one to router.processes" in turns.late
+            assert is_quoted(turns.late)
         clock.now_s += TOLD_EVERY_S
         await a_while(EVENTS_LOOKED_AT, 3)
     assert len(caplog.records) == 2
