@@ -5,6 +5,7 @@ config.py            the configuration of one engine
 passed_args.py       vLLM's own arguments that a configuration may set
 vllm_arguments.py    converts them to vLLM's types
 grammars.py          bounds the size of grammars and chooses vLLM's backend for them
+tag_grammars.py      structural tags as grammars of guidance
 activity.py          what an engine's processes do, as the kernel tells
 root_cause.py        why an engine could not load, or ended
 stall.py             distinguishes a hung engine from an idle one

@@ -7,6 +7,7 @@ by `engine.connector.facade` in the engine process.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, Str
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from engine.grammars import tag_parts
+from engine.grammars import MOST_PARTS, tag_as_lark, tag_parts
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,13 @@ def serialize(kind: StructuredOutputOptions, text: str, compact: bool = False, c
     schema = process_for_additional_properties(text) if closed else text
     defaults: Any = {"whitespace_flexible": not compact, "lenient": True, "coerce_one_of": True}
     return str(llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=defaults))
+
+
+def serialize_in_tag(schema: bool | dict[str, Any]) -> str:
+    """As `serialize`, for a tag: closed as xgrammar reads it, which allows only the properties that a schema names."""
+    closed = process_for_additional_properties({} if schema is True else schema)
+    options = {"whitespace_flexible": True, "lenient": True, "coerce_one_of": True}
+    return json.dumps(closed | {"x-guidance": options})
 
 
 def ordinary_mask_s(tokenizer: Any) -> float:
@@ -122,8 +130,7 @@ def _validate(sampling_params: Any, tokenizer: Any = None) -> None:
 
 
 class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
-    """vLLM's, with limits. Choices are one expression; structural tags go to xgrammar: guidance reads only vLLM's old
-    form of them, and of those none whose trigger looks like a special token."""
+    """vLLM's, with limits. Choices are one expression; structural tags go to xgrammar, unless it would take long."""
 
     _tags: XgrammarBackend | None = None
 
@@ -137,9 +144,7 @@ class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
     ) -> StructuredOutputGrammar:
         """Compile in this thread."""
         if request_type is StructuredOutputOptions.STRUCTURAL_TAG:
-            if self._tags is None:
-                self._tags = XgrammarBackend(self.vllm_config, self.tokenizer, self.ll_tokenizer.vocab_size)
-            return self._tags.compile_grammar(request_type, grammar_spec, stop_token_ids)
+            return self._compile_tag(grammar_spec, stop_token_ids)
         if request_type is StructuredOutputOptions.CHOICE:
             # A grammar has an item for each choice in every row, an expression a state for each common beginning.
             choices = (_SPECIAL.sub(r"\\\g<0>", choice) for choice in json.loads(grammar_spec))
@@ -148,8 +153,33 @@ class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
             text = serialize(
                 request_type, grammar_spec, self.disable_any_whitespace, self.disable_additional_properties
             )
+        return self._guided(text)
+
+    def _guided(self, text: str) -> GuidanceGrammar:
         matcher = llguidance.LLMatcher(self.ll_tokenizer, text, log_level=0, limits=limits())
         return GuidanceGrammar(ll_matcher=matcher, ll_tokenizer=self.ll_tokenizer, vocab_size=self.vocab_size)
+
+    def _compile_tag(self, text: str, stop_token_ids: set[int] | None) -> StructuredOutputGrammar:
+        """By xgrammar, which takes what vLLM expects; by guidance if that would take long."""
+        tag = json.loads(text)
+        if (parts := sum(tag_parts(tag).values())) >= CHECKED_PARTS:
+            lark = tag_as_lark(tag, self._special_tokens, serialize_in_tag)
+            grammar = None if lark is None else self._guided(lark)
+            if grammar is not None and (parts > MOST_PARTS or not grammar.ll_matcher.is_error()):
+                return grammar
+            if parts > MOST_PARTS:
+                raise ValueError("this structural tag would take xgrammar too long, and guidance cannot read it")
+        return self._by_xgrammar(text, stop_token_ids)
+
+    def _by_xgrammar(self, tag: str, stop_token_ids: set[int] | None) -> StructuredOutputGrammar:
+        if self._tags is None:
+            self._tags = XgrammarBackend(self.vllm_config, self.tokenizer, self.ll_tokenizer.vocab_size)
+        return self._tags.compile_grammar(StructuredOutputOptions.STRUCTURAL_TAG, tag, stop_token_ids)
+
+    @functools.cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        added = self.tokenizer.get_added_vocab()
+        return {name: token for name, token in added.items() if self.ll_tokenizer.is_special_token(token)}
 
 
 @dataclass

@@ -28,6 +28,11 @@ def tag(**content: Any) -> str:
     )
 
 
+def xml(**schema: Any) -> str:
+    """A tag whose arguments are XML, which only xgrammar reads."""
+    return tag(type="json_schema", json_schema=schema, style="qwen_xml")
+
+
 def properties(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"x{number}": {"type": "string"} for number in range(count)}}
 
@@ -98,22 +103,23 @@ def test_multiples_that_divide_each_other_count_once():
 def test_a_pattern_that_is_long_when_it_is_unrolled_is_refused_where_xgrammar_alone_can_read_it(pattern):
     schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}}
     for asked in (
-        tag(type="json_schema", json_schema=schema),
+        xml(**schema),
         tag(type="regex", pattern=pattern),
-        tag(type="json_schema", json_schema={"patternProperties": {pattern: {}}}),
+        xml(patternProperties={pattern: {}}),
     ):
         refused = why(structural_tag=asked) or ""
         assert "may have 1024 parts together" in refused
         assert pattern[:20].replace("\\", "\\\\") in refused
     assert why(regex=pattern) is None, "guidance bounds it"
+    assert why(structural_tag=tag(type="json_schema", json_schema=schema)) is None, "guidance bounds it"
 
 
 def test_patterns_of_one_request_are_bounded_together_and_those_that_are_alike_count_once():
     def tools(*patterns: str) -> str:
-        return tag(type="json_schema", json_schema={"anyOf": [{"pattern": pattern} for pattern in patterns]})
+        return xml(anyOf=[{"pattern": pattern} for pattern in patterns])
 
     assert why(structural_tag=tools(*["^[a-z]{1,64}$"] * 100)) is None
-    assert "they have 6400" in (why(structural_tag=tools(*(f"^[a-z]{{{least},64}}$" for least in range(100)))) or "")
+    assert "these have 6400" in (why(structural_tag=tools(*(f"^[a-z]{{{least},64}}$" for least in range(100)))) or "")
 
 
 def test_rules_of_a_grammar_in_a_tag_that_repeat_each_other_multiply():
@@ -124,10 +130,7 @@ def test_rules_of_a_grammar_in_a_tag_that_repeat_each_other_multiply():
 
 def test_ordinary_patterns_are_served_in_tools_and_structural_tags():
     assert len(PATTERNS) > 50
-    refused = {
-        name: why(structural_tag=tag(type="json_schema", json_schema={"pattern": pattern}))
-        for name, pattern in PATTERNS.items()
-    }
+    refused = {name: why(structural_tag=xml(pattern=pattern)) for name, pattern in PATTERNS.items()}
     assert not {name: sentence for name, sentence in refused.items() if sentence}
 
 
@@ -146,11 +149,26 @@ def test_ordinary_patterns_are_served_in_tools_and_structural_tags():
         ("a{800}", 100),
         ("a{,5}", 5),
         ("(a))(", 1),
+        ("[\u0080-\uffff]{3}é", 16),
+        (r"[\S ]{2}\w", 9),
         ("a{x}", 4),
     ],
 )
 def test_parts_of_a_pattern_are_counted_as_if_its_counts_were_written_out(pattern, parts):
     assert unrolled_parts(pattern) == parts
+
+
+def test_lengths_count_like_patterns_where_only_xgrammar_reads_them_and_the_place_is_named():
+    def tools(*longest: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {f"x{most}": {"type": "string", "maxLength": most} for most in longest}}
+
+    assert why(structural_tag=xml(**tools(100_000))) is None
+    assert why(structural_tag=xml(**tools(20, 50, 100))) is None
+    refused = why(structural_tag=xml(**tools(*range(96, 106)))) or ""
+    assert "these have 4020" in refused
+    assert "/properties/x105/maxLength: " in refused
+    assert "send strict: false" in refused
+    assert why(structural_tag=tag(type="json_schema", json_schema=tools(*range(96, 106)))) is None
 
 
 def test_repeated_repeats_of_a_tag_are_refused():

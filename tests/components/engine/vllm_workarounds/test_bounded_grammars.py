@@ -43,28 +43,6 @@ NEW_TAG = {
 AMBIGUOUS = 'root ::= root root | "a" | "b" | ""'
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    """Byte-level pairs of a book, as the models' tokenizers have them."""
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    pairs = ByteLevelBPETokenizer()
-    pairs.train_from_iterator(TEXT.read_text()[:200_000].splitlines(), vocab_size=2000, special_tokens=["<eos>"])
-    return PreTrainedTokenizerFast(tokenizer_object=pairs._tokenizer, eos_token="<eos>")
-
-
-@pytest.fixture(scope="module")
-def backend(tokenizer: Any) -> BoundedGuidance:
-    options = SimpleNamespace(disable_any_whitespace=True, disable_additional_properties=False)
-    config = SimpleNamespace(
-        structured_outputs_config=options,
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama")),
-        speculative_config=None,
-    )
-    return BoundedGuidance(config, tokenizer, len(tokenizer))
-
-
 def compiled(backend: BoundedGuidance, kind: Kind, spec: Any) -> Metered:
     return Metered(backend.compile_grammar(kind, spec if isinstance(spec, str) else json.dumps(spec), {0}))
 
