@@ -24,9 +24,10 @@ STOPPED = frozenset("Tt")
 """States of a thread in /proc: stopped by a signal, or by a debugger."""
 BUSY = frozenset("RD")
 """Running or ready to run; waiting for a disk or for memory that was swapped out."""
-COMPUTES: Final = 0.25
-"""The part of one core's time that one which computes uses at the least. Even a single thread in an endless loop uses
-all of it where each worker has cores of its own, and this much where four engines share one."""
+COMPUTES: Final = 0.75
+"""The part of the time of all its cores that one which computes at its full speed uses at the least. With less, a step
+takes more than 4/3 of its time: then it is slow, which is no sign of a hang. A single thread that loops beside idle
+cores counts as slow too."""
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -40,6 +41,8 @@ class Glance:
     """CPU time that they have used, in the kernel's units."""
     processes: frozenset[int] = frozenset()
     """Those that were there."""
+    cores: int = 1
+    """How many they may use together."""
 
 
 class Activity:
@@ -68,25 +71,30 @@ class Activity:
             return "nothing"
         if last is None or now.processes != last.processes:  # a compiler's come and go
             return "waits"
-        if not self._computes_here:
-            return "computes"  # or its device does, or hangs: no counter here tells
         used = now.ticks - last.ticks
+        full = COMPUTES * TICKS_PER_S * (now_s - before_s)
+        if (
+            not self._computes_here
+        ):  # its device computes, or hangs: no counter here tells, unless it gets no core itself
+            return "waits" if now.busy and used < full else "computes"
         if not now.busy and not used:
             return "nothing"
-        return "computes" if used >= COMPUTES * TICKS_PER_S * (now_s - before_s) else "waits"
+        return "computes" if used >= full * now.cores else "waits"
 
 
 def glance(pids: Iterable[int]) -> Glance:
     """Look at every thread of these processes; those that have ended are left out."""
-    states, ticks, processes = set(), 0, frozenset(pids)
+    states, ticks, processes, cores = set(), 0, frozenset(pids), set[int]()
     for pid in processes:
+        with suppress(OSError):
+            cores |= os.sched_getaffinity(pid)
         for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
             with suppress(OSError):
                 _, _, fields = thread.read_text().rpartition(") ")  # a name may hold anything
                 state, *numbers = fields.split()
                 states.add(state)
                 ticks += int(numbers[10]) + int(numbers[11])
-    return Glance(bool(states & STOPPED), bool(states & BUSY), ticks, processes)
+    return Glance(bool(states & STOPPED), bool(states & BUSY), ticks, processes, len(cores) or 1)
 
 
 def _below_this_process() -> list[int]:

@@ -61,6 +61,27 @@ def test_one_that_has_a_core_computes():
         assert activity.doing() == "computes"
 
 
+def test_one_that_gets_a_part_of_each_of_its_cores_is_slow_and_one_that_gets_them_all_computes():
+    """Eight threads that get a tenth of eight cores use most of one core, and take ten times as long."""
+    with running(COMPUTES) as pid:
+        for cores, expected in ((1, "computes"), (2, "waits")):
+            os.sched_setaffinity(pid, sorted(os.sched_getaffinity(0))[:cores])
+            psutil_time = psutil.Process(pid).cpu_times
+            activity = Activity(computes_here=True, processes=lambda: [pid], clock=lambda: psutil_time().user)
+            activity.doing()
+            end_s = psutil_time().user + 0.5
+            while psutil_time().user < end_s:
+                time.sleep(0.01)
+            assert activity.doing() == expected
+
+
+def test_one_with_a_device_that_gets_no_core_waits_for_it():
+    with running(COMPUTES) as pid:
+        times_s = iter((0.0, 1000.0))
+        activity = Activity(computes_here=False, processes=lambda: [pid], clock=lambda: next(times_s))
+        assert [activity.doing() for _ in range(2)] == ["waits", "waits"]
+
+
 def test_one_that_got_little_of_a_core_waits_for_it_and_one_whose_compilers_come_and_go_waits_for_them():
     with running(COMPUTES) as pid, running(SLEEPS) as compiler:
         times_s = iter((0.0, 1000.0, 1000.0, 1000.1))
