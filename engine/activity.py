@@ -73,9 +73,7 @@ class Activity:
             return "waits"
         used = now.ticks - last.ticks
         full = COMPUTES * TICKS_PER_S * (now_s - before_s)
-        if (
-            not self._computes_here
-        ):  # its device computes, or hangs: no counter here tells, unless it gets no core itself
+        if not self._computes_here:  # its device computes, or hangs; only that it gets no core itself can be told here
             return "waits" if now.busy and used < full else "computes"
         if not now.busy and not used:
             return "nothing"

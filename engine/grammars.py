@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Final
 
@@ -31,6 +31,10 @@ BYTES_PER_PART: Final = 32
 TAG_BYTES: Final = 8
 """A structural tag may be so many times as long: a forced tool call has each tool once or twice, unread by the model's
 client. 512 KiB are a hundred tools with schemas of 2 KiB."""
+BEYOND: Final = 10**9
+"""Stands for every larger number of parts."""
+SHOWN: Final = 100
+"""Characters of a name that an error repeats."""
 LARGEST_MULTIPLE: Final = 65_536
 """Largest `multipleOf`, in units of its last digit: its automaton has a state for each remainder. 65,536 compiles in
 0.04 s, 99,991 in 1.1 s."""
@@ -66,6 +70,7 @@ _OFF: Final = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluated
 _SCHEMAS: Final = ("items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf")
 _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _COUNT: Final = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+_RULE: Final = re.compile(r"(?=\b[\w-]+\s*::=)")
 _WIDE: Final = re.compile(r"\.|\[\^|\[?.*(?:\\[WSDpPu]|[^\x00-\x7f])", re.DOTALL)
 
 
@@ -134,25 +139,38 @@ def ignored(schema: Any, path: str = "") -> str | None:
 
     Neither properties with the name of a keyword count, nor what is in values (`const`, `enum`, `default`).
     """
-    left = [(schema, path)]
+    left: list[tuple[dict[str, Any], _Path]] = [(schema, (None, path))] if isinstance(schema, dict) else []
     while left:
-        part, path = left.pop()
-        if not isinstance(part, dict):
-            continue
+        part, at = left.pop()
         for keyword in IGNORED:
             if part.get(keyword) not in (None, {}, _OFF.get(keyword)):
-                return f"{path}/{keyword}"
-        for keyword in _SCHEMAS:
-            value = part.get(keyword)
-            left.extend(
-                ((one, f"{path}/{keyword}/{place}") for place, one in enumerate(value))
-                if isinstance(value, list)
-                else [(value, f"{path}/{keyword}")]
-            )
-        for keyword in _NAMED_SCHEMAS:
-            if isinstance(value := part.get(keyword), dict):
-                left.extend((one, f"{path}/{keyword}/{name}") for name, one in value.items())
+                return _written((at, keyword))
+        for keyword, value in part.items():
+            inner = (at, keyword)
+            left.extend((one, (inner, place) if place else inner) for place, one in _in(keyword, value))
     return None
+
+
+def _in(keyword: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each schema that a keyword has, by its place there: "" if it is the value itself."""
+    found: Iterable[tuple[Any, Any]] = ()
+    if keyword in _SCHEMAS:
+        found = enumerate(value) if isinstance(value, list) else [("", value)]
+    elif keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+        found = value.items()
+    return ((str(place), one) for place, one in found if isinstance(one, dict))
+
+
+_Path = tuple[Any, str]
+"""The path of what is around it, and a name in there. To write out each path would take the square of a schema."""
+
+
+def _written(path: _Path | None) -> str:
+    names: list[str] = []
+    while path is not None:
+        path, name = path
+        names.append(name if len(name) <= SHOWN else f"{name[:SHOWN]}...")
+    return "/".join(reversed(names))
 
 
 def _schema_refusal(schema: Any, limit: int) -> str | None:
@@ -230,16 +248,25 @@ def _own_parts(part: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
         if isinstance(pattern, str):
             yield f"pattern {pattern[:60]!r}", pattern, unrolled_parts(pattern)
     if isinstance(grammar := part.get("grammar"), str):
-        # A rule may repeat another one, wherever that is written.
-        yield "grammar", grammar, math.prod(_counts(grammar))
+        yield "grammar", grammar, _grammar_parts(grammar)
     limits = part.get("minLength"), part.get("maxLength")
     if (most := max((limit for limit in limits if type(limit) is int), default=0)) > 0:
         yield "maxLength", limits, min(most, 2 * UNROLLED) * WIDE_PARTS
 
 
+def _grammar_parts(grammar: str) -> int:
+    """Return the most parts that a grammar may have: a rule may repeat what another one repeats."""
+    rules = _RULE.split(grammar)
+    parts = sum(map(unrolled_parts, rules))
+    for times in sorted(max(_counts(rule), default=1) for rule in rules)[:-1]:
+        parts = min(parts * times, BEYOND)
+    return parts
+
+
 def _counts(text: str) -> Iterator[int]:
     for found in _COUNT.finditer(text):
-        yield max(1, int(found[2] or found[1] or 1))
+        written = found[2] or found[1] or "1"
+        yield BEYOND if len(written) >= len(str(BEYOND)) else max(1, int(written))
 
 
 def unrolled_parts(pattern: str) -> int:
@@ -260,8 +287,8 @@ def unrolled_parts(pattern: str) -> int:
         elif character == "{" and (found := _COUNT.match(pattern, place)):
             count, end = next(_counts(found[0])), found.end()
             times = count if count <= UNROLLED else max(1, count // 8)
-            groups[-1] += last * (times - 1)
-            last *= times
+            groups[-1] += min(last * (times - 1), BEYOND)
+            last = min(last * times, BEYOND)
         elif character not in "*+?|^$":
             end = _end_of_atom(pattern, place)
             last = WIDE_PARTS if _WIDE.match(pattern[place:end]) else 1

@@ -64,9 +64,9 @@ def test_one_that_has_a_core_computes():
 def test_one_that_gets_a_part_of_each_of_its_cores_is_slow_and_one_that_gets_them_all_computes():
     """Eight threads that get a tenth of eight cores use most of one core, and take ten times as long."""
     with running(COMPUTES) as pid:
+        psutil_time = psutil.Process(pid).cpu_times
         for cores, expected in ((1, "computes"), (2, "waits")):
             os.sched_setaffinity(pid, sorted(os.sched_getaffinity(0))[:cores])
-            psutil_time = psutil.Process(pid).cpu_times
             activity = Activity(computes_here=True, processes=lambda: [pid], clock=lambda: psutil_time().user)
             activity.doing()
             end_s = psutil_time().user + 0.5

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +158,35 @@ def test_ordinary_patterns_are_served_in_tools_and_structural_tags():
 )
 def test_parts_of_a_pattern_are_counted_as_if_its_counts_were_written_out(pattern, parts):
     assert unrolled_parts(pattern) == parts
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= h{8} "-" h{4} "-" h{4} "-" h{4} "-" h{12}\nh ::= [0-9a-f]',
+        "root ::= " + ' ":" '.join(["[0-9a-f]{2}"] * 12),
+    ],
+)
+def test_counts_of_a_grammar_that_stand_side_by_side_add_up(grammar):
+    assert why(structural_tag=tag(type="grammar", grammar=grammar)) is None
+
+
+@pytest.mark.parametrize(
+    "counts", ["a{9999}" * 60_000, "a{99} " * 2_200, "a{" + "9" * 5_000 + "}", "(" * 99 + "a){9999}" * 99]
+)
+def test_counts_without_number_or_end_are_refused_in_a_sentence(counts):
+    began_s = time.process_time()
+    assert "may have 1024 parts" in why(structural_tag=tag(type="grammar", grammar=f"root ::= {counts}"))
+    assert time.process_time() - began_s < 5.0
+
+
+def test_a_schema_of_long_names_and_many_parts_takes_no_more_memory_than_it_has():
+    schema = {"properties": {"n" * 50_000: {"anyOf": [0] * 20_000}, "m" * 50_000: {"anyOf": [{}] * 20_000}}}
+    tracemalloc.start()
+    assert ignored(schema) is None
+    assert ignored({"properties": {"n" * 50_000: {"not": {"type": "null"}}}}) == f"/properties/{'n' * 100}.../not"
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
 
 
 def test_lengths_count_like_patterns_where_only_xgrammar_reads_them_and_the_place_is_named():
