@@ -142,8 +142,12 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
     fits = [view for view in views if view.load.room] or views
     if not fits:
         return None
-    computing = _beside_no_idle(computing)
-    whole = [view for view in fits if view in computing] if wanted.may_split else _beside_no_idle(fits)
+    computing = _beside_no_idle(computing, wanted.prompt_tokens)
+    whole = (
+        [view for view in fits if view in computing]
+        if wanted.may_split
+        else _beside_no_idle(fits, wanted.prompt_tokens)
+    )
     options = [_option(wanted, tpot_missed, view, view) for view in whole]
     if wanted.may_split:
         prompts = sorted(computing, key=_prompt_rank)[:CONSIDERED]
@@ -159,10 +163,13 @@ def choose(wanted: Wanted, loads: Sequence[Load], handover_s: HandoverS) -> Deci
     return _least_latency(wanted, options, _for_prompts(views) if wanted.may_split else None)
 
 
-def _beside_no_idle(views: list[_View]) -> list[_View]:
-    """Return the workers that a prompt may go to: while one of them is idle, none for which it would have to wait."""
+def _beside_no_idle(views: list[_View], prompt_tokens: float) -> list[_View]:
+    """Return the workers that a prompt may go to: while one of them is idle, none for which it would have to wait.
+
+    Only for one that has more than half of its KV it may: the idle one has the more to compute.
+    """
     if any(view.load.is_idle and view.load.takes_prompt for view in views):
-        return [view for view in views if view.load.takes_prompt]
+        return [view for view in views if view.load.takes_prompt or 2 * view.load.cached_tokens > prompt_tokens]
     return views
 
 

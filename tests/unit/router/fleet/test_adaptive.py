@@ -30,6 +30,10 @@ WORK_S = compute_s(Load("w", MODEL, 512), PROMPT, attended(PROMPT))
 UNLOADED_S = 0.04 + WORK_S
 
 
+def slow(_source, _sink):
+    return 0.5
+
+
 def a_load(name="w0", **values):
     return Load(name, MODEL, 512, **values)
 
@@ -305,6 +309,15 @@ def test_without_limits_a_prompt_that_waits_in_the_router_counts_for_those_behin
 def test_a_worker_that_has_most_of_the_prompt_computes_it():
     loads = [with_prompts("w0", 1), with_prompts("w1", 1, cached_tokens=480)]
     assert choose(wanted(10, 0.2), loads, fast).chosen.prompt_worker == "w1"
+
+
+@pytest.mark.parametrize("may_split", [False, True])
+@pytest.mark.parametrize(("cached", "chosen"), [(3_984, "full"), (1_000, "idle")])
+def test_a_prompt_waits_beside_an_idle_worker_only_for_one_that_has_most_of_it(may_split, cached, chosen):
+    full = a_load("full", cached_tokens=cached, takes_prompt=False, prompt_tokens=200, prompts_s=0.3)
+    asked = Wanted(4_000, 16, may_split=may_split)
+    decision = choose(asked, [full, a_load("idle")], slow)
+    assert decision.chosen.prompt_worker == chosen
 
 
 def test_a_worker_without_room_gets_no_sequence_unless_none_has_room():
