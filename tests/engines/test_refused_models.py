@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configurations with which an engine would have been loaded."""
     configs: list[Any] = []
 
-    def load(vllm_config: Any, **options: Any) -> None:
+    def load(vllm_config: Any, **options: Any) -> Any:
         configs.append(vllm_config)
+        return SimpleNamespace(renderer=SimpleNamespace(tokenizer=None))
 
     monkeypatch.setattr(vllm_engine.AsyncLLM, "from_vllm_config", load)
     return configs
