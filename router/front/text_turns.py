@@ -18,11 +18,13 @@ from prometheus_client.registry import Collector
 SLICE_S = 0.002
 """After so long the loop reads what workers and clients have sent. A message of 256 tokens is read in about 1 ms."""
 LOOK_EVERY_S = 10.0
+"""Long beside a burst of requests, which makes any router late for a moment."""
 TOKENS_AN_EVENT = 1.2
 """Tokens of an event above which a router counts as late: then every sixth token or more has waited for a later one."""
 EVENTS_LOOKED_AT = 1000
 """With fewer in `LOOK_EVERY_S`, a hundred a second, tokens came together for another reason."""
 TOLD_EVERY_S = 300.0
+"""A router may be late for hours, and says the same each time."""
 logger = logging.getLogger(__name__)
 
 
@@ -98,7 +100,9 @@ class TextTurns(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the series; prometheus-client calls it at each scrape."""
         yield CounterMetricFamily(
-            "ridgeline_text_tokens", "Tokens that this router has turned into text", value=self._tokens
+            "ridgeline_text_tokens",
+            "Tokens that this router has turned into text by turns; streams with a stop string take none",
+            value=self._tokens,
         )
         yield CounterMetricFamily(
             "ridgeline_text_events",
