@@ -20,28 +20,18 @@ REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
 LEASE_S = 30.0  # as in that file
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
-OWN_DEPLOYMENT = (
-    "test_model_families.py",
-    "test_refused_models.py",
-    "test_processes.py",
-    "test_faults.py",
-    "test_security.py",
-    "test_tensor_parallel.py",
-    "test_cancel_handoff.py",
-    "test_supervision.py",
-    "test_several_routers.py",
-    "test_chaos.py",
-    "test_differential.py",
-    "test_autoscale.py",
-)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Quick tests first, then those that start engines of their own, then those that share the deployment.
 
-    Two deployments at a time would fight for the cores.
+    The shared deployment keeps its cores until the session ends: a deployment that starts beside it finds none left.
     """
-    items.sort(key=lambda item: (item.get_closest_marker("engines") is not None, item.path.name not in OWN_DEPLOYMENT))
+    items.sort(key=lambda item: (item.get_closest_marker("engines") is not None, _shares_the_deployment(item)))
+
+
+def _shares_the_deployment(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and "deployment" in item.fixturenames
 
 
 @pytest.fixture(scope="session", autouse=True)
