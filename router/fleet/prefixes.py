@@ -4,7 +4,7 @@ The router knows the tokens of every prompt and where it was computed, so it can
 beginning of the next one again. It does not see what an engine evicts: the record is as long as the engine's cache, is
 forgotten in the same order, and is corrected when an engine says how much of a prompt it really had. So it is a hint. A
 wrong one costs a worse choice of worker, never a wrong answer: engines look for themselves, by hashes of their own. The
-reasons are in `docs/decisions/0037-the-routers-own-record-of-prefixes.md`.
+reasons are in `docs/decisions/0013-prefix-record-and-nearness.md`.
 
 **Memory.** At most as many blocks for each worker as it has KV blocks, at 220 to 360 bytes each: 12 MB for a worker of
 32,768 blocks.
