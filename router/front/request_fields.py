@@ -3,13 +3,13 @@
 The names are vLLM's. `tests/components/router/front/test_request_fields.py` walks the routes of the app and the schemas
 of their bodies, and fails on a field that is not listed here, so that a new vLLM version cannot add one that is
 silently dropped. It also sends every field to a router and compares the result with this table.
-`docs/request_fields.md` is generated from the table, and `install` enforces its refusals. A field with its default
+`docs/reference/http.md` is generated from the table, and `install` enforces its refusals. A field with its default
 value, or null, counts as not sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal
@@ -377,31 +377,35 @@ class RefusedHeaders:
 
 
 def as_markdown() -> str:
-    """Return the tables of `docs/request_fields.md`."""
-    rows = [
-        (f"`{name}`", "" if not (models := _special(name)) else f"all but {models}", FIELDS[name]) for name in FIELDS
+    """Return the lists of fields and headers in `docs/reference/http.md`."""
+    fields = [
+        (f"`{name}`", "" if not (models := _special(name)) else f"all but {models}", rule)
+        for name, rule in FIELDS.items()
     ]
-    rows += [(f"`{name}`", f"`{model}`", rule) for (model, name), rule in SPECIAL.items()]
-    rows += [(f"`{name}`", "unknown to vLLM", rule) for name, rule in FOREIGN.items()]
-    tables = [
-        ("Fields of bodies", "field", sorted(rows)),
-        ("Headers", "header", [(f"`{name}`", "", rule) for name, rule in sorted(HEADERS.items())]),
-        ("What only vLLM's `SamplingParams` have", "field", [(f"`{n}`", "", rule) for n, rule in SAMPLING.items()]),
-    ]
-    return "\n".join(
-        f"## {title}\n\n| {first} | of | here |\n|---|---|---|\n"
-        + "".join(f"| {name} | {where} | {_in_words(rule)} |\n" for name, where, rule in table)
-        for title, first, table in tables
-    )
+    fields += [(f"`{name}`", f"`{model}`", rule) for (model, name), rule in SPECIAL.items()]
+    fields += [(f"`{name}`", "unknown to vLLM", rule) for name, rule in FOREIGN.items()]
+    headers = [(f"`{name}`", "", rule) for name, rule in HEADERS.items()]
+    return f"### Body fields\n\n{_listed('field', fields)}\n### Headers\n\n{_listed('header', headers)}"
+
+
+def _listed(kind: str, rows: Iterable[tuple[str, str, FieldRule]]) -> str:
+    """Return what is honoured as a sentence, and the rest as a table of one row for each treatment."""
+    honoured, others = [], dict[tuple[str, str], list[str]]()
+    for name, where, rule in sorted(rows, key=lambda row: row[:2]):
+        if isinstance(rule, Honoured):
+            conditions = " ".join(filter(None, (where, rule.where)))
+            honoured.append(f"{name} ({conditions})" if conditions else name)
+        else:
+            others.setdefault((where, _in_words(rule)), []).append(name)
+    table = "".join(f"| {', '.join(names)} | {where} | {words} |\n" for (where, words), names in others.items())
+    return f"Honoured: {', '.join(honoured)}.\n\n| {kind} | of | here |\n|---|---|---|\n{table}"
 
 
 def _special(name: str) -> str:
     return ", ".join(f"`{model}`" for model, field in SPECIAL if field == name)
 
 
-def _in_words(rule: FieldRule) -> str:
-    if isinstance(rule, Honoured):
-        return f"honoured{rule.where and f' {rule.where}'}: `{rule.test.partition('::')[0]}`"
+def _in_words(rule: RefusedField | WithoutEffect) -> str:
     if isinstance(rule, WithoutEffect):
         return f"without effect: {rule.why}"
     unless = f", unless it is {' or '.join(repr(value) for value in rule.but_for)}" if rule.but_for else ""

@@ -1,4 +1,4 @@
-"""The table of series in docs/architecture.md: as documented, and as the router's collectors define it.
+"""The table of series in docs/reference/metrics.md: as documented, and as the router's collectors define it.
 
 `python -m tests.support.series_table` writes it again.
 """
@@ -26,7 +26,7 @@ from router.observe.metrics import (
 )
 from router.settings import PoolHardware
 
-ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
+METRICS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 METRICS_TABLE = re.compile(r"(?<=<!-- metrics -->\n).*(?=<!-- /metrics -->)", re.DOTALL)
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
 STEP_MODEL = StepModel(
@@ -42,7 +42,7 @@ PAIRS = [KvPair("worker-0", "worker-1", "shm", "")]
 
 def documented() -> dict[str, tuple[str, str, set[str]]]:
     """Return name -> (type, meaning, labels) from the document."""
-    table = METRICS_TABLE.search(ARCHITECTURE.read_text())
+    table = METRICS_TABLE.search(METRICS_PAGE.read_text())
     assert table is not None
     return {
         name: (kind, text, set(filter(None, labels.split(", ")))) for name, kind, labels, text in ROW.findall(table[0])
@@ -103,4 +103,4 @@ def metrics_table() -> str:
 
 
 if __name__ == "__main__":
-    ARCHITECTURE.write_text(METRICS_TABLE.sub(lambda _: metrics_table(), ARCHITECTURE.read_text()))
+    METRICS_PAGE.write_text(METRICS_TABLE.sub(lambda _: metrics_table(), METRICS_PAGE.read_text()))

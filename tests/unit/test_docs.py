@@ -11,15 +11,18 @@ import pytest
 import typer
 
 from cluster.cli import app
-from tests.support.series_table import ARCHITECTURE, METRICS_TABLE, metrics_table
+from tests.support.series_table import METRICS_PAGE, METRICS_TABLE, metrics_table
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = [init.parent for init in REPOSITORY.glob("*/__init__.py")]
+GENERATED = {REPOSITORY / "docs" / "reference" / name for name in ("settings.md", "cli.md")}
+"""Written by `tools.docs.reference` for the documents' site; Git ignores them."""
+PAGES = set(REPOSITORY.glob("docs/**/*.md")) - GENERATED
 DOCUMENTS = sorted(
     [
         REPOSITORY / "README.md",
         REPOSITORY / "CHANGELOG.md",
-        *REPOSITORY.glob("docs/**/*.md"),
+        *PAGES,
         *(document for package in PACKAGES for document in package.glob("**/*.md")),
     ]
 )
@@ -107,7 +110,7 @@ def test_a_document_without_a_link_would_be_found():
 
 def test_the_list_of_documents_names_every_one_of_them():
     listed = (REPOSITORY / "docs" / "README.md").read_text()
-    documents = {str(path.relative_to(REPOSITORY / "docs")) for path in REPOSITORY.glob("docs/**/*.md")} - {"README.md"}
+    documents = {str(path.relative_to(REPOSITORY / "docs")) for path in PAGES} - {"README.md"}
     assert not {path for path in documents if f"]({path})" not in listed}
 
 
@@ -117,7 +120,7 @@ def test_every_command_a_document_names_exists(document):
 
 
 def test_the_metrics_table_is_what_the_code_declares():
-    table = METRICS_TABLE.search(ARCHITECTURE.read_text())
+    table = METRICS_TABLE.search(METRICS_PAGE.read_text())
     assert table is not None
     assert table[0] == metrics_table(), "run `python -m tests.support.series_table` to write it anew"
 

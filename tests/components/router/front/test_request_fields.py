@@ -1,7 +1,7 @@
 """Every field that a client can send, held against `router/front/request_fields.py`: over HTTP, with engines that tell
 what they were asked for.
 
-`python -m tests.components.router.front.test_request_fields` writes docs/request_fields.md anew.
+`python -m tests.components.router.front.test_request_fields` writes its lists in docs/reference/http.md anew.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import re
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,8 @@ from tests.support.talking_router import TalkingEngine, make_model, talking_rout
 
 over_http = pytest.mark.asyncio(loop_scope="module")
 REPOSITORY = Path(__file__).parents[4]
-PAGE = REPOSITORY / "docs" / "request_fields.md"
+PAGE = REPOSITORY / "docs" / "reference" / "http.md"
+LISTS = re.compile(r"(?<=<!-- request fields -->\n).*(?=<!-- /request fields -->)", re.DOTALL)
 OWN_NAME = "chosen-by-the-client"
 
 
@@ -501,10 +503,11 @@ def test_every_test_that_the_table_names_exists(test: str):
 
 
 def page() -> str:
-    return PAGE.read_text().partition("## Fields of bodies")[0] + request_fields.as_markdown()
+    return LISTS.sub(lambda _: request_fields.as_markdown(), PAGE.read_text())
 
 
 def test_the_page_is_what_the_table_says():
+    assert LISTS.search(PAGE.read_text())
     assert PAGE.read_text() == page(), (
         "run `python -m tests.components.router.front.test_request_fields` to write it anew"
     )
