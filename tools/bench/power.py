@@ -1,8 +1,8 @@
 """How often comparisons of simulated rounds find what is there, and what is not: `make power`.
 
 The product's own judgement (`loadtest.statistics`) looks at pairs of rounds of made-up requests: a round is slower or
-faster as a whole by a log-normal effect, its requests scatter around that and resemble their neighbours. Prints the
-table of docs/measurements.md; tests/unit/loadtest/statistics/test_power.py holds the rates.
+faster as a whole by a log-normal effect, its requests scatter around that and resemble their neighbours. Prints a
+table; docs/results/comparisons.json has its figures, and tests/unit/loadtest/statistics/test_power.py holds the rates.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def tpot_power(world: World, pairs: int, comparisons: int, seed: int) -> float:
 
 
 def table(comparisons: int, seed: int) -> str:
-    """Return the table of docs/measurements.md."""
+    """Return a table of all the rates, a round effect a row."""
     rows = [
         "| round effect | the same twice: `better` | `equivalent` | one of four latencies differs | attainment 90 % "
         "against 80 %: `better` within 6, 9, 12, 16 pairs | 99 % against 89 % | TPOT +10 %: differs after 6, 9, 12, 16 "

@@ -1,4 +1,5 @@
 """Programs that write documents.
 
-reference.py  docs/reference/settings.md and docs/reference/cli.md, from the code
+measurements.py  docs/measurements.md, from the figures in docs/results/
+reference.py     docs/reference/settings.md and docs/reference/cli.md, from the code
 """

@@ -1,7 +1,7 @@
 """Simulated comparisons: an arm against itself is seldom called better, and planted differences are found.
 
 The seeds are fixed, so these are rates of fixed samples; each bound allows two standard errors and a half.
-The powers are those of the table in docs/measurements.md.
+The powers are those of docs/results/comparisons.json.
 """
 
 import pytest
