@@ -53,7 +53,7 @@ class TlsFiles:
             raise TlsFileError(
                 f"security.tls.cert_file {self.cert_file} and key_file {self.key_file} are not a certificate and its "
                 f"key, both in PEM, the key without a passphrase ({error.reason or error}): make them again as "
-                "docs/security.md shows."
+                "docs/how-to/secure.md shows."
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
         return context
@@ -85,7 +85,7 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, cert_file: str)
             except ssl.SSLCertVerificationError as error:
                 raise TlsFileError(
                     f"security.tls.cert_file {cert_file} would be refused ({error.verify_message}): it must be signed "
-                    f"by ca_file, be valid now, and name DNS:{SERVER_NAME}, as docs/security.md shows."
+                    f"by ca_file, be valid now, and name DNS:{SERVER_NAME}, as docs/how-to/secure.md shows."
                 ) from error
             except ssl.SSLError as error:
                 raise TlsFileError(f"security.tls.cert_file {cert_file} cannot be used: {error}") from error

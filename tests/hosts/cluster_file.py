@@ -9,8 +9,8 @@ import yaml
 from tests.hosts.namespaces import Host, Hosts
 
 REPOSITORY = Path(__file__).parents[2]
-CLUSTER, SERVED = "deploy/cluster.yaml", "deploy/cluster-serve.yaml"
-"""What the README's commands name; the files here take their places."""
+CLUSTER, SERVED = "deploy/cluster-onprem.yaml", "deploy/cluster-serve.yaml"
+"""The names in the commands of docs/how-to/deploy.md; the files here take their places."""
 POOLS = {"prefill": '{"ridgeline_prefill": 1}', "decode": '{"ridgeline_decode": 1}'}
 BOTH = """*) pools='{"ridgeline_prefill": 8, "ridgeline_decode": 8}' ;;"""
 """The line of the file that says it for hosts which may carry either."""

@@ -23,7 +23,7 @@ DRAIN_S = 5.0
 
 
 class Cluster:
-    """The hosts, and the operator's shell that the README's commands are typed into."""
+    """The hosts, and the operator's shell that the commands of docs/how-to/deploy.md are typed into."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
@@ -58,9 +58,9 @@ class Cluster:
         assert ran.returncode == 0, f"{command} ended with {ran.returncode}:\n{ran.stdout[-6000:]}"
         return ran.stdout
 
-    def readme(self, beginning: str) -> str:
-        """Run the README's command that begins so, with the files of these hosts in the place of those it names."""
-        (command,) = [line for line in readme_commands() if line.startswith(beginning)]
+    def documented(self, beginning: str) -> str:
+        """Run the page's command that begins so, with the files of these hosts in place of those it names."""
+        (command,) = [line for line in documented_commands() if line.startswith(beginning)]
         return self.shell(command.replace(SERVED, remote_name(self.served)).replace(CLUSTER, str(self.file)))
 
     def on_head(self, command: str) -> str:
@@ -81,9 +81,9 @@ class Cluster:
         ]
 
 
-def readme_commands() -> list[str]:
-    """Return the lines of the README's code blocks, without their comments."""
-    blocks = re.findall(r"```bash\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+def documented_commands() -> list[str]:
+    """Return the lines of the page's code blocks, without their comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", (REPOSITORY / "docs/how-to/deploy.md").read_text(), re.DOTALL)
     return [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
 
 
@@ -97,9 +97,9 @@ def cluster() -> Iterator[Cluster]:
             cluster = Cluster(hosts)
             for host in hosts.all:
                 host.has_environment(REPOSITORY / ".venv", None if host is cluster.decode else models)
-            cluster.readme("ray get-auth-token")
-            cluster.readme("ray up")
-            cluster.readme("ray exec")
+            cluster.documented("ray get-auth-token")
+            cluster.documented("ray up")
+            cluster.documented("ray exec deploy/cluster-onprem.yaml 'cd ")
             yield cluster
         assert hosts.left() == []
     except CannotMakeHosts as why:

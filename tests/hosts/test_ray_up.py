@@ -1,4 +1,4 @@
-"""The README's cluster commands on three hosts, then what a cluster meets: a host cut off, a host lost, the end.
+"""The commands of docs/how-to/deploy.md on three hosts, then what a cluster meets: a host cut off, lost, the end.
 
 The tests stand in the order in which they run, since the last ones take hosts away.
 """
@@ -182,9 +182,9 @@ async def test_a_host_that_is_lost_for_good_leaves_its_streams_to_the_other(
 
 
 def test_stop_and_ray_down_leave_nothing_on_the_hosts_that_are_left(cluster: Cluster):
-    cluster.on_head("ridgeline stop")
+    cluster.documented("ray exec deploy/cluster-onprem.yaml 'ridgeline stop'")
     assert "no deployment runs" in cluster.on_head("ridgeline status")
-    cluster.readme("ray down")
+    cluster.documented("ray down")
     cluster.prefill.ssh("ridgeline/.venv/bin/ray stop")  # as the file says: `ray down` ends Ray on the head alone
     for host in (cluster.head, cluster.prefill):
         wait_until(lambda host=host: not host.processes(), GONE_WITHIN_S, f"{host.name} is idle: {host.processes()}")

@@ -1,4 +1,4 @@
-"""Certificates for tests, made as docs/security.md makes them with openssl."""
+"""Certificates for tests, made as docs/how-to/secure.md makes them with openssl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of model families in docs/models.md: what the checks before a start say of a tiny model of each.
+"""The table of model families in docs/how-to/serve.md: what the checks before a start say of a tiny model of each.
 
 `python -m tests.support.model_families` writes it again. The configurations are made by transformers' own classes and
 read back from `config.json`, as `ridgeline doctor` reads a model's.
@@ -18,7 +18,7 @@ from cluster.config.models import RidgelineConfig
 from cluster.doctor.facts import read_model_facts
 from cluster.doctor.model_support import model_conflicts
 
-MODELS = Path(__file__).parents[2] / "docs" / "models.md"
+MODELS = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
 FAMILIES_TABLE = re.compile(r"(?<=<!-- families -->\n).*(?=<!-- /families -->)", re.DOTALL)
 WINDOW_TOKENS = 128
 SIZES: dict[str, Any] = {

@@ -1,17 +1,17 @@
-"""The messages that the operations guide quotes: a test that produces one asks here whether it is quoted as it is."""
+"""The messages that docs/how-to/operate.md quotes: a test that produces one asks here whether it is quoted as it is."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-GUIDE = Path(__file__).parents[2] / "docs" / "operations.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "operate.md"
 ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
 
 def quoted() -> list[str]:
     """The messages in the guide, in its order."""
-    return ROW.findall(GUIDE.read_text().partition("## When it does not work")[2])
+    return ROW.findall(GUIDE.read_text().partition("## Error messages")[2])
 
 
 def is_quoted(text: str) -> bool:

@@ -107,12 +107,12 @@ def test_a_document_that_another_names_is_a_link(document):
 
 
 def test_a_document_without_a_link_would_be_found():
-    assert unlinked_documents("see `docs/security.md`, not [`docs/failures.md`](failures.md)") == ["docs/security.md"]
+    assert unlinked_documents("see `docs/index.md`, not [`docs/concepts.md`](concepts.md)") == ["docs/index.md"]
 
 
 def test_the_list_of_documents_names_every_one_of_them():
-    listed = (REPOSITORY / "docs" / "README.md").read_text()
-    documents = {str(path.relative_to(REPOSITORY / "docs")) for path in PAGES} - {"README.md"}
+    listed = (REPOSITORY / "docs" / "index.md").read_text()
+    documents = {str(path.relative_to(REPOSITORY / "docs")) for path in PAGES} - {"index.md"}
     assert not {path for path in documents if f"]({path})" not in listed}
 
 

@@ -1,4 +1,4 @@
-"""The operations guide quotes messages as they are said; the tests that produce them ask `tests.support.symptoms`."""
+"""docs/how-to/operate.md quotes messages as they are said; the tests that produce them ask `tests.support.symptoms`."""
 
 from pathlib import Path
 

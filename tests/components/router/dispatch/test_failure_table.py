@@ -34,6 +34,7 @@ from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import TIMING, engine_config, make_handoff, next_token, router_settings
 from worker_runtime.host import WorkerHost
 
+PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "operate.md"
 PROMPT = list(range(70))
 OUTPUT_TOKENS = 6
 SETTINGS = router_settings()
@@ -263,8 +264,7 @@ def test_every_state_and_fault_has_a_row_or_a_reason_why_not() -> None:
 
 
 def test_the_document_is_the_table() -> None:
-    text = (Path(__file__).parents[4] / "docs" / "failures.md").read_text()
-    assert as_markdown() in text, "run: python -m tests.components.router.dispatch.test_failure_table"
+    assert as_markdown() in PAGE.read_text(), "run: python -m tests.components.router.dispatch.test_failure_table"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.fault} while {row.state}")
@@ -329,5 +329,5 @@ async def test_a_request_that_fails_every_worker_ends_after_a_few_attempts() -> 
 
 
 if __name__ == "__main__":
-    path = Path(__file__).parents[4] / "docs" / "failures.md"
-    path.write_text(path.read_text().partition("| state |")[0] + as_markdown())
+    before, begins, rest = PAGE.read_text().partition("<!-- failures -->\n")
+    PAGE.write_text(before + begins + as_markdown() + "".join(rest.partition("<!-- /failures -->")[1:]))
