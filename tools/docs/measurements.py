@@ -35,8 +35,8 @@ HEAD = """\
 # Measurements
 
 Current figures, each with machine, date, commit and command. Check out the commit to run the command. Values side by
-side are runs; intervals, in brackets, are 95 %. Long commands are cut, and stand whole in
-[`docs/results/`](results/) with more figures. Earlier ones are in the history of this page.
+side are runs; brackets hold 95 % intervals. [`docs/results/`](results/) has more figures, and long commands whole.
+Earlier figures are in the history of this page.
 """
 FOOT = """\
 ## Add a figure
