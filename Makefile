@@ -47,11 +47,11 @@ lint: setup      ## ruff, mypy strict, import rules
 unit: setup      ## tests of pure logic, under a minute
 	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/unit
 
-components: setup ## router, workers and commands with vLLM's code and engines without a model (about 90 s)
-	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/components
+components: setup ## router, workers and commands with vLLM's code and engines without a model (about four minutes)
+	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 $(QUICK) tests/components
 
 conformance: setup ## every KV transport against one suite: dead peers, faults, altered frames
-	@$(BIN)/pytest -q -n 2 tests/conformance
+	@$(BIN)/pytest -q -n 2 $(QUICK) tests/conformance
 
 transports: conformance ## `make conformance`, then a network link that is shaped and cut
 	@$(BIN)/pytest -q tests/network
@@ -63,6 +63,7 @@ hostile: model   ## a hostile client beside a polite one, without a model, then 
 	@$(BIN)/pytest -q -s tests/hostile
 	@$(BIN)/pytest -q -s tests/engines/test_hostile_grammars.py
 
+test: QUICK := -m "not slow"
 test: starts lint model unit components conformance ## the quick check that all works: lint, unit, components, conformance, real engines in both modes, a kill, a drain
 	@$(BIN)/pytest -v --durations=10 -m core tests/engines
 
@@ -73,6 +74,8 @@ starts:
 	@echo "make test takes about 12 minutes on two cores, make test-all about 43; this machine has $$(nproc)"
 
 test-all: test clients ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
+	@$(BIN)/pytest -q -n 2 --dist worksteal -m slow tests/components
+	@$(BIN)/pytest -q -n 2 --dist worksteal -m slow tests/conformance
 	@$(BIN)/pytest -q tests/network
 	@$(BIN)/pytest -q -s tests/hostile
 	@beside=$$(mktemp); nice -n 19 $(BIN)/pytest -q -n 2 --dist loadfile tests/replay tests/fuzz > $$beside 2>&1 & other=$$!; \

@@ -15,6 +15,8 @@ from tests.support.fetches import begin, receipt_of
 from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 SHAPE = CacheShape(num_layers=24, num_blocks=64, block_bytes=128 << 10)
 BLOCKS = list(range(SHAPE.num_blocks))
 DEADLINE_S = 4.0

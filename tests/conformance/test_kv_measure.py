@@ -184,6 +184,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then", ["time.sleep(60)", "source._answer(60); print('up', flush=True); time.sleep(60)", "raise SystemError"]
 )

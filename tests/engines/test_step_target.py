@@ -18,7 +18,7 @@ from engine.request import sampling
 from tests.engines.harness import Engines, Figure
 from tests.support.task_deltas import task_deltas
 
-pytestmark = [pytest.mark.engines, pytest.mark.core, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
 LENGTHS = (40, 300, 150, 700, 60, 500)
 OUTPUT_TOKENS = 24

@@ -13,6 +13,7 @@ from cluster.doctor.checks import checks, failures
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="nothing is missing where torchvision is installed")
 def test_a_model_with_images_is_refused_without_torchvision(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "architectures": [ARCHITECTURE]}))
@@ -42,6 +43,7 @@ def standard_input():
     os.close(saved)
 
 
+@pytest.mark.slow
 def test_a_models_own_code_is_not_run_and_nobody_is_asked_to_allow_it(tmp_path, standard_input):
     ran = tmp_path / "ran"
     config = {"model_type": "made_up", "architectures": ["InternVLChatModel"], "auto_map": {"AutoConfig": "own.Own"}}

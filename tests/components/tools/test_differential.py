@@ -57,6 +57,7 @@ def test_the_same_seed_draws_the_same_requests_and_no_two_alike(cases: list[Case
     )
 
 
+@pytest.mark.slow
 def test_the_draws_have_every_kind_of_log_probability_also_for_prompts_of_several_steps():
     def steps(case: Case) -> int:
         prompt = case.body.get("prompt") or [case.body.get("query")]

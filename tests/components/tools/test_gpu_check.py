@@ -22,6 +22,7 @@ NOT_THERE = ("vllm", "ray", "xxhash", "grpc", "pydantic", "rich", "psutil", "yam
 """What a machine with torch, numpy and msgspec alone does not have."""
 
 
+@pytest.mark.slow
 def test_a_dry_run_goes_through_every_section_where_there_is_little_but_torch(tmp_path):
     out = tmp_path / "new" / "rows.json"
     program = (

@@ -6,6 +6,7 @@ import json
 from contextlib import AsyncExitStack
 from urllib.parse import urlsplit
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from cluster.runtime.handlers import HANDLERS
@@ -37,6 +38,7 @@ def full_collections():
     return gc.get_stats()[2]["collections"]
 
 
+@pytest.mark.slow
 async def test_its_objects_are_not_looked_through_while_more_streams_begin(tmp_path, monkeypatch):
     monkeypatch.setattr("router.server.REGISTRY", CollectorRegistry())
     make_model(tmp_path)

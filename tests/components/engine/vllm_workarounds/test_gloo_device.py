@@ -42,6 +42,7 @@ def threads(how: str) -> int:
     return int(ended.stdout)
 
 
+@pytest.mark.slow
 def test_the_process_groups_of_a_lone_rank_share_one_device():
     assert threads("as torch does") - threads("shared") == 4, "one device for five groups; else torch does so by itself"
 
