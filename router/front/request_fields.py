@@ -9,7 +9,7 @@ value, or null, counts as not sent.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal
@@ -379,34 +379,50 @@ class RefusedHeaders:
 def as_markdown() -> str:
     """Return the lists of fields and headers in `docs/reference/http.md`."""
     fields = [
-        (f"`{name}`", "" if not (models := _special(name)) else f"all but {models}", rule)
+        (f"`{name}` (all but {models})" if (models := _special(name)) else f"`{name}`", rule)
         for name, rule in FIELDS.items()
     ]
-    fields += [(f"`{name}`", f"`{model}`", rule) for (model, name), rule in SPECIAL.items()]
-    fields += [(f"`{name}`", "unknown to vLLM", rule) for name, rule in FOREIGN.items()]
-    headers = [(f"`{name}`", "", rule) for name, rule in HEADERS.items()]
+    fields += [(f"`{name}` (`{model}`)", rule) for (model, name), rule in SPECIAL.items()]
+    fields += [(f"`{name}`", rule) for name, rule in FOREIGN.items()]
+    headers = [(f"`{name}`", rule) for name, rule in HEADERS.items()]
     return f"### Body fields\n\n{_listed('field', fields)}\n### Headers\n\n{_listed('header', headers)}"
 
 
-def _listed(kind: str, rows: Iterable[tuple[str, str, FieldRule]]) -> str:
-    """Return what is honoured as a sentence, and the rest as a table of one row for each treatment."""
-    honoured, others = [], dict[tuple[str, str], list[str]]()
-    for name, where, rule in sorted(rows, key=lambda row: row[:2]):
+def _listed(kind: str, rows: Iterable[tuple[str, FieldRule]]) -> str:
+    """Return a sentence of what is honoured, and a table each of what is refused and what has no effect."""
+    honoured: list[str] = []
+    refused: dict[str, list[str]] = {}
+    without_effect: dict[str, list[str]] = {}
+    for name, rule in sorted(rows, key=lambda row: row[0]):
         if isinstance(rule, Honoured):
-            conditions = " ".join(filter(None, (where, rule.where)))
-            honoured.append(f"{name} ({conditions})" if conditions else name)
+            honoured.append(f"{name} ({rule.where})" if rule.where else name)
+        elif isinstance(rule, RefusedField):
+            refused.setdefault(_refusal_in_words(rule), []).append(name)
         else:
-            others.setdefault((where, _in_words(rule)), []).append(name)
-    table = "".join(f"| {', '.join(names)} | {where} | {words} |\n" for (where, words), names in others.items())
-    return f"Honoured: {', '.join(honoured)}.\n\n| {kind} | of | here |\n|---|---|---|\n{table}"
+            without_effect.setdefault(rule.why, []).append(name)
+    return "\n".join(
+        [
+            f"Honoured: {', '.join(honoured)}.\n",
+            "Refused, with 400 if no other status is noted:\n",
+            _table(kind, "message", refused),
+            "Without effect:\n",
+            _table(kind, "since", without_effect),
+        ]
+    )
+
+
+def _table(kind: str, head: str, rows: Mapping[str, Sequence[str]]) -> str:
+    lines = [f"| {kind} | {head} |", "|---|---|"]
+    lines += [f"| {', '.join(dict.fromkeys(names))} | {words} |" for words, names in rows.items()]
+    return "\n".join([*lines, ""])
 
 
 def _special(name: str) -> str:
     return ", ".join(f"`{model}`" for model, field in SPECIAL if field == name)
 
 
-def _in_words(rule: RefusedField | WithoutEffect) -> str:
-    if isinstance(rule, WithoutEffect):
-        return f"without effect: {rule.why}"
-    unless = f", unless it is {' or '.join(repr(value) for value in rule.but_for)}" if rule.but_for else ""
-    return f"refused with {rule.status} by {rule.by}{unless}: {rule.sentence}"
+def _refusal_in_words(rule: RefusedField) -> str:
+    unless = f"unless {' or '.join(repr(value) for value in rule.but_for)}" if rule.but_for else ""
+    status = str(rule.status) if rule.status != HTTPStatus.BAD_REQUEST else ""
+    conditions = ", ".join(filter(None, ("by vLLM" if rule.by == "vLLM" else "", status, unless)))
+    return f"{rule.sentence} ({conditions})" if conditions else rule.sentence
