@@ -109,7 +109,7 @@ bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray'
 	@$(BIN)/python -m tools.bench.idle_cpu
 
 docs: setup      ## the documents as a site in site/, which opens from the folder without a network; broken links are errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet && echo site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build && echo site/index.html
 
 measurements: setup ## write docs/measurements.md from the figures in docs/results/
 	@$(BIN)/python -m tools.docs.measurements
