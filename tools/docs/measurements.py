@@ -34,7 +34,7 @@ HEAD = """\
 <!-- Written by `make measurements` from docs/results/*.json. -->
 # Measurements
 
-Current figures, each with machine, date, commit and command. Check out the commit to run the command. Values side by
+Current figures with machine, date, commit (where kept) and command. Check out the commit to run it. Values side by
 side are runs; brackets hold 95 % intervals. [`docs/results/`](results/) has more figures, and long commands whole.
 Earlier figures are in the history of this page.
 """
