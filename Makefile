@@ -17,7 +17,7 @@ SEED ?= 1
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-.PHONY: help setup model clients demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-unloaded bench-step-target bench-hand-over bench-prefixes bench-idle bench-front bench-modes docs measurements power planted long chaos differential scored mode-changes scale kill-decode stress soak test-cluster clean
+.PHONY: help setup model clients demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-idle bench-front bench-modes docs measurements power long chaos differential mode-changes scale stress test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -93,18 +93,6 @@ bench-decision: setup ## what a decision of mode adaptive costs the router at 32
 bench-scale: setup ## what router and dispatcher spend on 64 workers, 8 routers and 5,000 streams of 500 clients, beside the goals, without engines (30 s)
 	@$(BIN)/python -m tools.bench.scale $(BENCH)
 
-bench-unloaded: model  ## unloaded TTFT and hand-over gap, both modes in alternation (about 4 minutes)
-	@$(BIN)/python -m tools.bench.unloaded_ttft
-
-bench-step-target: model  ## one engine under Poisson load, without a step target and with three: TPOT, longest gap, throughput (about 20 minutes; BENCH="--rounds 1")
-	@$(BIN)/python -m tools.bench.step_target $(BENCH)
-
-bench-hand-over: model  ## first to second token with and without overlap, alone and under load, in alternation (about 10 minutes)
-	@$(BIN)/python -m tools.bench.hand_over $(BENCH)
-
-bench-prefixes: model ## mode adaptive with and without knowing who has the beginning of a prompt, on conversations with one system prompt (about 3 minutes)
-	@$(BIN)/python -m tools.bench.prefix_routing $(BENCH)
-
 bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)
 	@$(BIN)/python -m tools.bench.idle_cpu
 
@@ -117,20 +105,11 @@ measurements: setup ## write docs/measurements.md from the figures in docs/resul
 power: setup     ## table of how often simulated comparisons find a true difference, and one where there is none (about 5 minutes; COMPARISONS=1000)
 	@$(BIN)/python -m tools.bench.power --comparisons $(or $(COMPARISONS),1000) --seed $(SEED)
 
-planted: model   ## a mode against itself with a planted difference, as compare would judge it (PLANT=tpot, attainment or nothing)
-	@$(BIN)/python -m tools.bench.planted --plant $(or $(PLANT),tpot) $(if $(PLAN),--plan $(PLAN))
-
 bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two, 2,000 streams; writes runs/bench-front (about 10 minutes)
 	@$(BIN)/python -m tools.front.bench --model "$$($(BIN)/ridgeline model | tail -1)" $(BENCH)
 
 bench-modes: model  ## the map of three modes over limits of TTFT and TPOT, three workloads, on one fleet; writes runs/bench-modes (under 90 minutes; CONVERSATION=CONV.csv CODE=CODE.csv BENCH="--part shift --out runs/bench-shift")
 	@$(BIN)/python -m tools.bench.modes $(if $(CONVERSATION),--conversation-trace $(CONVERSATION)) $(if $(CODE),--code-trace $(CODE)) $(BENCH)
-
-bench-client: setup  ## the load generator against a server without a model: lag, floors, CPU a token; writes runs/bench-client (about 90 s)
-	@$(BIN)/python -m tools.bench.client
-
-against-vllm-bench: model  ## the load generator and vllm bench serve in alternation; without URL=.., a server without a model (about 6 minutes)
-	@$(BIN)/python -m tools.bench.against_vllm_bench $(if $(URL),--url $(URL),--tokenizer "$$($(BIN)/ridgeline model | tail -1)") $(BENCH)
 
 chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds $(SECONDS) --seed $(SEED)
@@ -138,23 +117,14 @@ chaos: model     ## workers killed, stopped and cut off under load: nothing may 
 differential: model  ## 500 random requests, each answered as by plain vLLM on the same cores (CASES=500 SEED=1 ONLY=17 DTYPE=float32)
 	@$(BIN)/python -m tools.differential.run --seed $(SEED) --cases $(or $(CASES),500) --dtype $(or $(DTYPE),auto) $(if $(ONLY),--only $(ONLY))
 
-scored: model    ## 20 prompts of 900 tokens with log-probabilities: answers as plain vLLM's, and TTFT with and without (PROMPTS=20)
-	@$(BIN)/python -m tools.differential.scored --prompts $(or $(PROMPTS),20) --dtype $(or $(DTYPE),auto)
-
 mode-changes: model ## six changes of mode in three minutes under load: nothing may fail, differ or stay held (SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds 185 --seed $(SEED) --prefill 1 --decode 1 --faults none --kv-faults none --mode-every-s 30 --out runs/mode-changes
 
 scale: model     ## a worker more and fewer five times, then a restart of all, under load: nothing may fail, differ or stay held (SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds 60 --seed $(SEED) --prefill 1 --decode 1 --faults none --kv-faults none --scale-times 5 --set ray.share_cores=true --out runs/scale
 
-kill-decode: model  ## 20 streams whose decode worker is killed in the middle must all be completed (SEED=1)
-	@$(BIN)/python -m tools.chaos.kill_decode --seed $(SEED)
-
 stress: model    ## 3,000 mixed requests, half of whose clients leave, at every moment: nothing may stay held (ROUNDS=1 SEED=1)
 	@$(BIN)/python -m tools.chaos.stress --seed $(SEED) --rounds $(or $(ROUNDS),1) --requests $(or $(REQUESTS),3000)
-
-soak: model      ## memory of every process over 2,000 small requests
-	@$(BIN)/python -m tools.chaos.soak
 
 clean:           ## remove the environment and the runs
 	rm -rf $(VENV) $(CLIENTS) runs

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.replay.clocks import Latencies, measure
 from tests.support.served_router import make_model
-from tools.bench.clocks import Latencies, measure
 
 REPOSITORY = Path(__file__).parents[2]
 OUTPUT_TOKENS = 25

@@ -19,12 +19,12 @@ from rich.console import Console
 
 from loadtest.errors import LoadTestError
 from loadtest.run import replay as replay_module
+from tests.support.null_server import make_app
 from tests.support.patience import eventually
 from tools.bench.modes.__main__ import run
 from tools.bench.modes.course import Clock
 from tools.bench.modes.journal import Journal, RoundEnded, read_journal
 from tools.bench.modes.settings import ADAPTIVE, ARMS, Settings, save, saved
-from tools.bench.null_server import make_app
 
 TTFT_S, TPOT_S = 0.1, 0.01
 """Far above what a busy machine adds."""

@@ -1,18 +1,15 @@
-"""Real deployments under load and faults: four programs, and the parts they share.
+"""Real deployments under load and faults: two programs, and the parts they share.
 
-chaos.py        kills, stops and cuts off workers: is anything lost
-kill_decode.py  kills a decode worker in the middle of its streams
-soak.py         checks whether memory grows with requests
-stress.py       checks whether anything stays behind when clients leave
-running.py      starts a deployment, with a client and a text to cut prompts from
-deployment.py   observes a deployment as an operator would
-drive.py        runs clients
-wishes.py       plans the clients' requests
-faults.py       injects faults into processes, in a seeded order
-modes.py        changes the mode again and again
-orders.py       gives the deployment more workers and fewer, and restarts all
-records.py      one request as its client saw it
-verify.py       checks what must hold for every answer
-scoring.py      measures how far each token is from the best one
-memory.py       measures the memory of each part of a deployment
+chaos.py       kills, stops and cuts off workers: is anything lost
+stress.py      checks whether anything stays behind when clients leave
+running.py     starts a deployment, with a client and a text to cut prompts from
+deployment.py  observes a deployment as an operator would
+drive.py       runs clients
+wishes.py      plans the clients' requests
+faults.py      injects faults into processes, in a seeded order
+modes.py       changes the mode again and again
+orders.py      gives the deployment more workers and fewer, and restarts all
+records.py     one request as its client saw it
+verify.py      checks what must hold for every answer
+scoring.py     measures how far each token is from the best one
 """

@@ -34,7 +34,6 @@ from tools.chaos import verify
 from tools.chaos.deployment import can_cut_connections
 from tools.chaos.drive import Load
 from tools.chaos.faults import KINDS, Fault, Injector, Kind
-from tools.chaos.memory import footprint
 from tools.chaos.modes import ModeChanges
 from tools.chaos.orders import Orders
 from tools.chaos.records import Record
@@ -108,7 +107,7 @@ async def run(options: argparse.Namespace, console: Console) -> Outcome:
 async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, console: Console) -> None:
     router = setup.deployment.router()
     before = await setup.deployment.metrics()
-    rss_before = footprint(router).rss_bytes / MIB
+    rss_before = router.memory_info().rss / MIB
     load = Load(setup.http, Mix(options.seed, MIXED, setup.model, setup.text_tokens, setup.tokenizer), options.seed)
     sizes = {"prefill": options.prefill, "decode": options.decode}
     injector = Injector(setup.deployment, sizes, options.kinds, options.seed, options.mean_gap_s)
@@ -146,7 +145,7 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     await _check_afterwards(setup, outcome, say)
     after = await setup.deployment.metrics()
     outcome.refused_before_work = after.sum("ridgeline_rejected_total") - before.sum("ridgeline_rejected_total")
-    outcome.router_rss_mib = (rss_before, footprint(router).rss_bytes / MIB)
+    outcome.router_rss_mib = (rss_before, router.memory_info().rss / MIB)
     if setup.deployment.router().pid != router.pid:
         outcome.violations.append("the router was replaced")
 
@@ -201,7 +200,7 @@ async def _progress(setup: Running, load: Load, injector: Injector, lag: LoopLag
     while True:
         await asyncio.sleep(PROGRESS_EVERY_S)
         ends = verify.endings(load.records)
-        rss_mib = (await asyncio.to_thread(lambda: footprint(setup.deployment.router()))).rss_bytes / MIB
+        rss_mib = (await asyncio.to_thread(lambda: setup.deployment.router().memory_info().rss)) / MIB
         say(
             f"{len(load.records)} done ({', '.join(f'{count} {end}' for end, count in ends.most_common())}), "
             f"{load.running} running, {len(injector.faults)} faults, router {rss_mib:.0f} MiB, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from itertools import count
 
 import httpx
@@ -36,20 +35,6 @@ class Load:
                 group.create_task(self._user(random.Random(f"{self._seed}/user/{user}"), think_s))
             if arrivals_per_s > 0:
                 group.create_task(self._arrivals(random.Random(f"{self._seed}/arrivals"), arrivals_per_s, group))
-
-    async def exactly(self, total: int, concurrency: int, after_each: Callable[[int], Awaitable[None]]) -> None:
-        """Send `total` requests, `concurrency` at a time; `after_each` receives how many have ended."""
-        left = iter(range(total))
-        done = count(1)
-
-        async def one_after_the_other() -> None:
-            for _ in left:
-                await self._send()
-                await after_each(next(done))
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(concurrency):
-                group.create_task(one_after_the_other())
 
     async def _user(self, rng: random.Random, think_s: float) -> None:
         while not await self._stops_within(rng.expovariate(1 / think_s)):

@@ -55,8 +55,6 @@ MIXED: Final = Shape(
     output_tokens=((0.30, 1, 8), (0.45, 8, 40), (0.25, 40, 120)),
     leave_share=0.08,
 )
-SMALL: Final = Shape(prompt_tokens=((1.0, 10, 200),), output_tokens=((1.0, 2, 12),), leave_share=0.125)
-"""Here 10 % of requests are left: 0.8 are streams, of which an eighth is."""
 
 
 @dataclass(frozen=True)

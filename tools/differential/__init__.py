@@ -1,7 +1,6 @@
 """Sends the same requests to Ridgeline and to plain vLLM, whose answers must be the same.
 
 run.py      sends random requests to both
-scored.py   sends prompts whose log-probabilities are asked for
 cases.py    makes the random requests
 compare.py  finds where two answers differ
 plain.py    runs vLLM's own server as a process

@@ -34,8 +34,9 @@ HEAD = """\
 <!-- Written by `make measurements` from docs/results/*.json. -->
 # Measurements
 
-Current figures with machine, date, commit (where kept) and command. Check out the commit to run it. Values side by
-side are runs; brackets hold 95 % intervals. [`docs/results/`](results/) has more figures, and long commands whole.
+Current figures with machine, date, commit (where kept) and command. Check out the commit to run it, or `617c68f`, the
+last with all programs. Values side by side are runs; brackets hold 95 % intervals. [`docs/results/`](results/) has more
+figures, and long commands whole.
 Earlier figures are in the history of this page.
 """
 FOOT = """\

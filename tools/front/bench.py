@@ -28,10 +28,10 @@ import psutil
 from tokenizers import Tokenizer
 
 from loadtest.run.machine import describe_machine
-from tools.bench.served import REPOSITORY
 from tools.front.streams import StreamRecord, lanes
 from tools.front.workers import FIRST_TOKEN_ID, TOKEN_IDS
 
+REPOSITORY: Final = Path(__file__).parents[2]
 PROMPT_TOKENS: Final = 64
 OUTPUT_TOKENS: Final = 128
 ROUNDS_OF_ONE: Final = 64

@@ -20,7 +20,6 @@ from tools.differential.cases import Case, Material, drawn
 from tools.differential.compare import Judge
 from tools.differential.plain import PlainServerEnded, serving
 from tools.differential.run import Both, judged, progress
-from tools.differential.scored import PROMPT_TOKENS, prompts, variants
 
 COUNT = 25
 
@@ -316,14 +315,3 @@ def test_plain_vllm_gets_the_remedy_for_seeds_when_its_model_is_loaded(monkeypat
     runner.load_model(load_dummy_weights=False)
     assert runner.loaded
     assert {"_sample", "_bookkeeping_sync"} <= vars(runner).keys(), "put back by engine.vllm_workarounds.seeded_chunks"
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_every_variant_of_a_scored_prompt_is_a_request_that_is_answered(served: Any):
-    http, _ = served
-    one, other = prompts(BOOK, 2)
-    assert len(one) == len(other) == PROMPT_TOKENS
-    assert one[0] != other[0]
-    for path, body in variants(one, MATERIAL).values():
-        verdict = await Judge(http, http, "m", "float32").verdict(Case(0, path, body, again=False))
-        assert (verdict.status, verdict.difference) == (200, ""), path

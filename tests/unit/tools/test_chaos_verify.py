@@ -9,7 +9,7 @@ import pytest
 
 from tools.chaos import verify
 from tools.chaos.records import Choice, Record, _take_event
-from tools.chaos.wishes import COMPLETIONS, MIXED, SMALL, Mix, Wish
+from tools.chaos.wishes import COMPLETIONS, MIXED, Mix, Wish
 
 
 def decode(token_ids: list[int]) -> str:
@@ -114,9 +114,3 @@ def test_the_same_seed_wishes_the_same_in_any_order():
     assert min(lengths) >= 5
     assert 300 < max(lengths) <= 1500
     assert any(wish.leave_after_tokens == 0 for wish in (mixes[0].wish(number) for number in range(2000)))
-
-
-def test_a_tenth_of_the_small_ones_leave():
-    mix = Mix(5, SMALL, "model", range(5000), Words())
-    leaving = sum(mix.wish(number).leave_after_tokens is not None for number in range(2000))
-    assert 160 <= leaving <= 240

@@ -1,23 +1,15 @@
 """An OpenAI-compatible server without a model: it streams the tokens asked for at a fixed pace, and nothing else.
 
-What a load generator measures of it beyond that pace is the load generator's own. Token k of an answer is due at a
-fixed time after the request, so a late token does not delay the next ones.
-
-usage: python -m tools.bench.null_server [--ttft-ms 20] [--tpot-ms 10] [--port 0] [--tokenizer PATH]
+Token k of an answer is due at a fixed time after the request, so a late token does not delay the next ones.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 from aiohttp import web
-
-from tools.bench.served import serve_until_closed, served
 
 MODEL: Final = "null"
 MAX_MODEL_TOKENS: Final = 131_072
@@ -64,22 +56,3 @@ def make_app(ttft_s: float, tpot_s: float, tokenizer: str | None) -> web.Applica
     app.router.add_get("/v1/models", models)
     app.router.add_get("/health", health)
     return app
-
-
-@contextmanager
-def serving(ttft_s: float, tpot_s: float, *, tokenizer: str | None = None, port: int = 0) -> Iterator[str]:
-    """Run the server as a process of its own while the block runs; yield its URL."""
-    settings = ["--ttft-ms", f"{ttft_s * 1e3:g}", "--tpot-ms", f"{tpot_s * 1e3:g}", "--port", str(port)]
-    named = ["--tokenizer", tokenizer] if tokenizer else []
-    with served("tools.bench.null_server", *settings, *named) as url:
-        yield url
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ttft-ms", type=float, default=20.0)
-    parser.add_argument("--tpot-ms", type=float, default=10.0)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--tokenizer")
-    given = parser.parse_args()
-    asyncio.run(serve_until_closed(make_app(given.ttft_ms / 1e3, given.tpot_ms / 1e3, given.tokenizer), given.port))

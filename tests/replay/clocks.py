@@ -1,14 +1,9 @@
-"""Compares a client's clock with /metrics: TTFT and ITL of the same streams, by the buckets of the server's histograms.
-
-usage: python -m tools.bench.clocks URL [--prompt-tokens 300] [--output-tokens 40]
-"""
+"""Compares a client's clock with /metrics: TTFT and ITL of the same streams, by the server's histogram buckets."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -22,7 +17,6 @@ from loadtest.run.client.stream import Completion, LoadClient, encode_body
 from loadtest.run.server import first_model, open_http
 from loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
 
-STREAMS = (1, 20)
 ROUNDS = {1: 4, 20: 1}
 """Rounds by number of streams; one stream at a time gives fewer gaps to compare."""
 DEADLINE_S = 300.0
@@ -107,18 +101,3 @@ def _buckets(gained: MetricsDelta, name: str) -> tuple[list[float], list[float]]
     texts = {float(value): value for value in gained.label_values(name, "le")}
     sums = [gained.total(name, le=texts[bound_s]) for bound_s in bounds_s]
     return bounds_s, [total - before for before, total in zip([0.0, *sums], sums, strict=False)]
-
-
-async def _main(url: str, prompt_tokens: int, output_tokens: int) -> None:
-    for streams in STREAMS:
-        for latencies in (await measure(url, streams, prompt_tokens, output_tokens)).values():
-            sys.stdout.write(f"{streams} at a time, {latencies}\n")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("--prompt-tokens", type=int, default=300)
-    parser.add_argument("--output-tokens", type=int, default=40)
-    asked = parser.parse_args()
-    asyncio.run(_main(asked.url, asked.prompt_tokens, asked.output_tokens))
