@@ -28,10 +28,10 @@ class PoolBounds(Section):
     """The bounds of one pool. Both, or none: the pool then keeps its workers."""
 
     min_workers: int | None = Field(
-        default=None, ge=1, le=MOST_WORKERS, description="never ordered to have fewer; null: the pool is left alone"
+        default=None, ge=1, le=MOST_WORKERS, description="fewest workers; null: the autoscaler leaves this pool alone"
     )
     max_workers: int | None = Field(
-        default=None, ge=1, le=MOST_WORKERS, description="never ordered to have more; null: the pool is left alone"
+        default=None, ge=1, le=MOST_WORKERS, description="most workers; null: the autoscaler leaves this pool alone"
     )
 
 
@@ -40,44 +40,47 @@ class AutoscaleConfig(Section):
 
     mode: Literal["none", "advise", "act"] = Field(
         default="none",
-        description="none: only operators change pools; advise: what would be ordered is printed; act: it is ordered "
-        "too, as by `ridgeline scale`",
+        description="none: only operators change pools; advise: print each decision; act: also carry it out, as "
+        "`ridgeline scale` would",
     )
     interval_s: float = Field(
-        default=15.0, ge=1, description="how often the routers are asked; longer than a step of an engine takes"
+        default=15.0, ge=1, description="interval between readings of the routers; longer than an engine step"
     )
     up_use: float = Field(
-        default=0.8, gt=0, le=1, description="a pool of which at least so much is in use gets one more worker"
+        default=0.8, gt=0, le=1, description="a pool grows by one worker when at least this fraction of it is in use"
     )
     down_use: float = Field(
-        default=0.3, gt=0, lt=1, description="a pool of which at most so much is in use loses one; below up_use"
+        default=0.3,
+        gt=0,
+        lt=1,
+        description="a pool shrinks by one worker when at most this fraction of it is in use; below up_use",
     )
-    up_after_s: float = Field(default=60.0, ge=0, description="for how long a pool must need more before it gets one")
+    up_after_s: float = Field(default=60.0, ge=0, description="how long a pool must be above up_use before it grows")
     down_after_s: float = Field(
-        default=600.0, ge=0, description="for how long a pool must need fewer before it loses one; up_after_s or more"
+        default=600.0, ge=0, description="how long a pool must be below down_use before it shrinks; at least up_after_s"
     )
     cooldown_s: float = Field(
-        default=180.0, ge=0, description="after a change of any pool, also by an operator, nothing is ordered so long"
+        default=180.0, ge=0, description="pause after a change of any pool, an operator's included"
     )
     drain_timeout_s: float = Field(
-        default=30.0, ge=0, description="what runs on a worker that leaves gets so long, and then goes on elsewhere"
+        default=30.0, ge=0, description="how long requests may finish on a leaving worker before they migrate"
     )
     ttft_limit_ms: float | None = Field(
         default=None,
         ge=10,
         le=64_000,
-        description="limit for the time to first token, rounded down to a bucket of ridgeline_ttft_seconds; missed: "
-        "prefill, colocated or adaptive grows; null: not judged",
+        description="TTFT SLO of the autoscaler, rounded down to a bucket of ridgeline_ttft_seconds; when missed, "
+        "prefill, colocated or adaptive grows; null: none",
     )
     tpot_limit_ms: float | None = Field(
         default=None,
         ge=5,
         le=2_000,
-        description="limit for the time per output token, rounded down to a bucket of ridgeline_tpot_seconds; missed: "
-        "decode, colocated or adaptive grows; null: not judged",
+        description="TPOT SLO of the autoscaler, rounded down to a bucket of ridgeline_tpot_seconds; when missed, "
+        "decode, colocated or adaptive grows; null: none",
     )
     min_attainment: float = Field(
-        default=0.9, gt=0, le=1, description="a limit is missed when fewer than this fraction keep it"
+        default=0.9, gt=0, le=1, description="an SLO counts as missed below this SLO attainment"
     )
     prefill: PoolBounds = PoolBounds()
     decode: PoolBounds = PoolBounds()

@@ -89,12 +89,13 @@ class ModelConfig(Section):
     """Which model every worker loads, and the limits they share."""
 
     path: str = Field(
-        default="smollm2-135m", min_length=1, description="directory, hub name, or the default model's name"
+        default="smollm2-135m", min_length=1, description="directory, hub name or the default model's name"
     )
-    served_name: str | None = Field(default=None, description="name clients use in requests; null: the same as path")
+    served_name: str | None = Field(default=None, description="model name in requests; null: the same as path")
     dtype: Dtype = Field(
         default="auto",
-        description="number format of weights and KV cache; auto: what a CPU does fast, on GPUs the checkpoint's own",
+        description="number format of weights and KV cache; auto: bfloat16 on CPUs with bfloat16 instructions, "
+        "float32 on others, the checkpoint's own on GPUs",
     )
     max_model_len_tokens: int = Field(default=4096, ge=2, description="longest prompt plus output of one request")
     block_size_tokens: int = Field(default=32, ge=1, description="tokens in one KV block, the unit of transfer")
@@ -109,44 +110,48 @@ class ServerConfig(Section):
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port the HTTP server listens on; 0 picks a free one")
     drain_timeout_s: float = Field(
-        default=30.0, ge=0, description="after Ctrl-C, how long running requests may still take"
+        default=30.0, ge=0, description="how long running requests may go on after Ctrl-C or `ridgeline stop`"
     )
     max_request_bytes: Bytes = Field(
-        default=8 * MIB, ge=1024, description="longest request body; a longer one gets HTTP 413"
+        default=8 * MIB, ge=1024, description="longest request body; longer ones get HTTP 413"
     )
     max_grammar_bytes: Bytes = Field(
         default=64 * 1024,
         ge=1024,
-        description="largest structured output (schema, choices, regex, grammar) of a request, and 8 times that for "
-        "tools; a larger one gets HTTP 400",
+        description="largest structured output (schema, choices, regex, grammar) of a request, and 8 times that "
+        "for tools; larger ones get HTTP 400",
     )
     trusted_proxies: tuple[Annotated[IPvAnyNetwork, AfterValidator(_proxy_network)], ...] = Field(
         default=(),
-        description="addresses or networks (10.0.0.0/24) of proxies whose X-Forwarded-For says who the client is; of "
-        "any other peer the header is ignored",
+        description="addresses or networks (10.0.0.0/24) of proxies whose X-Forwarded-For names the client; the "
+        "header of other peers is ignored",
     )
     write_deadline_s: float = Field(
-        default=30.0, gt=0, description="a client that takes nothing of its answer for so long is disconnected"
+        default=30.0, gt=0, description="a client that reads nothing of its response for this long is disconnected"
     )
     max_unread_stream_bytes: Bytes = Field(
-        default=4 * MIB, ge=64 * 1024, description="a stream whose client is so far behind ends with an error"
+        default=4 * MIB,
+        ge=64 * 1024,
+        description="send buffer of one stream; the stream ends with an error when its client falls further behind",
     )
     max_unread_bytes: Bytes = Field(
         default=256 * MIB,
         ge=MIB,
-        description="kept in memory of answers that clients have not read; above it the largest end",
+        description="send buffers of all streams together; above it the largest streams end with an error",
     )
     cors_allowed_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
         default=(),
-        description="origins (https://chat.example:8443, or *) of web pages that may use the server from a browser; "
-        "never the paths of operators",
+        description="origins (https://chat.example:8443, or *) of web pages that may call the server from a "
+        "browser; operators' paths stay closed to them",
     )
 
 
 class RayConfig(Section):
     """Which Ray cluster places the workers."""
 
-    address: str | None = Field(default=None, description="an existing cluster (auto, host:port); null: start one here")
+    address: str | None = Field(
+        default=None, description="an existing cluster (auto, host:port); null: start Ray on this machine"
+    )
     object_store_bytes: Bytes = Field(
         default=100 * MIB,
         ge=RAY_SMALLEST_OBJECT_STORE_BYTES,
@@ -155,23 +160,23 @@ class RayConfig(Section):
     placement_timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="how long Ray may look for a place for each worker; null: 120, and 1800 on a cluster that is "
-        "joined, whose nodes may only be starting",
+        description="how long Ray may take to place each worker; null: 120, and 1800 on a joined cluster, whose "
+        "nodes may still be starting",
     )
     rack_label: str = Field(
         default="rack",
         min_length=1,
-        description="the label of a node (`ray start --labels rack=r7`) that tells its rack: decode workers in the "
-        "prefill worker's rack are preferred to farther ones",
+        description="node label (`ray start --labels rack=r7`) that names the rack; decode workers in the prefill "
+        "worker's rack are preferred",
     )
     share_cores: bool = Field(
         default=False,
-        description="workers may share cores; for tests of faults on a small machine, timings then mean nothing",
+        description="workers may share cores; only for fault tests on a small machine: timings mean nothing",
     )
     share_gpus: bool = Field(
         default=False,
-        description="two workers share a GPU, each with half of its memory at most; for a first try where there is one "
-        "GPU, timings then mean nothing",
+        description="two workers share a GPU, each with at most half of its memory; for a first try on one GPU: "
+        "timings mean nothing",
     )
 
     @property
@@ -186,34 +191,34 @@ class PoolConfig(Section):
 
     workers: int = Field(ge=1, description="engines in this pool")
     cores_per_worker: int = Field(default=1, ge=1, description="CPU cores each engine is pinned to")
-    gpus_per_worker: int = Field(default=0, ge=0, description="GPUs of each engine, all in one node")
+    gpus_per_worker: int = Field(default=0, ge=0, description="GPUs of each engine, all on one node")
     tensor_parallel: int | None = Field(
         default=None,
         ge=1,
-        description="ranks each engine is split over; null: one for each of its GPUs, and on CPU not split",
+        description="ranks of each engine; null: one per GPU, and one on CPU",
     )
     max_num_seqs: int = Field(
         ge=1,
-        description="sequences one engine runs at a time; one client alone has seven eighths of those that decode",
+        description="sequences one engine runs at a time; one client gets at most seven eighths of the decode slots",
     )
-    max_num_batched_tokens: int = Field(ge=1, description="tokens one engine step computes; longer prompts are chunked")
+    max_num_batched_tokens: int = Field(ge=1, description="token budget of one engine step; longer prompts are chunked")
     step_target_ms: float = Field(
         default=0.0,
         ge=0.0,
-        description="while sequences decode, a step computes only as many prompt tokens as fit this time, by what "
-        "the engine has learned from its own steps: streams keep their pace and prompts take longer; 0: no target",
+        description="target length of a step while sequences decode: prompt chunks shrink to fit it, so ITL stays "
+        "steady and TTFT grows; 0: no target",
     )
     kv_cache_bytes: Bytes | None = Field(
         default=GIB,
         ge=MIB,
-        description="KV cache of each engine, over all its ranks; null: what is left on the GPU (not on CPU), "
-        "the default where a pool has GPUs",
+        description="KV cache of each engine, over all its ranks; null (the default with GPUs, not allowed on "
+        "CPU): all GPU memory that is left",
     )
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="custom Ray resources each worker takes, to bind a pool to a node type"
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="arguments of vLLM's engine for this pool alone, over those of engine_args"
+        default_factory=dict, description="vLLM engine arguments of this pool; they override the top-level engine_args"
     )
 
     @property
@@ -230,8 +235,8 @@ class PoolsConfig(Section):
     colocated: PoolConfig = PoolConfig(workers=2, max_num_seqs=72, max_num_batched_tokens=2048)
     adaptive: PoolConfig | None = Field(
         default=None,
-        description="null: prefill's settings, with the workers of prefill and decode together, and decode's "
-        "max_num_seqs if that is more",
+        description="null: prefill's settings, with the workers of prefill and decode together and the larger "
+        "max_num_seqs of the two",
     )
 
     def for_adaptive(self) -> PoolConfig:
@@ -255,35 +260,37 @@ class TransferConfig(Section):
         default=30.0,
         ge=1,
         le=3600,
-        description="how long unfetched KV blocks stay pinned without a heartbeat; there are six heartbeats in it",
+        description="how long unfetched KV blocks stay pinned without a heartbeat; six heartbeats fit in it",
     )
     fetch_deadline_s: float = Field(
         default=30.0,
         gt=0,
         le=LONGEST_FETCH_DEADLINE_S,
-        description="how long one fetch may take before the prompt is recomputed; a source refuses longer ones",
+        description="deadline of one KV fetch; after it the decode worker recomputes the prompt",
     )
     transport: SettableTransport = Field(
         default="auto",
-        description="what carries the bytes: shm (one host), cuda-ipc (GPUs of one host), grpc, collective (nccl or "
-        "gloo), nixl (UCX; a package of its own); auto: cuda-ipc on one GPU, shm on CPUs of one host, else grpc",
+        description="what carries KV: shm (one host), cuda-ipc (GPUs of one host), grpc, collective (NCCL or "
+        "gloo), nixl (UCX, an extra package); auto: cuda-ipc on one GPU, shm between CPUs of one "
+        "host, else grpc",
     )
     wire_dtype: WireDtype = Field(
         default="none",
-        description="rounds KV to one byte an element on the wire, with a scale for each head of a block; pairs that "
-        "use shm or cuda-ipc (with auto: those on one host's CPUs, or on one GPU) copy it as it is",
+        description="int8 or fp8: quantize KV on the wire, with one scale per head and block; shm and cuda-ipc "
+        "always copy it unchanged",
     )
     faults: str | None = Field(
-        default=None, description="for tests: makes fetches fail on purpose, as in seed=7,drop=0.02,corrupt=0.05"
+        default=None, description="for tests: injects transfer faults, as in seed=7,drop=0.02,corrupt=0.05"
     )
     overlap: bool = Field(
         default=True,
-        description="admit a prompt to decode when its prefill begins, and fetch a long one's KV chunk by chunk",
+        description="admit a request to decode while its prompt is prefilled, and fetch the KV of a long prompt "
+        "chunk by chunk",
     )
     host: Annotated[str, AfterValidator(_host_or_network)] | None = Field(
         default=None,
-        description="where workers reach each other: a network (10.0.0.0/16) or an interface (eth1), in which each "
-        "node has an address of its own, or for one node an address; null: the Ray node's address",
+        description="address for worker traffic: a network (10.0.0.0/16) or an interface (eth1) on which each "
+        "node has its own, or one node's address; null: the Ray node's address",
     )
 
 
@@ -294,14 +301,13 @@ class SloConfig(Section):
         default=None,
         ge=SHORTEST_LIMIT_MS,
         le=LONGEST_LIMIT_MS,
-        description="time to the first token that a request without x-ridgeline-ttft-ms wants at most; null: no limit",
+        description="TTFT SLO of requests without the header x-ridgeline-ttft-ms; null: none",
     )
     tpot_ms: float | None = Field(
         default=None,
         ge=SHORTEST_LIMIT_MS,
         le=LONGEST_LIMIT_MS,
-        description="mean time from one token to the next that a request without x-ridgeline-tpot-ms wants at most; "
-        "null: no limit",
+        description="TPOT SLO of requests without the header x-ridgeline-tpot-ms; null: none",
     )
 
     @property
@@ -320,22 +326,22 @@ class RouterConfig(Section):
 
     processes: Annotated[int | Literal["auto"], PlainValidator(_auto_or_routers)] = Field(
         default="auto",
-        description="routers, each in a process of its own; several share the port on a node, and one dispatcher, "
-        "which keeps limits and fairness right for all of them together; auto: one on CPUs; two for each "
-        "engine that decodes on GPUs, as far as this machine has cores that no engine takes",
+        description="router processes; several share one port on a node and one scheduler, which keeps limits and "
+        "fairness over all of them; auto: one on CPUs, two per decoding GPU engine as far as free "
+        "cores allow",
     )
     request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="custom Ray resources the router takes, to bind it to a node type"
     )
     max_outstanding_requests: int = Field(
-        default=512, ge=1, description="requests accepted at a time; more get HTTP 429"
+        default=512, ge=1, description="accepted requests at a time; more get HTTP 429"
     )
     max_logprobs_per_request: int = Field(
         default=250_000,
         ge=0,
-        description="log-probabilities one answer may have, those of the prompt included, in a stream those only; more "
-        "gets HTTP 400: while a whole answer is written as JSON all streams wait (0.2 s for so many)",
+        description="most log-probabilities in one response, prompt log-probabilities included (in a stream only "
+        "those); more get HTTP 400, since encoding this many stops all streams for 0.2 s",
     )
     max_client_share: float = Field(
         default=0.75,
@@ -344,34 +350,33 @@ class RouterConfig(Section):
         description="what one client (API key, else address) may hold of the requests and KV blocks that others leave",
     )
     max_prompt_wait_s: float = Field(
-        default=30.0, gt=0, description="a prompt that would wait longer than this to be started gets HTTP 429"
+        default=30.0, gt=0, description="longest predicted wait until prefill starts; requests above it get HTTP 429"
     )
     prefill_window_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="prompt tokens a worker has at a time, others wait in the router; null: two steps of its pool "
-        "(max_num_batched_tokens); less is refused, since engines would wait for the router",
+        description="most prompt tokens queued at one worker, the others wait in the router; null: two steps (2 x "
+        "max_num_batched_tokens), which is also the minimum",
     )
     recovery_timeout_s: float = Field(
         default=60.0, ge=0, description="how long accepted requests wait for a pool that has lost all of its workers"
     )
     ready_deadline_s: float = Field(
-        default=10.0, gt=0, description="how long the two canary tokens of GET /ready may take"
+        default=10.0, gt=0, description="how long the two tokens of the health probe of GET /ready may take"
     )
     min_remote_prefill_tokens: int = Field(
-        default=0, ge=0, description="prompts shorter than this are prefilled on the decode worker, and counted"
+        default=0, ge=0, description="shorter prompts are prefilled on the decode worker; metrics count them"
     )
     slo: SloConfig = SloConfig()
     prefix_routing: bool = Field(
         default=True,
-        description="mode adaptive counts what each worker is expected to have of a prompt in its prefix cache; false: "
-        "it chooses as if caches were empty, which they are not",
+        description="mode adaptive: count the prompt tokens that each worker is expected to have in its prefix "
+        "cache; false: assume empty caches",
     )
     rebalance: RebalanceMode = Field(
         default="act",
-        description="act: in mode adaptive, some workers are kept for prompts and the others for answers when that "
-        "holds more requests within limits, or shortens them where there are none; advise: only say so; none: every "
-        "worker always does both",
+        description="mode adaptive: act gives workers a preferred phase when that raises goodput, or shortens "
+        "requests without SLOs; advise only logs it; none: every worker does both phases",
     )
 
 
@@ -381,39 +386,40 @@ class SupervisionConfig(Section):
     max_restarts: int = Field(
         default=5,
         ge=0,
-        description="restarts of one worker within window_s; beyond that, back-off doubles from 30 s to at most 5 "
-        "minutes",
+        description="restarts of one worker within window_s; then back-off doubles from 30 s to at most 5 minutes",
     )
     window_s: float = Field(
-        default=300.0, gt=0, description="the time of service, starts not included, in which max_restarts are counted"
+        default=300.0, gt=0, description="window of max_restarts, in time of service without starts"
     )
     start_timeout_s: float = Field(
-        default=900.0, ge=10, description="how long a worker may load its engine, a model's download included"
+        default=900.0, ge=10, description="how long a worker may take to load its engine, including a model download"
     )
     stall_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="an engine with work but no step for this long is replaced; after a third of it, it gets no new "
-        "work. One that is stopped, or does nothing on CPU, is replaced after 3 of its longest steps (at least 5 s). "
-        "One that computes, or is on a GPU, is replaced after 3 of the longest step so far or foretold (at least a "
-        "third of this); a step of a kind or size that it hardly knows may take all of this",
+        description="an engine with work but without a step for this long is replaced, and gets no new work after "
+        "a third of it; stopped or idle CPU engines are replaced after 3 of their longest steps (5 s "
+        "at least), computing ones after 3 of the longest step seen or predicted (a third of this at "
+        "least)",
     )
     unreachable_timeout_s: float = Field(
         default=30.0,
         ge=10,
-        description="a worker that most routers have not reached for this long is replaced, one worker at a time; at "
-        "least 10 s, since a broken connection takes seconds to come back",
+        description="a worker that most routers cannot reach for this long is replaced, one worker at a time; at "
+        "least 10 s, since reconnecting takes seconds",
     )
 
 
 class TlsConfig(Section):
     """Mutual TLS between router and workers: PEM files, at the same paths on every node. All three, or none."""
 
-    ca_file: str | None = Field(default=None, min_length=1, description="the authority whose certificates are trusted")
-    cert_file: str | None = Field(
-        default=None, min_length=1, description="certificate of this deployment, signed by it, for DNS:ridgeline"
+    ca_file: str | None = Field(
+        default=None, min_length=1, description="certificate authority that router and workers trust"
     )
-    key_file: str | None = Field(default=None, min_length=1, description="the certificate's private key")
+    cert_file: str | None = Field(
+        default=None, min_length=1, description="certificate of this deployment, signed by ca_file, for DNS:ridgeline"
+    )
+    key_file: str | None = Field(default=None, min_length=1, description="private key of cert_file")
 
     def files(self) -> TlsFiles | None:
         """Return the three paths, or None if TLS is off. `conflicts` reports if only some of them are set."""
@@ -428,20 +434,19 @@ class SecurityConfig(Section):
     api_keys_file: str | None = Field(
         default=None,
         min_length=1,
-        description="file of API keys, one a line, # begins a comment; read where `ridgeline serve` runs; the "
-        "environment variable RIDGELINE_API_KEYS (comma separated) adds to it; null and no variable: open to all",
+        description="file of API keys, one per line, # begins a comment; read where `ridgeline serve` runs; "
+        "RIDGELINE_API_KEYS (comma separated) adds to it; null and no variable: open to all",
     )
     admin_keys_file: str | None = Field(
         default=None,
         min_length=1,
-        description="file of keys for `ridgeline drain` and the other paths of operators, which no client's key opens; "
-        "null: from this machine only, and closed if clients have keys or come through proxies",
+        description="file of keys for operators' paths such as `ridgeline drain`, which no client key opens; "
+        "null: open to this machine only, and closed if clients have keys or come through proxies",
     )
     metrics_keys_file: str | None = Field(
         default=None,
         min_length=1,
-        description="file of keys for /metrics, for Prometheus alone; keys of admin_keys_file open it too; null: open "
-        "to all, as most scrapers expect",
+        description="file of keys for /metrics; keys of admin_keys_file open it too; null: open to all",
     )
     tls: TlsConfig = TlsConfig()
 
@@ -452,18 +457,18 @@ class RidgelineConfig(Section):
     name: str = Field(
         default="ridgeline",
         pattern=r"^[a-z0-9][a-z0-9-]{0,39}$",
-        description="what `ridgeline status`, `stop` and `logs` call this deployment: small letters, digits and "
-        "hyphens; two that run on one machine need two names",
+        description="name of the deployment for `ridgeline status`, `stop` and `logs`: lower-case letters, digits "
+        "and hyphens; unique on one machine",
     )
     mode: Mode = Field(
         default="disaggregated",
-        description="two pools, or whole replicas behind the same router, or adaptive: workers that do either, by "
-        "what a prediction says for each request",
+        description="disaggregated: a prefill and a decode pool; colocated: whole replicas; adaptive: workers "
+        "that do either phase, chosen by predicted latency for each request",
     )
     fixed_mode: bool = Field(
         default=False,
-        description="the mode stays as it is: engines start with the limits of their own pool alone, instead of with "
-        "those of all modes, between which `ridgeline mode` changes while they serve",
+        description="never change the mode: engines start with the limits of their own pool only, instead of "
+        "those of all modes",
     )
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
@@ -476,12 +481,12 @@ class RidgelineConfig(Section):
     security: SecurityConfig = SecurityConfig()
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="vLLM's own arguments for all engines, and for the router as far as they say what the model is: "
-        "gpu_memory_utilization, max_logprobs, revision ...; what would break the split is refused by name",
+        description="vLLM engine arguments of all pools, and of the router where they describe the model: "
+        "gpu_memory_utilization, max_logprobs, revision ...; arguments that would break the hand-off are refused",
     )
     server_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="vLLM's own arguments for its HTTP front: tool_call_parser, chat_template ...",
+        description="vLLM arguments of the HTTP server: tool_call_parser, chat_template ...",
     )
 
     def active_pools(self) -> dict[Pool, PoolConfig]:
