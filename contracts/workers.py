@@ -82,6 +82,17 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
                 )
         return known if known.is_whole else None
 
+    def times(self, factor: float) -> StepModel:
+        """Return the model of steps that take so many times as long."""
+        return msgspec.structs.replace(
+            self,
+            base_s=factor * self.base_s,
+            per_prefill_token_s=factor * self.per_prefill_token_s,
+            per_sequence_s=factor * self.per_sequence_s,
+            per_context_token_s=factor * self.per_context_token_s,
+            per_attended_token_s=factor * self.per_attended_token_s,
+        )
+
     def planned_s(self, target_s: float) -> float:
         """Return what a step is planned to take to keep a target: less by as much as predictions err, up to a limit."""
         return target_s / (1.0 + min(self.error, MOST_MARGIN))
@@ -168,6 +179,8 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Equal for workers that can share memory; empty if not known."""
     rack: str = ""
     """Equal for workers in one rack; empty if not known."""
+    device: str = ""
+    """Equal for workers of one node that take turns on the same cores or GPUs; empty if not known."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,3 +49,5 @@ class EngineConfig:
     """How long a step may take while sequences decode, until a role says otherwise; 0: no target."""
     rack: str = ""
     """The rack of its node, by the node's label in Ray; empty if it has none."""
+    device: str = ""
+    """The cores or GPUs of its node that compute its steps; empty if not known."""

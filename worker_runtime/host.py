@@ -223,6 +223,7 @@ class WorkerHost:
             repeats_tokens=config.on_cpu,
             node=host_identity(),
             rack=config.rack,
+            device=config.device,
         )
         this = Meant(config.worker_id, config.incarnation)
         unary: dict[str, tuple[Callable[[Any], Any], type[Any]]] = {

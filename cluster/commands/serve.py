@@ -23,6 +23,7 @@ from cluster.config.api_keys import open_to_all
 from cluster.config.models import RidgelineConfig
 from cluster.deployments.names import Held, Place
 from cluster.doctor import checks
+from cluster.doctor.gpus import halved
 from cluster.runtime.deployment import Deployment, deploy
 from cluster.runtime.environment import server_variables
 from cluster.runtime.plan import make_plan
@@ -172,6 +173,8 @@ async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[De
             f"[yellow]not passed on, because the configuration alone shapes the server: {', '.join(ignored)}[/]"
         )
     if not plan.keys.clients and (warning := open_to_all(config.server.host)):
+        console.print(f"[yellow]{warning}[/]")
+    if warning := halved(config):
         console.print(f"[yellow]{warning}[/]")
     began_s = time.monotonic()
 

@@ -2,7 +2,7 @@
 
 Why apart: nothing here applies to engines on CPUs. What is missing on a GPU host shows half a minute into an engine's
 start, on another node's log, as "Engine core initialization failed"; here it is one sentence. Called by
-`cluster.doctor.checks` only, on a joined cluster by the first worker of each node.
+`cluster.doctor.checks`, on a joined cluster by the first worker of each node; `cluster.commands.serve` warns too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,20 @@ def gpu_count(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterato
         fix += ", or run on a machine with GPUs and NVIDIA's driver (nvidia-smi lists them)"
         if config.transfer.transport == "cuda-ipc":
             fix += ". On CPUs, which gpus_per_worker 0 means, transfer.transport has to be shm instead of cuda-ipc"
-    yield CheckResult("gpus", ok, f"{needed} needed, {host.gpus} visible", "" if ok else f"{fix}.")
+    yield CheckResult("gpus", ok, f"{needed} needed, {host.gpus} visible", halved(config) if ok else f"{fix}.")
+
+
+def halved(config: RidgelineConfig) -> str:
+    """Return a warning of whole replicas that share a GPU; empty without any.
+
+    On one H100 an 8B took 8.5 ms a token with one replica, and 18.4 with two (docs/results/h100-2026-11-26.json).
+    """
+    if not config.ray.share_gpus or config.mode != "colocated" or config.pools.colocated.workers < GPU_SHARERS:
+        return ""
+    return (
+        "Whole replicas that share a GPU (ray.share_gpus) halve each other's speed: leave "
+        "ray.share_gpus out and set pools.colocated.workers to the number of GPUs, or choose another mode."
+    )
 
 
 def gpu_software(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,6 +129,7 @@ class WorkerService(_Service):
         from worker_runtime.host import WorkerHost
 
         config = replace(config, transfer=replace(config.transfer, host=address_here(config.transfer.host)))
+        config = replace(config, device=device_of(cores, os.environ.get("CUDA_VISIBLE_DEVICES", "")))
         if config.transfer.tls is not None:
             config.transfer.tls.check()  # on this node, before the engine takes its half minute
         if holds_cores:
@@ -175,6 +176,16 @@ class WorkerService(_Service):
             await self._host.stop()
             self._host = None
         self._cores.close()
+
+
+def device_of(cores: Sequence[int], gpus: str) -> str:
+    """Return a name that is equal for workers of one node that compute on the same cores, or on the same GPUs.
+
+    `gpus` are those that Ray gave the worker; empty if not known.
+    """
+    if cores:
+        return f"cores {' '.join(map(str, sorted(cores)))}"
+    return f"GPUs {gpus}" if gpus else ""
 
 
 class _Head(_Service):

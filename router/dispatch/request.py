@@ -168,7 +168,14 @@ class Attempt:
         limits = self.request.wish.demand
         ttft_s, tpot_s = timeline.ttft_s or 0.0, timeline.tpot_s or 0.0
         within = ttft_s <= limits.ttft_limit_s and tpot_s <= limits.tpot_limit_s
-        return Answer(timeline.num_output_tokens, *timeline.moved, prefix=self._prefix(), within_limits=within)
+        resamples = timeline.prefill_timing is not None and self.request.sampling.first_token == "resample"
+        return Answer(
+            timeline.num_output_tokens,
+            *timeline.moved,
+            prefix=self._prefix(),
+            within_limits=within,
+            outside_s=None if resamples else timeline.outside_s,  # decode made the first token, after the hand-off
+        )
 
     def _prefix(self) -> BlockHashes:
         """Return the hashes of the blocks of the prompt and of the tokens that the client has."""

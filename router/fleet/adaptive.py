@@ -106,6 +106,8 @@ class Option(msgspec.Struct, frozen=True, gc=False):
     """Whether sequences decode now where the prompt is computed."""
     slower: float = 1.0
     """By what the predicted time of the prompt was multiplied, see `router.fleet.corrections`."""
+    outside_s: float = 0.0
+    """Seconds of its `ttft_s` that pass outside of the engine once it is placed."""
 
     @property
     def splits(self) -> bool:
@@ -243,6 +245,8 @@ class _View(msgspec.Struct, gc=False):
     """What the prompt adds to the steps there."""
     begins_s: float
     """What steps take that would not be without the prompt; nothing on an idle worker, whose time nobody else needs."""
+    delays_s: float
+    """What the prompt adds to the latencies of those that decode there, or on a worker that shares the device."""
     alone_s: float
     """A step of what decodes there or will; 0 if nothing does."""
     crowds: float
@@ -255,8 +259,15 @@ def _view(wanted: Wanted, load: Load) -> _View:
     tokens = wanted.prompt_tokens - load.cached_tokens
     computes_s = compute_s(load, tokens, attended(wanted.prompt_tokens, load.cached_tokens))
     took_s, alone_s = prompt_s(load, tokens, computes_s) * load.slower, step_s(load)
-    ttft_s = wanted.waited_s + took_s
+    took_s += min(took_s, sum([other.prompts_s for other in load.sharers]))
+    ttft_s = wanted.waited_s + load.outside_s + took_s
     part = ttft_s / wanted.ttft_limit_s
+    begins_s = 0.0 if load.decoding or load.is_idle else math.ceil(tokens / load.step_tokens) * load.model.base_s
+    delays_s, crowds = load.decoding * computes_s, _crowds(load, alone_s, computes_s)
+    for other in load.sharers:
+        turn_s = (computes_s + begins_s) / load.turns
+        delays_s += other.decoding * turn_s
+        crowds += _crowds(other, step_s(other), turn_s)
     return _View(
         load=load,
         took_s=took_s,
@@ -264,9 +275,10 @@ def _view(wanted: Wanted, load: Load) -> _View:
         late=_missed(part, TTFT_MISSED),
         overdue=0.0 if part <= TTFT_MISSED[1] else min(MOST_OVERDUE, part - TTFT_MISSED[1]),
         computes_s=computes_s,
-        begins_s=0.0 if load.decoding or load.is_idle else math.ceil(tokens / load.step_tokens) * load.model.base_s,
+        begins_s=begins_s,
+        delays_s=delays_s,
         alone_s=alone_s,
-        crowds=_crowds(load, alone_s, computes_s),
+        crowds=crowds,
         steps_after_s=load.model.decode_s(load.decodes + 1, load.context_tokens + wanted.context_tokens),
     )
 
@@ -332,9 +344,13 @@ def _option(
     breaks = _missed(per_token_s / wanted.tpot_limit_s, tpot_missed)
     if after := _missed(after_s / load.tpot_limit_s, tpot_missed):
         breaks += decodes * max(0.0, after - _missed(before_s / load.tpot_limit_s, tpot_missed)) / 2
-    delays_s = prompt.load.decoding * prompt.computes_s
+    delays_s = prompt.delays_s
     if after_s > before_s:
         delays_s += decodes * output_tokens * (after_s - before_s)
+    if load.turns > 1 and decodes < 1.0:
+        their_delay_s, their_breaks = _takes_turns(load, output_tokens, tpot_missed)
+        delays_s += (1.0 - decodes) * their_delay_s
+        breaks += (1.0 - decodes) * their_breaks
     decode_s = output_tokens * (added_s if load.favours == "decode" else after_s / (decodes + 1))
     against = (prompt.load.favours == "decode") + (load.favours == "prefill")
     return Option(
@@ -351,4 +367,17 @@ def _option(
         waits=not prompt.load.takes_prompt,
         beside=prompt.load.decoding > 0,
         slower=prompt.load.slower,
+        outside_s=prompt.load.outside_s,
     )
+
+
+def _takes_turns(load: Load, output_tokens: float, tpot_missed: tuple[float, float]) -> tuple[float, float]:
+    """Return what an answer adds to the latencies of those on the same device by being the first that its worker
+    decodes, and how many limits of theirs it is likely to break, half of those that become too long as in `_option`."""
+    delays_s = breaks = 0.0
+    for other in load.sharers:
+        alone_s = step_s(other)
+        before, after = (turns * alone_s / other.tpot_limit_s for turns in (load.turns - 1, load.turns))
+        delays_s += other.decodes * output_tokens * alone_s
+        breaks += other.decodes * (_missed(after, tpot_missed) - _missed(before, tpot_missed)) / 2
+    return delays_s, breaks

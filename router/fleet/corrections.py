@@ -1,16 +1,20 @@
 """What prompts took over what was predicted, so that a prediction that errs one way does not go on erring.
 
 A prediction is of a kind: a worker, and whether it decodes when the prompt comes. Beside what decodes, prompts are
-computed in chunks that limits shorten; what such a chunk costs is the least well known of all. No clock of its own.
+computed in chunks that limits shorten; what such a chunk costs is the least well known of all. What passes outside of
+the engine, before and after, is added: messages, threads, the end of a step that runs. It depends neither on the prompt
+nor, but for that step, on the worker. No clock of its own.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Set
 from itertools import accumulate
+from statistics import median
 from typing import Final
 
 import msgspec
@@ -40,11 +44,27 @@ class _Kind(msgspec.Struct):
     """Of each, what it took over what was predicted, what was predicted, and when."""
 
 
+class _Outside:
+    """The latest seconds outside of engines; their median counts."""
+
+    def __init__(self) -> None:
+        self.median_s = 0.0
+        self.fresh_until_s = -math.inf
+        self._latest: deque[float] = deque(maxlen=LATEST)
+
+    def add(self, took_s: float, now_s: float) -> None:
+        self._latest.append(took_s)
+        if len(self._latest) >= LEAST:
+            self.median_s, self.fresh_until_s = median(self._latest), now_s + FADES_S
+
+
 class Corrections:
     """The corrections of all kinds; `clock` gives seconds that only grow."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._outside = (_Outside(), _Outside())
+        """For prompts that came where nothing decoded, and for the others, whichever worker it was."""
         self._kinds: dict[str, tuple[_Kind, _Kind]] = {}
         """Of each worker, the prompts that came while nothing decoded there, and the others."""
 
@@ -69,6 +89,15 @@ class Corrections:
         kind = kinds[beside]
         left = 1.0 - (self._clock() - kind.at_s) / FADES_S
         return 1.0 + (kind.ratio - 1.0) * left if left > 0.0 else 1.0
+
+    def add_outside(self, *, beside: bool, took_s: float) -> None:
+        """Learn for how long a prompt and its first token were on their way, before the engine had it and after."""
+        self._outside[beside].add(took_s, self._clock())
+
+    def outside_s(self, *, beside: bool) -> float:
+        """Return the seconds that pass outside of the engine; without news of this kind, those of the newer one."""
+        own, other = self._outside[beside], self._outside[not beside]
+        return (own if own.fresh_until_s >= min(self._clock(), other.fresh_until_s) else other).median_s
 
     @property
     def workers(self) -> int:

@@ -13,6 +13,8 @@ least time per output token that one of them may take, and step(P, n, c, A) is `
   room for w beside s, for at least `LEAST_PROMPT_SHARE` s in each, and for at most as many tokens as a step may have:
   w + k s in all. The prompts before it are computed beside what decodes now; then it is, beside what will decode by
   then as well, since they are about to have their first tokens.
+- workers that share a device take turns: beside d others of which each decodes something, all that a worker computes
+  takes 1 + d times as long, and a prompt waits for their prompts too, for as long as it is computed itself.
 """
 
 from __future__ import annotations
@@ -99,11 +101,20 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     slower: float = 1.0
     """By what to multiply the predicted time of a prompt, since the latest ones took as much longer
     (`router.fleet.corrections`)."""
+    outside_s: float = 0.0
+    """Seconds of the time to first token that pass outside of its engine, after the prompt was placed (likewise)."""
+    sharers: tuple[Load, ...] = ()
+    """The workers that take turns with it on one device, see `taking_turns`."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing to do, now or later."""
-        return not (self.decodes or self.prompt_tokens)
+        """Whether neither it nor one that shares its device has anything to do, now or later."""
+        return not (self.decodes or self.prompt_tokens or any(not other.is_idle for other in self.sharers))
+
+    @property
+    def turns(self) -> int:
+        """By what all takes longer here, since others decode on the same device."""
+        return 1 + sum([other.decodes > 0 for other in self.sharers])
 
     @property
     def decoding_context_tokens(self) -> float:
@@ -151,9 +162,21 @@ def joined_step_s(load: Load, alone_s: float, tpot_limit_s: float) -> float:
 
 
 def compute_s(load: Load, tokens: float, attends: float) -> float:
-    """Return the seconds that prompt tokens add to the steps that compute them."""
+    """Return the seconds that prompt tokens add to the steps that compute them.
+
+    That is what the model's corrections make of steps with as many of them as there may be. Where limits leave a step
+    less time, prompts are computed in pieces, of whose sizes nothing is known, so that nothing is corrected.
+    """
     model = load.model
-    return model.per_prefill_token_s * tokens + model.per_attended_token_s * attends
+    line_s = model.per_prefill_token_s * tokens + model.per_attended_token_s * attends
+    if not model.corrections:
+        return line_s
+    steps = math.ceil(tokens / load.step_tokens) or 1
+    step_s = model.step_s(tokens / steps, 0, 0, attends / steps)
+    longest_s = TPOT_LIMIT_USED * load.tpot_limit_s
+    if load.decodes and step_s > (longest_s if longest_s < load.step_target_s else load.step_target_s):
+        return line_s
+    return steps * max(0.0, step_s - model.base_s)
 
 
 def prompt_s(load: Load, tokens: float, work_s: float) -> float:
@@ -244,13 +267,26 @@ def with_prompts(load: Load, prompts_tokens: Sequence[int], first_for_s: float) 
         return load
     first = prompts_tokens[0]
     steps = _steps(load, load.decoding, comes=True)
-    first_s, _ = _through(load, steps, first, compute_s(load, first, attended(first)), load.left_tokens)
-    done = first * min(AT_MOST_DONE, first_for_s / max(1e-9, first_s * load.slower))
-    attends = sum([attended(tokens) for tokens in prompts_tokens]) - attended(done)
-    tokens = sum(prompts_tokens) - done
+    first_work_s = compute_s(load, first, attended(first))
+    first_s, _ = _through(load, steps, first, first_work_s, load.left_tokens)
+    done = min(AT_MOST_DONE, first_for_s / max(1e-9, first_s * load.slower))
+    all_s = compute_s(load, sum(prompts_tokens), sum([attended(tokens) for tokens in prompts_tokens]))
     return replace(
         load,
-        prompt_tokens=tokens,
-        prompts_s=compute_s(load, tokens, attends),
+        prompt_tokens=sum(prompts_tokens) - done * first,
+        prompts_s=max(0.0, all_s - done * first_work_s),
         steps=steps if load.decoding else None,
     )
+
+
+def taking_turns(load: Load, sharers: Sequence[Load]) -> Load:
+    """Return a load without prompts whose steps take as much longer as the others that share its device make them.
+
+    The models are those of workers that are alike. As long as both decode, no engine sees a step that nothing disturbs;
+    the fastest is the nearest to that.
+    """
+    if not sharers:
+        return load
+    alone = min([load.model, *[other.model for other in sharers]], key=lambda model: model.decode_s(1, 0))
+    shared = replace(load, sharers=tuple([replace(other, model=alone) for other in sharers]))
+    return replace(shared, model=alone.times(shared.turns))

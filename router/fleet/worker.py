@@ -75,6 +75,9 @@ class Worker:
         self.description = description
         self.worker_id = description.worker_id
         """The worker's name in logs, metrics and tables."""
+        device = description.node, description.device
+        self.device = device if all(device) else None
+        """What it shares with every other worker for which this is the same; None if not known."""
         self.role: Role | None = None
         """What it is for; None: what it was started for. Set by `assign`."""
         self.pool: Pool = description.pool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Final, Protocol
 
@@ -20,7 +20,7 @@ from contracts.workers import BARE_TAKES, TPOT_LIMIT_USED, StepModel
 from router.fleet.adaptive import Decision, Wanted, choose
 from router.fleet.corrections import Corrections
 from router.fleet.policy import PROMPT_SCORERS, Demand, blocks_needed, pick
-from router.fleet.prediction import Load, attended, idle_prompt_s, with_prompts
+from router.fleet.prediction import Load, attended, idle_prompt_s, taking_turns, with_prompts
 from router.fleet.prefixes import BlockHashes, Found
 from router.fleet.shape import Workers
 from router.fleet.short_list import short_list
@@ -131,7 +131,8 @@ class ByPrediction:
         )
         holders = partial(_holders, reached, demand.prefix, now.found)
         looked_at = short_list(reached, demand.prompt_tokens, now.needed_blocks, open_workers, holders)
-        loads = [_load(worker, now, demand) for worker in looked_at]
+        sharers = _sharers(looked_at, workers)
+        loads = [_load(worker, now, demand, sharers.get(worker, ())) for worker in looked_at]
         by_id = {worker.worker_id: worker for worker in looked_at}
         bytes_per_token, bytes_per_s = _kv_bytes_per_token(roomy[0]), self._learned.bytes_per_s
 
@@ -221,7 +222,10 @@ def _whole_model(worker: Worker, whole: StepModel) -> StepModel:
 
 
 def _alike(workers: Sequence[Worker], learned: Learned) -> Workers | None:
-    """Return what the workers have in common, with the step model of one that has decoded; None if none has."""
+    """Return what the workers have in common, with the step model of one that has decoded; None if none has, or if some
+    share a device: a division is estimated for workers that each have one."""
+    if _sharers(workers, workers):
+        return None
     by_decoding = sorted(workers, key=lambda one: one.favours == "prefill")
     whole = _any_model(by_decoding)
     if whole is None:
@@ -271,8 +275,8 @@ def _prefix_on(worker: Worker, found: Found, demand: Demand) -> tuple[bool, int]
     return shares, min(tokens, demand.prompt_tokens - 1)
 
 
-def _load(worker: Worker, now: _Now, demand: Demand) -> Load:
-    """Return what predictions need of a worker."""
+def _load(worker: Worker, now: _Now, demand: Demand, sharers: Sequence[Worker] = ()) -> Load:
+    """Return what predictions need of a worker that takes turns with these."""
     counted, role, model = worker.outstanding, worker.role, _whole_model(worker, now.model)
     shares, cached_tokens = _prefix_on(worker, now.found, demand) if demand.prefix else (False, 0)
     idle = Load(
@@ -291,5 +295,18 @@ def _load(worker: Worker, now: _Now, demand: Demand) -> Load:
         shares=shares,
         favours=counted.favours,
         slower=now.corrections.ratio(worker.worker_id, beside=counted.decoding > 0),
+        outside_s=now.corrections.outside_s(beside=counted.decoding > 0),
     )
-    return with_prompts(idle, *worker.prompts_ahead())
+    others = [_load(other, now, demand) for other in sharers]
+    return with_prompts(taking_turns(idle, others), *worker.prompts_ahead())
+
+
+def _sharers(looked_at: Sequence[Worker], workers: Sequence[Worker]) -> Mapping[Worker, list[Worker]]:
+    """Return for some of the workers the others that take turns with them on one device, if any do."""
+    on_device: dict[tuple[str, str], list[Worker]] = {one.device: [] for one in looked_at if one.device is not None}
+    if on_device:
+        for worker in workers:
+            if worker.device in on_device:
+                on_device[worker.device].append(worker)
+    together = [(one, on_device[one.device]) for one in looked_at if one.device is not None]
+    return {one: [other for other in them if other is not one] for one, them in together if len(them) > 1}

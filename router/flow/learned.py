@@ -91,8 +91,13 @@ class Learned:
     def prompt_took(self, decision: Decision, took_s: float) -> None:
         """Learn from a prompt's first token, which came so long after the prompt was placed."""
         option = decision.chosen
-        predicted_s = (option.ttft_s - decision.wanted.waited_s) / option.slower
+        predicted_s = (option.ttft_s - decision.wanted.waited_s - option.outside_s) / option.slower
+        took_s = max(0.0, took_s - option.outside_s)
         self.corrections.add(option.prompt_worker, beside=option.beside, predicted_s=predicted_s, took_s=took_s)
+
+    def was_outside(self, decision: Decision, took_s: float) -> None:
+        """Learn how long a prompt and its first token were outside of the engine after the prompt was placed."""
+        self.corrections.add_outside(beside=decision.chosen.beside, took_s=took_s)
 
     def moved(self, source: str, sink: str, num_bytes: int, took_s: float) -> None:
         """Learn from a hand-off between two workers."""

@@ -59,6 +59,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """The blocks of prompt and answer together, which the worker that decoded has now."""
     within_limits: bool = True
     """Whether it kept its limits, or had none."""
+    outside_s: float | None = None
+    """See `RequestTimeline.outside_s`."""
 
 
 class Place(Protocol):
@@ -271,6 +273,8 @@ class _LocalPlace:
         self._learned.answered(self._turn.demand.output_tokens, answer.output_tokens)
         if self.decision is not None:
             self._learned.rebalancer.answered(within_limits=answer.within_limits)
+            if answer.outside_s is not None:
+                self._learned.was_outside(self.decision, answer.outside_s)
         decoded = self.decode_worker or self.prompt_worker
         self._learned.computed(decoded.description, answer.prefix)
         if self.decode_worker is not None:

@@ -126,6 +126,16 @@ class RequestTimeline:
         return self._first_token_s - self.arrived_s if self._num_deltas else None
 
     @property
+    def outside_s(self) -> float | None:
+        """Seconds from when it was placed to its first token that its engine did not have it: messages, the rest of a
+        step that ran, threads. None if not known, or if its workers were not chosen by prediction."""
+        timing = self.decode_timing if self.prefill_timing is None else self.prefill_timing
+        ttft_s = self.ttft_s
+        if self.decision is None or timing is None or ttft_s is None or self.pauses_s:
+            return None
+        return max(0.0, ttft_s - self.decision.wanted.waited_s - timing.queue_s - timing.first_token_s)
+
+    @property
     def moved(self) -> tuple[int, float]:
         """Bytes and seconds of its whole hand-off; zeros if there was none, or only its last segment was timed."""
         receipt = None if self.decode_timing is None else self.decode_timing.receipt

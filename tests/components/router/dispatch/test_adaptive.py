@@ -1,6 +1,7 @@
 """Mode `adaptive` over two workers with fake engines and real gRPC: who gets what, and what becomes of its limits."""
 
 import asyncio
+from statistics import median
 
 import pytest
 from msgspec.structs import replace
@@ -8,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
 import router.dispatch.request
+from contracts.tasks import LegTiming
 from contracts.workers import StepModel
 from engine.request.sampling import SURE_TOKENS, TPOT_LIMIT
 from router.dispatch.orchestrator import Orchestrator
@@ -335,6 +337,21 @@ async def test_prompts_are_hashed_only_while_the_mode_is_adaptive(monkeypatch):
             hashed.clear()
             await serving.answer(3)
             assert bool(hashed) == (mode == "adaptive"), mode
+
+
+async def test_what_passes_outside_of_the_engine_is_learned_and_predicted_for_the_next_prompt():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        await serving.learn()
+        in_engine = LegTiming(queue_s=0.0, first_token_s=1e-4, compute_s=1e-4)
+        for engine in serving.engines:
+            engine.timing = in_engine
+        for _ in range(5):
+            await serving.answer(3)
+        *seen, last = reversed(serving.metrics.explanations.latest(5))
+        outside_s = [one.ttft_s - one.placed_after_s - in_engine.first_token_s for one in seen]
+        assert last.options[0].outside_s == pytest.approx(median(outside_s))
+        assert last.options[0].ttft_s > last.placed_after_s + last.options[0].outside_s
 
 
 async def test_what_a_prompt_took_corrects_what_is_predicted_for_the_next_one():

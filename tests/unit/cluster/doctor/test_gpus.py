@@ -120,6 +120,15 @@ def test_two_workers_that_share_a_gpu_need_one_and_the_memory_of_both():
     assert any("two engines of prefill want 72.0 GiB" in sentence for sentence in found), found
 
 
+def test_whole_replicas_that_share_a_gpu_are_warned_of_and_one_or_another_mode_is_not():
+    two = {**SHARED, "mode": "colocated", "pools__colocated__gpus_per_worker": "1", "pools__colocated__workers": "2"}
+    shared = result("gpus", host(H100, gpus=1), on_gpus(**two))
+    assert shared.ok
+    assert "halve each other's speed" in shared.fix
+    for settings in ({**two, "pools__colocated__workers": "1"}, {**two, "mode": "adaptive"}, SHARED):
+        assert result("gpus", host(H100, gpus=1), on_gpus(**settings)).fix == ""
+
+
 def test_weights_that_do_not_fit_their_ranks_are_a_failure_and_more_ranks_are_the_fix():
     large = ModelFacts(parameters=70_000_000_000)
     found = failures(checks(on_gpus(), host(model=large)))

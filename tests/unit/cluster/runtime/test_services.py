@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.runtime import services
-from cluster.runtime.services import DispatcherService, RouterService
+from cluster.runtime.services import DispatcherService, RouterService, device_of
 from contracts.errors import WorkerLost
 from tests.support.samples import router_settings
 
@@ -72,3 +72,10 @@ async def test_a_drain_for_a_worker_that_a_head_does_not_have_or_for_another_inc
 
 async def test_a_head_that_stood_still_with_its_whole_process_is_not_taken_for_stuck(monkeypatch):
     assert await stuck(RouterService(), 1, 3600.0, monkeypatch, later_s=0.0) == ""
+
+
+def test_workers_on_the_same_cores_or_gpus_are_on_one_device():
+    assert device_of((1, 0), "") == device_of((0, 1), "") != device_of((0, 2), "")
+    assert device_of((), "0") == device_of((), "0") != device_of((), "1")
+    assert device_of((0,), "") != device_of((), "0")
+    assert device_of((), "") == ""

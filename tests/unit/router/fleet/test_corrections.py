@@ -83,3 +83,28 @@ def test_workers_that_have_left_are_forgotten(seen):
     seen.corrections.forget_all_but({"stays"})
     assert seen.ratio() == 1.0 < seen.ratio(worker_id="stays")
     assert seen.corrections.workers == 1
+
+
+def outside(seen, took_s, *, beside, number=LATEST):
+    for _ in range(number):
+        seen.corrections.add_outside(beside=beside, took_s=took_s)
+
+
+def test_what_passes_outside_of_the_engine_is_the_median_of_the_latest_whichever_worker_it_was(seen):
+    outside(seen, 0.02, beside=False, number=2)
+    assert seen.corrections.outside_s(beside=False) == 0.0, "two say nothing yet"
+    outside(seen, 0.02, beside=False)
+    outside(seen, 9.0, beside=False, number=LATEST // 2 - 1)
+    assert seen.corrections.outside_s(beside=False) == 0.02
+
+
+def test_without_news_of_its_own_a_kind_is_taken_to_pass_as_long_outside_as_the_other_one(seen):
+    outside(seen, 0.02, beside=False)
+    assert seen.corrections.outside_s(beside=True) == 0.02
+    outside(seen, 0.05, beside=True)
+    assert [seen.corrections.outside_s(beside=beside) for beside in (False, True)] == [0.02, 0.05]
+    seen.clock.now_s += FADES_S + 1
+    outside(seen, 0.03, beside=False)
+    assert seen.corrections.outside_s(beside=True) == 0.03
+    seen.clock.now_s += FADES_S + 1
+    assert seen.corrections.outside_s(beside=False) == 0.03, "nothing better is known"
