@@ -22,8 +22,7 @@ from loadtest.run import replay as replay_module
 from tests.support.null_server import make_app
 from tests.support.patience import eventually
 from tools.bench.modes.__main__ import run
-from tools.bench.modes.course import Clock
-from tools.bench.modes.journal import Journal, RoundEnded, read_journal
+from tools.bench.modes.journal import Clock, Journal, RoundEnded, read_journal
 from tools.bench.modes.settings import ADAPTIVE, ARMS, Settings, save, saved
 
 TTFT_S, TPOT_S = 0.1, 0.01
@@ -84,7 +83,7 @@ def _settings(url: str) -> Settings:
         ttft_factors=(2.0, 12.0),
         tpot_factors=(3.0, 12.0),
         rate_factors=(1.0, 2.0),
-        knees={"poisson": 8.0},
+        rates={"poisson": 8.0},
         requests=8,
         most_blocks=1,
         budget_s=300.0,
@@ -128,7 +127,6 @@ async def test_a_run_that_is_stopped_goes_on_and_its_map_says_what_the_modes_do(
     assert tight["ratio"]["ratio"] is None or tight["ratio"]["ratio"] > 1  # None: the others served none in time
     assert [at["rate"] for at in loose["adaptive"]["at_rates"]] == [8.0, 16.0]  # from the knee it climbed
     assert loose["colocated"]["requests_per_s"] > tight["colocated"]["requests_per_s"]
-    assert (tmp_path / "map-poisson.svg").read_text().startswith("<svg")
     records = (tmp_path / "records.jsonl").read_text().splitlines()
     assert len(records) >= sum(len(each.outcomes) for each in ended)
 

@@ -6,10 +6,10 @@
     python -m tools.bench.modes --resume --out runs/bench-modes
 
 Three workloads: 512 tokens in and 64 out at Poisson arrivals, and slices of the two Azure traces of 2023. For each the
-idle server is measured, which gives the limits; a short search finds the knee of the better pure mode; then there are
-rounds in random order until the time is up. The pure modes know no limits, so one round of theirs serves all cells; the
-adaptive mode is told a cell's limits by headers and has rounds of its own for each. Writes OUT/summary.json, with
-`cells`, OUT/map-WORKLOAD.svg, OUT/rounds.jsonl as rounds end, and OUT/records.jsonl, and prints the table.
+idle server is measured, which gives the limits and a rate in the middle; then there are rounds in random order until
+the time is up. The pure modes know no limits, so one round of theirs serves all cells; the adaptive mode is told a
+cell's limits by headers and has rounds of its own for each. Writes OUT/summary.json, with `cells`, OUT/rounds.jsonl as
+rounds end, and OUT/records.jsonl, and prints the table.
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ from cluster.commands.serve import Unfit
 from cluster.config.loader import ConfigError
 from loadtest.errors import LoadTestError
 from loadtest.run_folder import ROUNDS, free_folder
-from tools.bench.modes.budget import share_of
-from tools.bench.modes.course import Clock, Course
-from tools.bench.modes.fleet import ORDINALS_PER_ROUND, Fleet, running
-from tools.bench.modes.journal import Journal, read_journal
+from tools.bench.modes.fleet import ORDINALS_PER_ROUND, running
+from tools.bench.modes.journal import Clock, Journal, read_journal
+from tools.bench.modes.map import run_map
 from tools.bench.modes.settings import ARMS, FROM_FILES, WORKLOADS, Settings, save, saved
 from tools.bench.modes.shift import run_shift
-from tools.bench.modes.summary import print_map, write_map
-from tools.bench.modes.workloads import workload
 
 DEFAULTS = Settings()
 UNFINISHED_ROUNDS = 4
@@ -45,22 +42,8 @@ async def run(settings: Settings, journal: Journal, console: Console, clock: Clo
     async with running(settings, journal.folder, console) as fleet:
         await fleet.check(settings.arms)
         fleet.next_ordinal = journal.next_ordinal + (UNFINISHED_ROUNDS * ORDINALS_PER_ROUND if journal.lines else 0)
-        if settings.part == "shift":
-            await run_shift(fleet, settings, journal, clock, console)
-        else:
-            await _run_map(fleet, settings, journal, console, clock)
-
-
-async def _run_map(fleet: Fleet, settings: Settings, journal: Journal, console: Console, clock: Clock) -> None:
-    left = [name for name in settings.workloads if journal.ended(name) is None]
-    for place, name in enumerate(left):
-        ends_s = clock.spent_s + share_of(clock.left_s, len(left) - place)
-        of_workload = workload(name, settings, journal.folder, fleet.max_model_tokens)
-        try:
-            await Course(of_workload, settings, fleet, journal, clock, ends_s, console).run()
-        finally:
-            found = write_map(journal.folder, journal, settings, fleet.setup)
-        print_map({name: found[name]}, journal, settings, console)
+        run_part = run_shift if settings.part == "shift" else run_map
+        await run_part(fleet, settings, journal, clock, console)
 
 
 def options() -> argparse.ArgumentParser:
@@ -74,14 +57,11 @@ def options() -> argparse.ArgumentParser:
     add("--workloads", type=_words, default=WORKLOADS, help=f"by default {','.join(WORKLOADS)}")
     for name, file in FROM_FILES.items():
         add(f"--{name}-trace", metavar="FILE", help=f"{file} of github.com/Azure/AzurePublicDataset")
-        shown = ",".join(f"{factor:g}" for factor in DEFAULTS.scales[name])
-        add(f"--{name}-scale", type=_scale, metavar="IN[,OUT]", help=f"factors of lengths, by default {shown}")
-    add("--rows", type=int, default=DEFAULTS.rows, help="requests of a slice, of which rounds take windows")
     add("--ttft-factors", type=_numbers, default=DEFAULTS.ttft_factors, help="of the unloaded TTFT")
     add("--tpot-factors", type=_numbers, default=DEFAULTS.tpot_factors, help="of the unloaded decode step")
-    add("--rate-factors", type=_numbers, default=DEFAULTS.rate_factors, help="of the knee of the better pure mode")
-    add("--rates", type=_rates, default={}, metavar="WORKLOAD=KNEE,..", help="knees that are not searched for")
-    add("--requests", type=int, help="requests of a round; by default what the budget has room for")
+    add("--rate-factors", type=_numbers, default=DEFAULTS.rate_factors, help="of the middle rate")
+    add("--rates", type=_rates, default={}, metavar="WORKLOAD=RATE,..", help="middle rates, instead of calculated ones")
+    add("--requests", type=int, default=DEFAULTS.requests, help="requests of a round")
     add("--most-blocks", type=int, default=DEFAULTS.most_blocks, help="most rounds of each pure mode at each rate")
     add("--budget-s", type=float, help=f"seconds in all, start included; by default {DEFAULTS.budget_s:g}")
     add("--phase-s", type=float, default=DEFAULTS.phase_s, help="shift: seconds of a phase")
@@ -97,29 +77,10 @@ def options() -> argparse.ArgumentParser:
 
 def settings_of(given: argparse.Namespace) -> Settings:
     """Return the settings that the command line gives."""
-    scales = {name: getattr(given, f"{name}_scale") or DEFAULTS.scales[name] for name in FROM_FILES}
-    traces = {name: path for name in FROM_FILES if (path := getattr(given, f"{name}_trace")) is not None}
-    return Settings(
-        part=given.part,
-        arms=given.arms,
-        workloads=given.workloads,
-        traces=traces,
-        scales=scales,
-        rows=given.rows,
-        ttft_factors=given.ttft_factors,
-        tpot_factors=given.tpot_factors,
-        rate_factors=given.rate_factors,
-        knees=given.rates,
-        requests=given.requests,
-        most_blocks=given.most_blocks,
-        budget_s=given.budget_s or DEFAULTS.budget_s,
-        phase_s=given.phase_s,
-        share=given.share,
-        seed=given.seed,
-        config=given.config,
-        overrides=dict(one.partition("=")[::2] for one in given.overrides),
-        url=given.url,
-    )
+    chosen = {name: value for name, value in vars(given).items() if name in Settings.__struct_fields__}
+    chosen["traces"] = {name: path for name in FROM_FILES if (path := getattr(given, f"{name}_trace")) is not None}
+    chosen["overrides"] = dict(one.partition("=")[::2] for one in given.overrides)
+    return Settings(**chosen | {"budget_s": given.budget_s or DEFAULTS.budget_s})
 
 
 def main() -> None:
@@ -159,11 +120,6 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _numbers(text: str) -> tuple[float, ...]:
     return tuple(sorted({float(word) for word in _words(text)}))
-
-
-def _scale(text: str) -> tuple[float, float]:
-    inputs, *outputs = (float(word) for word in _words(text))
-    return inputs, outputs[0] if outputs else inputs
 
 
 def _rates(text: str) -> dict[str, float]:

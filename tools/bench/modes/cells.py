@@ -1,4 +1,4 @@
-"""Makes the cells of a map of the rounds of one workload. Pure functions.
+"""Makes the cells of a map of the rounds of one workload, and says which rate is worth a round. Pure functions.
 
 Goodput is the requests/s that met both limits: the rate times the share. An arm's figure is its highest over the rates
 that it was tried at, and its interval is that of the share there: the score interval, widened by the scatter between
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from loadtest.maps.grid import UNCLEAR, UNREACHABLE
 from loadtest.rate_search import Knee, Ratio, Round, bands, ratio_of
-from loadtest.run.unloaded import Unloaded
-from tools.bench.modes.journal import SEARCH, Limits, Place, RoundEnded
-from tools.bench.modes.settings import ADAPTIVE, Settings
+from tools.bench.modes.journal import Limits, Place, RoundEnded
+from tools.bench.modes.settings import ADAPTIVE
+
+WELL_MET, BADLY_MET = 0.85, 0.5
+NEARLY: Final = 0.8
+"""The part of the highest figure of the other modes that a rate must give for the adaptive mode to be tried there."""
 
 
 class AtRate(msgspec.Struct, frozen=True):
@@ -46,44 +49,17 @@ class Cell(msgspec.Struct, frozen=True):
     other one's by the interval of their ratio, `unclear`, or `unreachable` if no request was served within the limits.
     """
 
-    workload: str
     limits: Limits
-    place: Place
-    name: str | None
     arms: dict[str, Goodput]
     best: str | None
     winner: str
     ratio: Ratio | None
 
-    @property
-    def is_tied(self) -> bool:
-        """Whether two arms share the highest goodput."""
-        highest = sorted((goodput.requests_per_s for goodput in self.arms.values()), reverse=True)[:2]
-        return self.best is not None and len(highest) == 2 and math.isclose(*highest)
-
-    def as_row(self, arms: Iterable[str]) -> dict[str, Any]:
+    def as_row(self, workload: str, arms: Iterable[str]) -> dict[str, Any]:
         """Return the cell as an entry of `cells` in summary.json."""
-        return {
-            "workload": self.workload,
-            "ttft_ms": self.limits.ttft_ms,
-            "tpot_ms": self.limits.tpot_ms,
-            "name": self.name,
-            **{arm: msgspec.to_builtins(self.arms[arm]) if arm in self.arms else None for arm in arms},
-            "best": self.best,
-            "winner": self.winner,
-            "ratio": None if self.ratio is None else msgspec.to_builtins(self.ratio),
-        }
-
-
-def limits_of(settings: Settings, unloaded: Unloaded) -> dict[Place, Limits]:
-    """Return the limits of every cell, in milliseconds with three digits."""
-    return {
-        (row, column): Limits(
-            _three_digits(settings.ttft_factors[row] * unloaded.median_ttft_s * 1e3),
-            _three_digits(settings.tpot_factors[column] * unloaded.median_tpot_s * 1e3),
-        )
-        for row, column in settings.cells
-    }
+        row: dict[str, Any] = msgspec.to_builtins(self)
+        served = row.pop("arms")
+        return {"workload": workload, **row.pop("limits"), **{arm: served.get(arm) for arm in arms}, **row}
 
 
 def counted(rounds: Iterable[RoundEnded], arm: str, place: Place, limits: Limits) -> list[Round]:
@@ -95,32 +71,14 @@ def counted(rounds: Iterable[RoundEnded], arm: str, place: Place, limits: Limits
     ]
 
 
-def cells_of(
-    workload: str, rounds: Iterable[RoundEnded], settings: Settings, limits: Mapping[Place, Limits]
-) -> list[Cell]:
-    """Return every cell of a workload's map; rounds of the search do not count."""
-    judged = [each for each in rounds if each.spec.workload == workload and each.spec.block != SEARCH]
-    return [_cell(workload, judged, settings, place, limits[place]) for place in settings.cells]
-
-
-def _cell(workload: str, rounds: Sequence[RoundEnded], settings: Settings, place: Place, limits: Limits) -> Cell:
-    arms = {
-        arm: goodput
-        for arm in settings.arms
-        if (goodput := goodput_of(counted(rounds, arm, place, limits))) is not None
-    }
-    served = {arm: goodput for arm, goodput in arms.items() if goodput.requests_per_s > 0}
-    best = max(served, key=lambda arm: served[arm].requests_per_s) if served else None
-    return Cell(
-        workload=workload,
-        limits=limits,
-        place=place,
-        name=settings.named(place),
-        arms=arms,
-        best=best,
-        winner=_winner(arms) if best else UNREACHABLE,
-        ratio=_ratio(arms),
-    )
+def cell_of(rounds: Sequence[RoundEnded], every_arm: Iterable[str], place: Place, limits: Limits) -> Cell:
+    """Return one cell of the map of these rounds."""
+    found = {arm: goodput_of(counted(rounds, arm, place, limits)) for arm in every_arm}
+    arms = {arm: goodput for arm, goodput in found.items() if goodput is not None}
+    best = max(arms, key=lambda arm: arms[arm].requests_per_s, default=None)
+    if best is None or not arms[best].requests_per_s:
+        return Cell(limits, arms, None, UNREACHABLE, _ratio(arms))
+    return Cell(limits, arms, best, _winner(arms), _ratio(arms))
 
 
 def goodput_of(rounds: Sequence[Round]) -> Goodput | None:
@@ -129,13 +87,8 @@ def goodput_of(rounds: Sequence[Round]) -> Goodput | None:
         return None
     found = bands(rounds)
     best = max(found, key=lambda band: (band.rate * band.share, -band.rate))
-    return Goodput(
-        requests_per_s=best.rate * best.share,
-        low=best.rate * best.low,
-        high=best.rate * best.high,
-        rate=best.rate,
-        at_rates=tuple(AtRate(band.rate, band.met, band.total, band.rounds) for band in found),
-    )
+    at_rates = tuple(AtRate(band.rate, band.met, band.total, band.rounds) for band in found)
+    return Goodput(best.rate * best.share, best.rate * best.low, best.rate * best.high, best.rate, at_rates)
 
 
 def _ratio(arms: Mapping[str, Goodput]) -> Ratio | None:
@@ -170,5 +123,42 @@ def mean_ratio(cells: Iterable[Cell]) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-def _three_digits(value: float) -> float:
-    return float(f"{value:.3g}")
+def goodputs(rounds: Sequence[Round]) -> dict[float, float]:
+    """Return the requests/s within the limits at each rate, over all rounds there."""
+    rates = sorted({one.rate for one in rounds})
+    at = {rate: [one for one in rounds if one.rate == rate] for rate in rates}
+    return {rate: rate * sum(one.met for one in here) / sum(one.total for one in here) for rate, here in at.items()}
+
+
+def good_rates(counted: Mapping[str, Sequence[Round]]) -> list[float]:
+    """Return the rates at which the best of these modes serves nearly as much as any at its best rate, the best first;
+    none if no mode served a request in time."""
+    found = [(goodput, rate) for rounds in counted.values() for rate, goodput in goodputs(rounds).items() if goodput]
+    best = max(found, default=(0.0, 0.0))[0]
+    return list(dict.fromkeys(rate for goodput, rate in sorted(found, reverse=True) if goodput >= NEARLY * best))
+
+
+def next_cell_rate(
+    rates: Sequence[float], middle: float, own: Sequence[Round], others: Mapping[str, Sequence[Round]]
+) -> float:
+    """Return the rate, one of `rates`, at which the adaptive mode has its next round at the limits of a cell.
+
+    It starts where the better of the others served most, or at the middle rate if none had a round yet. It goes on
+    upwards while nearly all of its requests are in time, then to every rate at which the others served nearly as much,
+    so that the highest figures of all modes come from the same rates; then downwards if it failed; else it tells its
+    own best rate more exactly.
+    """
+    good = good_rates(others) if others else [middle]
+    shares = {rate: goodput / rate for rate, goodput in goodputs(own).items()}
+    if not shares:
+        return good[0] if good else min(rates)
+    lowest, highest = min(shares), max(shares)
+    higher, lower = [rate for rate in rates if rate > highest], [rate for rate in rates if rate < lowest]
+    if shares[highest] >= WELL_MET and higher:
+        return min(higher)
+    for rate in good:
+        if rate not in shares:
+            return rate
+    if shares[lowest] < BADLY_MET and lower:
+        return max(lower)
+    return max(shares, key=lambda rate: rate * shares[rate])

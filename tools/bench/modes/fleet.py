@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from rich.console import Console
 
@@ -22,7 +23,7 @@ from cluster.config.loader import load_config
 from cluster.runtime.ray_start import ray_runtime
 from loadtest.arms import SwitchedArm
 from loadtest.errors import LoadTestError, NotDisaggregatedError, RestartedError
-from loadtest.plan import DISAGGREGATED, ComparePlan, Mode, Slo
+from loadtest.plan import DISAGGREGATED, ComparePlan, Mode
 from loadtest.run.machine import disturbance, read_cpu
 from loadtest.run.records import RecordFile
 from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
@@ -34,38 +35,13 @@ from loadtest.run_folder import RECORDS
 from loadtest.trace.readers import load_trace
 from loadtest.trace.trace import Trace
 from loadtest.valid_rounds import require_disaggregated
-from tools.bench.modes.journal import Limits, RoundEnded, RoundSpec, outcome_of
+from tools.bench.modes.journal import Clock, Journal, Limits, Outcome, RoundEnded, RoundSpec, outcome_of
 from tools.bench.modes.settings import Settings
 
+T = TypeVar("T")
 ORDINALS_PER_ROUND: Final = 512
 """Prompts set apart for each round and each warm-up, so that no two share a prompt's beginning."""
 MEASURING_PROMPTS: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RoundResult:
-    """One round: what was replayed, what disturbed it, and why it is void, if it is."""
-
-    began: datetime
-    took_s: float
-    replayed: ReplayResult | None
-    disturbed: tuple[str, ...]
-    void: str | None
-
-    def ended(self, number: int, spec: RoundSpec, spent_s: float, next_ordinal: int) -> RoundEnded:
-        """Return what the journal keeps of it."""
-        records = self.replayed.records if self.replayed else ()
-        return RoundEnded(
-            number=number,
-            spec=spec,
-            began=self.began,
-            took_s=self.took_s,
-            outcomes=tuple(outcome_of(record) for record in records),
-            disturbed=self.disturbed,
-            void=self.void,
-            spent_s=spent_s,
-            next_ordinal=next_ordinal,
-        )
 
 
 @dataclass(slots=True)
@@ -104,16 +80,23 @@ class Fleet:
         await warm_up_workers(self.url, plan, requests, self._new_round_index(), self.quiet)
 
     async def round(
-        self, arm: str, trace: Trace, plan: ComparePlan, limits: Limits | None, labels: Mapping[str, str | int]
-    ) -> RoundResult:
-        """Replay the trace in this mode, which is told the limits if there are any; the plan's limits judge lateness.
+        self, spec: RoundSpec, trace: Trace, plan: ComparePlan, limits: Limits | None, journal: Journal, clock: Clock
+    ) -> RoundEnded:
+        """Replay the trace in a mode, which is told the limits if there are any, and write down how it ended.
 
-        It ends when every request has ended or was given up. Raises LoadTestError if the server cannot be reached.
+        The plan's limits judge lateness. It ends when every request has ended or was given up. Raises LoadTestError if
+        the server cannot be reached.
         """
-        await self._arm(arm).ready()
+        await self._arm(spec.arm).ready()
+        number = journal.next_number
+        labels: dict[str, str | int] = {"round": number, "workload": spec.workload, "block": spec.block}
+        if limits is not None:
+            labels |= {"ttft_limit_ms": f"{limits.ttft_ms:g}", "tpot_limit_ms": f"{limits.tpot_ms:g}"}
         servers = as_servers(self.url) if limits is None else told_limits(self.url, limits.ttft_ms, limits.tpot_ms)
         began, began_s = datetime.now(UTC), time.monotonic()
         before = await asyncio.to_thread(read_cpu)
+        outcomes: tuple[Outcome, ...] = ()
+        disturbed: tuple[str, ...] = ()
         try:
             replayed = await run_replay(
                 servers,
@@ -121,14 +104,20 @@ class Fleet:
                 self.quiet,
                 round_index=self._new_round_index(),
                 requests=RoundRequests(trace, ORDINALS_PER_ROUND),
-                record_file=RecordFile(self.folder / RECORDS, arm=arm, **labels),
+                record_file=RecordFile(self.folder / RECORDS, arm=spec.arm, **labels),
             )
         except RestartedError as error:
-            return RoundResult(began, time.monotonic() - began_s, None, (), str(error))
-        after = await asyncio.to_thread(read_cpu)
-        others = disturbance(before, after) if self.is_alone else None
-        disturbed = (*void_reasons(replayed, others, plan.limits), *_not_disaggregated(arm, replayed))
-        return RoundResult(began, time.monotonic() - began_s, replayed, disturbed, replayed.fleet_change)
+            void: str | None = str(error)
+        else:
+            others = disturbance(before, await asyncio.to_thread(read_cpu)) if self.is_alone else None
+            disturbed = (*void_reasons(replayed, others, plan.limits), *_not_disaggregated(spec.arm, replayed))
+            outcomes, void = tuple(outcome_of(record) for record in replayed.records), replayed.fleet_change
+        took_s = time.monotonic() - began_s
+        ended = RoundEnded(
+            number, spec, began, took_s, outcomes, disturbed, void, clock.spent_s, next_ordinal=self.next_ordinal
+        )
+        journal.add(ended)
+        return ended
 
     def _arm(self, mode: str) -> SwitchedArm:
         return SwitchedArm(self.url, cast(Mode, mode), dict(self.admin))
@@ -139,10 +128,17 @@ class Fleet:
         return index
 
 
+def shuffled(items: Sequence[T], seed: str) -> list[T]:
+    """Return the items in an order drawn from the seed."""
+    order = list(items)
+    random.Random(seed).shuffle(order)
+    return order
+
+
 def round_plan(plan: ComparePlan, tightest: Limits, deadline_s: float) -> ComparePlan:
     """Return the plan of a round: a late client is judged by the tightest limits, and requests are given up in time."""
-    slo = Slo(ttft_ms=tightest.ttft_ms, tpot_ms=tightest.tpot_ms)
-    return plan.model_copy(update={"slo_ttft_ms": slo.ttft_ms, "slo_tpot_ms": slo.tpot_ms, "deadline_s": deadline_s})
+    limits = {"slo_ttft_ms": tightest.ttft_ms, "slo_tpot_ms": tightest.tpot_ms}
+    return plan.model_copy(update=limits | {"deadline_s": deadline_s})
 
 
 def hopeless_after_s(loosest: Limits, longest_output_tokens: int) -> float:

@@ -7,21 +7,42 @@ killed is left out.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from loadtest.run.machine import describe_machine
 from loadtest.run.records import RequestRecord
 from loadtest.run.unloaded import Unloaded
-from loadtest.run_folder import ROUNDS
+from loadtest.run_folder import ROUNDS, SUMMARY
+from tools.bench.modes.settings import Settings
 
 Place = tuple[int, int]
 """A cell of the map: places of its TTFT and of its TPOT limit."""
-SEARCH = 0
-"""The block of the rounds that look for the knee, which no cell counts."""
+
+
+@dataclass
+class Clock:
+    """The time of the run, interruptions left out."""
+
+    began_s: float
+    """On time.monotonic's scale; earlier by what was spent before an interruption."""
+    budget_s: float
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds so far."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.budget_s - self.spent_s
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -31,10 +52,17 @@ class Limits(msgspec.Struct, frozen=True):
     tpot_ms: float
 
 
+def limits_of(unloaded: Unloaded, ttft_factor: float, tpot_factor: float) -> Limits:
+    """Return multiples of what the idle server took, with three digits."""
+    ttft_ms, tpot_ms = ttft_factor * unloaded.median_ttft_s * 1e3, tpot_factor * unloaded.median_tpot_s * 1e3
+    return Limits(float(f"{ttft_ms:.3g}"), float(f"{tpot_ms:.3g}"))
+
+
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """How one request ended; times in milliseconds, the first token's from the time at which it should be sent."""
 
     ttft_ms: float | None
+    """None for a request that failed, was refused or was given up."""
     tpot_ms: float | None = None
     """None for an answer of one token, which has no TPOT to miss."""
 
@@ -47,14 +75,10 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-MISSED = Outcome(None)
-"""A request that failed, was refused or was given up."""
-
-
 def outcome_of(record: RequestRecord) -> Outcome:
     """Return what a record says of the limits; whatever did not finish is missed."""
     if not record.ok or record.ttft_scheduled_s is None:
-        return MISSED
+        return Outcome(None)
     tpot_s = record.tpot_s
     return Outcome(record.ttft_scheduled_s * 1e3, None if tpot_s is None else tpot_s * 1e3)
 
@@ -76,29 +100,7 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     """What an idle server took for a workload's requests."""
 
     workload: str
-    note: str
     unloaded: Unloaded
-    spent_s: float
-
-
-class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
-    """The rates of a workload's rounds."""
-
-    workload: str
-    knee: float
-    source: str
-    rates: tuple[float, ...]
-    spent_s: float
-
-
-class BlockPlanned(msgspec.Struct, frozen=True, tag="planned"):
-    """The rounds of a block, in the order drawn for them."""
-
-    workload: str
-    block: int
-    is_climb: bool
-    """Whether it has rounds of the adaptive mode alone, at rates that it has not tried; it may have none."""
-    rounds: tuple[RoundSpec, ...]
     spent_s: float
 
 
@@ -127,7 +129,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     spent_s: float
 
 
-Line = Measured | Chosen | BlockPlanned | RoundEnded | Ended
+Line = Measured | RoundEnded | Ended
 
 
 @dataclass
@@ -152,17 +154,9 @@ class Journal:
         """Return what the idle server took for this workload, if it was measured."""
         return next((line for line in self.lines if isinstance(line, Measured) and line.workload == workload), None)
 
-    def chosen(self, workload: str) -> Chosen | None:
-        """Return the rates of this workload, if they were chosen."""
-        return next((line for line in self.lines if isinstance(line, Chosen) and line.workload == workload), None)
-
     def ended(self, workload: str) -> Ended | None:
         """Return the end of this workload, if it was reached."""
         return next((line for line in self.lines if isinstance(line, Ended) and line.workload == workload), None)
-
-    def blocks(self, workload: str) -> list[BlockPlanned]:
-        """Return the planned blocks of this workload, in their order."""
-        return [line for line in self.lines if isinstance(line, BlockPlanned) and line.workload == workload]
 
     def rounds(self, workload: str | None = None) -> list[RoundEnded]:
         """Return the rounds that count, of one workload or of all."""
@@ -172,10 +166,6 @@ class Journal:
     def done(self, spec: RoundSpec) -> RoundEnded | None:
         """Return the round of this specification, if it was run."""
         return next((line for line in self.rounds(spec.workload) if line.spec == spec), None)
-
-    def void_rounds(self, spec: RoundSpec) -> int:
-        """Return how many rounds of this specification were void."""
-        return sum(isinstance(line, RoundEnded) and line.void is not None and line.spec == spec for line in self.lines)
 
     @property
     def spent_s(self) -> float:
@@ -192,14 +182,27 @@ class Journal:
         """The first prompt that no finished round had."""
         return max((line.next_ordinal for line in self.lines if isinstance(line, RoundEnded)), default=0)
 
+    def write_summary(self, found: dict[str, Any], settings: Settings, setup: Any) -> None:
+        """Write summary.json; records.jsonl has the requests of each round under its number."""
+        rounds = [msgspec.to_builtins(line) for line in self.lines if isinstance(line, RoundEnded)]
+        summary = {
+            **found,
+            "rounds": [row | {"outcomes": len(row["outcomes"])} for row in rounds],
+            "settings": msgspec.to_builtins(settings),
+            "setup": dict(setup),
+            "machine": describe_machine(),
+            "spent_s": self.spent_s,
+        }
+        (self.folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
 
 def read_journal(folder: Path) -> Journal:
     """Read the lines of a run that was interrupted; a folder without any has none."""
     path = folder / ROUNDS
-    return Journal(folder, list(_whole_lines(path.read_bytes().splitlines() if path.exists() else ())))
+    return Journal(folder, list(_whole_lines(path.read_bytes().splitlines() if path.exists() else [])))
 
 
-def _whole_lines(lines: Iterable[bytes]) -> Iterator[Line]:
+def _whole_lines(lines: list[bytes]) -> Iterator[Line]:
     decoder = msgspec.json.Decoder(Line)
     for line in lines:
         try:

@@ -10,25 +10,19 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.plan import ComparePlan
 from loadtest.rate_search import Round, bands
 from loadtest.run.calibration import decode_token_s, minutes_text
 from loadtest.run.unloaded import Unloaded
-from loadtest.run_folder import SUMMARY
 from loadtest.statistics.proportions import PairedCounts, paired_score_interval
 from loadtest.trace.trace import Trace, TraceRow
-from tools.bench.modes.course import Clock, shuffled
-from tools.bench.modes.fleet import Fleet, hopeless_after_s, round_plan
-from tools.bench.modes.journal import Ended, Journal, Limits, Measured, RoundEnded, RoundSpec
+from tools.bench.modes.fleet import Fleet, hopeless_after_s, round_plan, shuffled
+from tools.bench.modes.journal import Clock, Ended, Journal, Limits, Measured, RoundEnded, RoundSpec, limits_of
 from tools.bench.modes.settings import ADAPTIVE, Settings
-from tools.bench.modes.summary import common, round_row, write
-from tools.bench.modes.workloads import plan_of
 
 NAME: Final = "shift"
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.0
@@ -46,12 +40,6 @@ class Phase:
 
 
 PHASES: Final = (Phase("prefill-heavy", 768, 16), Phase("decode-heavy", 64, 128), Phase("prefill-heavy again", 768, 16))
-
-
-def limits_from(unloaded: Unloaded) -> Limits:
-    """Return the balanced limits of the prefill-heavy requests, which were measured."""
-    ttft_ms, tpot_ms = unloaded.median_ttft_s * 1e3, unloaded.median_tpot_s * 1e3
-    return Limits(float(f"{TTFT_FACTOR * ttft_ms:.3g}"), float(f"{TPOT_FACTOR * tpot_ms:.3g}"))
 
 
 def phase_rate(phase: Phase, unloaded: Unloaded, limits: Limits, share: float, workers: int) -> float:
@@ -129,86 +117,50 @@ def _difference(one: Mapping[int, Sequence[bool]], other: Mapping[int, Sequence[
 
 
 async def run_shift(fleet: Fleet, settings: Settings, journal: Journal, clock: Clock, console: Console) -> None:
-    """Run blocks until there are enough or the time is up; write and print what was found after each."""
+    """Run blocks until there are enough or the time is up; write what was found after each, and print it."""
     first = PHASES[0]
-    spec = f"poisson:rate=1,input={first.input_tokens},output={first.output_tokens},n=32,seed={settings.seed}"
-    plan = plan_of(spec, settings)
+    plan = settings.plan_of(
+        f"poisson:rate=1,input={first.input_tokens},output={first.output_tokens},n=32,seed={settings.seed}"
+    )
     measured = journal.measured(NAME)
     if measured is None:
-        unloaded = await fleet.measure(settings.pure_arms[0], plan)
-        measured = Measured(NAME, "three phases", unloaded, clock.spent_s)
+        measured = Measured(NAME, await fleet.measure(settings.pure_arms[0], plan), clock.spent_s)
         journal.add(measured)
     unloaded = measured.unloaded
-    limits, workers = limits_from(unloaded), sum(unloaded.workers.values()) or 1
+    limits, workers = limits_of(unloaded, TTFT_FACTOR, TPOT_FACTOR), sum(unloaded.workers.values()) or 1
     rates = [phase_rate(phase, unloaded, limits, settings.share, workers) for phase in PHASES]
     told = "; ".join(
         f"{phase.name} {phase.input_tokens}/{phase.output_tokens} at {rate:.3g} requests/s"
         for phase, rate in zip(PHASES, rates, strict=True)
     )
     console.print(f"{told}; limits TTFT {limits.ttft_ms:g} ms, TPOT {limits.tpot_ms:g} ms", highlight=False)
-    longest = max(phase.output_tokens for phase in PHASES)
-    of_round = round_plan(plan, limits, hopeless_after_s(limits, longest))
+    of_round = round_plan(plan, limits, hopeless_after_s(limits, max(phase.output_tokens for phase in PHASES)))
     for arm in settings.pure_arms:
         await fleet.warm_up(arm, shifting_trace(rates, settings.phase_s, settings.seed), of_round)
     note: str | None = None
     for block in range(1, settings.most_blocks + 1):
         trace = shifting_trace(rates, settings.phase_s, settings.seed + block)
         for arm in shuffled(settings.arms, f"{settings.seed} shift {block}"):
-            each = RoundSpec(NAME, block, arm, trace.mean_rate or 0.0, block, len(trace.rows))
-            if journal.done(each) is not None:
+            spec = RoundSpec(NAME, block, arm, trace.mean_rate or 0.0, block, len(trace.rows))
+            if journal.done(spec) is not None:
                 continue
             if trace.span_s > clock.left_s:
                 note = f"the time was up within block {block}: the rounds after it were left out"
                 break
-            ended = await _one_round(fleet, journal, clock, each, trace, of_round, limits)
-            left = minutes_text(max(0.0, clock.left_s))
+            ended = await fleet.round(spec, trace, of_round, limits if arm == ADAPTIVE else None, journal, clock)
             met = sum(one.meets(limits) for one in ended.outcomes)
-            why = f"; VOID: {ended.void}" if ended.void else ""
-            console.print(
-                f"[{left} left] block {block} {arm}: {met} of {len(trace.rows)} in time{why}",
-                highlight=False,
-                markup=False,
-            )
+            sentence = f"block {block} {arm}: {met} of {len(trace.rows)} in time"
+            sentence += f"; VOID: {ended.void}" if ended.void else ""
+            left = minutes_text(max(0.0, clock.left_s))
+            console.print(f"[{left} left] {sentence}", highlight=False, markup=False)
+        phases = attainments(journal.rounds(NAME), settings.arms, limits, slices(rates, settings.phase_s))
+        found = {"phases": phases, "limits": limits, "rates": rates}
+        journal.write_summary(found, settings, fleet.setup)
         if note is not None:
             console.print(note, style="yellow", highlight=False)
             break
-        _write(fleet, settings, journal, limits, rates)
     journal.add(Ended(NAME, note, clock.spent_s))
-    summary = _write(fleet, settings, journal, limits, rates)
-    console.print(_table(summary["phases"], settings.arms))
-
-
-async def _one_round(
-    fleet: Fleet,
-    journal: Journal,
-    clock: Clock,
-    spec: RoundSpec,
-    trace: Trace,
-    plan: ComparePlan,
-    limits: Limits,
-) -> RoundEnded:
-    number = journal.next_number
-    told = limits if spec.arm == ADAPTIVE else None
-    found = await fleet.round(spec.arm, trace, plan, told, {"round": number, "workload": NAME, "block": spec.block})
-    ended = found.ended(number, spec, clock.spent_s, fleet.next_ordinal)
-    journal.add(ended)
-    return ended
-
-
-def _write(
-    fleet: Fleet, settings: Settings, journal: Journal, limits: Limits, rates: Sequence[float]
-) -> dict[str, Any]:
-    parts = slices(rates, settings.phase_s)
-    path: Path = fleet.folder / SUMMARY
-    summary = {
-        "phases": attainments(journal.rounds(NAME), settings.arms, limits, parts),
-        "limits": {"ttft_ms": limits.ttft_ms, "tpot_ms": limits.tpot_ms},
-        "rates": {phase.name: rate for phase, rate in zip(PHASES, rates, strict=True)},
-        "rounds": [round_row(each) for each in journal.lines if isinstance(each, RoundEnded)],
-        **common(journal, settings, fleet.setup),
-    }
-    write(path, summary)
-    return summary
+    console.print(_table(phases, settings.arms))
 
 
 def _table(phases: Mapping[str, Mapping[str, Any]], arms: Sequence[str]) -> Table:

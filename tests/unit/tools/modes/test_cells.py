@@ -1,6 +1,5 @@
-"""The cells of the map of modes, on rounds whose latencies are known, and the picture of them. All data are made up."""
+"""The cells of the map of modes, on rounds whose latencies are known, and the rates that get one. Data are made up."""
 
-import xml.etree.ElementTree as ElementTree
 from datetime import UTC, datetime
 
 import pytest
@@ -9,32 +8,40 @@ from loadtest.rate_search import Round
 from loadtest.run.records import RequestRecord
 from loadtest.run.unloaded import Unloaded
 from loadtest.statistics.proportions import wilson_interval
-from tools.bench.modes.cells import Goodput, cells_of, goodput_of, limits_of, mean_ratio, ratio_between
-from tools.bench.modes.journal import SEARCH, Limits, Outcome, RoundEnded, RoundSpec, outcome_of
-from tools.bench.modes.picture import draw
+from tools.bench.modes.cells import (
+    Goodput,
+    cell_of,
+    good_rates,
+    goodput_of,
+    mean_ratio,
+    next_cell_rate,
+    ratio_between,
+)
+from tools.bench.modes.journal import Limits, Outcome, RoundEnded, RoundSpec, limits_of, outcome_of
 from tools.bench.modes.settings import ADAPTIVE, Settings
 
 UNLOADED = Unloaded((512,), 32, 2.0, 2.0, 0.05, 8, 0.15, 64.0, {"colocated": 2})
 SETTINGS = Settings(ttft_factors=(2.0, 5.0), tpot_factors=(1.3, 2.0), workloads=("poisson",))
-LIMITS = limits_of(SETTINGS, UNLOADED)
+LIMITS = {
+    (row, column): limits_of(UNLOADED, SETTINGS.ttft_factors[row], SETTINGS.tpot_factors[column])
+    for row, column in SETTINGS.cells
+}
 WITHIN_ALL, SLOW_STEPS = Outcome(3000.0, 60.0), Outcome(3000.0, 90.0)
 FAILED = Outcome(None)
 
 
-def ended(arm: str, rate: float, outcomes, cell=None, block: int = 1, void: str | None = None) -> RoundEnded:
-    spec = RoundSpec("poisson", block, arm, rate, 0, len(outcomes), cell)
-    return RoundEnded(0, spec, datetime(2026, 1, 1, tzinfo=UTC), 60.0, tuple(outcomes), (), void, 0.0, 0)
+def ended(arm: str, rate: float, outcomes, cell=None) -> RoundEnded:
+    spec = RoundSpec("poisson", 1, arm, rate, 0, len(outcomes), cell)
+    return RoundEnded(0, spec, datetime(2026, 1, 1, tzinfo=UTC), 60.0, tuple(outcomes), (), None, 0.0, 0)
 
 
 def cells(rounds) -> dict:
-    return {cell.place: cell for cell in cells_of("poisson", rounds, SETTINGS, LIMITS)}
+    return {place: cell_of(rounds, SETTINGS.arms, place, limits) for place, limits in LIMITS.items()}
 
 
 def test_limits_are_multiples_of_what_the_idle_server_took():
     assert LIMITS[0, 0] == Limits(4000.0, 65.0)
     assert LIMITS[1, 1] == Limits(10000.0, 100.0)
-    assert SETTINGS.named((1, 1)) == "balanced"
-    assert SETTINGS.balanced == (1, 1)
 
 
 def test_goodput_is_the_rate_times_the_share_in_time_and_failures_are_missed():
@@ -68,10 +75,6 @@ def test_a_round_of_a_mode_without_limits_serves_every_cell_and_an_adaptive_one_
     found = cells([ended("colocated", 0.5, [WITHIN_ALL] * 4), ended(ADAPTIVE, 0.5, [WITHIN_ALL] * 4, cell=(1, 0))])
     assert all("colocated" in cell.arms for cell in found.values())
     assert [place for place, cell in found.items() if ADAPTIVE in cell.arms] == [(1, 0)]
-
-
-def test_rounds_of_the_search_count_in_no_cell():
-    assert not cells([ended("colocated", 0.5, [WITHIN_ALL] * 4, block=SEARCH)])[0, 0].arms
 
 
 def test_the_ratio_is_to_the_better_of_the_others():
@@ -119,7 +122,7 @@ def test_where_only_the_adaptive_mode_served_something_the_ratio_has_a_lower_end
 
 
 def test_an_entry_of_the_summary_names_workload_limits_and_every_arm():
-    row = cells([ended("colocated", 0.5, [WITHIN_ALL] * 4)])[1, 1].as_row(SETTINGS.arms)
+    row = cells([ended("colocated", 0.5, [WITHIN_ALL] * 4)])[1, 1].as_row("poisson", SETTINGS.arms)
     assert (row["workload"], row["ttft_ms"], row["tpot_ms"]) == ("poisson", 10000.0, 100.0)
     assert {"requests_per_s", "low", "high", "rate"} <= row["colocated"].keys()
     assert row["disaggregated"] is None
@@ -150,20 +153,41 @@ def test_a_failed_request_meets_no_limits_and_one_token_misses_no_tpot():
     assert not outcome_of(_record()).meets(Limits(800.0, 99.0))
 
 
-def test_the_picture_has_a_field_for_each_cell_with_what_each_arm_served():
-    found = cells(
-        [
-            ended("colocated", 0.5, [WITHIN_ALL] * 4 + [SLOW_STEPS] * 4),
-            ended(ADAPTIVE, 0.5, [WITHIN_ALL] * 8, cell=(0, 0)),
-        ]
-    )
-    root = ElementTree.fromstring(draw("poisson", "512 in & 64 out", list(found.values()), SETTINGS.arms))
-    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count("TTFT ≤ 4 s") == 1
-    assert "x 2.00" in texts
-    assert sum(text == "colocated" for text in texts) == 3 + 1  # three fields, and the legend
-
-
 def test_a_goodput_of_no_rounds_is_none():
     assert goodput_of([]) is None
     assert isinstance(goodput_of([Round(1.0, 0, 1)]), Goodput)
+
+
+def _at(shares: dict[float, int]) -> list[Round]:
+    return [Round(rate, met, 10) for rate, met in shares.items()]
+
+
+LADDER = (0.35, 0.5, 0.7, 1.0)
+OTHERS = {"colocated": _at({0.35: 10, 0.5: 9, 0.7: 4}), "disaggregated": _at({0.35: 5, 0.5: 4, 0.7: 3})}
+
+
+def test_the_adaptive_mode_starts_where_the_better_of_the_others_served_most():
+    assert good_rates(OTHERS) == [0.5]
+    assert next_cell_rate(LADDER, 0.7, [], OTHERS) == 0.5
+    assert next_cell_rate(LADDER, 0.7, [], {}) == 0.7
+    assert next_cell_rate(LADDER, 0.7, [], {"colocated": _at({0.5: 0})}) == 0.35
+
+
+def test_the_adaptive_mode_goes_up_while_nearly_all_of_its_requests_are_in_time():
+    assert next_cell_rate(LADDER, 0.7, _at({0.5: 9}), OTHERS) == 0.7
+    assert next_cell_rate(LADDER, 0.7, _at({0.5: 9, 0.7: 9}), OTHERS) == 1.0
+
+
+def test_the_adaptive_mode_goes_down_where_it_failed_and_else_stays_at_its_best():
+    assert next_cell_rate(LADDER, 0.7, _at({0.5: 4}), OTHERS) == 0.35
+    assert next_cell_rate(LADDER, 0.7, _at({0.5: 7}), OTHERS) == 0.5
+    assert next_cell_rate(LADDER, 0.7, _at({0.7: 6}), OTHERS) == 0.5
+
+
+def test_the_adaptive_mode_is_tried_at_every_rate_at_which_the_others_served_nearly_as_much_as_at_their_best():
+    others = {"colocated": _at({0.35: 10, 0.5: 9, 0.7: 4}), "disaggregated": _at({0.35: 5, 0.5: 4, 0.7: 6, 1.0: 1})}
+    assert good_rates(others) == [0.5, 0.7]
+    assert good_rates({"colocated": _at({0.5: 0})}) == []
+    assert next_cell_rate(LADDER, 0.7, _at({0.5: 7}), others) == 0.7
+    assert next_cell_rate(LADDER, 0.7, _at({0.5: 7, 0.7: 6}), others) == 0.7, "none is left, so its best one again"
+    assert next_cell_rate(LADDER, 0.7, _at({1.0: 1}), others) == 0.5, "before it goes down"

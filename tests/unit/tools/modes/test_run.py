@@ -8,13 +8,22 @@ from loadtest.errors import LoadTestError
 from loadtest.run.server import told_limits
 from loadtest.run.unloaded import Unloaded
 from loadtest.trace.readers import load_trace
+from loadtest.trace.windows import PairTraces
 from tools.bench.modes.__main__ import options, settings_of
-from tools.bench.modes.course import search_requests
 from tools.bench.modes.fleet import hopeless_after_s
-from tools.bench.modes.journal import Chosen, Journal, Limits, Outcome, RoundEnded, RoundSpec, read_journal
+from tools.bench.modes.journal import (
+    Journal,
+    Limits,
+    Measured,
+    Outcome,
+    RoundEnded,
+    RoundSpec,
+    limits_of,
+    read_journal,
+)
+from tools.bench.modes.map import requests_of
 from tools.bench.modes.settings import Settings, save, saved
-from tools.bench.modes.shift import PHASES, attainments, limits_from, phase_rate, shifting_trace, slices
-from tools.bench.modes.workloads import workload
+from tools.bench.modes.shift import PHASES, attainments, phase_rate, shifting_trace, slices
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:15:{second:02d}.0000000,{400 + 10 * second},{20 + second}\n" for second in range(60)
@@ -31,13 +40,17 @@ def _ended(spec: RoundSpec, number: int = 0, void: str | None = None, outcomes=F
     return RoundEnded(number, spec, datetime(2026, 1, 1, tzinfo=UTC), 9.0, outcomes, (), void, 90.0 + number, 512)
 
 
+def _window(plan, window: int, requests: int, rate: float):
+    return PairTraces(plan.model_copy(update={"limit": requests}), 4096).at_rate(window, rate)
+
+
 def _settings(*words: str) -> Settings:
     return settings_of(options().parse_args(words))
 
 
 def test_a_finished_round_is_found_again_and_a_line_that_was_cut_is_left_out(tmp_path):
     journal = Journal(tmp_path)
-    journal.add(Chosen("poisson", 0.5, "given", (0.35, 0.5), 30.0))
+    journal.add(Measured("poisson", UNLOADED, 30.0))
     journal.add(_ended(_spec(), 0))
     with (tmp_path / "rounds.jsonl").open("ab") as lines:
         lines.write(b'{"type":"round","number":1,"spec"')
@@ -58,17 +71,11 @@ def test_a_void_round_does_not_count_and_is_run_again(tmp_path):
     assert journal.next_number == 1
 
 
-@pytest.mark.parametrize(("rate", "requests"), [(0.1, 10), (1.2, 20), (3.0, 48)])
-def test_a_round_of_the_search_lasts_until_a_queue_at_its_rate_has_grown_to_the_limit(rate, requests):
-    assert search_requests(rate, Limits(ttft_ms=4_000, tpot_ms=70)) == requests
-
-
 def test_settings_are_read_back_as_they_were_given(tmp_path):
-    given = _settings("--workloads", "poisson", "--rates", "poisson=0.4", "--code-scale", "0.5", "--set", "a.b=1")
+    given = _settings("--workloads", "poisson", "--rates", "poisson=0.4", "--set", "a.b=1")
     save(given, tmp_path)
     assert saved(tmp_path) == given
-    assert given.scales["code"] == (0.5, 0.5)
-    assert given.knees == {"poisson": 0.4}
+    assert given.rates == {"poisson": 0.4}
     assert given.overrides == {"a.b": "1"}
 
 
@@ -80,8 +87,8 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path):
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (("--code-trace", "nowhere.csv"), "--conversation-trace was not given"),
-        (("--workloads", "code", "--code-trace", "nowhere.csv"), "--code-trace is nowhere.csv"),
+        (("--code-trace", "nowhere.csv"), "give --conversation-trace"),
+        (("--workloads", "code", "--code-trace", "nowhere.csv"), "give --code-trace"),
         (("--arms", "adaptive"), "--arms"),
         (("--arms", "colocated,quick"), "quick"),
         (("--workloads", "chat"), "--workloads"),
@@ -99,20 +106,19 @@ def test_the_second_part_needs_no_trace():
 def test_a_slice_is_scaled_and_each_window_of_it_has_exactly_the_rate_asked_for(tmp_path):
     source = tmp_path / "azure.csv"
     source.write_text(AZURE)
-    settings = _settings("--code-trace", str(source), "--code-scale", "0.1,0.5", "--rows", "50")
-    found = workload("code", settings, tmp_path, 4096)
-    rows = load_trace(found.plan.trace).rows
-    assert len(rows) == 50
-    assert (rows[0].input_tokens, rows[0].output_tokens) == (40, 10)
-    first, second = (found.round_trace(window, 10, 0.4, 4096) for window in (0, 1))
+    plan = requests_of("code", _settings("--code-trace", str(source)), tmp_path, 4096)
+    rows = load_trace(plan.trace).rows
+    assert len(rows) == 60
+    assert (rows[0].input_tokens, rows[0].output_tokens) == (100, 10)
+    first, second = (_window(plan, window, 10, 0.4) for window in (0, 1))
     assert first.mean_rate == pytest.approx(0.4)
     assert [row.input_tokens for row in second.rows] == [row.input_tokens for row in rows[10:20]]
-    assert found.round_trace(5, 10, 0.4, 4096).rows == first.rows  # after the last window the first comes again
+    assert _window(plan, 6, 10, 0.4).rows == first.rows  # after the last window the first comes again
 
 
 def test_windows_of_the_poisson_workload_have_arrivals_of_their_own_which_a_rate_only_stretches(tmp_path):
-    found = workload("poisson", _settings(), tmp_path, 4096)
-    slow, fast, other = (found.round_trace(*each, 4096) for each in ((3, 20, 0.5), (3, 20, 1.0), (4, 20, 0.5)))
+    plan = requests_of("poisson", _settings(), tmp_path, 4096)
+    slow, fast, other = (_window(plan, *each) for each in ((3, 20, 0.5), (3, 20, 1.0), (4, 20, 0.5)))
     assert [row.arrival_s for row in slow.rows] == pytest.approx([2 * row.arrival_s for row in fast.rows])
     assert slow.rows != other.rows
     assert {(row.input_tokens, row.output_tokens) for row in slow.rows} == {(512, 64)}
@@ -140,7 +146,7 @@ def test_the_load_turns_from_long_prompts_to_long_answers_and_back():
 
 
 def test_a_phase_is_as_heavy_as_its_share_of_both_workers():
-    limits = limits_from(UNLOADED)
+    limits = limits_of(UNLOADED, 5.0, 2.0)
     assert limits == Limits(15000.0, 100.0)
     full, half = (phase_rate(PHASES[0], UNLOADED, limits, share, 2) for share in (1.0, 0.5))
     assert full == pytest.approx(2 * half)
