@@ -206,8 +206,15 @@ def model(path: Annotated[str, typer.Argument(help="directory, hub name or smoll
 
 @app.command()
 def roofline(
-    model: ModelOption = "smollm2-135m",
-    hardware: Annotated[str, typer.Option(help="a GPU such as h100-sxm, or `host` to measure this machine")] = "host",
+    model: Annotated[
+        str, typer.Option(help="directory of a checkpoint, or a name such as llama-3.1-8b; a wrong one lists all names")
+    ] = "smollm2-135m",
+    hardware: Annotated[
+        str,
+        typer.Option(
+            help="a device such as h100-sxm, where a wrong name lists all names; `host` measures this machine"
+        ),
+    ] = "host",
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float32, float8_e4m3fn, ...; auto: what serve would use")
     ] = "auto",
@@ -268,7 +275,10 @@ def top(
     interval_s: Annotated[float, typer.Option(help="seconds between readings", min=0.2)] = 2.0,
     count: Annotated[int, typer.Option(help="readings, then end; 0: until Ctrl-C")] = 0,
 ) -> None:
-    """Watch each pool of a running server: load, free KV, arithmetic intensity against the ridge."""
+    """Watch each pool of a running server: load, free KV, arithmetic intensity against the ridge.
+
+    A key for /metrics is read from RIDGELINE_METRICS_KEY, an API key from RIDGELINE_API_KEY.
+    """
     from cluster.commands.top import watch
 
     run(watch(url, interval_s, count, console))
@@ -279,7 +289,7 @@ def drain(
     worker: Annotated[str, typer.Argument(help="the worker that is to leave, as in the table of serve: worker-1")],
     url: UrlOption = LOCAL_URL,
     timeout_s: Annotated[
-        float, typer.Option(help="seconds after which requests that are still running are cut off", min=0)
+        float, typer.Option(help="seconds that its running requests get; then they go on elsewhere", min=0)
     ] = (30.0),
     force: Annotated[
         bool, typer.Option("--force", help="drain even the last worker of its pool; needs an admin key")
@@ -389,7 +399,10 @@ def replay(
     url: UrlOption = LOCAL_URL,
     out: Annotated[Path | None, typer.Option(help="folder for summary.json and records.jsonl")] = None,
 ) -> None:
-    """Replay a trace against a running server, open loop, and print TTFT, TPOT and goodput."""
+    """Replay a trace against a running server, open loop, and print TTFT, TPOT and goodput.
+
+    The server's API key is read from RIDGELINE_API_KEY, its key for /metrics from RIDGELINE_METRICS_KEY.
+    """
     from cluster.commands.replay import replay_command
 
     run(replay_command(url, plan, out, console))

@@ -175,8 +175,8 @@ class RayConfig(Section):
     )
     share_gpus: bool = Field(
         default=False,
-        description="two workers share a GPU, each with at most half of its memory; for a first try on one GPU: "
-        "timings mean nothing",
+        description="two workers share a GPU and take turns on it, each with at most half of its memory; for a "
+        "first try: timings are not those of two GPUs",
     )
 
     @property

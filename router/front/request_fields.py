@@ -176,7 +176,7 @@ FIELDS: dict[str, FieldRule] = {
     "service_tier": WithoutEffect("there is one tier"),
     "store": WithoutEffect("nothing is stored"),
     "background": RefusedField("does not support `store=True`", by="vLLM"),
-    "priority": RefusedField("requests are taken in order of arrival, fairly among clients"),
+    "priority": RefusedField("the router orders requests itself, fairly among clients"),
     "kv_transfer_params": _OTHER_KV,
     "ec_transfer_params": _OTHER_KV,
     "vllm_xargs": RefusedField("it is for extensions of vLLM's engine, and this server offers clients none"),
@@ -217,10 +217,10 @@ HEADERS: dict[str, FieldRule] = {
     "x-api-key": Honoured("tests/components/router/front/middleware/test_auth.py"),
     "x-request-id": Honoured(f"{FIELD_TESTS}::test_a_request_id_comes_back_in_the_answer"),
     "x-ridgeline-timeout-s": Honoured(f"{FIELD_TESTS}::test_a_client_is_told_when_its_time_is_over"),
-    "x-ridgeline-ttft-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes check it only"),
-    "x-ridgeline-tpot-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes check it only"),
+    "x-ridgeline-ttft-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes validate and ignore it"),
+    "x-ridgeline-tpot-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes validate and ignore it"),
     "x-vllm-priority": RefusedField(
-        "X-Vllm-Priority must be 0 or absent: requests are taken in order of arrival, fairly among clients",
+        "X-Vllm-Priority must be 0 or absent: the router orders requests itself, fairly among clients",
         but_for=("0",),
     ),
     "x-data-parallel-rank": RefusedField(

@@ -92,7 +92,7 @@ class RequestMetrics:
         self.requests = counter(
             "ridgeline_requests",
             "Sequences that ended, by outcome and path: disaggregated (prefilled on one worker, decoded on another), "
-            "fallback (whole on a decode worker because prefill or the KV transfer failed or was not available), "
+            "fallback (whole on one worker, since the KV transfer failed or a pool had no usable worker), "
             "decode_only (whole on a decode worker because the prompt is short), colocated (whole on a replica, as "
             "intended in this mode); a request with n > 1 counts as n",
             ("path", "outcome"),
@@ -293,7 +293,7 @@ _WORKER_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "recompute_total": (
         "ridgeline_recompute",
-        "Prompts computed on the decode worker instead of transferred to it, by reason",
+        "Prompts computed on the worker that decodes, instead of transferred to it, by reason",
         ("reason",),
     ),
     "kv_bytes_total": (

@@ -12,17 +12,17 @@ import typer
 
 from cluster.cli import app
 from tests.support.series_table import METRICS_PAGE, METRICS_TABLE, metrics_table
+from tools.docs import reference
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = [init.parent for init in REPOSITORY.glob("*/__init__.py")]
-GENERATED = {REPOSITORY / "docs" / "reference" / name for name in ("settings.md", "cli.md")}
-"""Written by `tools.docs.reference` for the documents' site; Git ignores them."""
-PAGES = set(REPOSITORY.glob("docs/**/*.md")) - GENERATED
+GENERATED = {REPOSITORY / "docs" / "reference" / name: page for name, page in reference.PAGES.items()}
+PAGES = set(REPOSITORY.glob("docs/**/*.md"))
 DOCUMENTS = sorted(
     [
         REPOSITORY / "README.md",
         REPOSITORY / "CHANGELOG.md",
-        *PAGES,
+        *(PAGES - GENERATED.keys()),
         *(document for package in PACKAGES for document in package.glob("**/*.md")),
     ]
 )
@@ -125,6 +125,11 @@ def test_the_metrics_table_is_what_the_code_declares():
     table = METRICS_TABLE.search(METRICS_PAGE.read_text())
     assert table is not None
     assert table[0] == metrics_table(), "run `python -m tests.support.series_table` to write it anew"
+
+
+@pytest.mark.parametrize("path", GENERATED, ids=lambda path: path.name)
+def test_the_reference_is_what_the_code_declares(path):
+    assert path.read_text() == GENERATED[path](), "run `python -m tools.docs.reference` to write it anew"
 
 
 def test_decisions_are_numbered_without_gaps_and_short():

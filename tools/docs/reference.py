@@ -1,4 +1,4 @@
-"""Writes docs/reference/settings.md and docs/reference/cli.md from the code. Git ignores both.
+"""Writes docs/reference/settings.md and docs/reference/cli.md from the code. A test holds that they are current.
 
 `python -m tools.docs.reference`
 """
@@ -95,10 +95,13 @@ def cli_page() -> str:
     return get_docs_for_click(obj=command, ctx=typer.Context(command), name="ridgeline", title="Command line") + "\n"
 
 
+PAGES = {"settings.md": settings_page, "cli.md": cli_page}
+
+
 def main() -> None:
     """Write both pages."""
-    (REFERENCE / "settings.md").write_text(settings_page())
-    (REFERENCE / "cli.md").write_text(cli_page())
+    for name, page in PAGES.items():
+        (REFERENCE / name).write_text(page())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: links to code, and reference pages that are written from it.
+"""Hooks of mkdocs.yml: links to code, headings and folders.
 
 A link out of docs/ leads to a file of the checkout in which the site was built. One that leads nowhere is a warning,
 which makes a strict build fail.
@@ -11,10 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File
 from pymdownx.slugs import slugify
-
-from tools.docs import reference
 
 LOG = logging.getLogger("mkdocs.plugins.site")
 LINK_OUT = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(((?:\.\./)+[^)\s]*)\)")
@@ -39,19 +36,8 @@ def _with_folders(entry: Any, documents: Path) -> Any:
     return entry
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """Write the reference pages anew from the code, whatever an earlier build left."""
-    for uri, page in (("reference/settings.md", reference.settings_page), ("reference/cli.md", reference.cli_page)):
-        if left := files.get_file_from_path(uri):
-            files.remove(left)
-        files.append(File.generated(config, uri, content=page()))
-    return files
-
-
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turn links out of docs/ into HTML, which mkdocs leaves as it is, and check them."""
-    if page.file.generated_by:
-        return markdown
     source = Path(page.file.abs_src_path)
     documents = Path(config.docs_dir).resolve()
 
