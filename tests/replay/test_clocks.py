@@ -1,38 +1,13 @@
 """What /metrics says a client waited is what the client says: a real router, real hosts, engines of known times."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.replay.clocks import Latencies, measure
-from tests.support.served_router import make_model
 
-REPOSITORY = Path(__file__).parents[2]
 OUTPUT_TOKENS = 25
 MOST_ROUNDS = 4
 ENOUGH = 0.95
 """Of the observations: other processes may hold the cores while one side looks at its clock."""
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    model = tmp_path_factory.mktemp("model")
-    make_model(model)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.replay.timed_router", str(model)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        try:
-            yield next(line.split()[1] for line in process.stdout if line.startswith("url "))
-        finally:
-            process.stdin.close()
 
 
 @pytest.mark.parametrize("streams", [1, 20])

@@ -1,0 +1,44 @@
+"""The two scripts in examples/ that start engines: each ends with what it promises, and leaves no process behind."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.runtime.service_process.launch import PRELOADED
+from tests.engines.serve_process import REPOSITORY
+
+pytestmark = pytest.mark.engines
+
+WITHIN_S = 240
+
+
+def example(name: str, *arguments: object) -> str:
+    """What the script prints."""
+    environment = {name: value for name, value in os.environ.items() if name != PRELOADED} | {"COLUMNS": "200"}
+    command = [sys.executable, str(REPOSITORY / "examples" / name), *map(str, arguments)]
+    ran = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, text=True, capture_output=True, check=False, timeout=WITHIN_S
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_a_deployment_is_served_from_python_and_ends():
+    *_, answer = example("serve.py").strip().splitlines()
+    assert answer.strip()
+
+
+def test_two_modes_are_compared_and_the_result_is_a_table(tmp_path: Path):
+    run = tmp_path / "run"
+    trace = ("--trace", "poisson:rate=4,input=64,output=8,n=8,seed=1", "--pairs", "1", "--settle-s", "0.5")
+    said = example("compare_modes.py", "--out", run, *trace)
+    assert "colocated: 8 requests" in said
+    assert "disaggregated: 8 requests" in said
+    with (run / "requests.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 16

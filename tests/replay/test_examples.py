@@ -1,0 +1,91 @@
+"""The scripts in examples/ run; those that start engines are in `tests/engines/test_examples.py`."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from loadtest.arms import Reached
+from loadtest.compare import compare
+from loadtest.plan import ComparePlan
+from loadtest.run import replay as replay_module
+from tests.support.openai_server import Behaviour, running
+
+REPOSITORY = Path(__file__).parents[2]
+WITHIN_S = 120
+
+
+def example(name, *arguments):
+    """What the script prints."""
+    command = [sys.executable, REPOSITORY / "examples" / name, *arguments]
+    ran = subprocess.run(
+        command, env=os.environ | {"COLUMNS": "200"}, text=True, capture_output=True, check=False, timeout=WITHIN_S
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_an_answer_streams_to_the_openai_client(url):
+    said = example("stream_openai.py", "--url", url, "--max-tokens", "5", "w1 w2 w3")
+    words, times = said.splitlines()
+    assert set(words.split()) <= {f"w{number}" for number in range(200)}
+    assert re.fullmatch(r"TTFT \d+ ms, then \d+\.\d ms", times)
+
+
+def test_a_trace_is_replayed_and_its_figures_are_used(url):
+    said = example("replay_trace.py", "--url", url, "--trace", "poisson:rate=10,input=40,output=4,n=6,seed=1")
+    assert "6 of 6 requests completed" in said
+    assert "attainment of TTFT <= 2000 ms and TPOT <= 100 ms: 100%" in said
+    assert re.search(r"slowest TTFT: request \d, 40 tokens in", said)
+
+
+class Arm:
+    """One that is always ready."""
+
+    mode, start_s, devices = "colocated", 0.0, None
+
+    def __init__(self, url):
+        self._url = url
+
+    async def ready(self):
+        return Reached(self._url, is_fresh=False)
+
+
+async def test_a_comparison_is_read_as_a_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay_module, "load_text_tokens", lambda _: tuple(range(5000)))
+    plan = ComparePlan(
+        trace="poisson:rate=50,input=40,output=6,n=6,seed=1",
+        arms="colocated,colocated",
+        settle_s=0.02,
+        tokenizer="unused",
+        warmup_requests=1,
+        slo_ttft_ms=200_000,
+        pairs=1,
+    )
+    with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as server:
+        await compare((Arm(server), Arm(server)), plan, tmp_path, Console(quiet=True), is_alone=False)
+    said = example("compare_modes.py", "--read", tmp_path)
+    assert re.search(r"colocated \(a\): 6 requests, median TTFT 0\.\d+ s, TPOT \d+\.\d ms", said)
+    with (tmp_path / "requests.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12
+    assert {row["arm"] for row in rows} == {"a", "b"}
+    assert all(float(row["ttft_s"]) >= 0.01 for row in rows)
+
+
+def test_a_policy_is_tried_before_any_engine_runs():
+    theirs, ours = (
+        float(found) for found in re.findall(r"P95 wait of short prompts (\d+) ms", example("routing_policy.py"))
+    )
+    assert ours < theirs / 2
+
+
+def test_every_example_is_run_by_a_test():
+    tests = (Path(__file__).read_text(), (REPOSITORY / "tests" / "engines" / "test_examples.py").read_text())
+    names = [path.name for path in (REPOSITORY / "examples").glob("*.py")]
+    assert len(names) == 5
+    assert [name for name in names if not any(f'"{name}"' in text for text in tests)] == []
