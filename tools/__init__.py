@@ -1,10 +1,11 @@
 """Programs for developers of Ridgeline; the product imports none of them.
 
-bench/         measurements in addition to those of `ridgeline bench`
-chaos/         faults under load: what is lost, what stays behind
-differential/  random requests to Ridgeline and to plain vLLM, compared
-docs/          programs that write documents
-front/         what the router can carry, with workers that need no engine
-fuzz/          malformed requests, messages and frames
-gpu/           what a machine with one GPU can prove in minutes, with torch alone
+bench/            measurements in addition to those of `ridgeline bench`
+changed_tests.py  the unit tests of what was changed, for `make check`
+chaos/            faults under load: what is lost, what stays behind
+differential/     random requests to Ridgeline and to plain vLLM, compared
+docs/             programs that write documents
+front/            what the router can carry, with workers that need no engine
+fuzz/             malformed requests, messages and frames
+gpu/              what a machine with one GPU can prove in minutes, with torch alone
 """
