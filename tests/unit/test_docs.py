@@ -21,7 +21,7 @@ PAGES = set(REPOSITORY.glob("docs/**/*.md"))
 DOCUMENTS = sorted(
     [
         REPOSITORY / "README.md",
-        REPOSITORY / "CHANGELOG.md",
+        *(REPOSITORY / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")),
         *(PAGES - GENERATED.keys()),
         *(document for package in PACKAGES for document in package.glob("**/*.md")),
     ]
