@@ -52,7 +52,8 @@ check: lint      ## lint, then the unit tests of what differs from main, under a
 	@tests=$$($(BIN)/python -m tools.changed_tests $(BASE)) || exit 1; [ -z "$$tests" ] || $(BIN)/pytest -q -n 2 --dist worksteal $$tests
 
 t: setup         ## the tests in one file, or those of one module: make t F=router/fleet/policy.py
-	@tests=$(F); case $(F) in tests/*) ;; *) tests=$$($(BIN)/python -m tools.changed_tests $(F)) || exit 1 ;; esac; \
+	@[ -e "$(F)" ] || { echo "there is no file '$(F)': make t F=router/fleet/policy.py"; exit 1; }
+	@tests="$(F)"; case "$(F)" in tests/*) ;; *) tests=$$($(BIN)/python -m tools.changed_tests $(F)) || exit 1 ;; esac; \
 	[ -n "$$tests" ] || { echo "no unit test of $(F); give a file of tests/"; exit 1; }; $(BIN)/pytest -q $$tests
 
 unit: setup      ## tests of pure logic, under a minute
