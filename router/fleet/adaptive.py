@@ -347,7 +347,7 @@ def _option(
     delays_s = prompt.delays_s
     if after_s > before_s:
         delays_s += decodes * output_tokens * (after_s - before_s)
-    if load.turns > 1 and decodes < 1.0:
+    if load.sharers and decodes < 1.0:
         their_delay_s, their_breaks = _takes_turns(load, output_tokens, tpot_missed)
         delays_s += (1.0 - decodes) * their_delay_s
         breaks += (1.0 - decodes) * their_breaks

@@ -890,9 +890,11 @@ async def test_a_worker_describes_itself_and_its_state():
     engine = FakeEngine()
     engine.stats.running, engine.stats.waiting, engine.stats.kv_usage = 3, 2, 0.25
     engine.stats.counters = {"steps_total.decode": 5.0}
+    engine.config = replace(engine.config, rack="r7", device="cores 3")
     async with serving(engine) as worker:
         description = await worker.client.describe()
         assert (description.worker_id, description.incarnation, description.pool) == ("decode-0", "i1", "decode")
+        assert (description.rack, description.device) == ("r7", "cores 3")
         assert (description.layout, description.transfer_addresses) == (LAYOUT, ["127.0.0.1:7001"])
         assert (description.num_kv_blocks, description.block_size_tokens) == (100, 32)
         status = await worker.client.status()
