@@ -34,21 +34,21 @@ HEAD = """\
 <!-- Written by `make measurements` from docs/results/*.json. -->
 # Measurements
 
-Current figures with machine, date, commit (where kept) and command. Check out the commit to run it, or `617c68f`, the
-last with all programs. Values side by side are runs; brackets hold 95 % intervals. [`docs/results/`](results/) has more
-figures, and long commands whole.
-Earlier figures are in the history of this page.
+Current figures with machine, date, commit (where kept) and command. To rerun a figure, check out its commit; if its tool
+has been deleted since, use `617c68f`. Values side by side are runs; brackets hold 95 % intervals.
+[`docs/results/`](results/) has more figures, and long commands whole.
+"""
+MACHINES = """\
+## Machines
+
+All but the H100 are two cores of a virtual machine, whose full processor name was not kept. The H100 has 16 cores.
+
 """
 FOOT = """\
 ## Add a figure
 
-Add a record to a file in [`docs/results/`](results/), then run `make measurements`:
-
-- `what` was measured, under which load (`shape`), in which `unit`;
-- the `figure` and others `beside` it: `of` what, `values` of one run or several, an `interval` (an open end is null);
-- `machine` (a key of [machines.json](results/machines.json)), `date`, `commit`, `command`. If those two were not kept,
-  they are null, and `method` says how.
-- a short `note`.
+Add a record to a file in [`docs/results/`](results/) (`Record` in `tools/docs/measurements.py` is the schema), then run
+`make measurements`. If commit or command were not kept, they are null, and `method` says how it was measured.
 """
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -127,7 +127,7 @@ def page(sections: Iterable[Section], machines: dict[str, Machine]) -> str:
     """Return the page: a table for each section, its runs below it, then the machines."""
     runs: dict[Run, int] = {}
     parts = [HEAD, *(_section(section, machines, runs) for section in sections)]
-    parts.append("## Machines\n\n" + "".join(f"- {one.name}: {one.description}.\n" for one in machines.values()))
+    parts.append(MACHINES + "".join(f"- {one.name}: {one.description}.\n" for one in machines.values()))
     return "\n".join([*parts, FOOT])
 
 
