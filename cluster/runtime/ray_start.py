@@ -61,7 +61,7 @@ SYSTEM_CONFIG: Final[dict[str, Any]] = {
     "raylet_report_resources_period_milliseconds": 1_000,
     "memory_monitor_refresh_ms": 1_000,
 }
-"""What a Ray that is started here does otherwise; docs/reference/configuration.md has a line for each.
+"""What a Ray that is started here does otherwise; docs/reference/settings.md has a line for each.
 
 How Ray finds dead processes and nodes is left alone.
 """

@@ -97,6 +97,6 @@ def test_what_another_start_would_not_mend_is_raised_as_it_is(rays):
 
 
 def test_each_option_with_which_ray_is_started_is_documented_with_its_value():
-    page = Path("docs/reference/configuration.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| \S+ \| (\w+)", page.partition("## A Ray that is started here")[2], re.M))
+    page = Path("docs/reference/settings.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\w+)", page.partition("## A Ray that is started here")[2], re.M))
     assert rows == {name: str(value).lower() for name, value in SYSTEM_CONFIG.items()}
