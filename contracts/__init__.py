@@ -4,6 +4,7 @@ vocabulary.py  pools, legs, health: the words that everything shares
 tasks.py       one leg of a request, and what comes back
 workers.py     who a worker is, how it is, and the calls that are not tasks
 handoff.py     layouts, hand-offs and receipts of KV blocks
+stages.py      notes when a request passes a stage, to measure by
 errors.py      every error that crosses a process
 rpc/           addresses, channels, TLS
 """

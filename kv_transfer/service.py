@@ -20,6 +20,7 @@ import torch
 
 from contracts import errors
 from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
+from contracts.stages import mark
 from kv_transfer.fetch.heartbeat import Heartbeats, release_with_retries
 from kv_transfer.fetch.results import Completed, CompletionBoard, TransferStats
 from kv_transfer.memory.blocks import BlockPool
@@ -115,6 +116,7 @@ class TransferService:
         first_token: int | None = None,
     ) -> None:
         """Offer finished blocks; `poll().sent` names the request when they may be freed."""
+        mark("published")
         self._leases.publish(handoff_id, request_id, block_ids, num_tokens, self._lease_s, first_token)
 
     def grow(self, request_id: str, handoff_id: str, block_ids: Sequence[int]) -> None:
@@ -259,6 +261,7 @@ class TransferService:
         task.add_done_callback(lambda ended: self._end_fetch(request_id, handoff, ended))
 
     def _end_fetch(self, request_id: str, handoff: KvHandoff, ended: asyncio.Task[FetchReceipt]) -> None:
+        mark("fetch ended")
         del self._fetches[request_id]
         receipt = _receipt_of(ended)
         if receipt.outcome == "failed" and not handoff.complete:

@@ -19,6 +19,7 @@ from contracts.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejecte
 from contracts.handoff import UNREADABLE, KvHandoff
 from contracts.rpc.channel import open_aio_channel, why_refused
 from contracts.rpc.tls import TlsFiles
+from contracts.stages import mark
 from contracts.tasks import GenerateTask, StepBatch, TokenDelta
 from contracts.workers import (
     AbortRequest,
@@ -269,6 +270,8 @@ class WorkerClient:
             call.cancel()
 
     def _deliver(self, delta: TokenDelta) -> None:
+        if delta.token_ids:
+            mark("token at router")
         if delta.error is None:
             self.last_token_s = time.monotonic()
         elif delta.error_kind in ("engine", "draining"):

@@ -22,6 +22,7 @@ from contracts.errors import EngineFailed, HandoffLost, InvalidTask
 from contracts.handoff import KvHandoff
 from contracts.rpc.address import join_host_port
 from contracts.rpc.channel import add_port
+from contracts.stages import mark
 from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import ErrorKind, Health, Leg
 from contracts.workers import (
@@ -116,6 +117,8 @@ class RouterSession:
             self.fail(delta.request_id, why, "engine", delta.handoff)
             raise Undeliverable
         self._put(data, delta.handoff)
+        if delta.token_ids:
+            mark("token leaves worker")
 
     def fail(self, request_id: str, why: str, kind: ErrorKind, handoff: KvHandoff | None = None) -> None:
         """Put a task's last delta, an error, into the next batch. It always fits: there is one for each task."""
@@ -412,6 +415,7 @@ class WorkerHost:
         request_id = request.task.request_id
         if request_id in session.tasks:
             return Ack(accepted=False, reason=f"request {request_id} is running already")
+        mark("prefill worker has it" if request.task.leg == "prefill" else "decode worker has it")
         self._start(session, request.task)
         return Ack()
 

@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from contracts import errors
 from contracts.handoff import FetchReceipt, KvHandoff
+from contracts.stages import mark
 from engine.connector.accounting import StepAccountant
 from engine.connector.chunks import GrowingPrompts
 from engine.connector.events import Notice
@@ -118,6 +119,7 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         external = 0
         if params.get(FETCH):
+            mark("decode engine has it")
             handoff = KvHandoff.from_params(params["handoff"])
             external = handoff.num_tokens
             self._incoming[request.request_id] = handoff
@@ -125,6 +127,7 @@ class SchedulerSide:
             if params.get(FIRST_TOKEN_FOLLOWS):
                 self._following[request.request_id] = request
         if params.get(PUBLISH):
+            mark("prefill engine has it")
             self._growing.track(request.request_id, params["handoff_id"], request.num_prompt_tokens)
         self._accountant.expect(request.request_id, request.num_prompt_tokens, external)
         if params.get("recompute_reason"):
@@ -171,6 +174,7 @@ class SchedulerSide:
         first_block = (handoff.num_tokens - num_external_tokens) // self._block_size_tokens
         needed = handoff.num_blocks - first_block
         targets = list(blocks.get_unhashed_block_ids_all_groups()[0])[:needed]
+        mark("fetch issued")
         self._fetching[request.request_id] = True
         if not handoff.complete and request.request_id not in self._following:
             self._growing_source[request.request_id] = handoff
@@ -185,6 +189,8 @@ class SchedulerSide:
         """
         self._forbid_placeholders(scheduled)
         self._accountant.begin(scheduled)
+        if scheduled.scheduled_new_reqs:
+            mark("scheduled")
         self._step += 1
         self._announce(self._growing.begin(self._step, scheduled))
         instructions, self._next = self._next, StepInstructions(step=self._step + 1)
@@ -233,6 +239,7 @@ class SchedulerSide:
             self._growing.end(report.step)
 
     def _fetched(self, request_id: str, receipt: FetchReceipt | None) -> None:
+        mark("decode engine knows")
         if request_id in self._following:
             self._complete(request_id, receipt)
         elif receipt is not None and receipt.outcome == "failed":

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from contracts.stages import mark
 from engine.connector.messages import FORETOLD, STEP_MODEL
 from engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
 from engine.stall import FORETOLD_FROM_S
@@ -129,6 +130,7 @@ class Bounded:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Process a step's outputs as vLLM does, after learning from how long it took."""
         if scheduler_output.total_num_scheduled_tokens:
+            mark("step ended")
             ended = self._step_clock.end(time.monotonic())
             if ended is not None:
                 self._step_fit.observe(*ended)

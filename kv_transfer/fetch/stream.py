@@ -11,6 +11,7 @@ import grpc
 import msgspec
 
 from contracts import errors
+from contracts.stages import mark
 from kv_transfer.interfaces import Pull
 from kv_transfer.wire import grpc_methods
 
@@ -70,6 +71,7 @@ class SourceStream:
         call = self._begin()
         try:
             consume(call)
+            mark("last bytes in place")
         except grpc.RpcError as failure:
             self.raise_if_cancelled()
             raise grpc_methods.error_of(failure, self._address) from failure
@@ -83,6 +85,7 @@ class SourceStream:
             raise errors.TransferFailed(errors.TIMEOUT, f"no thread was free to fetch from {self._address} in time")
         with self._lock:
             self.raise_if_cancelled()
+            mark("fetch asked")
             self._call = self._method(self._message, timeout=left_s)
             return self._call
 

@@ -16,6 +16,7 @@ import msgspec
 
 from contracts.errors import HandoffLost
 from contracts.handoff import KvHandoff
+from contracts.stages import mark
 from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import Pool
 from router.dispatch.request import Attempt
@@ -77,6 +78,7 @@ class Legs:
 
         def begin_early(growing: KvHandoff) -> None:
             nonlocal early
+            mark("announcement at router")
             if not self._overlap or not room_to_overlap(decode.load(), growing.num_blocks):
                 progress.metrics.overlapped.labels("no_room" if self._overlap else "off").inc()
                 return
@@ -118,6 +120,7 @@ class Legs:
             place.prompt_done(_cached_tokens(delta))
             return True
 
+        mark("router has prompt")
         try:
             await place.prompt_worker.client.run_task(attempt.prefill_task(), take)
         finally:
