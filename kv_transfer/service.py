@@ -59,18 +59,20 @@ class TransferService:
         shared: SharedOffer | None = None,
         rank: int = 0,
         on_lost: OnLost = lambda _error: None,
+        on_news: Callable[[], None] = lambda: None,
     ) -> None:
         """`layers` must be in forward order, the same on every engine: peers know a layer by its position.
 
         `shared` says where peers on this host can map these layers, if they can; `rank` is the tensor-parallel rank of
-        this process; `on_lost` is called, in any thread, once the GPU does nothing more for it. Raises ValueError if
-        the layout does not match the layers, or does not support the wire_dtype.
+        this process; `on_lost` is called, in any thread, once the GPU does nothing more for it, and `on_news` whenever
+        `poll` has something. Raises ValueError if the layout does not match the layers, or does not support the
+        wire_dtype.
         """
         self._pool = BlockPool.from_layer_tensors(list(layers.values()), on_lost)
         check_layout(self._pool, layout)
         self._layout = layout
         self._lease_s = options.lease_s
-        self._board = CompletionBoard()
+        self._board = CompletionBoard(on_news)
         self._leases = LeaseTable(on_finished=self._board.wake)
         self._exports: Exports | None = exports(list(layers.values()), shared, options.transport)
         cache = RankCache(
@@ -264,11 +266,11 @@ class TransferService:
         mark("fetch ended")
         del self._fetches[request_id]
         receipt = _receipt_of(ended)
+        self._board.finish(request_id, receipt)  # first, because a token waits for it
         if receipt.outcome == "failed" and not handoff.complete:
             self._heartbeats.stop(handoff)  # the caller may fetch it again when it is complete, or release it
         else:
             self._begin_release(handoff)  # even of an unreachable source, which may be back for a retry
-        self._board.finish(request_id, receipt)
 
     def _cancel_fetch(self, request_id: str) -> None:
         task = self._fetches.get(request_id)

@@ -14,6 +14,7 @@ Hooks accept **kwargs because vLLM's two model runners (CPU, CUDA) pass differen
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,17 +28,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.outputs import KVConnectorOutput
 
 from engine.connector.accounting import StepAccountant
 from engine.connector.layout import kv_layout
-from engine.connector.messages import CounterStats, StepInstructions, add_arrived
-from engine.connector.scheduler_side import SchedulerSide
+from engine.connector.messages import CounterStats, FetchReceipts, Publish, StepInstructions
+from engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
 from engine.connector.step_cost import step_cost_model
 from engine.connector.transferable_cache import by_manager_block, require_servable
 from engine.connector.worker_side import WorkerSide
 from engine.vllm_workarounds.bounded_grammars import bound_grammars
+from engine.vllm_workarounds.core_loop import join_loop, send_at_once, wake
 from engine.vllm_workarounds.cores import helpers_on_all_cores_of
-from engine.vllm_workarounds.early_stats import find_output_queue, send_at_once
 from engine.vllm_workarounds.engine_process import cause_file, end_process
 from engine.vllm_workarounds.orphan_watch import exit_with_parent
 from engine.vllm_workarounds.queue_names import forget_queue_names
@@ -75,7 +77,6 @@ class RidgelineConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             add_limit_steps()
             bound_grammars()
-            find_output_queue()
             if self._has_ranks:
                 forget_queue_names()
             self._scheduler = SchedulerSide(
@@ -86,7 +87,10 @@ class RidgelineConnector(KVConnectorBase_V1):
                     step_cost_model(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
                 ),
                 send_at_once=send_at_once,
+                publish_at_once=self._publish_at_once,
             )
+            # Ranks in other processes cannot wake the loop, and have waited themselves (`get_transfer_results`).
+            join_loop(partial(self._scheduler.idle_wait_s, POLL_S if self._has_ranks else IDLE_WAIT_S))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -128,13 +132,33 @@ class RidgelineConnector(KVConnectorBase_V1):
         return self.scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        # vLLM has asked for results when the layers were computed. What came while it sampled, up to a fifth of a
-        # decode step, would else wait for the end of the next step. Only a lone rank is in this process.
-        if has_kv_transfer_group():
-            here = get_kv_transfer_group()
-            assert isinstance(here, RidgelineConnector)
-            add_arrived(connector_output, here.worker.take_arrived())
         self.scheduler.update_connector_output(connector_output)
+
+    def take_arrived(self) -> KVConnectorOutput | None:
+        """Return what has arrived since a step last asked, for the step that is to be scheduled; None if nothing.
+
+        vLLM asks when a step's layers are computed. What comes later, while it samples or, with two steps in flight,
+        while it prepares the next one, would wait for the end of another step.
+        """
+        here = self._worker_here()
+        arrived = {} if here is None else here.take_arrived()
+        if not arrived:
+            return None
+        return KVConnectorOutput(finished_recving=set(arrived), kv_connector_worker_meta=FetchReceipts(dict(arrived)))
+
+    def _publish_at_once(self, publish: Publish) -> bool:
+        here = self._worker_here()
+        if here is not None:
+            here.publish(publish)
+        return here is not None
+
+    def _worker_here(self) -> WorkerSide | None:
+        """Return the worker side if it is in the scheduler's process: only that of a lone rank is."""
+        if not has_kv_transfer_group():
+            return None
+        here = get_kv_transfer_group()
+        assert isinstance(here, RidgelineConnector)
+        return here.worker
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.request_finished(request, block_ids)
@@ -160,6 +184,7 @@ class RidgelineConnector(KVConnectorBase_V1):
                 shared=self._allocation.offer(list(kv_caches.values())),
                 rank=rank,
                 on_lost=end_process(cause_file(self._vllm_config)),
+                on_news=wake,
             )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -192,7 +217,7 @@ class RidgelineConnector(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         instructions = self._get_connector_metadata()
         assert isinstance(instructions, StepInstructions)
-        return self.worker.get_transfer_results(may_wait=instructions.quiet)
+        return self.worker.get_transfer_results(may_wait=instructions.quiet and self._has_ranks)
 
     def build_connector_worker_meta(self) -> Any:
         instructions = self._get_connector_metadata()

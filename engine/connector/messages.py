@@ -5,7 +5,6 @@ With tensor parallelism the worker side is another process, so they are plain da
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,16 +110,6 @@ class FetchReceipts(KVConnectorWorkerMetadata):
             joined[request_id] = join_receipts(joined.get(request_id), receipt)
         # All ranks run the same step, but a rank with no receipts after an idle step reports nothing.
         return FetchReceipts(joined, other.step if self.step is None else self.step)
-
-
-def add_arrived(output: Any, arrived: Mapping[str, FetchReceipt]) -> None:
-    """Add fetches that have succeeded to what a step reports; `output` is vLLM's KVConnectorOutput."""
-    if not arrived:
-        return
-    output.finished_recving = {*(output.finished_recving or ()), *arrived}
-    if not isinstance(output.kv_connector_worker_meta, FetchReceipts):
-        output.kv_connector_worker_meta = FetchReceipts()
-    output.kv_connector_worker_meta.by_request.update(arrived)
 
 
 @dataclass

@@ -36,6 +36,13 @@ from engine.connector.messages import (
 
 FETCH = "do_remote_prefill"
 PUBLISH = "do_remote_decode"
+IDLE_WAIT_S = 0.02
+"""The time that the step loop waits for news while every request waits for a transfer. Each step without work sends
+statistics to the front end, from which the worker knows that its engine lives."""
+POLL_S = 0.001
+"""The first wait while vLLM has other requests that cannot run, say while a grammar is being compiled: vLLM's own
+pause. Nothing tells the loop when they can. Each wait is longer by as much, so that the steps leave their CPU time to
+what they wait for, and notice its end late by a small part of the time it took."""
 
 
 class SchedulerSide:
@@ -48,17 +55,20 @@ class SchedulerSide:
         vocabulary_tokens: int,
         accountant: StepAccountant,
         send_at_once: Callable[[dict[str, Any]], bool] = lambda stats: False,
+        publish_at_once: Callable[[Publish], bool] = lambda publish: False,
     ) -> None:
         """`vocabulary_tokens` is the vocabulary's size: a first token sent by a peer must be below it.
 
         `send_at_once` sends statistics to the front end before the step that is being scheduled, and returns False if
-        it cannot: they then go out with the step's.
+        it cannot: they then go out with the step's. `publish_at_once` publishes a hand-off without waiting for the next
+        step, and returns False if it cannot.
         """
         self._block_size_tokens = block_size_tokens
         self._vocabulary_tokens = vocabulary_tokens
         self._lease_s = lease_s
         self._accountant = accountant
         self._send_at_once = send_at_once
+        self._publish_at_once = publish_at_once
         self._endpoints: list[Endpoint] = []
         self._step = 0
         self._last_computing = 0
@@ -83,6 +93,8 @@ class SchedulerSide:
         self._held: set[str] = set()
         """Those of them whose first token cannot arrive. They never run; their handler is notified and aborts them."""
         self._notices: list[Notice] = []
+        self._transfer_ended = False
+        """Whether one did after the last step was scheduled."""
         self._also: Callable[[], dict[str, Any]] = dict
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
@@ -111,6 +123,18 @@ class SchedulerSide:
     def tell_at_once(self, stats: dict[str, Any]) -> None:
         """Send these figures before the step that is being scheduled, if its loop runs already."""
         self._send_at_once(stats)
+
+    def idle_wait_s(self, longest_s: float, num_requests: int) -> float:
+        """Return how long the step loop may wait for news after a step that computed nothing.
+
+        `num_requests`: how many vLLM has, those that ended and keep their blocks included.
+        """
+        if self._transfer_ended or self._notices or self._next != StepInstructions(step=self._next.step):
+            return 0.0  # the next step may run what waited for it, or has something to tell
+        awaited = len(self._fetching) + len(self._publishing) + len(self._held)
+        if awaited == num_requests:
+            return longest_s
+        return min(longest_s, POLL_S * max(1, self._step - self._last_computing))
 
     # --- admission
 
@@ -192,6 +216,7 @@ class SchedulerSide:
         if scheduled.scheduled_new_reqs:
             mark("scheduled")
         self._step += 1
+        self._transfer_ended = False
         self._announce(self._growing.begin(self._step, scheduled))
         instructions, self._next = self._next, StepInstructions(step=self._step + 1)
         instructions.withdraw = self._growing.take_withdrawn()
@@ -216,6 +241,7 @@ class SchedulerSide:
         """
         if isinstance(output.kv_connector_worker_meta, FetchReceipts):
             self._read(output.kv_connector_worker_meta)
+        self._transfer_ended = bool(self._transfer_ended or output.finished_sending or output.finished_recving)
         if output.finished_sending:
             output.finished_sending &= self._publishing
             self._publishing -= output.finished_sending
@@ -286,7 +312,9 @@ class SchedulerSide:
         used = list(block_ids[: self._num_blocks(num_tokens)])
         self._publishing.add(request.request_id)
         first_token = request.output_token_ids[-1] if request.output_token_ids else None
-        self._next.publish.append(Publish(request.request_id, handoff_id, used, num_tokens, first_token))
+        publish = Publish(request.request_id, handoff_id, used, num_tokens, first_token)
+        if not self._publish_at_once(publish):
+            self._next.publish.append(publish)
         return self._handoff(handoff_id, num_tokens, complete=True)
 
     # --- hand-offs that are fetched while their prompt is computed

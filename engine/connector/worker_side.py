@@ -7,7 +7,7 @@ Methods that implement one of vLLM's hooks have its name. `apply` serves two hoo
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -16,19 +16,20 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from contracts.handoff import FetchReceipt, KvHandoff, KvLayout, new_handoff_id
-from engine.connector.messages import BYTES, LINGERING, CounterStats, Endpoint, FetchReceipts, StepInstructions
+from engine.connector.messages import BYTES, LINGERING, CounterStats, Endpoint, FetchReceipts, Publish, StepInstructions
 from kv_transfer.memory.device import OnLost
 from kv_transfer.memory.shared import SharedOffer
 from kv_transfer.options import TransferOptions
 from kv_transfer.service import PairedTransport, TransferService
 
-IDLE_WAIT_S = 0.02
-"""The time that a step without work waits for a transfer to end.
+RANK_WAIT_S = 0.02
+"""The time that a step without work waits for a transfer to end, where this rank is not in the step loop's process and
+so cannot wake it.
 
 Without it vLLM would spin at 1 kHz and send statistics to the front end each time, which on a small machine takes the
 CPU time that the copy needs. The end of a transfer ends the wait at once; a new request may wait this long.
 """
-GPU_IDLE_WAIT_S = 0.001
+GPU_RANK_WAIT_S = 0.001
 """The same beside a GPU, whose whole prefill may take less than the other, and whose host has cores to spare."""
 
 
@@ -48,17 +49,22 @@ class WorkerSide:
         shared: SharedOffer | None,
         rank: int = 0,
         on_lost: OnLost = lambda _error: None,
+        on_news: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_lost` is called, in any thread, with an error after which the GPU does nothing more for this process."""
+        """`on_lost` is called, in any thread, with an error after which the GPU does nothing more for this process.
+
+        So is `on_news`, when `get_transfer_results` or `take_arrived` has something.
+        """
         self.layout = layout
         first = next(iter(layers.values()))
         self._num_blocks = int(first.shape[0])
         self._layers = {name: number for number, name in enumerate(layers, start=1)}
         self._writes_at_once = first.device.type == "cpu"
         """Whether a layer is in the cache when its call returns; on a GPU the write is only queued then."""
-        self._service = TransferService(layers, layout, options, shared, rank, on_lost)
+        self._service = TransferService(layers, layout, options, shared, rank, on_lost, on_news)
         self._service.start()
-        self._idle_wait_s = IDLE_WAIT_S if self._writes_at_once else GPU_IDLE_WAIT_S
+        self._on_news = on_news
+        self._rank_wait_s = RANK_WAIT_S if self._writes_at_once else GPU_RANK_WAIT_S
         for transport in warm_ups(options, first.device):
             self._warm_up(transport)
         self._after_warm_up = self._service.stats()
@@ -95,7 +101,7 @@ class WorkerSide:
             open_ends = {"sent", "received"}
             give_up_s = time.monotonic() + WARM_UP_LEASE_S
             while open_ends and time.monotonic() < give_up_s:
-                self._service.wait(IDLE_WAIT_S)
+                self._service.wait(WARM_UP_LEASE_S)
                 done = self._service.poll()
                 open_ends -= ({"sent"} if done.sent else set()) | ({"received"} if done.received else set())
 
@@ -134,9 +140,7 @@ class WorkerSide:
             self._service.grow(grow.request_id, grow.handoff_id, grow.block_ids)
         self._service.begin_last_step(instructions.last_step if self._writes_at_once else {})
         for publish in instructions.publish:
-            self._service.publish(
-                publish.request_id, publish.handoff_id, publish.block_ids, publish.num_tokens, publish.first_token
-            )
+            self.publish(publish)
         for handoff in instructions.watch:
             self._service.watch(handoff)
         for handoff in instructions.unwatch:
@@ -148,6 +152,12 @@ class WorkerSide:
         for handoff in instructions.release:
             self._service.release(handoff)
 
+    def publish(self, publish: Publish) -> None:
+        """Offer the blocks of a prompt whose last step has ended."""
+        self._service.publish(
+            publish.request_id, publish.handoff_id, publish.block_ids, publish.num_tokens, publish.first_token
+        )
+
     def save_kv_layer(self, layer_name: str) -> None:
         """Report that the running step has written this layer; on a GPU this has no effect."""
         self._service.end_layer(self._layers[layer_name])
@@ -155,8 +165,10 @@ class WorkerSide:
     def get_transfer_results(self, *, may_wait: bool) -> KVConnectorTransferResults:
         """Return what ended since the last call, each id exactly once; `may_wait` a little for something to end."""
         if may_wait:
-            self._service.wait(self._idle_wait_s)
+            self._service.wait(self._rank_wait_s)
         done = self._service.poll()
+        if done.sent or done.received:
+            self._on_news()  # the step loop may read this step's report only in its next step
         self._receipts = FetchReceipts(dict(done.receipts))
         return KVConnectorTransferResults(
             finished_sending=set(done.sent), finished_recving=set(done.received), failed_recving=set(done.failed)

@@ -110,6 +110,8 @@ class Bounded:
         began_s = time.monotonic()
         for request_id in self.finished_req_ids:
             self._paces.forget(request_id)
+        if self.connector is not None and (arrived := self.connector.take_arrived()) is not None:
+            self._update_from_kv_xfer_finished(arrived)
         batch = self._batch() if self.step_target_s > 0.0 or self._paces else None
         tokens = None if batch is None else self._allowed_tokens(batch, began_s)
         if batch is None or tokens is None:

@@ -6,7 +6,7 @@ gloo_device.py       keeps the process groups of a lone rank from waking a threa
 forked.py            has engine processes forked and not started afresh
 one_tokenizer.py     keeps an engine's front end from copying its tokenizer
 orphan_watch.py      ends a child process whose parent is gone
-early_stats.py       sends statistics before a step instead of after it
+core_loop.py         sends statistics before a step, and has the step loop wait for news where vLLM sleeps
 step_limits.py       changes the limits of an engine's steps while it runs
 engine_process.py    what each process of an engine does first, and leaves behind when it fails
 amx.py               asks the kernel for the CPU's matrix tiles

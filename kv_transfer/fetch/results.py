@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from contracts.handoff import FetchReceipt
@@ -58,7 +58,9 @@ class TransferStats:
 class CompletionBoard:
     """Results on their way to the step loop. Its methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
+        """`on_news` is called, on any thread, whenever there is something to poll for."""
+        self._on_news = on_news
         self._changed = threading.Condition()
         self._active: set[str] = set()
         self._receipts: dict[str, FetchReceipt] = {}
@@ -96,6 +98,7 @@ class CompletionBoard:
         with self._changed:
             self._news = True
             self._changed.notify_all()
+        self._on_news()
 
     def clear_news(self) -> None:
         """Reset the wake-up flag before collecting, so that a result that arrives meanwhile sets it again."""

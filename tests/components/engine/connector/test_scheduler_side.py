@@ -17,8 +17,8 @@ from engine.connector import scheduler_side
 from engine.connector.accounting import StepAccountant
 from engine.connector.chunks import MOST_GROWING
 from engine.connector.facade import RidgelineConnector
-from engine.connector.messages import CounterStats, Endpoint, FetchReceipts, add_arrived, join_receipts
-from engine.connector.scheduler_side import SchedulerSide
+from engine.connector.messages import FIRST_TOKEN_FOLLOWS, CounterStats, Endpoint, FetchReceipts, join_receipts
+from engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
 from kv_transfer.source.grpc_source import MAX_CONCURRENT_FETCHES
 from roofline.cost import StepCostModel
 from roofline.model_shape import load_model_shape
@@ -205,6 +205,61 @@ def test_a_step_without_tokens_is_told_to_be_idle(side):
     assert side.build_connector_meta(busy).idle is False
 
 
+def test_a_hand_off_is_published_at_once_where_the_worker_side_is_at_hand():
+    published = []
+    side = SchedulerSide(
+        block_size_tokens=32,
+        lease_s=30.0,
+        vocabulary_tokens=VOCABULARY_TOKENS,
+        accountant=StepAccountant(MODEL),
+        publish_at_once=lambda publish: published.append(publish) or True,
+    )
+    side.set_xfer_handshake_metadata({0: Endpoint("127.0.0.1:7001", LAYOUT.compatibility_hash(), 100, 2048)})
+    request = a_request(do_remote_decode=True)
+    side.on_new_request(request)
+    end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
+    assert [(each.request_id, each.block_ids, each.first_token) for each in published] == [("r", [1, 2, 3], 7)]
+    assert side.build_connector_meta(IDLE).publish == [], "not a second time"
+    assert report(side, finished_sending={"r"}).finished_sending == {"r"}
+
+
+def test_the_step_loop_waits_long_only_while_everything_waits_for_a_transfer(side):
+    def wait_s(num_requests):
+        return side.idle_wait_s(IDLE_WAIT_S, num_requests)
+
+    start_fetch(side, a_fetching_request("fetches"))
+    assert wait_s(1) == IDLE_WAIT_S
+    assert wait_s(2) == POLL_S, "vLLM has another one, which it may be able to run soon"
+    for _ in range(3):
+        side.build_connector_meta(IDLE)
+    assert wait_s(2) == 4 * POLL_S, "nothing says when, so the loop looks less and less often"
+    for _ in range(40):
+        side.build_connector_meta(IDLE)
+    assert wait_s(2) == IDLE_WAIT_S
+    ended = a_request("ended", do_remote_decode=True)
+    side.on_new_request(ended)
+    side.build_connector_meta(IDLE)
+    end(side, ended, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
+    assert wait_s(2) == 0.0, "its blocks are still to be published"
+    side.build_connector_meta(IDLE)
+    assert wait_s(2) == IDLE_WAIT_S
+    report(side, {"fetches": OK}, finished_recving={"fetches"}, finished_sending={"ended"})
+    assert wait_s(1) == 0.0, "it can run"
+    side.build_connector_meta(IDLE)
+    assert wait_s(1) > 0.0, "it did not"
+
+
+def test_the_step_loop_does_not_wait_while_it_has_a_notice_to_send(side):
+    request = a_fetching_request("covered")
+    request.kv_transfer_params[FIRST_TOKEN_FOLLOWS] = True
+    side.on_new_request(request)
+    assert side.get_num_new_matched_tokens(request, 70) == (None, False), "held: the cache has its whole prompt"
+    side.build_connector_meta(IDLE)
+    assert side.idle_wait_s(IDLE_WAIT_S, 1) == 0.0
+    assert side.take_notices()
+    assert side.idle_wait_s(IDLE_WAIT_S, 1) == IDLE_WAIT_S
+
+
 def test_an_idle_step_may_wait_only_while_no_other_one_runs(side):
     """Asynchronous scheduling: vLLM runs an empty step before it reads the outputs of the one with the first token."""
     assert side.build_connector_meta(IDLE).quiet is True
@@ -336,23 +391,6 @@ def test_the_receipt_of_an_aborted_fetch_is_forgotten(side):
 
 
 # --- what vLLM must never hear
-
-
-@pytest.mark.parametrize("told", [None, FetchReceipts({"a": OK}, step=1)], ids=["an idle step", "a step"])
-def test_kv_that_arrives_after_a_steps_layers_is_reported_with_that_step(side, told):
-    for name in "ab":
-        start_fetch(side, a_fetching_request(name, handoff=make_handoff(f"h-{name}")))
-    output = KVConnectorOutput(finished_recving={"a"} if told else None, kv_connector_worker_meta=told)
-    add_arrived(output, {"b": OK})
-    side.update_connector_output(output)
-    assert output.finished_recving == ({"a", "b"} if told else {"b"})
-    assert end(side, a_request("b"))[1] == {"receipt": msgspec.to_builtins(OK)}
-
-
-def test_a_step_after_which_nothing_arrived_reports_what_it_did(side):
-    output = KVConnectorOutput()
-    add_arrived(output, {})
-    assert (output.finished_recving, output.kv_connector_worker_meta) == (None, None)
 
 
 def test_ids_that_are_not_expected_are_taken_out_of_the_report(side):

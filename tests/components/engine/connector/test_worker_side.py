@@ -1,9 +1,13 @@
 """The connector's worker side over the real transfer service."""
 
+import threading
+
 import pytest
 import torch
 
-from engine.connector.worker_side import GPU_IDLE_WAIT_S, IDLE_WAIT_S, WorkerSide, warm_ups
+from contracts.handoff import KvHandoff, new_handoff_id
+from engine.connector.messages import Fetch, Publish, StepInstructions
+from engine.connector.worker_side import GPU_RANK_WAIT_S, RANK_WAIT_S, WorkerSide, warm_ups
 from kv_transfer.options import TransferOptions
 from kv_transfer.service import TransferStats
 from tests.support.samples import kv_layout
@@ -16,7 +20,9 @@ COUNTS = {"kv_bytes_total.sent", "kv_bytes_total.received", "expired_leases_tota
 def worker_side():
     layers = {f"layer{n}": torch.zeros(NUM_BLOCKS, 2, 4, 8, dtype=torch.uint8) for n in range(2)}
     layout = kv_layout(kv_dtype="auto", block_size_tokens=4, num_layers=2, block_bytes=64)
-    side = WorkerSide(layers, layout, TransferOptions(host="127.0.0.1", transport="grpc"), None)
+    news = threading.Event()
+    side = WorkerSide(layers, layout, TransferOptions(host="127.0.0.1", transport="grpc"), None, on_news=news.set)
+    side.news = news
     yield side
     side.shutdown()
 
@@ -56,5 +62,35 @@ def test_a_step_that_may_not_wait_does_not_and_one_that_may_waits_its_time(worke
     monkeypatch.setattr(worker_side._service, "wait", waited.append)
     worker_side.get_transfer_results(may_wait=False)
     worker_side.get_transfer_results(may_wait=True)
-    assert waited == [IDLE_WAIT_S]
-    assert GPU_IDLE_WAIT_S <= 0.001
+    assert waited == [RANK_WAIT_S]
+    assert GPU_RANK_WAIT_S <= 0.001
+
+
+def test_the_end_of_a_lease_is_news(worker_side):
+    handoff_id = new_handoff_id()
+    worker_side.publish(Publish("sent", handoff_id, [1, 2, 3], 12))
+    worker_side.news.clear()
+    worker_side.release_own([handoff_id])
+    assert worker_side.news.is_set()
+    assert worker_side.get_transfer_results(may_wait=False).finished_sending == {"sent"}
+
+
+def test_the_end_of_a_fetch_is_news_and_so_is_the_report_of_it(worker_side):
+    handoff = KvHandoff(
+        handoff_id=new_handoff_id(),  # never published, so that no end of a lease is in the way
+        addresses=(worker_side.endpoint.address,),
+        num_blocks=3,
+        num_tokens=12,
+        compatibility_hash=worker_side.layout.compatibility_hash(),
+        lease_s=30.0,
+        num_bytes=3 * worker_side.endpoint.block_bytes_all_layers,
+    )
+    worker_side.news.clear()
+    worker_side.apply(StepInstructions(fetch=[Fetch("received", handoff, 0, [1, 2, 3])], cancel=["received"]))
+    assert worker_side.news.wait(20)
+    worker_side.news.clear()
+    assert worker_side.get_transfer_results(may_wait=False).finished_recving == {"received"}
+    assert worker_side.news.is_set(), "the step loop may read this report only in its next step"
+    worker_side.news.clear()
+    worker_side.get_transfer_results(may_wait=False)
+    assert not worker_side.news.is_set()

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from contracts.handoff import FetchReceipt
 from contracts.workers import TPOT_LIMIT_USED, StepModel
 from engine.connector.messages import FORETOLD
 from engine.connector.scheduler_side import FETCH
@@ -403,6 +405,28 @@ def test_a_sequence_whose_kv_must_be_fetched_gets_its_blocks_at_once_however_man
     engine.step()
     assert leg.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     assert engine.scheduler.requests["computed"].num_computed_tokens < 2000
+
+
+@pytest.mark.parametrize("scheduler_class", [BoundedScheduler, BoundedAsyncScheduler])
+def test_a_sequence_whose_kv_has_just_arrived_is_in_the_next_step_that_is_scheduled(
+    make: Make, monkeypatch: pytest.MonkeyPatch, scheduler_class: type[Any]
+):
+    engine = make(scheduler_class, hands_over=True)
+    engine.add("decodes", 64, 20)
+    engine.step()
+    engine.add("leg", 65, 5, **fetching("h1", 65))
+    engine.begin()
+    arrived = {"leg": FetchReceipt(outcome="ok")}
+    worker = SimpleNamespace(take_arrived=lambda: arrived.copy() if arrived else {})
+    monkeypatch.setattr(engine.scheduler.connector, "_worker_here", lambda: worker)
+    if scheduler_class is BoundedScheduler:  # with two steps in flight the next one is scheduled while this one runs
+        engine.end()
+    engine.begin()
+    arrived.clear()
+    steps = [engine.end() for _ in range(2 if scheduler_class is BoundedAsyncScheduler else 1)]
+    assert steps[-1] == {"decodes": 1, "leg": 1}
+    engine.run()
+    assert len(engine.tokens["leg"]) == 5
 
 
 def test_a_sequence_without_a_limit_waits_for_its_turn_as_in_vllm(make: Make):

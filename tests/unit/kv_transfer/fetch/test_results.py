@@ -20,3 +20,12 @@ def test_what_has_arrived_is_taken_alone_and_what_failed_is_left_to_the_next_ste
     board.finish("c", OK)
     assert board.take(set()).received == {"c"}
     assert board.take_arrived() == {}
+
+
+def test_whoever_waits_elsewhere_is_told_of_each_completion_when_it_can_be_taken():
+    taken = []
+    board = CompletionBoard(on_news=lambda: taken.append(board.take(set()).received))
+    board.begin("a")
+    board.finish("a", OK)
+    board.wake()
+    assert taken == [{"a"}, set()]
