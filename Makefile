@@ -83,7 +83,7 @@ test-cluster: model ## `ray up` on three hosts made of namespaces, 50 streams, a
 	@$(BIN)/pytest -v --durations=10 tests/hosts
 
 starts:
-	@echo "make test takes about 12 minutes on two cores, make test-all about 43; this machine has $$(nproc)"
+	@echo "make test takes 7 to 14 minutes on two cores, make test-all 35 to 65; this machine has $$(nproc)"
 
 test-all: test clients ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
 	@$(BIN)/pytest -q -n 2 --dist worksteal -m slow tests/components
