@@ -90,9 +90,8 @@ test-all: test clients ## `make test`, then everything else: faults, chaos, host
 	@$(BIN)/pytest -q -n 2 --dist worksteal -m slow tests/conformance
 	@$(BIN)/pytest -q tests/network
 	@$(BIN)/pytest -q -s tests/hostile
-	@beside=$$(mktemp); nice -n 19 $(BIN)/pytest -q -n 2 --dist loadfile tests/replay tests/fuzz > $$beside 2>&1 & other=$$!; \
-	$(BIN)/pytest -v --durations=10 tests/hosts; hosts=$$?; \
-	wait $$other; others=$$?; cat $$beside; rm -f $$beside; exit $$((hosts | others))
+	@$(BIN)/pytest -v --durations=10 tests/hosts
+	@$(BIN)/pytest -q -n 2 --dist loadfile --durations=10 tests/replay tests/fuzz
 	@$(BIN)/pytest -v --durations=40 -m "not core and not long" tests/engines
 	@$(BIN)/python -m tests.engines.other_format
 
