@@ -1,8 +1,7 @@
 """Makes sure the model is on disk before an engine asks for it.
 
 Why: the default model needs no download, but its package carries a GGUF file that is converted once to ordinary
-safetensors, outside the repository. Called by `cluster.cli` and by everything that needs the files:
-`cluster.commands.roofline`, `cluster.doctor.facts` and `cluster.runtime.plan`.
+safetensors, outside the repository.
 """
 
 import contextlib

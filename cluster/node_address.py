@@ -1,7 +1,4 @@
-"""The address by which this node is reached in a network: one setting for nodes that each have their own address.
-
-Used by `cluster.runtime.services` on the node where a worker starts.
-"""
+"""The address by which this node is reached in a network: one setting for nodes that each have their own address."""
 
 from __future__ import annotations
 

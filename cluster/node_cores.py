@@ -1,8 +1,7 @@
 """Which cores of this node belong to workers, of whichever deployment.
 
-Used by `cluster.runtime.actors` and `cluster.runtime.services` on the node where a worker runs. A core is held by a
-socket with the core's number in its name: the kernel knows of no second one with that name, and drops it with the last
-process that has it open. Containers with networks of their own do not see each other's.
+A core is held by a socket with the core's number in its name: the kernel knows of no second one with that name, and
+drops it with the last process that has it open. Containers with networks of their own do not see each other's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This node's GPUs as NVIDIA's driver describes them. Called by `cluster.doctor.facts`, `cluster.node_hardware`.
+"""This node's GPUs as NVIDIA's driver describes them.
 
 Read with `nvidia-smi`, which comes with the driver: torch would make a context of hundreds of megabytes on each GPU.
 """

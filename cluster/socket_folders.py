@@ -1,9 +1,7 @@
 """Temporary folders in which sockets fit: Ray's, which also has its logs, and those of our own processes.
 
 The path of a Unix socket has little room, and Ray and vLLM take RAY_TMPDIR and TMPDIR whatever their length: where a
-job scheduler gives each job a temporary folder of its own, their sockets do not fit. Asked by
-`cluster.runtime.ray_start`, `cluster.runtime.service_process.launch`, `cluster.runtime.service_process.child` and
-`cluster.doctor.facts`.
+job scheduler gives each job a temporary folder of its own, their sockets do not fit.
 """
 
 from __future__ import annotations

@@ -61,8 +61,9 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain_mismatch(ours: KvLayout, theirs: KvLayout) -> str | None:
-    """Return a sentence that names each field that differs, with both values; None if blocks of one mean the same to
-    the other.
+    """Return a sentence that names each field that differs, with both values.
+
+    None if blocks of one mean the same to the other.
 
     Tensor parallelism may differ where one side's ranks hold a whole number of the other's: heads are split or joined.
     """

@@ -242,8 +242,10 @@ class PairAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrainRequest(msgspec.Struct, frozen=True):
-    """Tells a worker to leave: it takes no new tasks, gives the running ones `timeout_s`, and waits until nobody needs
-    its KV any more."""
+    """Tells a worker to leave.
+
+    It takes no new tasks, gives the running ones `timeout_s`, and waits until nobody needs its KV any more.
+    """
 
     timeout_s: float
 

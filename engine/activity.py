@@ -1,4 +1,4 @@
-"""What the processes of an engine do, as the kernel tells. Read by `engine.vllm_engine` while a step is overdue.
+"""What the processes of an engine do, as the kernel tells. Read while a step is overdue.
 
 An engine that computes a long chunk on a busy machine and one that hangs look alike from outside: no step. But one that
 hangs does nothing, is stopped, or has all the cores that it asks for and gets nowhere. One that waits for its turn on

@@ -1,4 +1,4 @@
-"""The configuration of one engine, built by `cluster.runtime.plan` from the deployment's configuration."""
+"""The configuration of one engine, built from the deployment's configuration."""
 
 from __future__ import annotations
 

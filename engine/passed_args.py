@@ -4,8 +4,7 @@ Names and types are vLLM's: `vllm_arguments.json` is generated from its argument
 `python -m tests.components.engine.test_passed_args`. The test fails if they change, or if vLLM has a new argument that
 is in none of the tables here. vLLM itself is not imported, so that a wrong configuration is reported at once.
 
-Called by `cluster.config.models`, `cluster.runtime.plan`, `engine.vllm_arguments`, `router.front.app` and
-`router.front.vllm_workarounds.app_gaps`. `words` turns accepted arguments into a command line for vLLM's own parser.
+`words` turns accepted arguments into a command line for vLLM's own parser.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Why an engine could not load, or ended, in one sentence.
 
 vLLM's front end knows only that a process has ended and says "See root cause above", above being a log that nobody
-sees. Each process of an engine therefore leaves its own first error in a file, which the front end reads. Used by
-`engine.vllm_engine` and `engine.vllm_workarounds.engine_process`.
+sees. Each process of an engine therefore leaves its own first error in a file, which the front end reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Structural tags as grammars that guidance reads: those of vLLM's tool parsers whose arguments are JSON.
 
 xgrammar reads every tag, but makes a state for each character of a `maxLength` and tries the whole vocabulary in each.
-guidance does neither, knows no tags, and none of the XML styles. Used by `engine.grammars`.
+guidance does neither, knows no tags, and none of the XML styles.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The settings of the hand-off, in one object from the plan of a deployment to the fetcher of each rank.
 
-Made by `cluster.runtime.plan`. `engine.config` carries it to the engine's process, `kv_transfer.service` to both ends
-of the transport. A setting of its own for a transport is a field here, and nothing on the way knows of it.
+`engine.config` carries it to the engine's process, `kv_transfer.service` to both ends of the transport. A setting of
+its own for a transport is a field here, and nothing on the way knows of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The transports by their names in configuration, and how to build them. Used by `kv_transfer.service`.
+"""The transports by their names in configuration, and how to build them.
 
 `cluster.config.models` asks the pullers' classes here what settings they exclude.
 """

@@ -1,4 +1,4 @@
-"""Traces, open-loop replay, comparison of two arms, and the report. Called by `cluster.commands.loadtest`.
+"""Traces, open-loop replay, comparison of two arms, and the report.
 
 It speaks only HTTP to the server, so the same code can load any OpenAI-compatible server.
 

@@ -1,7 +1,4 @@
-"""The arms of a comparison, and the ways to reach one.
-
-Built by `cluster.commands.loadtest`; called by `loadtest.preparation` and by `loadtest.valid_rounds` before each round.
-"""
+"""The arms of a comparison, and the ways to reach one."""
 
 import time
 from collections.abc import Callable, Collection, Mapping

@@ -1,4 +1,4 @@
-"""Chooses the best of an arm's candidates, and draws the order in which all run. Called by `loadtest.tuning`."""
+"""Chooses the best of an arm's candidates, and draws the order in which all run."""
 
 import random
 from collections.abc import Mapping, Sequence

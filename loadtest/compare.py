@@ -1,7 +1,5 @@
 """Runs both arms on the same requests, in pairs of rounds, until they can be told apart or cannot.
 
-Called by `cluster.commands.loadtest`.
-
 Both rounds of a pair have the same arrivals and lengths, and each pair has another window of the trace or another seed.
 No two rounds share a prompt's beginning, so prefix caches are cold.
 """

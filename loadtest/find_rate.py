@@ -1,7 +1,5 @@
 """Finds the highest rate at which a share of requests meets the limits, in every arm, by pairs of rounds.
 
-Called by `cluster.commands.loadtest`.
-
 All rounds have the same number of requests, so each says as much of attainment as another; a round at a higher rate is
 shorter. A request that has taken twice as long as its limits allow is given up, so a round beyond what an arm can hold
 ends soon; its requests are gone from the server before the next round begins.

@@ -1,7 +1,4 @@
-"""An arm that somebody else runs: any OpenAI-compatible server, or several plain ones that get the requests in turn.
-
-Built by `cluster.commands.loadtest`, which has it checked before anything starts.
-"""
+"""An arm that somebody else runs: any OpenAI-compatible server, or several plain ones that get the requests in turn."""
 
 import asyncio
 import time

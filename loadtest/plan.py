@@ -1,7 +1,5 @@
 """The settings of a run, checked before anything starts.
 
-Built by `cluster.commands.loadtest`; read by `loadtest.run.replay` and `loadtest.compare`.
-
 Each field is an option of the commands, and its description is the help text (`cluster.commands.plan_options`).
 """
 

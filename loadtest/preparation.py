@@ -1,7 +1,5 @@
 """What a comparison settles before its first round: rate, limits, the requests of each pair, what fits the budget.
 
-Called by `loadtest.compare` and `loadtest.find_rate`.
-
 What the plan leaves to be measured is measured once, at arm a's server, and holds for both arms and all rounds.
 """
 

@@ -1,8 +1,5 @@
 """The folder of a comparison while it runs: what was settled, each round as it ends, each record as its request ends.
 
-Written by `loadtest.compare` and `loadtest.valid_rounds`; read by `loadtest.compare` when a comparison is resumed, and
-by `loadtest.report.saved`.
-
 run.json holds what was settled before the first round, rounds.jsonl a line for each round that began or ended and for
 each time that the run was resumed. A line is whole or is not read: whoever stops the process may cut the last one.
 """

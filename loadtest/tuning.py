@@ -1,7 +1,5 @@
 """Runs the candidates of both arms on windows of their own, before the pairs that are judged, and chooses one of each.
 
-Called by `loadtest.compare`.
-
 A choice that was judged by the rounds that made it would look better than it is: the largest of several noisy shares is
 too large. So no window, seed or prompt of a tuning round comes again, and its records are in a file of their own.
 """

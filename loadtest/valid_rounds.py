@@ -1,7 +1,5 @@
 """Runs rounds of arms until they are valid, and keeps all of them.
 
-Called by `loadtest.compare`, `loadtest.tuning` and `loadtest.find_rate`.
-
 The order within a pair is drawn at random, so that a drift of the machine favours no arm. A round that says nothing of
 its arm is void and repeated.
 """

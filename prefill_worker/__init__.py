@@ -1,4 +1,4 @@
-"""The prefill role: run the prompt, publish its KV, hand back the first token. Used by `cluster.runtime.handlers`.
+"""The prefill role: run the prompt, publish its KV, hand back the first token.
 
 handler.py  runs the prefill leg of a request
 """

@@ -1,8 +1,7 @@
 """What the roofline says about serving: lower bounds on time, batch sizes, transfer, pool balance, efficiency.
 
 Each function is one formula with its source. It takes plain numbers unless it needs a model's shape, so that a reader
-can check it by hand. Used by `roofline.table` and `roofline.render`. Times are lower bounds and rates upper bounds: no
-kernel reaches either peak.
+can check it by hand. Times are lower bounds and rates upper bounds: no kernel reaches either peak.
 """
 
 from dataclasses import dataclass

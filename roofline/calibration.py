@@ -1,8 +1,7 @@
 """Measures this host's roofline, for machines without a data sheet (CPUs, shared or unusual hosts).
 
 The peaks are what torch reaches here with the threads and the element type that an engine will use, so MFU and MBU
-relate to what is *attainable*. Called by `cluster.node_hardware` and `cluster.commands.roofline`. torch is imported
-only inside functions, to keep the rest of the package light.
+relate to what is *attainable*. torch is imported only inside functions, to keep the rest of the package light.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Peak compute and peak memory bandwidth of accelerators, which are the two lines of a roofline.
 
 Peaks are dense (no structured sparsity) and per device; `-fp8` names use the FP8 peak. Public tables disagree (some
-print H100 bf16 as 494 TFLOP/s or 3,072 GB/s), so every entry names its figures and their source. Called by
-`cluster.commands.roofline` and `cluster.node_hardware`; hosts without an entry are measured by `roofline.calibration`.
+print H100 bf16 as 494 TFLOP/s or 3,072 GB/s), so every entry names its figures and their source. Hosts without an entry
+are measured by `roofline.calibration`.
 
 Two GPUs of one name may differ: an A100 with 40 GB has three quarters of the bandwidth of one with 80 GB, an H100 NVL
 is no H100 SXM. So a driver's name finds an entry only if all of its words are known and the memory is the entry's.

@@ -1,7 +1,7 @@
 """Reads the sizes for cost arithmetic from a Hugging Face `config.json` mapping.
 
 This is separate from `ModelShape` because model families spell the same quantity differently, which is knowledge about
-files and not about arithmetic. Called by `roofline.model_shape`.
+files and not about arithmetic.
 
 Known limits: sliding windows are counted as full attention, and so is every compressed entry of DeepSeek-V4, of which
 some layers choose a few; both make the figures an upper bound. Draft (MTP) layers, vision towers, projection biases,

@@ -4,7 +4,6 @@ Each entry has exactly the keys of the model's Hugging Face `config.json` that `
 way to make a shape, and an entry can be checked against the published file: its source is `config.json` of the
 repository of that name on huggingface.co, whose organisation stands beside the entry. A test compares the totals with
 those that the model cards give.
-Used by `roofline.model_shape`.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """The sizes of one decoder-only transformer, and the byte and parameter counts derived from them.
 
-The rest of this package takes a `ModelShape`; nothing else knows how a layer is built. Used by
-`engine.connector` for its step accounting, and by `cluster.commands.roofline`.
+The rest of this package takes a `ModelShape`; nothing else knows how a layer is built.
 """
 
 import json

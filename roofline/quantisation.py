@@ -1,8 +1,7 @@
 """The bytes of a stored weight, read from a model config.
 
-Weight bytes are the numerator of every decode floor, so a wrong guess would make every result wrong. An unknown
-scheme is therefore an error rather than a default. Called by `roofline.model_shape`, `engine.connector.step_cost` and
-`cluster.runtime.plan`.
+Weight bytes are the numerator of every decode floor, so a wrong guess would make every result wrong. An unknown scheme
+is therefore an error rather than a default.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Prints a roofline for people (rich) or programs (JSON). Called only by `cluster.commands.roofline`."""
+"""Prints a roofline for people (rich) or programs (JSON)."""
 
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The router: takes HTTP requests, queues them, sends them to workers, returns tokens.
 
-Run by `cluster.runtime.services`.
-
 A request passes through these packages in this order.
 
 server.py           builds the parts and runs them

@@ -1,7 +1,4 @@
-"""What decides for a router: itself, if it serves alone, or the dispatcher that it shares with other routers.
-
-Made by `router.server`, which uses both alike.
-"""
+"""What decides for a router: itself, if it serves alone, or the dispatcher that it shares with other routers."""
 
 from __future__ import annotations
 

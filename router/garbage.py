@@ -3,7 +3,7 @@
 A stream is about 400 objects that Python's collector tracks. To look through those of 2,000 streams takes half a
 second, in which no token is passed on, and Python does it each time their number has grown by a quarter. It frees
 nothing that way: an answer leaves no cycle behind, and what is in none is freed at once. So Python looks by itself
-through young objects only, and through all of them when this says so. Used by `cluster.runtime.services`.
+through young objects only, and through all of them when this says so.
 """
 
 from __future__ import annotations

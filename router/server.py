@@ -1,7 +1,7 @@
 """The router as one object, which builds its parts, runs them and ends them.
 
 It starts in two steps, so that the slow one (importing vLLM, loading the tokenizer) runs while the engines load:
-`Router(settings)`, then `serve(worker addresses)`. Owned by `cluster.runtime.services`.
+`Router(settings)`, then `serve(worker addresses)`.
 """
 
 from __future__ import annotations

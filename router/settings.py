@@ -1,4 +1,4 @@
-"""The router's configuration, built by `cluster.runtime.plan` from the deployment's configuration."""
+"""The router's configuration, built from the deployment's configuration."""
 
 from __future__ import annotations
 

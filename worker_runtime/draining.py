@@ -1,4 +1,4 @@
-"""When a worker that leaves may go: once nobody needs its KV blocks any more. Used by `worker_runtime.host`."""
+"""When a worker that leaves may go: once nobody needs its KV blocks any more."""
 
 from __future__ import annotations
 

@@ -155,8 +155,11 @@ class RouterSession:
                 self._on_unread(handoff)
 
     async def next_batch(self) -> EncodedBatch:
-        """Collect all deltas of one engine step: the step wakes every request in one turn of the loop, so wait two
-        turns. Deltas beyond the size of a message are left for the next one."""
+        """Collect all deltas of one engine step.
+
+        The step wakes every request in one turn of the loop, so wait two turns. Deltas beyond the size of a message are
+        left for the next one.
+        """
         await self._filled.wait()
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""`ridgeline bench transfer`: measures hand-offs between two processes of this host. Called by `cluster.cli`."""
+"""`ridgeline bench transfer`: measures hand-offs between two processes of this host."""
 
 from __future__ import annotations
 

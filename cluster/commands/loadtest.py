@@ -1,4 +1,4 @@
-"""`ridgeline compare`: builds the plan, starts what must be started. Called by `cluster.cli`."""
+"""`ridgeline compare`: builds the plan, starts what must be started."""
 
 from __future__ import annotations
 

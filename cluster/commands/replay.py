@@ -1,4 +1,4 @@
-"""`ridgeline replay`. Called by `cluster.cli`.
+"""`ridgeline replay`.
 
 Apart from `cluster.commands.loadtest`, which imports the page of a comparison and all that draws it.
 """

@@ -1,4 +1,4 @@
-"""`ridgeline report`: shows one finished comparison again, or two side by side. Called by `cluster.cli`."""
+"""`ridgeline report`: shows one finished comparison again, or two side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ridgeline roofline`: finds the model's shape and the device, prints the table. Called by `cluster.cli`."""
+"""`ridgeline roofline`: finds the model's shape and the device, prints the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ridgeline serve`: checks, starts, prints what runs where, waits, drains. Called by `cluster.cli`."""
+"""`ridgeline serve`: checks, starts, prints what runs where, waits, drains."""
 
 from __future__ import annotations
 

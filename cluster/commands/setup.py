@@ -1,4 +1,4 @@
-"""What a run was made with: configuration and versions of the software. Called by `cluster.commands.loadtest`."""
+"""What a run was made with: configuration and versions of the software."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ridgeline top`: one line per pool, refreshed from the server's /metrics. Called by `cluster.cli`."""
+"""`ridgeline top`: one line per pool, refreshed from the server's /metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defaults that differ where a pool has GPUs. Called by `cluster.config.loader`, for settings that nobody has set.
+"""Defaults that differ where a pool has GPUs, for settings that nobody has set.
 
 Why: the other defaults are those of a CPU core, which a step of 512 tokens keeps busy for two seconds. A GPU's ridge is
 at hundreds of tokens of a step (H100: 295 in bfloat16), its memory is for KV, and its engine compiles at start.

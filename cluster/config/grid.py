@@ -1,7 +1,4 @@
-"""The file of `ridgeline compare --grid`: for each mode, named candidates that override the configuration.
-
-Called by `cluster.commands.loadtest` and `cluster.cli`.
-"""
+"""The file of `ridgeline compare --grid`: for each mode, named candidates that override the configuration."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 It remembers where each value came from.
 
 Why: wrong keys and impossible combinations should be reported before anything starts, all at once, each with the line
-to change. Called by `cluster.cli`; everything else receives the finished `RidgelineConfig`.
+to change. Everything else receives the finished `RidgelineConfig`.
 """
 
 import difflib

@@ -1,7 +1,4 @@
-"""`ridgeline serve --detach`, `status`, `stop` and `logs`: deployments that outlive the terminal they were started in.
-
-Called by `cluster.cli`.
-"""
+"""`ridgeline serve --detach`, `status`, `stop` and `logs`: deployments that outlive their terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which `ridgeline serve` processes run on this machine, by name, and what they are doing.
 
 Each has a folder, `~/.local/state/ridgeline/NAME` (XDG_STATE_HOME), whose lock its process holds: the lock is free
-again however the process ends. Written by `cluster.commands.serve`; read by `cluster.deployments.background`.
+again however the process ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether the installed vLLM makes text with a model's architecture, and whether the model's imports are there.
 
-Called by `cluster.doctor.model_support` and `cluster.doctor.facts`. vLLM takes a quarter of a minute to import and
-finds out in each engine's start, so its own tables are read from its source instead; where they are not as expected,
-nothing is refused. What a model with images or sound needs is tried by loading its processor in a process of its own.
+vLLM takes a quarter of a minute to import and finds out in each engine's start, so its own tables are read from its
+source instead; where they are not as expected, nothing is refused. What a model with images or sound needs is tried by
+loading its processor in a process of its own.
 """
 
 from __future__ import annotations

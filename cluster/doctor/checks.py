@@ -1,8 +1,7 @@
 """Says whether this machine can run this configuration, and if not, in one sentence what to change.
 
-Why: an engine that dies half a minute into its start with a stack trace does not tell anybody what was wrong. Called by
-`cluster.cli`, which prints the result, by `cluster.commands.serve` and `cluster.runtime.plan` before anything starts,
-and by `cluster.runtime.services` on each node of a joined cluster before an engine loads there.
+Why: an engine that dies half a minute into its start with a stack trace does not tell anybody what was wrong. They run
+before anything starts, and on each node of a joined cluster before an engine loads there.
 """
 
 import math

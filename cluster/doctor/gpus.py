@@ -1,8 +1,8 @@
 """The checks of `cluster.doctor.checks` that concern GPUs: enough of them, a driver for our CUDA, memory, a compiler.
 
 Why apart: nothing here applies to engines on CPUs. What is missing on a GPU host shows half a minute into an engine's
-start, on another node's log, as "Engine core initialization failed"; here it is one sentence. Called by
-`cluster.doctor.checks`, on a joined cluster by the first worker of each node; `cluster.commands.serve` warns too.
+start, on another node's log, as "Engine core initialization failed"; here it is one sentence. On a joined cluster the
+first worker of each node checks them.
 """
 
 from __future__ import annotations

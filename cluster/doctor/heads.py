@@ -1,4 +1,4 @@
-"""Whether a model's heads can be split over a pool's ranks. Called by `cluster.doctor.model_support`.
+"""Whether a model's heads can be split over a pool's ranks.
 
 Why: vLLM finds out half a minute into its start, in a rank's process, and its error names no pool.
 """
@@ -11,8 +11,10 @@ from contracts.vocabulary import Pool
 
 
 def head_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
-    """Return one sentence for each pool of this mode whose ranks cannot hold whole heads; none if the heads are
-    unknown."""
+    """Return one sentence for each pool of this mode whose ranks cannot hold whole heads.
+
+    None if the heads are unknown.
+    """
     found = []
     for name, pool in config.active_pools().items():
         for kind, heads in (("KV", model.kv_heads), ("attention", model.attention_heads)):

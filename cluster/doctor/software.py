@@ -1,7 +1,6 @@
 """The checks of `cluster.doctor.checks` that concern software and the host's settings rather than its size.
 
 Why apart: these apply on every machine that runs the `ridgeline` command, also when the engines run elsewhere.
-Called by `cluster.doctor.checks`; `cluster.doctor.gpus` makes results of the same kind.
 """
 
 from collections.abc import Callable, Iterator

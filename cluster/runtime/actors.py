@@ -1,7 +1,7 @@
 """The Ray actors: each asks a process of its own to run a service, and outlives it, so that another may follow at once.
 
-Made by `cluster.runtime.handles.actor`. Ray places, starts and ends them; no token and no KV byte passes through them,
-nor through the processes' sockets: only calls of the supervisor.
+Ray places, starts and ends them; no token and no KV byte passes through them, nor through the processes' sockets: only
+calls of the supervisor.
 """
 
 from __future__ import annotations

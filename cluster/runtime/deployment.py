@@ -1,8 +1,7 @@
 """Starts the workers and the routers on Ray, watches them, and takes them down again.
 
-Called by `cluster.commands.serve`, for comparisons as well. Everything is tied to this
-process: when it ends, however it ends, Ray ends its actors, every service ends with its actor, and an engine with its
-worker (`engine.vllm_workarounds.orphan_watch`).
+Everything is tied to this process: when it ends, however it ends, Ray ends its actors, every service ends with its
+actor, and an engine with its worker (`engine.vllm_workarounds.orphan_watch`).
 """
 
 from __future__ import annotations

@@ -79,8 +79,10 @@ def forget_server_variables() -> None:
 
 @contextmanager
 def server_variables_hidden() -> Iterator[None]:
-    """Hide these variables while Ray's own processes start, whose environment its workers inherit; this process has
-    them again afterwards."""
+    """Hide these variables while Ray's own processes start, whose environment its workers inherit.
+
+    This process has them again afterwards.
+    """
     hidden = {name: os.environ[name] for name in (*server_variables(), *KEY_VARIABLES) if name in os.environ}
     forget_server_variables()
     try:

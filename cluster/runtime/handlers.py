@@ -1,4 +1,4 @@
-"""The one table of which handler runs which leg. Used by `cluster.runtime.services`.
+"""The one table of which handler runs which leg.
 
 Here, since only `cluster` may know both roles. Every worker gets the whole table: which legs it is sent is the router's
 decision, and may change while it serves.

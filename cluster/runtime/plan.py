@@ -209,8 +209,7 @@ def _start_settings(config: RidgelineConfig, roles: ModeRoles, pool: PoolConfig)
 
 
 def _server_args(config: RidgelineConfig) -> dict[str, Any]:
-    """Return the HTTP front's arguments with the chat template itself, so that the router's node need not have its
-    file."""
+    """Return the HTTP front's arguments with the chat template itself: the router's node need not have its file."""
     args = passed_args.front(_with_whole_paths(config.server_args))
     template = args.get("chat_template")
     if template and not passed_args.is_template(template):

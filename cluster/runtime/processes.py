@@ -1,8 +1,4 @@
-"""Processes of one node: names for them that last, and their end.
-
-Used by `cluster.runtime.actors`, `cluster.runtime.handles.actor`, `cluster.runtime.services` and
-`cluster.runtime.service_process.calls`.
-"""
+"""Processes of one node: names for them that last, and their end."""
 
 from __future__ import annotations
 

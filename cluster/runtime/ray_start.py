@@ -1,7 +1,4 @@
-"""Joins a Ray cluster, or starts Ray on this machine: for this process alone, and on loopback only.
-
-Called by `cluster.commands.serve` and `cluster.commands.loadtest`, which deploy on it.
-"""
+"""Joins a Ray cluster, or starts Ray on this machine: for this process alone, and on loopback only."""
 
 from __future__ import annotations
 

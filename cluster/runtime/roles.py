@@ -1,5 +1,4 @@
-"""Which worker gets which role in each mode, or why the mode of a deployment cannot change. Called by
-`cluster.runtime.plan`.
+"""Which worker gets which role in each mode, or why the mode of a deployment cannot change.
 
 Workers are started once. So a mode can be changed only if every worker has the same hardware, memory and engine
 arguments in the pool that it has in the other mode; the limits of a step may differ, since they are set at run time.
@@ -24,8 +23,10 @@ KEPT = ("cores_per_worker", "gpus_per_worker", "tensor_parallel", "kv_cache_byte
 
 @dataclass(frozen=True)
 class ModeRoles:
-    """Roles by mode and worker id; both are empty in a deployment that stays in its mode. `why_not` says why a mode is
-    not among them."""
+    """Roles by mode and worker id; both are empty in a deployment that stays in its mode.
+
+    `why_not` says why a mode is not among them.
+    """
 
     by_mode: Mapping[Mode, Mapping[str, Role]] = field(default_factory=dict)
     of_new: Mapping[Mode, Mapping[Pool, Role]] = field(default_factory=dict)

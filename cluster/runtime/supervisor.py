@@ -1,6 +1,6 @@
 """Watches workers, routers and the dispatcher, and brings back what dies.
 
-Run by `cluster.runtime.deployment`, in the driver.
+It runs in the driver.
 
 What an actor runs, an engine on its cores or a router with its port, is started anew from here, in the same actor if
 that has outlived it; Ray starts a dead actor again. A worker comes back as a new incarnation, which the router pairs
@@ -324,8 +324,10 @@ class Supervisor:
                 cut_off.clear()
 
     def _mends(self) -> bool:
-        """Whether one that was cut off is being started again; one that takes longer than a start may is not waited for
-        by the others."""
+        """Whether one that was cut off is being started again.
+
+        One that takes longer than a start may is not waited for by the others.
+        """
         since_s = self._mended_s.get(self._mending, 0.0)
         return bool(self._mending) and self._clock() - since_s < self._settings.start_timeout_s
 

@@ -1,4 +1,4 @@
-"""Which blocks of prompts that are still being computed are final. Used by `engine.connector.scheduler_side`.
+"""Which blocks of prompts that are still being computed are final.
 
 A prompt can be fetched from the moment its first step is scheduled, when no block of it is final yet: decode admits it
 meanwhile. A long one is computed in chunks, one per engine step. Once a step has its outputs, the KV of its tokens

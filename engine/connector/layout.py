@@ -1,4 +1,4 @@
-"""What two engines must agree on before they can exchange KV blocks. Called by `engine.connector.facade`."""
+"""What two engines must agree on before they can exchange KV blocks."""
 
 from __future__ import annotations
 

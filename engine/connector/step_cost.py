@@ -1,7 +1,7 @@
 """The cost model of this engine's steps: the model's shape with the bytes that its weights and its KV really have.
 
-Called by `engine.connector.facade`. Neither is what the number format of the computation says: weights may be stored in
-FP8 or four bits and computed in bfloat16, and the cache has a format of its own.
+Neither is what the number format of the computation says: weights may be stored in FP8 or four bits and computed in
+bfloat16, and the cache has a format of its own.
 """
 
 from __future__ import annotations

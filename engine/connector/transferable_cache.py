@@ -1,7 +1,5 @@
 """What a KV cache must look like to be handed off, judged by vLLM's own description of it.
 
-Called by `engine.connector.facade`.
-
 A hand-off is one list of blocks, in which every layer's part of a block belongs to the same tokens. So there may be
 only one group of layers with one block table, and it must keep every token: full attention, or a latent cache (MLA).
 """

@@ -4,7 +4,7 @@ vLLM's first model runner makes one table of log-probabilities a step. If a requ
 (`logprob_token_ids`), the table holds only named ids, and requests that asked for the likeliest tokens get token 0 at
 minus infinity. With this change each request gets its own kind of row.
 
-Installed by `engine.worker_extension` in each rank, before the first request.
+Installed in each rank, before the first request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The SamplingParams of a request's two legs, derived from the client's.
-
-Called by `router.front.engine_client` to drop what a client may not set, by `router.front.sampling` to choose the
-first-token mode, and by `prefill_worker.handler` and `decode_worker.handler` for their leg's parameters.
-"""
+"""The SamplingParams of a request's two legs, derived from the client's."""
 
 from __future__ import annotations
 
@@ -165,7 +161,9 @@ def with_forced_tokens(leg: SamplingParams, token_ids: list[int]) -> SamplingPar
 
 
 def with_tpot_limit(leg: SamplingParams, limit_s: float, sure_tokens: float) -> SamplingParams:
-    """Limit the time per output token of a leg that will most likely make so many; `leg` must be one of the copies
-    made above."""
+    """Limit the time per output token of a leg that will most likely make so many.
+
+    `leg` must be one of the copies made above.
+    """
     leg.extra_args = {**(leg.extra_args or {}), TPOT_LIMIT: limit_s, SURE_TOKENS: sure_tokens}
     return leg

@@ -1,4 +1,4 @@
-"""The longest chunks of prompts with which a step still fits a time. Pure; called by `engine.steps.scheduler`."""
+"""The longest chunks of prompts with which a step still fits a time. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From when to when a step lasts. Pure but for the time it is told; called by `engine.steps.scheduler`."""
+"""From when to when a step lasts. Pure but for the time it is told."""
 
 from __future__ import annotations
 

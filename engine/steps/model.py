@@ -1,6 +1,6 @@
 """Fits how long a step takes to the steps that the engine has run. Pure: knows neither vLLM nor a clock.
 
-Called by `engine.steps.scheduler` after each step; what it returns travels to the router in `WorkerStatus`.
+What it returns travels to the router in `WorkerStatus`.
 """
 
 from __future__ import annotations

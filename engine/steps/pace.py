@@ -1,4 +1,4 @@
-"""What the limits of single sequences leave for the next step. Pure; called by `engine.steps.scheduler`."""
+"""What the limits of single sequences leave for the next step. Pure."""
 
 from __future__ import annotations
 

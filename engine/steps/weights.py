@@ -1,4 +1,4 @@
-"""Least squares with weights that are not negative, from sums of squares. Called by `engine.steps.model`."""
+"""Least squares with weights that are not negative, from sums of squares."""
 
 from __future__ import annotations
 

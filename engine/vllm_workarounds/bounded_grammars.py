@@ -1,8 +1,7 @@
 """Bounds the time that one request's grammar takes of an engine.
 
 vLLM masks tokens in the step loop, for all requests one after the other, and nothing in it limits how long a grammar
-may take there. `bound_validation` is called by `engine.vllm_engine` and `router.front.engine_client`, `bound_grammars`
-by `engine.connector.facade` in the engine process.
+may take there. `bound_grammars` is for the engine process, `bound_validation` for any that accepts grammars.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 vLLM sends when a step has its outputs. A prompt of one step would then be announced when it is computed, and decode
 could admit it no sooner. And after a step that computed nothing vLLM sleeps for a millisecond. While requests wait for
 KV, or finished ones keep theirs for a reader, all steps are such, and whatever comes meanwhile waits, at every stage of
-a hand-off. Called by `engine.connector.facade` in the engine process, on its step loop; `wake` on any thread.
+a hand-off. Called on the engine's step loop; `wake` on any thread.
 """
 
 from __future__ import annotations

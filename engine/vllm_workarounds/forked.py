@@ -1,9 +1,8 @@
 """Engine processes are forked from the process that asks for them, which has imported all they need.
 
 vLLM starts them afresh on CPUs, whatever is configured, so that each imports torch and vLLM again: 11 s of CPU time.
-Called by `engine.vllm_engine`, in a process that has no thread that computes and has made no gRPC connection yet, and
-not for an engine of several ranks: OpenMP binds those to cores when it is loaded, and they would inherit the ends of
-each other's queues.
+Called in a process that has no thread that computes and has made no gRPC connection yet, and not for an engine of
+several ranks: OpenMP binds those to cores when it is loaded, and they would inherit the ends of each other's queues.
 """
 
 from __future__ import annotations

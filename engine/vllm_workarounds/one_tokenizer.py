@@ -1,4 +1,4 @@
-"""An engine's front end keeps the one tokenizer that it has loaded. Used by `engine.vllm_engine`.
+"""An engine's front end keeps the one tokenizer that it has loaded.
 
 vLLM makes two copies of it for threads that render chats, before it starts the engine process. Here the router renders,
 and the front end gets tokens: its tokenizer is used in the event loop alone.

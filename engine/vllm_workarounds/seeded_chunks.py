@@ -4,7 +4,7 @@ vLLM samples for every sequence of a step, even if its prompt is not complete ye
 the sequence's random generator back by an offset that only GPU generators have. On CPU this raises an error, which ends
 the engine, so any seeded request with a prompt longer than a step did. Here the generator's state is restored instead.
 
-Installed by `engine.worker_extension` in each rank, before the first request.
+Installed in each rank, before the first request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lets the front end change the limits of an engine's steps while the engine runs.
 
-vLLM's scheduler reads both limits at every step, but no call of vLLM sets them. Called by `engine.connector.facade` in
-the engine process; `engine.vllm_engine` calls what it adds, by name and between two steps.
+vLLM's scheduler reads both limits at every step, but no call of vLLM sets them. Installed in the engine process; what
+it adds is called by name, between two steps.
 """
 
 from __future__ import annotations

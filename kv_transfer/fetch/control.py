@@ -1,7 +1,6 @@
 """The control messages to a source over gRPC: describe yourself, renew a lease, release blocks.
 
-Used by `kv_transfer.fetch`, `kv_transfer.collective` and `router.dispatch.releaser`. Its methods run on one event loop
-and block no thread.
+Its methods run on one event loop and block no thread.
 """
 
 from __future__ import annotations

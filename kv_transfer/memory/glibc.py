@@ -2,8 +2,7 @@
 
 gRPC allocates and frees about a megabyte per frame. By default glibc maps and unmaps it each time, and the page faults
 cost more than all copies together: with 1 MiB frames on loopback, 1.0 CPU seconds per GB in the fetching process by
-default and 0.6 with these settings. The settings apply to the whole process; without glibc this does nothing. Called by
-`kv_transfer.source.grpc_source`, `kv_transfer.fetch.grpc_puller` and `kv_transfer.collective.puller`.
+default and 0.6 with these settings. The settings apply to the whole process; without glibc this does nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Maps over limits of TTFT and TPOT: what others would have said of the same requests. Called by `loadtest.report`.
+"""Maps over limits of TTFT and TPOT: what others would have said of the same requests.
 
 grid.py        the limits of a map
 winner_map.py  says which arm meets which limits for more requests

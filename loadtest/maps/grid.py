@@ -1,4 +1,4 @@
-"""The limits of TTFT and TPOT that a map has. Called by `loadtest.report`."""
+"""The limits of TTFT and TPOT that a map has."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which arm holds the highest rate within which limits: a map over limits of TTFT and TPOT, from a search's requests.
 
-Called by `loadtest.report.rates`.
-
 Each cell has the knees that the search would have reported at those limits, from the same rounds. Which rates were
 measured followed from the search's own limits, so knees far from them are often "below" or "above" all of them. Of more
 than two arms one wins a cell only if its rate is higher than each other's by the interval of their ratio, as in

@@ -2,8 +2,6 @@
 
 A limit on the largest gap between tokens, if the comparison has one, holds in every cell.
 
-Called by `loadtest.report.rounds`.
-
 Each cell is judged as the comparison itself is, with the same interval over the same pairs. Of more than two arms one
 wins a cell only if it beats each of the others there: an intersection-union test, which needs no correction (R. L.
 Berger, Technometrics 24 (1982) 295-300). Cells are not corrected for being many, so the map shows where to look and is

@@ -1,7 +1,4 @@
-"""What an arm gets from each of its cores or GPUs, and what its tokens cost at the load that was offered.
-
-Called by `loadtest.report.rounds`; `cluster.commands.loadtest` says how many devices there are.
-"""
+"""What an arm gets from each of its cores or GPUs, and what its tokens cost at the load that was offered."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,4 @@
-"""The plots of report.html; each is a plotly figure made from the records or from the summary.
-
-Called by `loadtest.report.page`.
-"""
+"""The plots of report.html; each is a plotly figure made from the records or from the summary."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

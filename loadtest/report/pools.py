@@ -1,7 +1,5 @@
 """What each pool of workers did in a run, from the server's counters: intensity, MFU, MBU and stages.
 
-Called by `loadtest.report.rounds`, `loadtest.report.replay_output` and `cluster.commands.top`.
-
 Peaks are per worker, as the server publishes them; a pool's busy seconds are summed over its workers.
 """
 

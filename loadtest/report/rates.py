@@ -1,4 +1,4 @@
-"""Reports which rate each arm holds: summary.json, page and tables of a search. Called by `loadtest.find_rate`."""
+"""Reports which rate each arm holds: summary.json, page and tables of a search."""
 
 import html
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Writes and prints the result of one replay. Called by `cluster.commands.replay` after the replay."""
+"""Writes and prints the result of one replay."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,4 @@
-"""Shows runs again from their folders: the page of one, or the figures of two side by side.
-
-Called by `cluster.commands.report`.
-"""
+"""Shows runs again from their folders: the page of one, or the figures of two side by side."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,4 @@
-"""Summarises request records under vLLM bench's names, each with its formula.
-
-Called by `loadtest.report.rounds` and `loadtest.report.replay_output`.
-"""
+"""Summarises request records under vLLM bench's names, each with its formula."""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Says the outcome of a comparison in sentences, which claim no more than was shown.
-
-Called by `loadtest.report.rounds`.
-"""
+"""Says the outcome of a comparison in sentences, which claim no more than was shown."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Chooses rate, limits and number of requests from what an unloaded server was measured to take.
 
-Called by `loadtest.preparation` and `cluster.commands.loadtest`; pure arithmetic, `loadtest.run.unloaded` measures.
+Pure arithmetic; `loadtest.run.unloaded` measures.
 
 Machines differ by a factor of ten, so a fixed load is too light for one and too heavy for the next, and fixed limits
 are met by all or by none. One prefill worker is saturated when a prompt arrives every mean TTFT.

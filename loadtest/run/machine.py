@@ -1,8 +1,4 @@
-"""Describes the machine of a run for summary.json, and notices other work on it.
-
-Called by `loadtest.valid_rounds`, `loadtest.report.replay_output`, `loadtest.report.rounds`, `loadtest.run.replay` and
-`cluster.commands.loadtest`.
-"""
+"""Describes the machine of a run for summary.json, and notices other work on it."""
 
 import contextlib
 import os

@@ -1,7 +1,4 @@
-"""Shows the progress of a replay: a bar on a terminal, otherwise a plain line every five seconds.
-
-Used by `loadtest.run.replay`.
-"""
+"""Shows the progress of a replay: a bar on a terminal, otherwise a plain line every five seconds."""
 
 import asyncio
 import time

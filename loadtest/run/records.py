@@ -1,7 +1,4 @@
-"""The record of one request, which is one line of records.jsonl.
-
-Made by `loadtest.run.client.stream`; read by `loadtest.report` and `loadtest.statistics`.
-"""
+"""The record of one request, which is one line of records.jsonl."""
 
 from pathlib import Path
 
@@ -52,7 +49,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     @property
     def tpot_s(self) -> float | None:
-        """vLLM's time per output token, in seconds; None for a single token."""
+        """Time per output token as vLLM defines it, in seconds; None for a single token."""
         if self.ttft_s is None or self.latency_s is None or self.output_tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)

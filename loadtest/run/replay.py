@@ -1,6 +1,6 @@
 """Open-loop replay of a trace: requests are sent at their time, whatever the server does.
 
-Called by `cluster.commands.loadtest` and `loadtest.valid_rounds`, with a plan in which nothing is left to be measured.
+Its plan leaves nothing to be measured.
 
 It is open-loop because a load that waits for the server would hide the queue it is meant to measure.
 """

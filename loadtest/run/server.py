@@ -1,7 +1,4 @@
-"""Asks a server for its models, and opens the HTTP client for everything that is not load: models, /metrics.
-
-Called by `loadtest.run.replay`, `loadtest.run.unloaded` and `cluster.commands.top`.
-"""
+"""Asks a server for its models, and opens the HTTP client for everything that is not load: models, /metrics."""
 
 import os
 from dataclasses import dataclass, replace

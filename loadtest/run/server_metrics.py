@@ -1,7 +1,5 @@
 """The differences of the server's own counters over a run.
 
-Called by `loadtest.run.replay`, which scrapes; read by `loadtest.report.pools`.
-
 Values are kept as scraped, keyed by sample name and labels, so that rounds can be added up before any ratio is
 computed.
 """

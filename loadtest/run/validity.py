@@ -1,7 +1,5 @@
 """Says why a round says nothing of its server: a worker was lost, the machine was disturbed, the client was late.
 
-Called by `loadtest.valid_rounds` after each round.
-
 A late client's limits are relative to the TTFT limit, because lateness adds to the TTFT that is judged: 2 % of the
 limit for 99 of 100 requests, and 10 % for any, change few requests' fate. A fixed 5 ms would void most rounds on a
 machine of two busy cores, where lateness of 20 ms means nothing against a limit of seconds.

@@ -1,4 +1,4 @@
-"""Warms up every worker of a server that has just started. Called by `loadtest.valid_rounds`.
+"""Warms up every worker of a server that has just started.
 
 A router sends requests that come one at a time to the same worker, so a few of them leave the others cold, and their
 first request of a size would be measured with what an engine does only once for it.

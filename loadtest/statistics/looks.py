@@ -1,7 +1,5 @@
 """After how many pairs one looks at the result, and the error that each look may spend.
 
-Called by `loadtest.compare` and `loadtest.statistics.outcome`.
-
 Whoever looks four times at 5 % is wrong far more often than 5 %. K. K. G. Lan and D. L. DeMets, Discrete sequential
 boundaries for clinical trials, Biometrika 70 (1983) 659-663, spread the 5 % over the looks by a function of how much
 has been seen, here the one that resembles Pocock's limits. The levels follow from a recursive integration of the normal

@@ -1,7 +1,5 @@
 """The outcome of a comparison: better, equivalent, inconclusive or slo_unreachable.
 
-Called by `loadtest.compare` after each look.
-
 Attainment, the share of requests that met every limit, decides; latencies are secondary and corrected for being
 several. The interval that decides is never narrower than the score interval of the requests taken as independent, since
 pairs that all agree leave the t interval no width. A difference is called one only if the exact test agrees too, so a

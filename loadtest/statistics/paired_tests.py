@@ -1,4 +1,4 @@
-"""Tests over pairs of rounds, each pair one number. Called by `loadtest.statistics.outcome`.
+"""Tests over pairs of rounds, each pair one number.
 
 Requests of a round share a server, a moment and a queue, so they are no independent units; rounds are.
 """

@@ -1,7 +1,4 @@
-"""What one pair of rounds says: the same requests at the same times in arm a and in arm b.
-
-Called by `loadtest.compare`; read by `loadtest.statistics.outcome`.
-"""
+"""What one pair of rounds says: the same requests at the same times in arm a and in arm b."""
 
 import math
 from collections.abc import Callable, Sequence

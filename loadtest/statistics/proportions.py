@@ -1,4 +1,4 @@
-"""The score interval of the difference of two shares of the same requests. Called by `loadtest.statistics.outcome`.
+"""The score interval of the difference of two shares of the same requests.
 
 Method 10 of R. G. Newcombe, Improved confidence intervals for the difference between binomial proportions based on
 paired data, Statistics in Medicine 17 (1998) 2635-2650: E. B. Wilson's score interval of each share, joined by the

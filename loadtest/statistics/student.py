@@ -1,7 +1,5 @@
 """Student's t distribution for whole degrees of freedom.
 
-Called by `loadtest.statistics.paired_tests` and `loadtest.statistics.outcome`.
-
 The closed forms 26.7.3 and 26.7.4 of Abramowitz and Stegun, Handbook of Mathematical Functions (1964), are exact. With
 at most some dozens of pairs they make a library for one function unnecessary.
 """

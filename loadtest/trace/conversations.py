@@ -1,4 +1,4 @@
-"""Reads conversations: sessions with think time, and ShareGPT's texts. Called by `loadtest.trace.readers`."""
+"""Reads conversations: sessions with think time, and ShareGPT's texts."""
 
 import functools
 import random

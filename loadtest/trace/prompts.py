@@ -1,4 +1,4 @@
-"""Token-exact prompts of real English. Called by `loadtest.run.replay` for each request.
+"""Token-exact prompts of real English.
 
 Prompts are windows of one shipped text, tokenised with the served model's tokenizer, and are sent as token ids. Each
 window has an ordinal, and no two ordinals begin alike, so a prefix cache hits only where the trace says it should.

@@ -1,7 +1,5 @@
 """Reads traces, one reader per format; an error about a malformed row names file and line.
 
-Called by `loadtest.run.replay` and `loadtest.run.unloaded`.
-
 A trace is named by a file (Azure or BurstGPT CSV, Mooncake JSONL, sessions or ShareGPT JSON, by content), by
 the word `demo`, or by a specification such as `poisson:rate=2,input=512,output=64,n=100,seed=1`.
 """

@@ -1,7 +1,5 @@
 """Changes a trace before it is replayed: times, lengths, number of requests.
 
-Called by `loadtest.run.replay`.
-
 Nothing is dropped or cut silently: each change leaves a note, and the notes are in the summary and the report.
 """
 

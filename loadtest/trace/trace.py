@@ -1,7 +1,4 @@
-"""The data types of a trace: arrivals and lengths.
-
-Read by `loadtest.trace.readers`, changed by `loadtest.trace.shape`, sent by `loadtest.run.replay`.
-"""
+"""The data types of a trace: arrivals and lengths."""
 
 import itertools
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The requests of each pair of rounds: another window of the trace, or another seed. Called by `loadtest.preparation`.
+"""The requests of each pair of rounds: another window of the trace, or another seed.
 
 One realisation of the arrivals, sent again and again, would say how a server takes those arrivals and no others.
 """

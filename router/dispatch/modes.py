@@ -1,7 +1,7 @@
 """Changes the mode while requests are served: no request is lost, and none starts anew.
 
-Called by `router.front.admin`. What runs on a worker ends there as it began; prompts that wait go the new way, in
-their order, and so does everything that comes later.
+What runs on a worker ends there as it began; prompts that wait go the new way, in their order, and so does everything
+that comes later.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """One request from its admission to its outcome: deadline, attempts and metrics.
 
-Called by `router.front.engine_client` for every request, and by `router.front.health` for canaries.
-
 If a worker is lost, the client sees a pause: the request goes through the workers again (`legs.py`) from the tokens
 that the client already has (request migration). `failure_table.py` lists what happens in each state on each fault.
 """

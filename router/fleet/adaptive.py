@@ -314,8 +314,10 @@ def _decode_rank(view: _View) -> tuple[bool, float, float, float]:
 
 
 def _missed(part: float, certain: tuple[float, float]) -> float:
-    """Return how likely a limit is missed of which a prediction takes this part: 0 up to the first of `certain`, 1 from
-    the second on."""
+    """Return how likely a limit is missed of which a prediction takes this part.
+
+    0 up to the first of `certain`, 1 from the second on.
+    """
     kept, missed = certain
     if part <= kept:
         return 0.0
@@ -372,8 +374,11 @@ def _option(
 
 
 def _takes_turns(load: Load, output_tokens: float, tpot_missed: tuple[float, float]) -> tuple[float, float]:
-    """Return what an answer adds to the latencies of those on the same device by being the first that its worker
-    decodes, and how many limits of theirs it is likely to break, half of those that become too long as in `_option`."""
+    """Return what the first answer that a worker decodes costs the others on its device.
+
+    The latency that it adds to theirs, and how many limits of theirs it is likely to break, half of those that become
+    too long as in `_option`.
+    """
     delays_s = breaks = 0.0
     for other in load.sharers:
         alone_s = step_s(other)

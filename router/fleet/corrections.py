@@ -111,8 +111,10 @@ class Corrections:
 
 
 def _middle(latest: Collection[tuple[float, float, float]]) -> float:
-    """Return the ratio below and above which half of the predicted seconds are, of each prompt at most half as many
-    as of all others together, so that a long one is not the median alone."""
+    """Return the ratio below and above which half of the predicted seconds are.
+
+    A prompt counts at most half as many as all others together, so that a long one is not the median alone.
+    """
     by_ratio = sorted(latest)
     all_s = sum(predicted_s for _, predicted_s, _ in by_ratio)
     below_s = [*accumulate(min(predicted_s, (all_s - predicted_s) / 2) for _, predicted_s, _ in by_ratio)]

@@ -1,7 +1,4 @@
-"""Which prefill worker can hand KV off to which decode worker, and by which transport.
-
-Called by `router.fleet.fleet` when workers are added.
-"""
+"""Which prefill worker can hand KV off to which decode worker, and by which transport."""
 
 from __future__ import annotations
 

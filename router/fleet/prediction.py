@@ -1,7 +1,7 @@
 """What a prompt or an answer would take on a worker, from the worker's own model of its steps. Pure functions.
 
-Used by `router.fleet.adaptive`. In the formulas, n sequences with c tokens of context decode on the worker, L is the
-least time per output token that one of them may take, and step(P, n, c, A) is `contracts.workers.StepModel`:
+In the formulas, n sequences with c tokens of context decode on the worker, L is the least time per output token that
+one of them may take, and step(P, n, c, A) is `contracts.workers.StepModel`:
 
 - s = step(0, n, c, 0) is a step without prompts, and T = `TPOT_LIMIT_USED` L the longest that keeps all limits. While
   n > 0, the engine computes as many prompt tokens in a step as fit (`engine.steps`), or as many as its limit says if no
@@ -180,8 +180,10 @@ def compute_s(load: Load, tokens: float, attends: float) -> float:
 
 
 def prompt_s(load: Load, tokens: float, work_s: float) -> float:
-    """Return the seconds until a prompt is computed that comes to a worker now, behind what it has; `work_s` are those
-    that it adds to the steps that compute it."""
+    """Return the seconds until a prompt is computed that comes to a worker now, behind what it has.
+
+    `work_s` are those that it adds to the steps that compute it.
+    """
     left_tokens, steps = load.left_tokens, load.steps or _steps(load, load.decoding, comes=not load.prompt_tokens)
     if not load.prompt_tokens:
         return _through(load, steps, tokens, work_s, left_tokens)[0]
@@ -225,8 +227,10 @@ def _steps(load: Load, sequences: float, *, comes: bool = False) -> _Steps:
 
 
 def _through(load: Load, steps: _Steps, tokens: float, work_s: float, left_tokens: float) -> tuple[float, float]:
-    """Return the seconds that prompt tokens take in such steps, and for how many of `left_tokens` the sequences there
-    can still lend time after that."""
+    """Return the seconds that prompt tokens take in such steps, and the rest of `left_tokens`.
+
+    The sequences there can still lend time for the rest.
+    """
     number, per_token = work_s / steps.usual_s, steps.long_steps_per_token
     if per_token:
         long_steps, lent_steps = work_s / steps.longest_s, left_tokens * per_token

@@ -122,8 +122,10 @@ class Found:
         return self._block_size_tokens * _beginning(self._hashes[: self._most_blocks], record.blocks)
 
     def groups(self, enough: Iterable[str] = ()) -> Iterator[list[str]]:
-        """Yield the ids of workers that have any of the prompt, those with the most first, as many tokens as each other
-        in one list. The lists end before the first one with a worker of `enough`."""
+        """Yield the ids of workers that have any of the prompt, the most first, those with as much in one list.
+
+        The lists end before the first one with a worker of `enough`.
+        """
         records, place = self._records, 0
         last = sum(records[worker_id].bit for worker_id in enough if worker_id in records)
         while place < len(self._groups) or self._look_up_group():

@@ -302,8 +302,10 @@ class Rebalancer:
         self._read_s, self._prompts, self._answers, self._within_limits = now_s, 0, 0, 0
 
     def _better(self, workers: Workers, traffic: Traffic) -> Change | None:
-        """Return a shape that holds `MORE` times as much as the present one, if it is needed: the last reading's
-        candidate if it is one of them, else the best."""
+        """Return a shape that holds `MORE` times as much as the present one, if it is needed.
+
+        The last reading's candidate if it is one of them, else the best.
+        """
         present = self.prefill_workers(workers.number)
         if not self._counted.splits:
             return self._undone(workers, f"fewer than half of the requests of {_size(traffic)} may be split")
@@ -333,8 +335,11 @@ class Rebalancer:
         return Change(best, workers.number, reason)
 
     def _faster(self, workers: Workers, traffic: Traffic) -> Change | None:
-        """Return a shape that makes the mean latency `MORE` times shorter than the present one: the last reading's
-        candidate if it is one of them, else the best. A division is undone where none saves `LEAST_SAVED` of it."""
+        """Return a shape that makes the mean latency `MORE` times shorter than the present one.
+
+        The last reading's candidate if it is one of them, else the best. A division is undone where none saves
+        `LEAST_SAVED` of it.
+        """
         if workers.number < LEAST_DIVIDED:
             return self._undone(workers, f"without limits fewer than {LEAST_DIVIDED} workers are not divided")
 

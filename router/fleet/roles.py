@@ -1,4 +1,4 @@
-"""Which worker is for what, in each mode. Used by `router.fleet.fleet`.
+"""Which worker is for what, in each mode.
 
 Every worker can run every leg. A mode gives each worker a pool and the limits of its engine's steps; to change the mode
 is to give every worker another role, while its engine runs on.

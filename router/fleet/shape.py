@@ -1,8 +1,7 @@
-"""Estimates what a fleet of mode `adaptive` holds, or how long answers take, if all workers do all or some favour one
-phase. Pure.
+"""Estimates what a fleet holds and how long answers take, if all workers do all or some favour one phase. Pure.
 
-Used by `router.fleet.rebalance`. The estimate is for the mean request of the latest traffic, to choose by. With
-p prompt tokens, o output tokens, TTFT limit F and TPOT limit L, N workers, and the worker's own model of its steps:
+The estimate is for the mean request of the latest traffic, to choose by. With p prompt tokens, o output tokens, TTFT
+limit F and TPOT limit L, N workers, and the worker's own model of its steps:
 
 - k workers that favour prefill compute a prompt, as far as they do not have it, in s seconds. They hold k / s
   requests/s times the part of their time that may be used so that nine of ten prompts wait less than F - s:
@@ -97,8 +96,9 @@ def held_per_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> floa
 
 
 def mean_latency_s(workers: Workers, traffic: Traffic, prefill_workers: int) -> float:
-    """Return the mean seconds from a request's arrival to its last token, in a fleet of which so many workers favour
-    prefill, and the rest decode; inf if there are more requests than it can serve.
+    """Return the mean seconds from a request's arrival to its last token; inf if there are more than it can serve.
+
+    So many workers of the fleet favour prefill, and the rest decode.
 
     0: none favours anything.
     """

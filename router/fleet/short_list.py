@@ -1,4 +1,4 @@
-"""Which workers of a large fleet are worth a prediction, by three rules of thumb. Used by `router.flow.choice`.
+"""Which workers of a large fleet are worth a prediction, by three rules of thumb.
 
 The numbers were chosen by simulation (`tools.bench.simulated_modes`).
 """
@@ -47,9 +47,11 @@ def short_list(
     open_workers: Set[One],
     holders: Callable[[Set[One]], Iterable[Sequence[One]]] = lambda _: (),
 ) -> Sequence[One]:
-    """Return the workers that would be the first to have computed a prompt of so many tokens, at least one of them from
-    `open_workers`, which take a prompt now; those that have more of it in their caches than these; and, with room for
-    its KV blocks, those with the fewest answers of those that have any: they are the cheapest to add to.
+    """Return the workers that may be best for a prompt of so many tokens.
+
+    They are those that would be the first to have computed it, at least one of them from `open_workers`, which take a
+    prompt now; those that have more of it in their caches than these; and, with room for its KV blocks, those with the
+    fewest answers of those that have any: they are the cheapest to add to.
 
     A worker that favours a phase comes last for the other one. `holders` returns the workers that have any of the
     prompt: in the first group those that compute it now, then those that have the most of it, and so on. It is called

@@ -323,8 +323,7 @@ class Worker:
         return model if model is not None and model.steps >= MIN_FITTED_STEPS else None
 
     def prompts_ahead(self) -> tuple[list[int], float]:
-        """Return the tokens of each prompt that it still has to compute, in order, and for how many seconds it has
-        been computing the first one."""
+        """Return the tokens left of each prompt, in order, and the seconds spent so far on the first one."""
         tokens = [prompt.prompt_tokens for prompt in self._prompts]
         return tokens, time.monotonic() - self._head_since_s if tokens else 0.0
 

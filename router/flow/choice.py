@@ -1,7 +1,7 @@
 """Which workers a prompt gets when it is next: by score in the pure modes, by prediction in mode `adaptive`.
 
-Called by `router.flow.prompt_queue`. The rules are pure, in `router.fleet.policy` and `router.fleet.adaptive`; here
-the workers' state becomes what these need.
+The rules are pure, in `router.fleet.policy` and `router.fleet.adaptive`; here the workers' state becomes what these
+need.
 """
 
 from __future__ import annotations
@@ -98,8 +98,11 @@ class ByPrediction:
         min_remote_prefill_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`workers` returns those of the pool, each of which may get any part of a request; one with a shorter prompt
-        than `min_remote_prefill_tokens` goes whole to one of them."""
+        """Keep what choices are made from.
+
+        `workers` returns those of the pool, each of which may get any part of a request; one with a shorter prompt than
+        `min_remote_prefill_tokens` goes whole to one of them.
+        """
         self._workers = workers
         self._min_remote_prefill_tokens = min_remote_prefill_tokens
         self._learned = learned
@@ -222,8 +225,10 @@ def _whole_model(worker: Worker, whole: StepModel) -> StepModel:
 
 
 def _alike(workers: Sequence[Worker], learned: Learned) -> Workers | None:
-    """Return what the workers have in common, with the step model of one that has decoded; None if none has, or if some
-    share a device: a division is estimated for workers that each have one."""
+    """Return what the workers have in common, with the step model of one that has decoded.
+
+    None if none has, or if some share a device: a division is estimated for workers that each have one.
+    """
     if _sharers(workers, workers):
         return None
     by_decoding = sorted(workers, key=lambda one: one.favours == "prefill")
@@ -252,8 +257,10 @@ def _kv_bytes_per_token(worker: Worker) -> float:
 def _holders(
     workers: Sequence[Worker], prefix: BlockHashes, found: Found, enough: Set[Worker]
 ) -> Iterator[Sequence[Worker]]:
-    """Yield those of the workers that compute the same prompt now, then those that have most of it, and so on, until
-    one of `enough` has as much."""
+    """Yield the workers by how much of the prompt they have, those that compute it now first.
+
+    It ends when one of `enough` has as much.
+    """
     if not prefix:
         return
     last_block = prefix[-1]

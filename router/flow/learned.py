@@ -1,7 +1,9 @@
-"""What predictions need that no worker reports: how long answers become, how fast KV moves between two workers, which
-worker has the beginning of which prompt, which phase a worker favours, and how far predictions were off.
+"""Statistics that predictions need and no worker reports.
 
-Told by `router.flow.placement` of first tokens and complete answers; read by `router.flow.choice`.
+How long answers become, how fast KV moves between two workers, which worker has the beginning of which prompt, which
+phase a worker favours, and how far predictions were off.
+
+Told of first tokens and complete answers.
 """
 
 from __future__ import annotations

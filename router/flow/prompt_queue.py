@@ -7,8 +7,6 @@ waits while its client may not have one more sequence decoded (`DecodeSlots`).
 **Bound.** In a pool of one worker, with window W, quantum Q and longest prompt L: a short prompt (up to Q tokens) of a
 client with nothing else waiting starts after at most W + L tokens that the worker already has, and Q + L tokens of each
 other client with prompts waiting. With more workers it starts sooner.
-
-Called by `router.flow.placement`; `router.flow.admission` reads how long a prompt would wait.
 """
 
 from __future__ import annotations
@@ -224,8 +222,11 @@ class PromptQueue:
         has_substitute: Callable[[], bool] = lambda: False,
         chooser: Chooser | None = None,
     ) -> None:
-        """`has_substitute` says whether the workers of another pool can serve whole requests now; `chooser`
-        chooses a prompt's workers, by default by their scores."""
+        """Make an empty queue of one pool.
+
+        `has_substitute` says whether the workers of another pool can serve whole requests now; `chooser` chooses a
+        prompt's workers, by default by their scores.
+        """
         self._by_score = ByScore(pool)
         self._chooser = chooser or self._by_score
         self.pool: Pool = pool

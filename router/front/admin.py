@@ -1,4 +1,5 @@
 """The operator's paths: list the workers, drain one, change the mode, explain decisions, order more workers or fewer.
+
 Part of the HTTP app.
 
 `router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline drain`,

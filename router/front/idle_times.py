@@ -1,6 +1,6 @@
 """Measures what an idle server takes, and says which limits of `router.slo` are below it.
 
-Called by `router.server` at the start, in every mode, if there are such limits.
+Installed at the start, in every mode, if there are such limits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GET /metrics, which is open to all unless `security.metrics_keys_file` is set, so its cost must stay bounded.
 
-It replaces vLLM's, which renders for every request and at one go; made by `router.server`. A page of 64 workers takes
-tens of milliseconds. All streams of the router would stand still meanwhile, and no less if a thread rendered it, which
-would hold the interpreter's lock. So it is rendered in pieces, between which the event loop serves the streams.
+It replaces vLLM's, which renders for every request and at one go. A page of 64 workers takes tens of milliseconds. All
+streams of the router would stand still meanwhile, and no less if a thread rendered it, which would hold the
+interpreter's lock. So it is rendered in pieces, between which the event loop serves the streams.
 """
 
 from __future__ import annotations

@@ -72,8 +72,10 @@ def fleet_use(workers: Iterable[Worker], queues: Iterable[QueueView], mode: Mode
 
 
 def members(fleet: Fleet, started_for: Mapping[str, Pool]) -> Members:
-    """Return all workers by their last status, those of `started_for` included that are not known here: they do not run
-    at the moment."""
+    """Return all workers by their last status.
+
+    Those of `started_for` that are not known here do not run at the moment.
+    """
     roles = {name: fleet.roles.role_of(name, pool, fleet.mode, 0) for name, pool in started_for.items()}
     away = {
         name: Member(role.pool if role else started_for[name], usable=False, draining=False)

@@ -215,7 +215,7 @@ class RequestMetrics:
                 self.link_rate.labels(timeline.transport).observe(num_bytes / wire_s)
 
     def _count_decision(self, timeline: RequestTimeline) -> None:
-        """Count the choice of a finished sequence that lost no worker, and how far its prediction was from the truth"""
+        """Count the choice of a finished sequence that lost no worker, and the error of its prediction."""
         decision = timeline.decision
         if decision is None or timeline.pauses_s:
             return

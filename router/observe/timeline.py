@@ -127,8 +127,11 @@ class RequestTimeline:
 
     @property
     def outside_s(self) -> float | None:
-        """Seconds from when it was placed to its first token that its engine did not have it: messages, the rest of a
-        step that ran, threads. None if not known, or if its workers were not chosen by prediction."""
+        """Seconds from placement to first token in which its engine did not have it.
+
+        Messages, the rest of a step that ran, threads. None if not known, or if its workers were not chosen by
+        prediction.
+        """
         timing = self.decode_timing if self.prefill_timing is None else self.prefill_timing
         ttft_s = self.ttft_s
         if self.decision is None or timing is None or ttft_s is None or self.pauses_s:

@@ -1,6 +1,6 @@
 """One router as the dispatcher sees it: the prompts that it wants to start, its places, and what it has admitted.
 
-Made by `router.shared.dispatcher` when a router joins. Everything that is counted for the router ends with it.
+Everything that is counted for the router ends with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A router's connection to the dispatcher: it joins, joins again after a break, and carries messages both ways.
 
-Made by `router.decisions`. What is said while there is no connection is not kept: on joining, the router tells all that
-still holds.
+What is said while there is no connection is not kept: on joining, the router tells all that still holds.
 """
 
 from __future__ import annotations

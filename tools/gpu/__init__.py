@@ -1,5 +1,6 @@
-"""What a machine with one CUDA GPU can prove of this project in minutes, with torch, numpy and msgspec alone,
-and with `first_run.sh` what a machine with vLLM and two of them can.
+"""Checks for a machine with one CUDA GPU, in minutes, with torch, numpy and msgspec alone.
+
+`first_run.sh` is for a machine with vLLM and two of them.
 
 check.py         runs all of it, prints a table, writes JSON
 result.py        the rows of that table

@@ -1,8 +1,4 @@
-"""Calls to the paths of operators of a running server.
-
-Used by `cluster.commands.operators.decisions`, `cluster.commands.operators.drain`, `cluster.commands.operators.mode`
-and `cluster.commands.operators.orders`.
-"""
+"""Calls to the paths of operators of a running server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ridgeline decisions`: explains which workers mode adaptive chose, and what came of it. Called by `cluster.cli`."""
+"""`ridgeline decisions`: explains which workers mode adaptive chose, and what came of it."""
 
 from __future__ import annotations
 

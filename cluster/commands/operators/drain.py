@@ -1,4 +1,4 @@
-"""`ridgeline drain`: lets one worker of a running server leave, and tells how far it is. Called by `cluster.cli`."""
+"""`ridgeline drain`: lets one worker of a running server leave, and tells how far it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ridgeline mode`: tells in which mode a server serves, or changes it while it serves. Called by `cluster.cli`."""
+"""`ridgeline mode`: tells in which mode a server serves, or changes it while it serves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`ridgeline scale` and `ridgeline restart`: order another number of workers, or a restart, and tell how it goes.
-`ridgeline orders` lists what was ordered, and cancels it.
 
-Called by `cluster.cli`.
+`ridgeline orders` lists what was ordered, and cancels it.
 """
 
 from __future__ import annotations

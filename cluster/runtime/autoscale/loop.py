@@ -1,7 +1,4 @@
-"""Reads the routers now and then, decides, says why, and orders it as an operator would.
-
-Run by `cluster.runtime.deployment`, beside the supervisor and what carries out orders.
-"""
+"""Reads the routers now and then, decides, says why, and orders it as an operator would."""
 
 from __future__ import annotations
 

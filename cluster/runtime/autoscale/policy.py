@@ -1,6 +1,6 @@
 """Decides which pool should have one worker more or one fewer. A pure function of readings: no clock, no I/O.
 
-Called by `cluster.runtime.autoscale.loop`. What keeps it from changing its mind:
+What keeps it from changing its mind:
 
 - what makes a pool grow or shrink must be so at every reading for a time, and longer to shrink;
 - between the thresholds nothing happens, and a pool shrinks only if what is left would still be below the upper one;

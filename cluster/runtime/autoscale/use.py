@@ -1,6 +1,6 @@
 """How much of each pool is in use, and whether the limits for latencies are kept, between two readings.
 
-Pure functions. Called by `cluster.runtime.autoscale.policy`.
+Pure functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Ray actors by name, whichever process fills them. What runs in that process is in `cluster.runtime.services`.
 
-Used by `cluster.runtime.deployment` for the first start and by `cluster.runtime.supervisor` for the later ones.
-
 actor.py     what all handles have in common: place, process, calls, end
 worker.py    a worker
 heads.py     the routers, and the dispatcher that several of them share

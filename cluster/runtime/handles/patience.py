@@ -1,7 +1,7 @@
 """Waits for an answer for so many seconds in which this process ran and could have heard it.
 
-Used by `cluster.runtime.handles.actor`. A driver that stood still (SIGSTOP, `docker pause`, swap, one long call) would
-otherwise find all its questions overdue at once when it goes on, before it reads the answers that are already there.
+A driver that stood still (SIGSTOP, `docker pause`, swap, one long call) would otherwise find all its questions overdue
+at once when it goes on, before it reads the answers that are already there.
 """
 
 from __future__ import annotations

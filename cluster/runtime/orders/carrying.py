@@ -62,8 +62,10 @@ class Carrying:
         lease_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`start_within_s`: how long a worker may take to find a place and load its engine. `lease_s`: how long its KV
-        may be needed after its last request."""
+        """`start_within_s`: how long a worker may take to find a place and load its engine.
+
+        `lease_s`: how long its KV may be needed after its last request.
+        """
         self._lead = lead
         self._supervisor = supervisor
         self._make_worker = make_worker

@@ -1,4 +1,4 @@
-"""Starts Ray without processes that serve nobody here. Used by `cluster.runtime.ray_start`.
+"""Starts Ray without processes that serve nobody here.
 
 `ray.init` has options for none of them. What it looks up by name at that moment is given another value meanwhile.
 """

@@ -1,8 +1,7 @@
 """What Ray itself has to say goes to a file; what its user must know is said by us, in one sentence.
 
 Ray's driver prints whatever a node publishes as an error ("(raylet) A worker died or was killed ..."), whatever
-`log_to_driver` is, also for processes that we end on purpose. Used by
-`cluster.runtime.ray_start` around Ray's whole life.
+`log_to_driver` is, also for processes that we end on purpose.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lets an async actor decide what SIGTERM means. Used by `cluster.runtime.actors`.
+"""Lets an async actor decide what SIGTERM means.
 
 Signal handlers belong to the main thread, and no code of an async actor runs there: `signal.signal` and
 `loop.add_signal_handler` are refused. Ray's own handler runs there and ends the process through one function, which it

@@ -55,8 +55,11 @@ class Reply:
 
 
 class Service(Protocol):
-    """An object whose coroutine methods may be called; those named in `OFF_LOOP` are plain functions instead, and are
-    answered on another thread, also while the event loop is stuck."""
+    """An object whose coroutine methods may be called.
+
+    Those named in `OFF_LOOP` are plain functions instead, and are answered on another thread, also while the event loop
+    is stuck.
+    """
 
     OFF_LOOP: frozenset[str]
 

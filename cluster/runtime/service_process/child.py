@@ -1,7 +1,6 @@
 """What the process of a service does: take over its actor's environment, make the service and answer calls.
 
-Run by `cluster.runtime.service_process.preloaded` in a forked child. It is also a program that takes the number of a
-connected socket.
+It is forked, or a program that takes the number of a connected socket.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A parent that has imported what services need, and forks one for each connection.
 
 It makes no thread, no event loop and no CUDA context, so that its children can. What they have from it they share in
-memory. Started by `cluster.runtime.service_process.launch` with the number of a listening socket and the modules'
-names; it ends when its standard input does, and removes the socket's folder, since the driver may have been killed.
+memory. Its arguments are the number of a listening socket and the modules' names. It ends when its standard input does,
+and removes the socket's folder, since the driver may have been killed.
 """
 
 from __future__ import annotations

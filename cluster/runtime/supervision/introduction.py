@@ -1,4 +1,4 @@
-"""Makes a worker's new incarnation known to all heads, each in a task of its own. Used by `cluster.runtime.supervisor`.
+"""Makes a worker's new incarnation known to all heads, each in a task of its own.
 
 A head that does not reach it, has a fault of its own, or is being started again, keeps no other head from having it:
 the worker serves with those that know it, and the others are asked again until they do.
@@ -46,8 +46,10 @@ class Introduction:
         say: Callable[[str], None],
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
-        """`heads` are those there are at any moment; `serves` is set for those that serve. `why` is what heads count
-        as the reason of a restart, None if it was not started again: other heads have it."""
+        """`heads` are those there are at any moment; `serves` is set for those that serve.
+
+        `why` is what heads count as the reason of a restart, None if it was not started again: other heads have it.
+        """
         self._worker = worker
         self._address = address
         self._why = why
@@ -73,8 +75,10 @@ class Introduction:
         return {head.kind for head in heads} == kinds
 
     def check(self) -> None:
-        """Raise Refused if it cannot work with the others, and DeploymentFailed if every router that serves has failed
-        to take it in, or has not reached it for too long."""
+        """Raise Refused if it cannot work with the others.
+
+        Raise DeploymentFailed if every router that serves has failed to take it in, or has not reached it for too long.
+        """
         if self._refusal is not None:
             raise self._refusal
         asked = [one.name for one in self._heads.values() if one.kind == "router" and self._serves[one.name].is_set()]

@@ -1,4 +1,4 @@
-"""Judges who is cut off, by what each head does not reach. Pure; called by `cluster.runtime.supervisor`."""
+"""Judges who is cut off, by what each head does not reach. Pure."""
 
 from __future__ import annotations
 

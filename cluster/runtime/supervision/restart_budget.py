@@ -1,4 +1,4 @@
-"""How soon something that died is started again. Used by `cluster.runtime.supervisor`."""
+"""How soon something that died is started again."""
 
 from __future__ import annotations
 

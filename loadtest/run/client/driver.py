@@ -1,4 +1,4 @@
-"""Starts the client process, hands it the requests, and takes the records back. Called by `loadtest.run.replay`."""
+"""Starts the client process, hands it the requests, and takes the records back."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The process that sends a replay's requests, and nothing else; started and fed by `loadtest.run.client.driver`.
+"""The process that sends a replay's requests, and nothing else.
 
 Alone in its process, it is delayed neither by a display nor by whatever else the command does, and its own load can be
 told: CPU share, delay of its event loop, events a second. Messages are length-prefixed msgpack: on standard input a

@@ -1,8 +1,5 @@
 """One streamed completion over HTTP, timed.
 
-Called by `loadtest.run.client.process` for each request of a replay, and by `loadtest.run.replay` and
-`loadtest.run.unloaded` for the requests before it.
-
 It uses aiohttp: httpx walks all of its connections at every request and every close, which made requests leave late.
 """
 

@@ -1,4 +1,4 @@
-"""Corrects how vLLM's API server app answers malformed requests. Installed by `router.front.app`.
+"""Corrects how vLLM's API server app answers malformed requests.
 
 The app is written for a server with one engine, and some of its checks of a body crash instead of refusing it.
 """

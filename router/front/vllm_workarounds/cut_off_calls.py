@@ -2,7 +2,7 @@
 
 So does OpenAI's API: `finish_reason` is `length`, and `arguments` end where the answer did. vLLM's streams do so too,
 but a whole answer was the bare text of the call, or a call with the reason `tool_calls`. Arguments that no schema binds
-are an object here, as clients expect while they read them. Installed by `router.front.app`.
+are an object here, as clients expect while they read them.
 """
 
 from __future__ import annotations

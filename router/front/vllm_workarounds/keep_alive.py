@@ -1,7 +1,7 @@
 """Keep-alive comments on /v1/messages and /v1/responses too (`server_args.sse_keep_alive_interval`).
 
 vLLM sends them in chats and completions. Proxies cut a silent stream after a minute, and a long prompt that waits in a
-queue is silent for longer. Installed by `router.front.app`.
+queue is silent for longer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frees a request whose client has left as soon as it has been cancelled. Installed by `router.front.app`.
+"""Frees a request whose client has left as soon as it has been cancelled.
 
 Starlette writes an answer in a task of its own, in a task group of anyio, and cancels it when the client has left. If
 that task ends with the CancelledError, anyio keeps it in a variable of a function that is in the error's own traceback.

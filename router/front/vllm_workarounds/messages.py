@@ -1,4 +1,4 @@
-"""Corrects /v1/messages, which vLLM makes of a chat. Installed by `router.front.app`.
+"""Corrects /v1/messages, which vLLM makes of a chat.
 
 A limit above the context is cut to it, as Claude Code asks for 32,000 tokens of any model. A stream tells cached tokens
 from its first event on. An error in the middle is told with its own words.

@@ -1,6 +1,6 @@
 """GET /v1/models/{model}: OpenAI's `models.retrieve`, which some clients ask before anything else.
 
-vLLM's app has no such path. Installed by `router.front.app`.
+vLLM's app has no such path.
 """
 
 from __future__ import annotations

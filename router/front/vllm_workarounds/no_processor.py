@@ -1,4 +1,4 @@
-"""Tells vLLM that a model of texts has no chat template beside its tokenizer's. Called by `router.front.engine_client`.
+"""Tells vLLM that a model of texts has no chat template beside its tokenizer's.
 
 Before vLLM takes the tokenizer's, it asks transformers for the model's processor, for which transformers loads a second
 tokenizer if there is none: a second of the start, when everything else is ready. vLLM remembers the answer, so it is

@@ -1,4 +1,4 @@
-"""Encodes the chunks of streamed answers with msgspec. Installed by `router.front.app`.
+"""Encodes the chunks of streamed answers with msgspec.
 
 vLLM makes two pydantic models for each token, three in a chat, which check what vLLM itself has just written: a sixth
 of what a token costs the router. Its streaming functions get structs with the same fields here, which are encoded to

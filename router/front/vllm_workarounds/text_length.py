@@ -1,9 +1,9 @@
-"""Limits the length of texts to tokenise: a megabyte takes seconds of a core, whatever happens to the tokens.
+r"""Limits the length of texts to tokenise: a megabyte takes seconds of a core, whatever happens to the tokens.
 
 vLLM refuses only what could not fit if every token were the longest of the vocabulary, which may have a hundred
 characters, and checks no length if the text is only tokenised or will be cut. So one client's texts could keep the
-router's cores busy for minutes. And its tokenizer takes half a surrogate pair (JSON's "\\ud83d" alone, of a text that
-was cut) for a value of the wrong type, and says so in words of its own. Installed by `router.front.engine_client`.
+router's cores busy for minutes. And its tokenizer takes half a surrogate pair (JSON's "\ud83d" alone, of a text that
+was cut) for a value of the wrong type, and says so in words of its own.
 """
 
 from __future__ import annotations

@@ -131,8 +131,10 @@ def goodputs(rounds: Sequence[Round]) -> dict[float, float]:
 
 
 def good_rates(counted: Mapping[str, Sequence[Round]]) -> list[float]:
-    """Return the rates at which the best of these modes serves nearly as much as any at its best rate, the best first;
-    none if no mode served a request in time."""
+    """Return the rates at which the best of these modes serves nearly as much as any at its best rate, the best first.
+
+    None if no mode served a request in time.
+    """
     found = [(goodput, rate) for rounds in counted.values() for rate, goodput in goodputs(rounds).items() if goodput]
     best = max(found, default=(0.0, 0.0))[0]
     return list(dict.fromkeys(rate for goodput, rate in sorted(found, reverse=True) if goodput >= NEARLY * best))
