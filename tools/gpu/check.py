@@ -1,4 +1,4 @@
-"""A tiny proof on one CUDA GPU, with torch, numpy and msgspec: are the bits right, how fast do they move, at what cost?
+"""A tiny proof on one CUDA GPU, with torch, numpy and msgspec: are the bits right, how fast do they move?
 
 usage: python -m tools.gpu.check [--dry-run] [--out runs/gpu-check.json] [--only blocks,ipc]
 
@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from tools.gpu import blocks, interference, ipc, layers, peaks
+from tools.gpu import blocks, ipc, peaks
 from tools.gpu.machine import Machine
 from tools.gpu.result import Row, table
 
 NO_CUDA = 77
-SECTIONS = ("blocks", "ipc", "speeds", "interference", "layers")
+SECTIONS = ("blocks", "ipc", "speeds")
 """What `--only` chooses from; peaks are always measured, since the others are compared with them."""
 
 
@@ -60,14 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(machine: Machine, sections: Iterable[str]) -> list[Row]:
     """Return the rows of these sections; one that breaks is a row that says how, and the others go on."""
     torch.manual_seed(0)
-    rows, measured = peaks.measure(machine)
-    copies = measured.peak_bytes_per_s
+    rows, copies = peaks.measure(machine)
     work: dict[str, Callable[[], Iterable[Row]]] = {
         "blocks": lambda: blocks.check(machine),
         "ipc": lambda: ipc.check(machine, copies),
         "speeds": lambda: blocks.speeds(machine, copies),
-        "interference": lambda: interference.check(machine),
-        "layers": lambda: layers.check(machine, measured),
     }
     for section in sections:
         rows += _guarded(section, work[section])

@@ -64,8 +64,8 @@ def scaled(machine: Machine) -> Callable[[int], Callable[[], object]]:
     return of_size
 
 
-def measure(machine: Machine) -> tuple[list[Row], Hardware]:
-    """Return the rows, and the device as measured: bfloat16 FLOP/s and the bytes/s of a read."""
+def measure(machine: Machine) -> tuple[list[Row], float]:
+    """Return the rows, and the bytes/s that the device's own copies and reads reach."""
     known, known_fp8 = table_entry(machine), table_entry(machine, fp8=True)
     note = f"table: {known.source}" if known else "not in roofline/hardware.py: metrics would have no peaks"
     rows = [Row(SECTION, f"{machine.name}, {machine.memory_bytes / 2**30:.0f} GiB", note=note)]
@@ -79,8 +79,7 @@ def measure(machine: Machine) -> tuple[list[Row], Hardware]:
     peak_bytes = known.peak_bytes_per_s if known else None
     rows += _against("bytes/s of copies, both ways", copied, peak_bytes)
     rows += _against("bytes/s of reads", read, peak_bytes)
-    measured = Hardware(f"{machine.name}, measured", reached, max(copied, read), "tools.gpu.check")
-    return rows, measured
+    return rows, max(copied, read)
 
 
 def _against(what: str, reached: float, peak: float | None) -> Iterator[Row]:

@@ -70,12 +70,12 @@ def test_a_section_that_breaks_fails_and_the_others_go_on(monkeypatch, tmp_path)
     def broken(*_):
         raise RuntimeError("CUDA error: out of luck\nmore")
 
-    monkeypatch.setattr(check.interference, "check", broken)
+    monkeypatch.setattr(check.ipc, "check", broken)
     out = tmp_path / "rows.json"
-    assert check.main(["--dry-run", "--only", "interference,layers", "--out", str(out)]) == 1
+    assert check.main(["--dry-run", "--only", "ipc,speeds", "--out", str(out)]) == 1
     summary = json.loads(out.read_text())
     assert summary["failed"] == ["broke"]
-    assert any("prefill" in row["what"] for row in summary["rows"])
+    assert any("gathered" in row["what"] for row in summary["rows"])
 
 
 def test_the_table_marks_what_holds_what_does_not_and_what_is_measured():
