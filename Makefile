@@ -116,7 +116,7 @@ measurements: setup ## write docs/measurements.md from the figures in docs/resul
 power: setup     ## table of how often simulated comparisons find a true difference, and one where there is none (about 5 minutes; COMPARISONS=1000)
 	@$(BIN)/python -m tools.bench.power --comparisons $(or $(COMPARISONS),1000) --seed $(SEED)
 
-bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two, 2,000 streams; writes runs/bench-front (about 10 minutes)
+bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two; writes runs/bench-front (about 6 minutes)
 	@$(BIN)/python -m tools.front.bench --model "$$($(BIN)/ridgeline model | tail -1)" $(BENCH)
 
 bench-modes: model  ## the map of three modes over limits of TTFT and TPOT, three workloads, on one fleet; writes runs/bench-modes (under 90 minutes; CONVERSATION=CONV.csv CODE=CODE.csv BENCH="--part shift --out runs/bench-shift")

@@ -1,13 +1,12 @@
 """Measures what a router can carry and what a token costs it: CPU time, tokens/s, gaps. No model and no engine runs.
 
-Three parts, on as many cores as the machine has (two are enough for the first):
+Two parts, on as many cores as the machine has (two are enough for the first):
 
 `one`      one router, pinned to a core of its own, with some numbers of streams at a time (16, 64, 512 and 2,048)
 `two`      the same streams over one router and over two with their dispatcher, in alternation; workers, clients and
            dispatcher share the two cores with the routers
-`many`     2,000 streams on 32 workers, of which one is killed: largest gap of every stream, memory of the router
 
-usage: python -m tools.front.bench [--parts one,two,many] [--model PATH] [--out runs/bench-front]
+usage: python -m tools.front.bench [--parts one,two] [--model PATH] [--out runs/bench-front]
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ from typing import Any, Final
 
 import msgspec
 import psutil
-from tokenizers import Tokenizer
 
 from loadtest.run.machine import describe_machine
 from tools.front.streams import StreamRecord, lanes
-from tools.front.workers import FIRST_TOKEN_ID, TOKEN_IDS
 
 REPOSITORY: Final = Path(__file__).parents[2]
 PROMPT_TOKENS: Final = 64
@@ -37,8 +34,6 @@ OUTPUT_TOKENS: Final = 128
 ROUNDS_OF_ONE: Final = 64
 """Few streams are sent again until there were so many."""
 MIB: Final = 1 << 20
-LONG_TEXT: Final = 8
-"""Characters of a word that no field of an answer has in it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ def told(running: subprocess.Popen[str]) -> list[str]:
     assert running.stdout is not None
     words = running.stdout.readline().split()
     if not words:
-        raise SystemExit(f"{running.args} ended before it served")
+        raise SystemExit(f"{running.args!r} ended before it served")
     return words
 
 
@@ -93,8 +88,6 @@ class Fleet:
     urls: list[str]
     routers: list[psutil.Process]
     """With the dispatcher, if there is one."""
-    hosts: subprocess.Popen[str]
-    """The workers."""
 
 
 @contextmanager
@@ -105,10 +98,9 @@ def fleet(
     step_s: float,
     output_tokens: int,
     cores: list[list[int]],
-    mark: int | None = None,
 ) -> Iterator[Fleet]:
     """Run workers, and one router for each entry of `cores`; several share a dispatcher and a port."""
-    sizes = (*map(str, workers), str(step_s), str(output_tokens), *([] if mark is None else [str(mark)]))
+    sizes = (*map(str, workers), str(step_s), str(output_tokens))
     with ExitStack() as stack:
         hosts = stack.enter_context(process("tools.front.workers", *sizes))
         addresses = told(hosts)
@@ -119,7 +111,7 @@ def fleet(
 
         if len(cores) == 1:
             running, url = router(on=cores[0])
-            yield Fleet([url], [psutil.Process(running.pid)], hosts)
+            yield Fleet([url], [psutil.Process(running.pid)])
             return
         dispatcher, at = router("--dispatcher")
         started, url, port = [dispatcher], "", "0"
@@ -127,7 +119,7 @@ def fleet(
             running, url = router("--shares", at, port, on=pinned)
             port = url.rpartition(":")[2]
             started.append(running)
-        yield Fleet([url], [psutil.Process(one.pid) for one in started], hosts)
+        yield Fleet([url], [psutil.Process(one.pid) for one in started])
 
 
 def cpu_s(processes: Sequence[psutil.Process]) -> float:
@@ -202,68 +194,10 @@ def two_routers(model: str, step_s: float, rounds: int) -> list[Figures]:
     return found
 
 
-def many_streams(model: str, streams: int, workers: int, step_s: float, output_tokens: int) -> dict[str, Any]:
-    """Hold many streams, then the same again while the last worker dies; `added` is what a gap has beyond a step."""
-    mark_id, mark = _mark(model)
-    found: dict[str, Any] = {"step_ms": step_s * 1e3, "workers": workers}
-    for name, kills in (("undisturbed", False), ("one worker lost", True)):
-        sizes = (workers // 2, workers - workers // 2)
-        running = fleet(model, workers=sizes, step_s=step_s, output_tokens=output_tokens, cores=[[0]], mark=mark_id)
-        with running as ran:
-            before_s, began_s = cpu_s(ran.routers), time.monotonic()
-            records = asyncio.run(_hold(ran.urls, ran.hosts, streams, output_tokens, step_s, mark, kills=kills))
-            took_s, cpu = time.monotonic() - began_s, cpu_s(ran.routers) - before_s
-            each = figures(records, output_tokens, took_s, cpu, ran.routers)
-        say(f"{streams} streams on {workers} workers, {name}", each)
-        others = [record.largest_gap_s for record in records if record.complete and not (kills and record.marked)]
-        added_ms = max(0.0, max(others) - step_s) * 1e3
-        touched = [record.largest_gap_s * 1e3 for record in records if record.complete and record.marked]
-        found[name] = msgspec.to_builtins(each) | {"added_ms": added_ms, "on_the_last_worker": len(touched)}
-        sys.stdout.write(f"  at most {added_ms:.0f} ms beyond a step of {step_s * 1e3:.0f} ms")
-        if kills:
-            sys.stdout.write(
-                f", without the {len(touched)} streams of the lost worker, whose largest is {max(touched):.0f} ms"
-            )
-        sys.stdout.write("\n")
-    return found
-
-
-def _mark(model: str) -> tuple[int, bytes]:
-    """Return the id of a token whose text is in no other token that workers make, and that text."""
-    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
-    beyond = FIRST_TOKEN_ID + TOKEN_IDS
-    others = " ".join(tokenizer.decode([token_id]) for token_id in range(FIRST_TOKEN_ID, beyond))
-    for token_id in range(beyond, tokenizer.get_vocab_size()):
-        text = tokenizer.decode([token_id]).strip()
-        if len(text) >= LONG_TEXT and text.isascii() and text.isalpha() and text not in others:
-            return token_id, text.encode()
-    raise SystemExit("the vocabulary has no word to mark a worker's streams with")
-
-
-async def _hold(
-    urls: list[str],
-    hosts: subprocess.Popen[str],
-    streams: int,
-    output_tokens: int,
-    step_s: float,
-    mark: bytes,
-    *,
-    kills: bool,
-) -> list[StreamRecord]:
-    over_s = output_tokens * step_s / 3
-    sending = asyncio.create_task(lanes(urls, streams, 1, PROMPT_TOKENS, output_tokens, begin_over_s=over_s, mark=mark))
-    if kills:
-        await asyncio.sleep(over_s * 1.5)
-        assert hosts.stdin is not None
-        hosts.stdin.write("\n")
-        hosts.stdin.flush()
-    return await sending
-
-
 def main() -> None:
     """Run the parts and write summary.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="one,two,many")
+    parser.add_argument("--parts", default="one,two")
     parser.add_argument("--model", required=True, help="directory of a model with its tokenizer; no weights are read")
     parser.add_argument("--streams", default="16,64,512,2048", help="numbers of streams for the part `one`")
     parser.add_argument("--step-s", type=float, default=0.02, help="seconds between two tokens of a stream")
@@ -271,8 +205,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench-front"))
     asked = parser.parse_args()
     parts = asked.parts.split(",")
-    if unknown := {*parts} - {"one", "two", "many"}:
-        parser.error(f"there is no part {', '.join(unknown)}: choose from one, two, many")
+    if unknown := {*parts} - {"one", "two"}:
+        parser.error(f"there is no part {', '.join(unknown)}: choose from one, two")
     summary: dict[str, Any] = {"machine": describe_machine()}
     if "one" in parts:
         ran = one_router(asked.model, asked.step_s, [int(number) for number in asked.streams.split(",")])
@@ -280,8 +214,6 @@ def main() -> None:
         summary |= {"tokens_per_s": best.tokens_per_s, "us_per_token": best.us_per_token, "routers": 1, "one": ran}
     if "two" in parts:
         summary["two"] = two_routers(asked.model, asked.step_s, asked.rounds)
-    if "many" in parts:
-        summary["many"] = many_streams(asked.model, 2000, 32, 0.5, 240)
     asked.out.mkdir(parents=True, exist_ok=True)
     path = asked.out / "summary.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

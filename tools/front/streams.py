@@ -27,8 +27,6 @@ class StreamRecord:
     """When bytes with events came."""
     events: int = 0
     complete: bool = False
-    marked: bool = False
-    """Whether it had the mark in it, the word of the worker that is to die."""
     problem: str = ""
 
     @property
@@ -45,8 +43,7 @@ class StreamRecord:
 class _Stream(asyncio.Protocol):
     """Sends one request, and counts the events of its answer."""
 
-    def __init__(self, request: bytes, mark: bytes) -> None:
-        self._mark = mark
+    def __init__(self, request: bytes) -> None:
         self.record = StreamRecord(time.monotonic())
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request = request
@@ -65,7 +62,6 @@ class _Stream(asyncio.Protocol):
         if events:
             self.record.events += events
             self.record.read_s.append(time.monotonic())
-            self.record.marked = self.record.marked or bool(self._mark and self._mark in text)
         if END in text:
             self.record.complete = not self.record.problem
             self._end()
@@ -81,7 +77,7 @@ class _Stream(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-async def stream(url: str, prompt: str, output_tokens: int, mark: bytes = b"") -> StreamRecord:
+async def stream(url: str, prompt: str, output_tokens: int) -> StreamRecord:
     """Send one completion and read it to its end."""
     where = urlsplit(url)
     body = json.dumps(
@@ -97,7 +93,7 @@ async def stream(url: str, prompt: str, output_tokens: int, mark: bytes = b"") -
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
     request = head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body
     loop = asyncio.get_running_loop()
-    transport, protocol = await loop.create_connection(lambda: _Stream(request, mark), where.hostname, where.port)
+    transport, protocol = await loop.create_connection(lambda: _Stream(request), where.hostname or "", where.port or 80)
     try:
         async with asyncio.timeout(DEADLINE_S):
             await protocol.ended
@@ -109,26 +105,15 @@ async def stream(url: str, prompt: str, output_tokens: int, mark: bytes = b"") -
 
 
 async def lanes(
-    urls: list[str],
-    streams: int,
-    rounds: int,
-    prompt_tokens: int,
-    output_tokens: int,
-    *,
-    begin_over_s: float = 0.0,
-    mark: bytes = b"",
+    urls: list[str], streams: int, rounds: int, prompt_tokens: int, output_tokens: int
 ) -> list[StreamRecord]:
-    """Keep `streams` answers in progress, each lane `rounds` one after the other; lanes take the URLs in turn.
-
-    Lanes begin evenly over `begin_over_s`, so that not all prompts come at once.
-    """
+    """Keep `streams` answers in progress, each lane `rounds` one after the other; lanes take the URLs in turn."""
     records: list[StreamRecord] = []
 
     async def lane(index: int) -> None:
-        await asyncio.sleep(begin_over_s * index / streams)
         for number in range(rounds):
             prompt = f"{index * rounds + number}:" + " word" * prompt_tokens
-            records.append(await stream(urls[index % len(urls)], prompt, output_tokens, mark))
+            records.append(await stream(urls[index % len(urls)], prompt, output_tokens))
 
     async with asyncio.TaskGroup() as group:
         for index in range(streams):

@@ -4,9 +4,8 @@ One process holds all of them. A decode worker sends one token for each of its s
 for each router, as a real one does; a prefill worker answers at once. A token costs this process about 1 us, so that
 what a bench measures is the router.
 
-usage: python -m tools.front.workers PREFILL_WORKERS DECODE_WORKERS STEP_S OUTPUT_TOKENS [MARK]
-Prints the addresses in one line, kills the last worker when it reads a line, and ends with its standard input. With
-MARK, the id of a token, the last worker makes no other token, so that clients see whose streams they read.
+usage: python -m tools.front.workers PREFILL_WORKERS DECODE_WORKERS STEP_S OUTPUT_TOKENS
+Prints the addresses in one line, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ class Session:
 class PacedWorker:
     """A worker of one pool."""
 
-    def __init__(self, pool: Pool, number: int, step_s: float, output_tokens: int, mark: int | None = None) -> None:
+    def __init__(self, pool: Pool, number: int, step_s: float, output_tokens: int) -> None:
         self._pool = pool
-        self._mark = mark
         self._name = f"{pool}-{number}"
         self._step_s = step_s
         self._output_tokens = output_tokens
@@ -103,10 +101,6 @@ class PacedWorker:
         await self._server.start()
         return join_host_port(HOST, port)
 
-    async def die(self) -> None:
-        """End at once, as a killed process does."""
-        await self._server.stop(grace=None)
-
     async def pace(self) -> None:
         """Make a step every `step_s`, late ones included, until cancelled; workers step at different moments."""
         clock = asyncio.get_running_loop().time
@@ -121,7 +115,7 @@ class PacedWorker:
     def _next(self, session: Session, request_id: str) -> TokenDelta:
         self._sent_tokens += 1
         left = session.left[request_id] - 1
-        token_ids = [FIRST_TOKEN_ID + self._sent_tokens % TOKEN_IDS if self._mark is None else self._mark]
+        token_ids = [FIRST_TOKEN_ID + self._sent_tokens % TOKEN_IDS]
         if left:
             session.left[request_id] = left
             return TokenDelta(request_id=request_id, token_ids=token_ids)
@@ -205,21 +199,19 @@ class PacedWorker:
         return Ack()
 
 
-async def main(prefills: int, decodes: int, step_s: float, output_tokens: int, mark: int | None = None) -> None:
-    """Serve until the standard input is closed; a line there kills the last decode worker that still lives."""
+async def main(prefills: int, decodes: int, step_s: float, output_tokens: int) -> None:
+    """Serve until the standard input is closed."""
     workers = [PacedWorker("prefill", number, step_s, output_tokens) for number in range(prefills)]
-    for number in range(decodes):
-        last = number == decodes - 1
-        workers.append(PacedWorker("decode", number, step_s, output_tokens, mark if last else None))
+    workers += [PacedWorker("decode", number, step_s, output_tokens) for number in range(decodes)]
     addresses = [await worker.start() for worker in workers]
     pacing = [asyncio.create_task(worker.pace()) for worker in workers]
     sys.stdout.write(" ".join(addresses) + "\n")
     sys.stdout.flush()
-    while await asyncio.to_thread(sys.stdin.readline):
-        pacing.pop().cancel()
-        await workers.pop().die()
+    await asyncio.to_thread(sys.stdin.read)
+    for task in pacing:
+        task.cancel()
 
 
 if __name__ == "__main__":
-    prefill_workers, decode_workers, step, tokens, *marks = sys.argv[1:]
-    asyncio.run(main(int(prefill_workers), int(decode_workers), float(step), int(tokens), *map(int, marks)))
+    prefill_workers, decode_workers, step, tokens = sys.argv[1:]
+    asyncio.run(main(int(prefill_workers), int(decode_workers), float(step), int(tokens)))
