@@ -199,7 +199,7 @@ class Clients:
             if reply.status_code != httpx.codes.OK:
                 await reply.aread()
                 return _error(plan, reply)
-            async with aclosing(reply.aiter_lines()) as lines:
+            async with aclosing(reply.aiter_lines()) as lines:  # type: ignore[type-var]
                 async for line in lines:
                     if not line.startswith("data: {"):
                         continue

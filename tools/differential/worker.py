@@ -26,7 +26,7 @@ def _mend(runner_class: type[Any]) -> None:
         load_model(self, *args, **kwargs)
         put_generators_back(self)
 
-    runner_class.load_model = load_model_and_put_generators_back  # type: ignore[attr-defined]
+    runner_class.load_model = load_model_and_put_generators_back
 
 
 _mend(CPUModelRunner)

@@ -42,7 +42,7 @@ def conversations(draw: st.DrawFn) -> list[bytes]:
 
 def check_conversation(said: list[bytes]) -> None:
     """Check that each accepted chunk lies inside what was asked for, and only once; a whole answer has all of them."""
-    place, landed, reason = _Place(BLOCKS, most_in_chunk=BLOCKS), set(), errors.CORRUPTED
+    place, landed, reason = _Place(BLOCKS, most_in_chunk=BLOCKS), set[int](), errors.CORRUPTED
     try:
         for message in said:
             told = grpc_methods.read_answer(_decode_told, message, "fuzz")

@@ -165,7 +165,7 @@ def code_of(channel: grpc.Channel, call: Call) -> grpc.StatusCode:
         else:
             channel.unary_unary(call.method)(call.message, timeout=timeout_s)
     except grpc.RpcError as error:
-        return error.code()  # type: ignore[no-any-return, attr-defined]
+        return error.code()
     return Code.OK
 
 
@@ -205,7 +205,7 @@ class Session:
         try:
             reply = self._channel.unary_unary(f"/{SERVICE}/Submit")(message, timeout=DEADLINE_S)
         except grpc.RpcError as error:
-            return error.code()  # type: ignore[no-any-return, attr-defined]
+            return error.code()
         return msgspec.msgpack.decode(reply, type=Ack)
 
     def ending(self) -> TokenDelta:

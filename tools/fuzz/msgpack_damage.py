@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import strategies as st
 
 _INTEGERS = [0, 1, -1, 2, 31, 33, 255, 2**31 - 1, 2**31, -(2**31), 2**32, 2**63 - 1, -(2**63), 2**63, 2**64 - 1]
-_SCALARS = [
+_SCALARS: list[Any] = [
     *(None, True, False, *_INTEGERS, 0.0, -1.5, 1e308, float("nan"), float("inf"), "", "a", "\0", "open", "é" * 70),
     *("x" * 200, b"", b"\xff\xfe", b"\x91" * 2000, [], {}, [[]], {"": None}, "127.0.0.1:1", "decode", "prefill"),
 ]

@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from vllm.exceptions import VLLMClientError
@@ -32,6 +32,7 @@ from kv_transfer.source.lease import LeaseTable
 from router.server import Router
 from router.settings import RouterSettings
 from tests.support import fake_engine  # imports vLLM with its warnings silenced, so it comes first
+from tests.support.samples import LAYOUT
 from worker_runtime.host import WorkerHost
 
 MAX_MODEL_LEN_TOKENS = 256
@@ -39,7 +40,7 @@ MAX_OUTSTANDING = 64
 LEASE_S = 24 * 3600.0
 PUBLISH_WAIT_S = 0.01
 """Short, because otherwise each fetch of an unknown hand-off would wait for a second."""
-KV_BLOCKS, KV_LAYERS = 32, fake_engine.LAYOUT.num_layers
+KV_BLOCKS, KV_LAYERS = 32, LAYOUT.num_layers
 PUBLISHED = {"open": range(8), "empty": range(0)}
 """Hand-offs that can be fetched, and their blocks."""
 
@@ -76,9 +77,9 @@ def kv_source() -> GrpcKvSource:
     """Return a source with some hand-offs that do not expire during a run."""
     leases = LeaseTable()
     for name, block_ids in PUBLISHED.items():
-        leases.publish(name, name, list(block_ids), len(block_ids) * fake_engine.LAYOUT.block_size_tokens, LEASE_S)
-    layers = [np.full((KV_BLOCKS, fake_engine.LAYOUT.block_bytes), layer, np.uint8) for layer in range(KV_LAYERS)]
-    source = GrpcKvSource(BlockPool(layers), leases, fake_engine.LAYOUT, "127.0.0.1")
+        leases.publish(name, name, list(block_ids), len(block_ids) * LAYOUT.block_size_tokens, LEASE_S)
+    layers = [np.full((KV_BLOCKS, LAYOUT.block_bytes), layer, np.uint8) for layer in range(KV_LAYERS)]
+    source = GrpcKvSource(BlockPool(layers), leases, LAYOUT, "127.0.0.1")
     source.server._publish_wait_s = PUBLISH_WAIT_S
     source.start()
     return source
@@ -107,8 +108,8 @@ async def main(model: str) -> None:
     )
     processor = router._client.input_processor
     hosts = [
-        WorkerHost(StrictEngine("prefill", processor), HANDLERS),
-        WorkerHost(StrictEngine("decode", processor), HANDLERS),
+        WorkerHost(cast(Any, StrictEngine("prefill", processor)), HANDLERS),
+        WorkerHost(cast(Any, StrictEngine("decode", processor)), HANDLERS),
     ]
     addresses = [await host.start() for host in hosts]
     source = kv_source()

@@ -66,11 +66,13 @@ def valid_frames(wire_dtype: str, count: int, segments: int) -> list[bytes]:
     layers = [(random.standard_normal((BLOCKS, BLOCK_BYTES // 2)).astype(np.float32)) for _ in range(LAYERS)]
     pool = BlockPool([(layer.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for layer in layers])
     codec = make_codec(wire_dtype, LAYOUT, BLOCK_BYTES)
-    ids, sent = list(range(count)), []
+    ids = list(range(count))
+    sent: list[bytes] = []
     step = -(-count // segments)
     for first in range(0, count, step):
-        sent += frames.write_frames(pool, ids[first : first + step], first, FRAME_BYTES, codec)
-    return [bytes(frame) for frame in sent]
+        written = frames.write_frames(pool, ids[first : first + step], first, FRAME_BYTES, codec)
+        sent += map(bytes, written)
+    return sent
 
 
 def sealed(frame: bytes) -> bytes:

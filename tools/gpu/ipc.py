@@ -99,7 +99,7 @@ def _other_process(questions: Any, answers: Any, machine: Machine) -> None:
         for way, may_use_kernel in (("", True), (", torch", False)):
             pool = pool_of(own, may_use_kernel=may_use_kernel)
             for what, ids in (("adjacent", adjacent), ("scattered", scattered)):
-                one = lambda pool=pool, ids=ids: sum(pool.copies_from(opened, ids, targets))  # type: ignore[misc]  # noqa: E731
+                one = lambda pool=pool, ids=ids: sum(pool.copies_from(opened, ids, targets))  # noqa: E731
                 seconds[f"{what} blocks into the own cache{way}"] = wall_seconds(machine, one)
             copied.append(own[:, targets].cpu())
             own.zero_()

@@ -67,12 +67,12 @@ class Machine:
             began_s = time.perf_counter()
             work()
             return time.perf_counter() - began_s
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
 
 def wall_seconds(machine: Machine, work: Work, rounds: int = 20) -> float:
