@@ -39,7 +39,7 @@ from engine.grammars import choose_backend
 from engine.request import logprobs
 from engine.root_cause import CauseFile, output_place, sentence_of
 from engine.stall import StallWatch
-from engine.steps.scheduler import bound_steps
+from engine.step_scheduler import bound_steps
 from engine.vllm_arguments import engine_values
 from engine.vllm_workarounds.bounded_grammars import bound_validation
 from engine.vllm_workarounds.engine_process import cause_file, prepare_engine_processes

@@ -1,15 +1,14 @@
-"""The hand-off of KV blocks between engines: leases, transports, bytes. Imports neither Ray nor vLLM.
+"""The hand-off of KV blocks between engines: transports, bytes, and both ends joined. Imports neither Ray nor vLLM.
 
-The prefill engine is the source, the decode engine fetches. Start with `contracts/handoff.py` (the nouns), then
-`source/lease.py` (who holds what, how long), `interfaces.py` (what a transport is), `service.py` (the whole, running).
+The prefill engine's end is `prefill_worker/kv_source`, the decode engine's end `decode_worker/kv_fetch`; every engine
+runs both. Start with `contracts/handoff.py` (the nouns), then `interfaces.py` (what a transport is) and `service.py`.
 
 service.py     one engine's end of it all
 interfaces.py  the parts of a transport, as abstract classes
 transports.py  the transports by name, and how to build them
 options.py     the settings of one engine, from the plan to the fetcher
 names.py       the names and limits that settings use
-source/        the prefill engine's end of a hand-off
-fetch/         the decode engine's end of a hand-off
+control.py     describe, renew and release over gRPC
 wire/          frames, codecs and gRPC methods
 memory/        KV blocks as bytes, on host and device
 collective/    the `collective` transport, experimental

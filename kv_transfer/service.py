@@ -21,14 +21,15 @@ import torch
 from contracts import errors
 from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
 from contracts.stages import mark
-from kv_transfer.fetch.heartbeat import Heartbeats, release_with_retries
-from kv_transfer.fetch.results import Completed, CompletionBoard, TransferStats
+from decode_worker.kv_fetch.heartbeat import Heartbeats
+from decode_worker.kv_fetch.results import Completed, CompletionBoard, TransferStats
+from kv_transfer.control import release_with_retries
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.device import OnLost
 from kv_transfer.memory.shared import SharedOffer
 from kv_transfer.options import TransferOptions
-from kv_transfer.source.lease import LeaseTable
 from kv_transfer.transports import Exports, RankCache, exports, make_transport
+from prefill_worker.kv_source.lease import LeaseTable
 
 log = logging.getLogger(__name__)
 

@@ -13,20 +13,20 @@ import msgspec
 import torch
 
 from contracts.handoff import KvLayout
-from kv_transfer.fetch.fetcher import KvFetcher
+from decode_worker.kv_fetch.fetcher import KvFetcher
 from kv_transfer.interfaces import OBSTACLE, KvSource, Puller, SourceControl
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.ipc import CannotExport, IpcExport, export, export_shared
 from kv_transfer.memory.shared import SharedOffer
 from kv_transfer.names import TRANSPORT_NAMES, TransportName
 from kv_transfer.options import TransferOptions
-from kv_transfer.source.lease import LeaseTable
 from kv_transfer.testing.faults import FaultPlan, FaultyPuller
 from kv_transfer.wire.frames import largest_frame_bytes
+from prefill_worker.kv_source.lease import LeaseTable
 
 if TYPE_CHECKING:
-    from kv_transfer.fetch.control import GrpcControl
-    from kv_transfer.source.grpc_source import SourceExtension
+    from kv_transfer.control import GrpcControl
+    from prefill_worker.kv_source.grpc_source import SourceExtension
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transpor
 
 def puller_classes() -> Sequence[type[Puller]]:
     """Return the pullers' classes. Importing them imports torch."""
+    from decode_worker.kv_fetch.grpc_puller import GrpcPuller
+    from decode_worker.kv_fetch.ipc_puller import IpcPuller
+    from decode_worker.kv_fetch.shm_puller import ShmPuller
     from kv_transfer.collective.puller import CollectivePuller
-    from kv_transfer.fetch.grpc_puller import GrpcPuller
-    from kv_transfer.fetch.ipc_puller import IpcPuller
-    from kv_transfer.fetch.shm_puller import ShmPuller
     from kv_transfer.nixl.puller import NixlPuller
     from kv_transfer.testing.memory_transport import MemoryPuller
 
@@ -123,13 +123,13 @@ def _memory(cache: RankCache, _options: TransferOptions) -> tuple[KvSource, Sour
 
 
 def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceControl, list[Puller]]:
+    from decode_worker.kv_fetch.grpc_puller import GrpcPuller
+    from decode_worker.kv_fetch.ipc_puller import IpcPuller
+    from decode_worker.kv_fetch.shm_puller import ShmPuller
     from kv_transfer.collective.puller import CollectivePuller
     from kv_transfer.collective.source import CollectiveSource
-    from kv_transfer.fetch.control import GrpcControl
-    from kv_transfer.fetch.grpc_puller import GrpcPuller
-    from kv_transfer.fetch.ipc_puller import IpcPuller
-    from kv_transfer.fetch.shm_puller import ShmPuller
-    from kv_transfer.source.grpc_source import GrpcKvSource
+    from kv_transfer.control import GrpcControl
+    from prefill_worker.kv_source.grpc_source import GrpcKvSource
 
     control = GrpcControl(largest_frame_bytes(cache.layout), options.tls)
     extensions: list[SourceExtension] = []

@@ -1,4 +1,5 @@
-"""The prefill role: run the prompt, publish its KV, hand back the first token.
+"""The prefill role: run the prompt, publish its KV, return the first token.
 
 handler.py  runs the prefill leg of a request
+kv_source/  leases the prompt's KV blocks and serves them to decode workers
 """

@@ -129,7 +129,7 @@ LINGERING = "lingering"
 FORETOLD = "foretold_s"
 """Key of the seconds that the running steps are expected to take at the most: infinite if that is not known."""
 STEP_MODEL = "step_model"
-"""Key of a `contracts.workers.StepModel` as plain data; only after it has changed, from `engine.steps` alone."""
+"""Key of a `contracts.workers.StepModel` as plain data; only after it has changed."""
 
 
 BYTES = "kv_bytes_total."

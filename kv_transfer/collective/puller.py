@@ -25,6 +25,8 @@ import torch
 
 from contracts import errors
 from contracts.rpc.address import split_host_port
+from decode_worker.kv_fetch.stream import SourceStream, read_last_events
+from decode_worker.kv_fetch.threads import run_in_thread
 from kv_transfer.collective.group import FETCHER_RANK, FORM_S, PairGroup, backend_for, join_store
 from kv_transfer.collective.wire import (
     COLLECT,
@@ -39,9 +41,7 @@ from kv_transfer.collective.wire import (
     most_blocks,
     offered,
 )
-from kv_transfer.fetch.control import CONTROL_DEADLINE_S, GrpcControl
-from kv_transfer.fetch.stream import SourceStream, read_last_events
-from kv_transfer.fetch.threads import run_in_thread
+from kv_transfer.control import CONTROL_DEADLINE_S, GrpcControl
 from kv_transfer.interfaces import Pull, Puller, SourceDescription
 from kv_transfer.memory.glibc import keep_freed_memory
 from kv_transfer.wire import grpc_methods

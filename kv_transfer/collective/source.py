@@ -36,9 +36,9 @@ from kv_transfer.collective.wire import (
 )
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.names import MAX_GROUPS
-from kv_transfer.source.block_server import BlockRead, BlockServer, Segment, Wanted
-from kv_transfer.source.grpc_source import FetchSlot, SourceExtension, parse
 from kv_transfer.wire import grpc_methods
+from prefill_worker.kv_source.block_server import BlockRead, BlockServer, Segment, Wanted
+from prefill_worker.kv_source.grpc_source import FetchSlot, SourceExtension, parse
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

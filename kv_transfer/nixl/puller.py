@@ -17,8 +17,8 @@ import msgspec
 
 from contracts import errors
 from contracts.handoff import new_handoff_id
-from kv_transfer.fetch.control import GrpcControl
-from kv_transfer.fetch.pinned import Copy, PinnedPuller, Readable
+from decode_worker.kv_fetch.pinned import Copy, PinnedPuller, Readable
+from kv_transfer.control import GrpcControl
 from kv_transfer.interfaces import Pull
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.nixl.agent import Agent, Read

@@ -16,8 +16,8 @@ from contracts.handoff import new_handoff_id
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.nixl.agent import Agent, descriptors, merged
 from kv_transfer.nixl.offer import NixlOffer
-from kv_transfer.source.block_server import BlockServer
-from kv_transfer.source.grpc_source import FetchSlot, SourceExtension
+from prefill_worker.kv_source.block_server import BlockServer
+from prefill_worker.kv_source.grpc_source import FetchSlot, SourceExtension
 
 
 class NixlSource(SourceExtension):

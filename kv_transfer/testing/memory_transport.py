@@ -11,13 +11,13 @@ from typing import Final
 
 from contracts import errors
 from contracts.handoff import KvLayout
-from kv_transfer.fetch.threads import run_in_thread
+from decode_worker.kv_fetch.threads import run_in_thread
 from kv_transfer.interfaces import KvSource, Pull, Puller, SourceControl, SourceDescription
 from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.source.block_server import BlockServer
-from kv_transfer.source.lease import LeaseTable
 from kv_transfer.wire.codec import make_codec
 from kv_transfer.wire.frames import FrameReader
+from prefill_worker.kv_source.block_server import BlockServer
+from prefill_worker.kv_source.lease import LeaseTable
 
 _servers: Final[dict[str, BlockServer]] = {}
 _ports: Final = itertools.count(1)

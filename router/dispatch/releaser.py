@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from contracts.errors import HandoffError
 from contracts.handoff import KvHandoff
 from contracts.rpc.tls import TlsFileError, TlsFiles
-from kv_transfer.fetch.control import GrpcControl
-from kv_transfer.fetch.heartbeat import release_with_retries
+from kv_transfer.control import GrpcControl, release_with_retries
 
 logger = logging.getLogger(__name__)
 

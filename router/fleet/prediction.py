@@ -4,10 +4,10 @@ In the formulas, n sequences with c tokens of context decode on the worker, L is
 one of them may take, and step(P, n, c, A) is `contracts.workers.StepModel`:
 
 - s = step(0, n, c, 0) is a step without prompts, and T = `TPOT_LIMIT_USED` L the longest that keeps all limits. While
-  n > 0, the engine computes as many prompt tokens in a step as fit (`engine.steps`), or as many as its limit says if no
-  sequence has an L. In the first steps beside a prompt that is `MOST_LIMITS` T, until sequences with r tokens left on
-  average have been put behind by `BORROWED` r (T - `BARE_TAKES` s), and then (1 + `AHEAD`) T - `AHEAD` s on average.
-  While nothing decodes but sequences are to come, it is `MOST_LIMITS` T. Where T < `BARE_TAKES` s, L
+  n > 0, the engine computes as many prompt tokens in a step as fit (`decode_worker.pacing`), or as many as its limit
+  says if no sequence has an L. In the first steps beside a prompt that is `MOST_LIMITS` T, until sequences with r
+  tokens left on average have been put behind by `BORROWED` r (T - `BARE_TAKES` s), and then (1 + `AHEAD`) T - `AHEAD`
+  s on average. While nothing decodes but sequences are to come, it is `MOST_LIMITS` T. Where T < `BARE_TAKES` s, L
   cannot be kept, and a step beside a prompt takes `LOST_LIMITS` s.
 - a prompt of p tokens takes w = p times the time per prompt token, with its attention, and k steps, in which there is
   room for w beside s, for at least `LEAST_PROMPT_SHARE` s in each, and for at most as many tokens as a step may have:

@@ -19,15 +19,15 @@ import torch
 
 from contracts import errors
 from contracts.handoff import KvHandoff, KvLayout, new_handoff_id
-from kv_transfer.fetch.fetcher import KvFetcher
-from kv_transfer.fetch.stream import SourceStream
+from decode_worker.kv_fetch.fetcher import KvFetcher
+from decode_worker.kv_fetch.stream import SourceStream
 from kv_transfer.interfaces import KvSource
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.shared import KvCacheAllocation
 from kv_transfer.options import TransferOptions
-from kv_transfer.source.lease import LeaseTable
 from kv_transfer.transports import RankCache, exports
 from kv_transfer.wire import frames
+from prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import kv_layout
 

@@ -18,8 +18,8 @@ import torch
 
 from contracts import errors
 from contracts.handoff import KvHandoff
+from decode_worker.kv_fetch.ipc_puller import IpcPuller
 from kv_transfer.bench.source_process import SOURCE_SEED, Cache, CacheShape, SourceProcess, offer
-from kv_transfer.fetch.ipc_puller import IpcPuller
 from kv_transfer.memory.device import DeviceMemory
 from kv_transfer.service import PairedTransport
 from tests.support.cuda import NEEDS_CUDA

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from contracts import errors
+from decode_worker.kv_fetch.threads import MAX_CONCURRENT_FETCHES
 from kv_transfer.collective.group import PairGroup
 from kv_transfer.collective.wire import WINDOW_CHUNKS
-from kv_transfer.fetch.threads import MAX_CONCURRENT_FETCHES
 from kv_transfer.transports import make_transport
 from tests.conformance.check_transport import (
     LONG,

@@ -39,8 +39,8 @@ from contracts.workers import WorkerDescription
 from engine.request import sampling
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.options import TransferOptions
-from kv_transfer.source.lease import LeaseTable
 from kv_transfer.transports import RankCache, make_transport
+from prefill_worker.kv_source.lease import LeaseTable
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.releaser import HandoffReleaser
 from router.dispatch.request import SequenceRequest

@@ -193,6 +193,6 @@ def make(
     )
     clock = SimpleNamespace(now_s=1000.0)
     clock.monotonic = lambda: clock.now_s
-    patch.setattr("engine.steps.scheduler.time", clock)
+    patch.setattr("engine.step_scheduler.time", clock)
     scheduler = scheduler_class(config, cache, StructuredOutputManager(config), block_size=BLOCK_TOKENS, log_stats=True)
     return Stepping(scheduler, clock, machine)

@@ -2,7 +2,7 @@
 
 Everything that it prints is simulated. Its steps take what a step model says, times a random factor; the choice of
 workers, the order of late prompts, the bound of a step and the fit of a worker's model to its steps are the product's
-own code (`router.fleet.adaptive`, `engine.steps`). `make bench-modes` measures the same on real engines. Of
+own code (`router.fleet.adaptive`, `decode_worker.pacing`). `make bench-modes` measures the same on real engines. Of
 disaggregated fleets with more than two workers, the one with the best number of prefill workers is shown. With
 --without-limits the mean latency of each mode is shown, at several loads. With --per-device 2, every two workers take
 turns on one device: while both compute, each goes at half of its speed.
@@ -29,9 +29,9 @@ import msgspec
 
 from contracts.vocabulary import Mode, Phase
 from contracts.workers import StepModel
-from engine.steps.bound import Prompt, most_prefill_tokens
-from engine.steps.model import StepFit, StepLoad
-from engine.steps.pace import BareSteps, Paces
+from decode_worker.pacing.bound import Prompt, most_prefill_tokens
+from decode_worker.pacing.model import StepFit, StepLoad
+from decode_worker.pacing.pace import BareSteps, Paces
 from router.fleet.adaptive import Decision, Wanted, choose
 from router.fleet.corrections import Corrections
 from router.fleet.prediction import Load, idle_prompt_s, taking_turns, with_prompts
@@ -236,7 +236,7 @@ class Worker:
         return fit.model if fit is not None and fit.known and fit.model.is_whole else self.machine
 
     def _prompt_tokens(self, now_s: float, context_tokens: int) -> int:
-        """Return how many prompt tokens the step may have, as `engine.steps.scheduler` bounds them."""
+        """Return how many prompt tokens the step may have, as `engine.step_scheduler` bounds them."""
         free, sequences = self.step_tokens - len(self.decoding), len(self.decoding)
         together_s = self.model.decode_s(sequences, context_tokens)
         allowances_s = (self._allowed_s(request, now_s, together_s) for request in self.assigned.values())

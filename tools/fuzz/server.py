@@ -27,8 +27,8 @@ from contracts.tasks import TokenDelta
 from contracts.vocabulary import Pool
 from engine.vllm_engine import require_in_vocabulary
 from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.source.grpc_source import GrpcKvSource
-from kv_transfer.source.lease import LeaseTable
+from prefill_worker.kv_source.grpc_source import GrpcKvSource
+from prefill_worker.kv_source.lease import LeaseTable
 from router.server import Router
 from router.settings import RouterSettings
 from tests.support import fake_engine  # imports vLLM with its warnings silenced, so it comes first

@@ -12,11 +12,11 @@ from cluster.runtime.handlers import HANDLERS
 from contracts import errors
 from contracts.errors import WorkerLost
 from contracts.rpc.tls import TlsFileError, TlsFiles
-from kv_transfer.fetch.control import GrpcControl
+from kv_transfer.control import GrpcControl
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.options import TransferOptions
-from kv_transfer.source.grpc_source import GrpcKvSource
-from kv_transfer.source.lease import LeaseTable
+from prefill_worker.kv_source.grpc_source import GrpcKvSource
+from prefill_worker.kv_source.lease import LeaseTable
 from tests.support.certificates import Authority
 from tests.support.fake_engine import FakeEngine, make_task
 from tests.support.patience import PATIENCE_S, eventually

@@ -19,7 +19,7 @@ from engine.connector.chunks import MOST_GROWING
 from engine.connector.facade import RidgelineConnector
 from engine.connector.messages import FIRST_TOKEN_FOLLOWS, CounterStats, Endpoint, FetchReceipts, join_receipts
 from engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
-from kv_transfer.source.grpc_source import MAX_CONCURRENT_FETCHES
+from prefill_worker.kv_source.grpc_source import MAX_CONCURRENT_FETCHES
 from roofline.cost import StepCostModel
 from roofline.model_shape import load_model_shape
 from tests.support.samples import LAYOUT, make_handoff

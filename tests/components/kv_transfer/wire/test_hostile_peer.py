@@ -21,13 +21,12 @@ from contracts import errors
 from contracts.handoff import WIRE_VERSION, KvHandoff, new_handoff_id
 from kv_transfer.collective.puller import _Place
 from kv_transfer.collective.wire import Chunk, Invitation
-from kv_transfer.fetch.control import GrpcControl
-from kv_transfer.fetch.heartbeat import release_with_retries
+from kv_transfer.control import GrpcControl, release_with_retries
 from kv_transfer.interfaces import FetchProgress, FetchRequest
 from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.source.grpc_source import GrpcKvSource
-from kv_transfer.source.lease import LeaseTable
 from kv_transfer.wire import frames, grpc_methods
+from prefill_worker.kv_source.grpc_source import GrpcKvSource
+from prefill_worker.kv_source.lease import LeaseTable
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S
 from tests.support.samples import LAYOUT
@@ -245,7 +244,7 @@ def test_a_fetch_that_asks_for_the_absurd_is_a_bad_request(source, changes):
 
 
 async def test_logs_and_refusals_do_not_tell_an_id(source, caplog, monkeypatch):
-    monkeypatch.setattr("kv_transfer.fetch.heartbeat.RELEASE_RETRY_DELAYS_S", (0.0,))
+    monkeypatch.setattr("kv_transfer.control.RELEASE_RETRY_DELAYS_S", (0.0,))
     caplog.set_level(logging.DEBUG)
     handoff = KvHandoff(
         handoff_id=(secret := new_handoff_id()),

@@ -16,12 +16,12 @@ from kv_transfer.collective import group
 from kv_transfer.collective.group import FETCHER_RANK, SOURCE_RANK, PairGroup, SendWindow, host_store, join_store
 from kv_transfer.collective.puller import _Membership
 from kv_transfer.collective.source import CollectiveSource
-from kv_transfer.fetch.control import GrpcControl
+from kv_transfer.control import GrpcControl
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.device import DeviceMemory, weighted_sum
 from kv_transfer.names import AUTO
-from kv_transfer.source.grpc_source import GrpcKvSource
-from kv_transfer.source.lease import LeaseTable
+from prefill_worker.kv_source.grpc_source import GrpcKvSource
+from prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S, in_the_end
 from tests.support.samples import kv_layout
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from kv_transfer.fetch.pinned import Readable
+from decode_worker.kv_fetch.pinned import Readable
 from kv_transfer.memory.blocks import BlockPool, CannotOpen
 from kv_transfer.nixl.agent import merged
 from kv_transfer.nixl.offer import NixlOffer

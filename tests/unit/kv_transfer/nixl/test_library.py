@@ -12,8 +12,8 @@ from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.names import AUTO
 from kv_transfer.nixl import library
 from kv_transfer.options import TransferOptions
-from kv_transfer.source.lease import LeaseTable
 from kv_transfer.transports import RankCache, make_transport
+from prefill_worker.kv_source.lease import LeaseTable
 from tests.support.samples import kv_layout
 
 

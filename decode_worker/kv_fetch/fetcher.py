@@ -1,0 +1,234 @@
+"""Fetches hand-offs: pairs with each source once, picks its transport, and pulls each rank's part.
+
+`TransferService` runs it on its own event loop, beside the engine's step loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from contracts import errors
+from contracts.handoff import FetchReceipt, KvHandoff, KvLayout, explain_mismatch
+from decode_worker.kv_fetch.ranks import RankPart, parts_for_rank, readers_per_source
+from kv_transfer.interfaces import FetchProgress, FetchRequest, Pull, Puller, SourceControl, SourceDescription
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S
+from kv_transfer.options import TransferOptions
+from kv_transfer.wire.codec import make_codec
+
+FOLLOW_LIMIT_S: Final = LONGEST_FETCH_DEADLINE_S
+"""Longest duration of a fetch that overlaps its prefill. A dead source is noticed much sooner, by its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """The agreement with one source: its description and the transport for it."""
+
+    source: SourceDescription
+    puller: Puller
+    why: str
+    """Why no better transport was picked, for log lines; empty if nothing stood in the way."""
+
+
+class KvFetcher:
+    """Fetches hand-offs for one rank. Its methods run on one event loop; fetches may run concurrently."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        control: SourceControl,
+        pullers: Sequence[Puller],
+        options: TransferOptions,
+        rank: int = 0,
+    ) -> None:
+        """Each source gets the first of the `pullers` that reaches it, in the order of `options.transport` or `AUTO`.
+
+        Raises ValueError if blocks of this layout cannot travel as `options.wire_dtype`.
+        """
+        make_codec(options.wire_dtype, layout, layout.block_bytes)  # fail now rather than in every fetch
+        self._layout = layout
+        self._control = control
+        self._pullers = {puller.name: puller for puller in pullers}
+        self._allowed: tuple[str, ...] = AUTO if options.transport == "auto" else (options.transport,)
+        self._options = options
+        self._rank = rank
+        self._pairings: dict[str, Pairing] = {}
+
+    async def pair(self, address: str, transport: str | None = None) -> Pairing:
+        """Pair with a source once. Raises LayoutMismatch, or TransferFailed if no allowed transport reaches it.
+
+        With a `transport`, pair again and allow that one only.
+        """
+        pairing = self._pairings.get(address)
+        if pairing is None or transport is not None:
+            allowed = self._allowed if transport is None else (transport,)
+            pairing = self._agree(address, await self._control.describe(address), allowed)
+            self._pairings[address] = pairing
+        return pairing
+
+    def forget_all_but(self, addresses: Collection[str]) -> None:
+        """Drop the state of all other sources, paired or not: their mappings hold memory, their channels reconnect.
+
+        Running fetches keep what they use.
+        """
+        for address in (set(self._pairings) | self._control.known()) - set(addresses):
+            self._forget(address)
+            self._control.forget(address)
+
+    def _forget(self, address: str) -> None:
+        pairing = self._pairings.pop(address, None)
+        if pairing is not None:
+            pairing.puller.forget(pairing.source)
+
+    def _agree(self, address: str, source: SourceDescription, allowed: Sequence[str]) -> Pairing:
+        mismatch = explain_mismatch(self._layout, source.layout)
+        if mismatch is not None:
+            raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
+        obstacles: list[str] = []
+        for puller in filter(None, map(self._pullers.get, allowed)):
+            obstacle = puller.obstacle(source)
+            if obstacle is None:
+                if self._options.wire_dtype != "none" and puller.copies_raw:
+                    obstacles.append(f"copies blocks as they are, wire_dtype {self._options.wire_dtype} is not used")
+                return Pairing(source, puller, "; ".join(obstacles))
+            obstacles.append(f"not {puller.name}: {obstacle}")
+        raise errors.TransferFailed(
+            errors.UNREACHABLE,
+            f"none of {sorted(allowed)} reaches {address}: {'; '.join(obstacles) or 'there is no such transport'}",
+        )
+
+    async def fetch(
+        self, handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int], pool: BlockPool
+    ) -> FetchReceipt:
+        """Pull positions `first_block` to `first_block + len(target_block_ids)` of the hand-off into the targets.
+
+        Every failure becomes a receipt. Cancelling the task stops the transfer and raises CancelledError. In either
+        case nothing writes to `pool` after the end; on failure the targets hold garbage.
+        """
+        progress = FetchProgress(started_s=time.monotonic())
+        try:
+            check_fetch(handoff, first_block, target_block_ids, pool)
+            if target_block_ids:
+                await self._pull_parts(handoff, first_block, target_block_ids, pool, progress)
+        except errors.HandoffError as error:
+            return progress.receipt(error)
+        return progress.receipt(None)
+
+    async def _pull_parts(
+        self,
+        handoff: KvHandoff,
+        first_block: int,
+        target_block_ids: Sequence[int],
+        pool: BlockPool,
+        progress: FetchProgress,
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for part in self._parts(handoff):
+                    group.create_task(
+                        self._pull_part(handoff, part, first_block, target_block_ids, pool, progress),
+                    )
+        except* errors.HandoffError as failures:
+            raise _first(failures) from None
+
+    def _parts(self, handoff: KvHandoff) -> list[RankPart]:
+        try:
+            return parts_for_rank(
+                self._rank, self._layout.tensor_parallel_size, len(handoff.addresses), self._layout.block_bytes
+            )
+        except ValueError as error:
+            raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, str(error)) from error
+
+    async def _pull_part(
+        self,
+        handoff: KvHandoff,
+        part: RankPart,
+        first_block: int,
+        target_block_ids: Sequence[int],
+        pool: BlockPool,
+        progress: FetchProgress,
+    ) -> None:
+        address = handoff.addresses[part.source_rank]
+        allowed_s = self._options.fetch_deadline_s if handoff.complete else FOLLOW_LIMIT_S
+        for attempt in (1, 2):
+            pairing = await self.pair(address)
+            progress.transport = pairing.puller.name
+            pull = Pull(
+                address=address,
+                source=pairing.source,
+                request=FetchRequest(
+                    handoff_id=handoff.handoff_id,
+                    first_block=first_block,
+                    num_blocks=len(target_block_ids),
+                    layout=self._layout,
+                    part_start=part.source_start,
+                    part_bytes=part.num_bytes,
+                    wire_dtype=self._options.wire_dtype,
+                ),
+                target_block_ids=target_block_ids,
+                pool=pool.part(part.target_start, part.num_bytes),
+                progress=progress,
+                lease_s=handoff.lease_s,
+                overlaps=not handoff.complete,
+                give_up_at_s=progress.started_s + allowed_s,
+            )
+            try:
+                await pairing.puller.pull(pull)
+                return
+            except errors.TransferFailed as error:
+                if error.reason in (errors.UNREACHABLE, errors.STALE_PAIRING):
+                    self._forget(address)
+                if error.reason != errors.STALE_PAIRING or attempt == 2:
+                    raise
+
+    async def renew(self, handoff: KvHandoff) -> None:
+        """Extend the lease on every source rank that this rank reads; raises like `SourceControl.renew`."""
+        for address in self._our_sources(handoff):
+            await self._control.renew(address, handoff.handoff_id)
+
+    async def release(self, handoff: KvHandoff) -> None:
+        """Tell the sources that this rank no longer needs the blocks; raises like `SourceControl.release`."""
+        readers = readers_per_source(self._layout.tensor_parallel_size, len(handoff.addresses))
+        for address in self._our_sources(handoff):
+            await self._control.release(address, handoff.handoff_id, self._rank % readers, readers)
+
+    async def describe(self, address: str) -> SourceDescription:
+        """Ask a source about itself; raises TransferFailed if unreachable."""
+        return await self._control.describe(address)
+
+    async def close(self) -> None:
+        """Close all connections. Calling it again does nothing."""
+        for puller in self._pullers.values():
+            await puller.close()
+        await self._control.close()
+
+    def _our_sources(self, handoff: KvHandoff) -> list[str]:
+        return [handoff.addresses[part.source_rank] for part in self._parts(handoff)]
+
+
+def check_fetch(handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int], pool: BlockPool) -> None:
+    """Check a fetch before anything is sent; raises TransferFailed(`bad_request`) if it cannot be right."""
+    if first_block < 0 or first_block + len(target_block_ids) > handoff.num_blocks:
+        raise errors.TransferFailed(
+            errors.BAD_REQUEST,
+            f"blocks {first_block} to {first_block + len(target_block_ids)} of a hand-off of {handoff.num_blocks}",
+        )
+    if len(set(target_block_ids)) != len(target_block_ids):
+        raise errors.TransferFailed(errors.BAD_REQUEST, "the target blocks are not distinct")
+    try:
+        pool.check_block_ids(target_block_ids)
+    except ValueError as error:
+        raise errors.TransferFailed(errors.BAD_REQUEST, str(error)) from error
+
+
+def _first(failures: BaseExceptionGroup[errors.HandoffError]) -> errors.HandoffError:
+    """Return the failure to report, the first: failures of several ranks mostly have one cause."""
+    error: BaseException = failures
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, errors.HandoffError)
+    return error

@@ -1,0 +1,232 @@
+"""Fits how long a step takes to the steps that the engine has run. Pure: knows neither vLLM nor a clock.
+
+What it returns travels to the router in `WorkerStatus`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+import numpy as np
+
+from contracts.workers import MIN_FITTED_STEPS, StepModel
+from decode_worker.pacing.weights import Array, non_negative
+
+KEPT: Final = 0.99
+"""What an older step counts for, relative to the next one of its kind: the latest hundred count."""
+REFIT_STEPS: Final = 8
+PULL: Final = 1e-4
+"""Weight of the previous fit beside that of all steps: where these say nothing, it stays."""
+PRIOR_TOKENS: Final = 32
+"""As long as no prompt has been computed, this many of its tokens are taken to double the shortest step."""
+TOLERATED: Final = 0.1
+"""A step whose time is further than this from the predicted one, and than usual, counts for less."""
+ABSURD: Final = math.log(2.0)
+"""A step of more than twice the predicted time, or less than half, does not count..."""
+BELIEVED: Final = 4
+"""...until this many of its size in a row have been like that."""
+KNOWN: Final = 8
+"""Steps of one size after which another one of that size can be told to be disturbed."""
+RING: Final = 16
+"""The latest steps of each size; their median against the line is its correction."""
+DOUBT: Final = 2.0
+"""Steps' worth of doubt that a size needs a correction at all."""
+GROWN: Final = 2.0
+"""A step that reads at most so many times the context of any before, or attends to as much more, is like those: its
+predicted time is wrong by this factor at the most, and `engine.stall` allows for three."""
+ERRORS: Final = 64
+BUCKETS: Final = 24
+FEATURES: Final = 5
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """What one step computes: the P, S, C and A of `StepModel`."""
+
+    prefill_tokens: int
+    sequences: int
+    context_tokens: int
+    attended: float
+
+    @property
+    def bucket(self) -> int:
+        """The index of its correction."""
+        return min(BUCKETS - 1, (self.prefill_tokens + self.sequences).bit_length())
+
+    @property
+    def kind(self) -> int:
+        """0: decode alone, 1: decode and prompts, 2: prompts alone."""
+        return 0 if not self.prefill_tokens else 1 if self.sequences else 2
+
+
+@dataclass
+class _Kind:
+    """Decayed sums over the steps of one kind.
+
+    Each kind forgets by its own steps: hours of decode alone do not make it forget what a prompt costs, and kinds count
+    alike however often they occur.
+    """
+
+    gram: Array = field(default_factory=lambda: np.zeros((FEATURES, FEATURES)))
+    moments: Array = field(default_factory=lambda: np.zeros(FEATURES))
+
+    def add(self, row: Array, weight: float) -> None:
+        """Add a step; `row` holds its features divided by its time, so that errors are relative."""
+        self.gram *= KEPT
+        self.gram += weight * np.multiply.outer(row, row)
+        self.moments *= KEPT
+        self.moments += weight * row
+
+
+@dataclass
+class _Size:
+    """What is known of the steps of one size, all whose tokens have the same bit_length."""
+
+    seen: int = 0
+    surprises: int = 0
+    """The latest ones, all on one side."""
+    side: bool = False
+
+    def surprised(self, *, slow: bool) -> bool:
+        """Note a step far from what was predicted; return whether it is to be believed."""
+        self.surprises = self.surprises + 1 if slow == self.side else 1
+        self.side = slow
+        return self.surprises >= BELIEVED or self.seen < KNOWN
+
+
+class StepFit:
+    """A `StepModel` that follows the engine. `observe` takes about 30 us on average; a test measures it."""
+
+    def __init__(self) -> None:
+        self.model = StepModel(
+            base_s=0.0,
+            per_prefill_token_s=0.0,
+            per_sequence_s=0.0,
+            per_context_token_s=0.0,
+            per_attended_token_s=0.0,
+        )
+        self.longest_prefill_tokens = 0
+        """The most prompt tokens that a step had; beyond, the model is a guess."""
+        self._most_context_tokens = 0
+        self._most_attended = 0.0
+        self._line = np.zeros(FEATURES)
+        self._kinds = (_Kind(), _Kind(), _Kind())
+        self._sizes = [_Size() for _ in range(BUCKETS)]
+        self._rows = np.zeros((BUCKETS, RING, FEATURES))
+        """The latest steps of each size, as `_Kind.add` takes them; zeros are none."""
+        self._errors: deque[float] = deque(maxlen=ERRORS)
+        self._steps = 0
+        self._steps_without_prompts = 0
+        self._median_error = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether the model may be used."""
+        return self.model.steps >= MIN_FITTED_STEPS
+
+    def predict_s(self, load: StepLoad) -> float:
+        """Return how long such a step is expected to take; 0 before the first one."""
+        return self.model.step_s(load.prefill_tokens, load.sequences, load.context_tokens, load.attended)
+
+    def foretell_s(self, load: StepLoad) -> float:
+        """Return how long such a step is expected to take; infinite if too few like it have been measured to know.
+
+        A first step of its size may compile something. One with a longer context may take any time, as may the first
+        with a prompt, or with a sequence that decodes: none before had such a context.
+        """
+        like_others = (
+            load.context_tokens <= GROWN * self._most_context_tokens and load.attended <= GROWN * self._most_attended
+        )
+        if self.known and like_others and self._sizes[load.bucket].seen >= KNOWN:
+            return self.predict_s(load)
+        return math.inf
+
+    def observe(self, load: StepLoad, took_s: float) -> None:
+        """Learn from a step that took this long."""
+        if took_s <= 0.0:
+            return
+        features = np.array((1.0, load.prefill_tokens, load.sequences, load.context_tokens, load.attended))
+        if not self._steps:
+            self._begin(load, took_s)
+        weight = self._weight(load, took_s)
+        self._steps += 1
+        if weight:
+            row = features / took_s
+            self._kinds[load.kind].add(row, weight)
+            size = self._sizes[load.bucket]
+            self._rows[load.bucket, size.seen % RING] = row
+            size.seen += 1
+            self._steps_without_prompts += not load.prefill_tokens
+            self.longest_prefill_tokens = max(self.longest_prefill_tokens, load.prefill_tokens)
+            self._most_context_tokens = max(self._most_context_tokens, load.context_tokens)
+            self._most_attended = max(self._most_attended, load.attended)
+        if self._steps % REFIT_STEPS == 0 or self._steps in (1, 2, 4):
+            self._refit()
+
+    def _begin(self, load: StepLoad, took_s: float) -> None:
+        """Guess from one step: a prompt's tokens cost alike in all."""
+        base_s = took_s / (1.0 + load.prefill_tokens / PRIOR_TOKENS)
+        self._line[:2] = base_s, base_s / PRIOR_TOKENS
+
+    def _weight(self, load: StepLoad, took_s: float) -> float:
+        """Return what the step counts for: little if something else seems to have disturbed it."""
+        if not self.known:
+            return 1.0
+        predicted_s = self.predict_s(load)
+        self._errors.append(abs(predicted_s - took_s) / took_s)
+        size = self._sizes[load.bucket]
+        off = math.log(took_s / max(1e-9, predicted_s))
+        tolerated = max(TOLERATED, 3.0 * self._median_error)
+        if abs(off) <= tolerated:
+            size.surprises = 0
+            return 1.0
+        if size.surprised(slow=off > 0.0):
+            return 1.0
+        return 0.0 if abs(off) > ABSURD else tolerated / abs(off)
+
+    def _refit(self) -> None:
+        self._fit_line()
+        self._median_error = median(self._errors) if self._errors else 0.0
+        base_s, prefill_s, sequence_s, context_s, attended_s = (float(weight) for weight in self._line)
+        self.model = StepModel(
+            base_s=base_s,
+            per_prefill_token_s=prefill_s,
+            per_sequence_s=sequence_s,
+            per_context_token_s=context_s,
+            per_attended_token_s=attended_s,
+            corrections=self._corrections(),
+            error=self._median_error,
+            steps=self._steps,
+            knows_decode=self._steps_without_prompts >= KNOWN,
+            knows_prompts=self.longest_prefill_tokens > 0,
+        )
+
+    def _corrections(self) -> tuple[float, ...]:
+        """Return the k of every size up to the largest that was seen."""
+        predicted = self._rows @ self._line  # over what was measured
+        ratios = np.sort(1.0 / np.maximum(predicted, 1e-9), axis=1)  # none at all is the largest
+        corrections = []
+        for size, row in zip(self._sizes, ratios, strict=True):
+            number = min(size.seen, RING)
+            middle = float(row[(number - 1) // 2]) if number else 1.0
+            corrections.append(1.0 + (middle - 1.0) * number / (number + DOUBT))
+        while corrections and corrections[-1] == 1.0:
+            corrections.pop()
+        return tuple(corrections)
+
+    def _fit_line(self) -> None:
+        gram = self._kinds[0].gram + self._kinds[1].gram + self._kinds[2].gram
+        moments = self._kinds[0].moments + self._kinds[1].moments + self._kinds[2].moments
+        scale = np.sqrt(gram.diagonal())
+        seen = np.flatnonzero(scale > 0.0)
+        scale = scale[seen]
+        scaled = gram[np.ix_(seen, seen)] / np.multiply.outer(scale, scale)
+        scaled[np.diag_indices(len(seen))] += PULL
+        pulled = moments[seen] / scale + PULL * self._line[seen] * scale
+        self._line[seen] = non_negative(scaled, pulled) / scale
+        if not self.longest_prefill_tokens:
+            self._line[1] = (self._line[0] + self._line[2]) / PRIOR_TOKENS

@@ -1,9 +1,0 @@
-"""How long the engine's steps take, and how many prompt tokens a step may compute so that it does not take too long.
-
-model.py      fits a step's time to what the step computes
-weights.py    the least squares behind it, without negative results
-bound.py      the longest chunks of prompts that fit a time
-pace.py       what the limits of single sequences leave for the next step
-clock.py      from when to when a step lasts
-scheduler.py  vLLM's scheduler, bounded by all these
-"""

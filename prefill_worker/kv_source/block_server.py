@@ -1,0 +1,193 @@
+"""What every source does with a request, whichever transport moves the bytes: check it, pin the blocks, serve them.
+
+It runs on a transport's server threads. The peer names a hand-off and positions in its block list. Which blocks those
+are comes from the lease table, so a peer can never ask for a block by number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from contracts import errors
+from contracts.handoff import KvLayout, explain_mismatch, new_handoff_id
+from kv_transfer.interfaces import FetchRequest, SourceDescription
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.wire import frames
+from kv_transfer.wire.codec import Codec, make_codec
+from prefill_worker.kv_source.lease import LeaseRead, LeaseTable
+
+PUBLISH_WAIT_S: Final = 1.0
+"""How long a fetch may wait for a hand-off that is announced but not yet published."""
+_WAIT_SLICE_S: Final = 0.25
+
+Wanted = Callable[[], bool]
+"""Tells, at intervals during a wait, whether the peer is still there."""
+
+
+LayerFinal = Callable[[int], None]
+"""Waits until that layer may be read."""
+
+
+def _at_once(_layer: int) -> None:
+    """Return immediately, for blocks that are final."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Blocks that became final together. A read always has a last segment, which may be empty."""
+
+    first: int
+    """Position of the first block, relative to the request's first."""
+    block_ids: tuple[int, ...]
+    last: bool
+    first_token: int | None
+    """The token that prefill sampled; set on the last segment only."""
+    wait_layer: LayerFinal = _at_once
+    """Call this before reading each layer."""
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether prefill still computes these blocks, so that `wait_layer` may wait."""
+        return self.wait_layer is not _at_once
+
+
+class BlockRead:
+    """One request in progress: its blocks stay readable until the read ends."""
+
+    def __init__(self, request: FetchRequest, lease: LeaseRead, pool: BlockPool, codec: Codec) -> None:
+        self.pool = pool
+        """The pool narrowed to the part of each block that was asked for."""
+        self.codec = codec
+        """The encoding that the fetcher asked for; without effect where blocks are not put in frames."""
+        self._request = request
+        self._lease = lease
+
+    def segments(self, wanted: Wanted = lambda: True, *, by_layer: bool = False) -> Iterator[Segment]:
+        """Yield segments in order, as prefill makes them final.
+
+        With `by_layer`, the last step's blocks come while it still computes their layers. Raises
+        TransferFailed(`withdrawn`) if the prefill withdrew, TransferFailed(`bad_request`) if fewer blocks were
+        published than asked for. Ends early when the peer has gone.
+        """
+        first, stop = self._request.first_block, self._request.first_block + self._request.num_blocks
+        sent = first
+        while wanted():
+            blocks = self._lease.wait(sent, _WAIT_SLICE_S, stop if by_layer and sent < stop else None)
+            if blocks.complete and len(blocks.block_ids) < stop:
+                raise errors.TransferFailed(errors.BAD_REQUEST, f"blocks {first} to {stop} of {len(blocks.block_ids)}")
+            ready = min(stop, len(blocks.block_ids))
+            if ready > sent or blocks.complete:
+                token = blocks.first_token if blocks.complete else None
+                yield Segment(sent - first, blocks.block_ids[sent:ready], blocks.complete, token)
+                sent = max(sent, ready)
+            if blocks.complete:
+                return
+            if by_layer and len(self._lease.all_block_ids) >= stop > sent:
+                rest = self._lease.all_block_ids[sent:stop]
+                yield Segment(sent - first, rest, False, None, lambda layer: self._wait_layer(layer, wanted))
+                sent = stop
+
+    def _wait_layer(self, layer: int, wanted: Wanted) -> None:
+        while not self._lease.wait_layer(layer, _WAIT_SLICE_S):
+            if not wanted():
+                raise errors.TransferCancelled(errors.CANCELLED, "the peer went away while prefill computed")
+
+
+class BlockServer:
+    """The part of a source that is the same for all transports."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        leases: LeaseTable,
+        layout: KvLayout,
+        offers: Mapping[str, dict[str, Any]] | None = None,
+        publish_wait_s: float = PUBLISH_WAIT_S,
+    ) -> None:
+        self.incarnation = new_handoff_id()
+        self._pool = pool
+        self._leases = leases
+        self._layout = layout
+        self._offers = dict(offers or {})
+        self._publish_wait_s = publish_wait_s
+        self._counter_lock = threading.Lock()
+        self._bytes_sent_total = 0
+
+    @property
+    def bytes_sent_total(self) -> int:
+        """KV bytes handed to transports so far: encoded for frames, otherwise the blocks' own size."""
+        return self._bytes_sent_total
+
+    def count_sent(self, num_bytes: int) -> None:
+        """Add to the bytes handed to transports, whenever some have been."""
+        with self._counter_lock:
+            self._bytes_sent_total += num_bytes
+
+    @contextmanager
+    def read(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Iterator[BlockRead]:
+        """Check the request, wait until the hand-off is published, and pin it while the block runs.
+
+        Raises a HandoffError that says what is wrong with the request or the hand-off.
+        """
+        mismatch = explain_mismatch(self._layout, request.layout)
+        if mismatch is not None:
+            raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
+        try:
+            pool = self._pool.part(request.part_start, request.part_bytes)
+            codec = make_codec(request.wire_dtype, self._layout, request.part_bytes)
+        except ValueError as error:
+            raise errors.TransferFailed(errors.BAD_REQUEST, str(error)) from error
+        if request.first_block < 0 or request.num_blocks < 0:
+            raise errors.TransferFailed(errors.BAD_REQUEST, f"{request.num_blocks} blocks from {request.first_block}")
+        self._wait_published(request.handoff_id, wanted)
+        with self._leases.reading(request.handoff_id) as lease:
+            yield BlockRead(request, lease, pool, codec)
+
+    def frames(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Generator[bytes, None, int | None]:
+        """Yield the answer as frames; the generator returns the first token.
+
+        The blocks stay pinned until the generator is exhausted or closed.
+        """
+        with self.read(request, wanted) as read:
+            first_token = None
+            for segment in read.segments(wanted, by_layer=True):
+                for frame in frames.write_frames(
+                    read.pool, segment.block_ids, segment.first, codec=read.codec, wait_layer=segment.wait_layer
+                ):
+                    self.count_sent(frames.payload_bytes(frame))
+                    yield frame
+                first_token = segment.first_token
+            return first_token
+
+    def renew(self, handoff_id: str) -> None:
+        """Extend a lease. Raises LeaseExpired, UnknownHandoff or TransferFailed if it is not open."""
+        if not self._leases.renew(handoff_id):
+            raise self._leases.refusal(handoff_id)
+
+    def release(self, handoff_id: str, reader: int, readers: int, by: str = "a peer") -> None:
+        """Record that a reader is done; an unknown id is not an error."""
+        self._leases.release(handoff_id, reader, readers, by)
+
+    def describe(self) -> SourceDescription:
+        """Return what a peer needs to know before it asks for blocks."""
+        leases = self._leases.stats()
+        return SourceDescription(
+            layout=self._layout,
+            incarnation=self.incarnation,
+            offers=self._offers,
+            open_leases=leases.open_leases,
+            pinned_blocks=leases.pinned_blocks,
+            expired_leases_total=leases.expired_leases_total,
+            bytes_sent_total=self._bytes_sent_total,
+        )
+
+    def _wait_published(self, handoff_id: str, wanted: Wanted) -> None:
+        left_s = self._publish_wait_s
+        while not self._leases.wait_published(handoff_id, min(left_s, _WAIT_SLICE_S)):
+            left_s -= _WAIT_SLICE_S
+            if left_s <= 0 or not wanted():
+                return

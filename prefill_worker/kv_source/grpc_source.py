@@ -1,0 +1,211 @@
+"""Serves this engine's published blocks over gRPC.
+
+It runs in the engine's process; `kv_transfer.service` starts and closes it. Calls run on the server's own threads,
+beside the engine's step loop. gRPC provides the back-pressure: the next frame is made only when the last one has left
+for the socket, so a slow reader costs one frame plus the flow-control window.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Final, TypeVar
+
+import grpc
+import msgspec
+
+from contracts import errors
+from contracts.handoff import UNREADABLE, HandoffId, KvLayout
+from contracts.rpc.address import join_host_port
+from contracts.rpc.channel import add_port
+from contracts.rpc.tls import TlsFiles
+from kv_transfer.interfaces import FetchRequest, KvSource
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.memory.glibc import keep_freed_memory
+from kv_transfer.names import LONGEST_FETCH_S
+from kv_transfer.wire import grpc_methods
+from kv_transfer.wire.frames import largest_frame_bytes
+from prefill_worker.kv_source.block_server import BlockServer, Segment
+from prefill_worker.kv_source.lease import LeaseTable
+
+MAX_CONCURRENT_FETCHES: Final = 24
+CONTROL_THREADS: Final = 4
+"""Threads that fetches never occupy, so that renewals and releases get through."""
+
+Parsed = TypeVar("Parsed")
+FetchSlot = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
+"""Reserves one stream while the block runs; a HandoffError inside becomes the call's status."""
+
+_decode_request: Final = msgspec.msgpack.Decoder(FetchRequest).decode
+_decode_id: Final = msgspec.msgpack.Decoder(HandoffId).decode
+_decode_release: Final = msgspec.msgpack.Decoder(grpc_methods.Release).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class SourceExtension(ABC):
+    """Another way to fetch the blocks, with gRPC methods of its own beside the source's as its control side."""
+
+    name: ClassVar[str]
+    """The transport's name."""
+    max_streams: ClassVar[int]
+    """Streams it holds open beside the fetch slots; the server has a thread for each."""
+
+    @abstractmethod
+    def offer(self) -> dict[str, Any] | None:
+        """Return what its pullers need to know; None if it does not work here."""
+
+    @abstractmethod
+    def handlers(self, server: BlockServer, slot: FetchSlot) -> Mapping[str, grpc.RpcMethodHandler]:
+        """Return its methods by name."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release whatever blocks its handlers; called before the server stops. Calling it again does nothing."""
+
+
+class GrpcKvSource(KvSource):
+    """A gRPC server for one lease table."""
+
+    def __init__(  # noqa: PLR0913 - what it serves, to whom, and where
+        self,
+        pool: BlockPool,
+        leases: LeaseTable,
+        layout: KvLayout,
+        host: str,
+        port: int = 0,
+        offers: Mapping[str, dict[str, Any]] | None = None,
+        max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES,
+        extensions: Sequence[SourceExtension] = (),
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """Port 0 picks a free one. `offers` describes the ways to fetch other than streams."""
+        self._tls = tls
+        keep_freed_memory()
+        self._extensions = tuple(extensions)
+        extra = {extension.name: extension.offer() for extension in extensions}
+        offered = {name: offer for name, offer in extra.items() if offer is not None}
+        self.server = BlockServer(pool, leases, layout, {**(offers or {}), **offered})
+        self._host = host
+        self._port = port
+        self._fetch_slots = threading.BoundedSemaphore(max_concurrent_fetches)
+        threads = max_concurrent_fetches + CONTROL_THREADS + sum(each.max_streams for each in extensions)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kv-serve")
+        self._grpc = grpc.server(self._threads, options=grpc_methods.server_options(largest_frame_bytes(layout)))
+        self._grpc.add_generic_rpc_handlers((self._handlers(),))
+
+    @property
+    def address(self) -> str:
+        return join_host_port(self._host, self._port)
+
+    @property
+    def bytes_sent_total(self) -> int:
+        return self.server.bytes_sent_total
+
+    def start(self) -> None:
+        try:
+            self._port = add_port(self._grpc, self.address, self._tls)
+        except RuntimeError as error:
+            raise OSError(f"cannot serve KV blocks on {self.address}: is the port taken?") from error
+        self._grpc.start()
+
+    def close(self) -> None:
+        for extension in self._extensions:
+            extension.close()
+        self._grpc.stop(grace=None).wait()
+        self._threads.shutdown(wait=False)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        handlers = {
+            grpc_methods.FETCH: grpc.unary_stream_rpc_method_handler(self._fetch),
+            grpc_methods.PIN: grpc.unary_stream_rpc_method_handler(self._pin),
+            grpc_methods.RENEW: grpc.unary_unary_rpc_method_handler(self._renew),
+            grpc_methods.RELEASE: grpc.unary_unary_rpc_method_handler(self._release),
+            grpc_methods.DESCRIBE: grpc.unary_unary_rpc_method_handler(self._describe),
+        }
+        for extension in self._extensions:
+            handlers.update(extension.handlers(self.server, self._slot))
+        return grpc.method_handlers_generic_handler(grpc_methods.SERVICE, handlers)
+
+    def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Stream the frames, on one thread.
+
+        When the call ends in any way, gRPC drops this generator, which ends the read.
+        """
+        with self._slot(context):
+            request = parse(_decode_request, message)
+            first_token = yield from self.server.frames(request, context.is_active)
+            grpc_methods.end_with_first_token(context, first_token)
+
+    def _pin(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Report where the blocks lie and keep them there until the reader closes the stream or dies."""
+        closed = threading.Event()
+        with self._slot(context):
+            if not context.add_callback(closed.set):
+                return  # the call is already over, so nothing would end the wait below
+            request = parse(_decode_request, message)
+            with self.server.read(request, context.is_active) as read:
+                for segment in read.segments(context.is_active, by_layer=True):
+                    yield from self._pinned(segment, read.pool)
+                closed.wait(LONGEST_FETCH_S)
+
+    def _pinned(self, segment: Segment, pool: BlockPool) -> Iterator[bytes]:
+        pinned = grpc_methods.PinnedBlocks(
+            incarnation=self.server.incarnation,
+            block_ids=list(segment.block_ids),
+            complete=segment.last,
+            first_token=segment.first_token,
+        )
+        layer_bytes = len(segment.block_ids) * pool.block_bytes
+        if not segment.by_layer:
+            self.server.count_sent(layer_bytes * pool.num_layers)
+            yield _encode(pinned)
+            return
+        for layer in range(pool.num_layers):
+            segment.wait_layer(layer)
+            self.server.count_sent(layer_bytes)
+            yield _encode(msgspec.structs.replace(pinned, final_layers=layer + 1))
+
+    @contextmanager
+    def _slot(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Reserve room for one stream; a HandoffError inside becomes the call's status."""
+        if (context.time_remaining() or math.inf) > LONGEST_FETCH_S:
+            sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S:g} s"
+            grpc_methods.abort(context, errors.TransferFailed(errors.BAD_REQUEST, sentence))
+        if not self._fetch_slots.acquire(blocking=False):
+            grpc_methods.abort(context, errors.TransferFailed(errors.BUSY, "all fetch slots of this source are taken"))
+        try:
+            yield
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
+        finally:
+            self._fetch_slots.release()
+
+    def _renew(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            self.server.renew(parse(_decode_id, message))
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
+        return b""
+
+    def _release(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            release = parse(_decode_release, message)
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
+        self.server.release(release.handoff_id, release.reader, release.readers, context.peer())
+        return b""
+
+    def _describe(self, _message: bytes, _context: grpc.ServicerContext) -> bytes:
+        return _encode(self.server.describe())
+
+
+def parse(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:
+    """Decode a message. Raises TransferFailed(`bad_request`) if it is unreadable."""
+    try:
+        return decode(message)
+    except UNREADABLE as error:
+        raise errors.TransferFailed(errors.BAD_REQUEST, f"unreadable request: {error}") from error

@@ -1,0 +1,243 @@
+"""What is particular to the gRPC transport: slots, limits, hostile callers, the allocator."""
+
+import asyncio
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import grpc
+import msgspec
+import numpy as np
+import pytest
+
+from contracts import errors
+from contracts.handoff import KvHandoff
+from decode_worker.kv_fetch.fetcher import KvFetcher
+from decode_worker.kv_fetch.grpc_puller import GrpcPuller
+from kv_transfer.control import GrpcControl
+from kv_transfer.interfaces import FetchRequest
+from kv_transfer.memory.blocks import BlockPool
+from kv_transfer.memory.glibc import keep_freed_memory
+from kv_transfer.options import TransferOptions
+from kv_transfer.wire import grpc_methods
+from prefill_worker.kv_source import grpc_source
+from prefill_worker.kv_source.grpc_source import GrpcKvSource
+from prefill_worker.kv_source.lease import LeaseTable
+from tests.support.patience import PATIENCE_S
+from tests.support.samples import kv_layout
+
+LAYOUT = kv_layout(block_size_tokens=4, num_layers=4, block_bytes=32)
+
+
+@pytest.fixture
+def pool():
+    return BlockPool([np.full((8, 32), layer, np.uint8) for layer in range(4)])
+
+
+@pytest.fixture
+def source(pool):
+    source = GrpcKvSource(pool, LeaseTable(), LAYOUT, "127.0.0.1", max_concurrent_fetches=1)
+    source.start()
+    yield source
+    source.close()
+
+
+def published(source, owner):
+    source.server._leases.publish(owner, owner, [1, 2], 8, 30.0)
+    return handoff_at(source.address, owner)
+
+
+def handoff_at(address, handoff_id):
+    return KvHandoff(
+        handoff_id=handoff_id,
+        addresses=(address,),
+        num_blocks=2,
+        num_tokens=8,
+        compatibility_hash="",
+        lease_s=30.0,
+        num_bytes=256,
+    )
+
+
+def make_fetcher(fetch_deadline_s):
+    control = GrpcControl()
+    options = TransferOptions("127.0.0.1", fetch_deadline_s=fetch_deadline_s)
+    return KvFetcher(LAYOUT, control, [GrpcPuller(control)], options)
+
+
+def request_for(handoff_id, first_block=0, num_blocks=1):
+    return FetchRequest(
+        handoff_id=handoff_id,
+        first_block=first_block,
+        num_blocks=num_blocks,
+        layout=LAYOUT,
+        part_start=0,
+        part_bytes=LAYOUT.block_bytes,
+    )
+
+
+def refusal(source, method, message, **options):
+    with grpc.insecure_channel(source.address) as channel:
+        call = channel.unary_stream(f"/{grpc_methods.SERVICE}/{method}")(message, **options)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    return grpc_methods.error_of(caught.value, source.address)
+
+
+async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
+    real = source.server.frames
+
+    def slowly(request, wanted):
+        for frame in real(request, wanted):
+            time.sleep(0.01)
+            yield frame
+        return None
+
+    source.server.frames = slowly
+    fetcher = make_fetcher(5.0)
+    layers = [np.zeros((8, 32), np.uint8) for _ in range(4)]
+    target = BlockPool(layers)
+    fetches = [fetcher.fetch(published(source, f"r{n}"), 0, [2 * n, 2 * n + 1], target) for n in range(4)]
+    receipts = await asyncio.gather(*fetches)
+    await fetcher.close()
+    assert {receipt.outcome for receipt in receipts} == {"ok"}, receipts
+    assert all((layer == index).all() for index, layer in enumerate(layers))
+
+
+async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool):
+    source._fetch_slots.acquire()
+    fetcher = make_fetcher(1.0)
+    receipt = await fetcher.fetch(published(source, "r"), 0, [1], pool)
+    await fetcher.close()
+    source._fetch_slots.release()
+    assert (receipt.outcome, receipt.reason) == ("failed", errors.BUSY)
+
+
+async def test_a_source_that_was_busy_and_is_silent_until_time_is_up_is_named_busy(source, pool):
+    slots = source._fetch_slots
+
+    class Full:
+        asked = 0
+
+        def acquire(self, blocking):
+            if self.asked:  # what a busy machine does to the last attempt
+                time.sleep(1.5)
+            self.asked += 1
+            return False
+
+    source._fetch_slots = Full()
+    fetcher = make_fetcher(1.0)
+    receipt = await fetcher.fetch(published(source, "r"), 0, [1], pool)
+    await fetcher.close()
+    source._fetch_slots = slots
+    assert (receipt.outcome, receipt.reason) == ("failed", errors.BUSY)
+
+
+async def test_a_silent_source_is_a_timeout(source, pool):
+    fetcher = make_fetcher(0.2)
+    receipt = await fetcher.fetch(handoff_at(source.address, "never published"), 0, [1], pool)
+    await fetcher.close()
+    assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT)
+    assert receipt.wait_s >= 0.15
+
+
+def test_a_pin_whose_reader_left_before_it_began_holds_nothing(source, monkeypatch):
+    monkeypatch.setattr(grpc_source, "LONGEST_FETCH_S", 2 * PATIENCE_S)
+    published(source, "r")
+    leases, slot, begun = source.server._leases, source._slot, threading.Event()
+
+    @contextmanager
+    def late(context):
+        with slot(context):
+            begun.set()
+            while context.add_callback(lambda: None):  # which gRPC refuses once the call has ended
+                time.sleep(0.01)
+            yield
+
+    source._slot = late
+    with grpc.insecure_channel(source.address) as channel:
+        pin = channel.unary_stream(f"/{grpc_methods.SERVICE}/{grpc_methods.PIN}")
+        call = pin(msgspec.msgpack.encode(request_for("r")), timeout=PATIENCE_S)
+        assert begun.wait(PATIENCE_S)
+        call.cancel()
+        assert source._fetch_slots.acquire(timeout=PATIENCE_S), "the pin kept its slot"
+    source._fetch_slots.release()
+    assert leases._open["r"].active_reads == 0
+
+
+def test_a_fetch_without_a_deadline_is_refused(source):
+    request = request_for("h")
+    error = refusal(source, grpc_methods.FETCH, msgspec.msgpack.encode(request))
+    assert (error.reason, "deadline" in error.message) == (errors.BAD_REQUEST, True)
+
+
+INVALID_UTF_8 = b"\x81\xaahandoff_id\xa2\xff\xfe"
+NESTED = b"\x81\xa1a" + b"\x91" * 5000 + b"\x01"
+
+
+@pytest.mark.parametrize("message", [b"", b"\xc1", msgspec.msgpack.encode({"handoff_id": 7}), INVALID_UTF_8, NESTED])
+def test_an_unreadable_request_is_refused(source, message):
+    assert refusal(source, grpc_methods.FETCH, message, timeout=PATIENCE_S).reason == errors.BAD_REQUEST
+    assert refusal(source, grpc_methods.RENEW, message, timeout=PATIENCE_S).reason == errors.BAD_REQUEST
+
+
+@pytest.mark.parametrize("told", [["x" * 129], ["r", -1], ["r", 0, 0], ["r", 0, 1 << 40], ["r", 1 << 20, 2]])
+def test_a_release_that_would_fill_the_sources_memory_is_refused(source, told):
+    published(source, "r")
+    assert (
+        refusal(source, grpc_methods.RELEASE, msgspec.msgpack.encode(told), timeout=PATIENCE_S).reason
+        == errors.BAD_REQUEST
+    )
+    assert source.server._leases.stats().open_leases == 1
+
+
+@pytest.mark.parametrize("ranks", [0, -1, -(2**63)])
+def test_a_layout_of_no_ranks_is_refused(source, ranks):
+    request = request_for("r")
+    layout = msgspec.structs.replace(LAYOUT, tensor_parallel_size=ranks)
+    message = msgspec.msgpack.encode(msgspec.structs.replace(request, layout=layout))
+    assert refusal(source, grpc_methods.FETCH, message, timeout=PATIENCE_S).reason == errors.BAD_REQUEST
+
+
+@pytest.mark.parametrize("answer", [b"", b"\xc1", INVALID_UTF_8, NESTED])
+def test_a_sources_answer_that_makes_no_sense_is_corrupted(answer):
+    with pytest.raises(errors.TransferFailed, match=errors.CORRUPTED):
+        grpc_methods.read_answer(msgspec.msgpack.Decoder(grpc_methods.PinnedBlocks).decode, answer, "h:1")
+
+
+@pytest.mark.parametrize("told", ["", "x", "-1", "1e9", b"1"])
+def test_a_first_token_that_is_none_is_corrupted(told):
+    call = SimpleNamespace(trailing_metadata=lambda: [("kv-first-token", told)])
+    with pytest.raises(errors.TransferFailed, match=errors.CORRUPTED):
+        grpc_methods.first_token_of(call)
+
+
+def test_a_huge_request_is_refused_unread(source):
+    assert refusal(source, grpc_methods.RELEASE, bytes(1 << 20), timeout=PATIENCE_S).reason != ""
+    assert source.server._leases.stats().open_leases == 0
+
+
+def test_positions_outside_the_publication_are_refused(source):
+    published(source, "r")
+    for first_block, num_blocks in ((-1, 1), (0, 3), (2, 1), (1, -1), (0, 1 << 40)):
+        request = request_for("r", first_block, num_blocks)
+        error = refusal(source, grpc_methods.FETCH, msgspec.msgpack.encode(request), timeout=PATIENCE_S)
+        assert error.reason == errors.BAD_REQUEST, (first_block, num_blocks)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_the_allocator_settings_take():
+    assert keep_freed_memory()
+
+
+async def test_a_source_that_was_asked_and_never_paired_is_forgotten_with_the_others():
+    control = GrpcControl()
+    fetcher = KvFetcher.__new__(KvFetcher)
+    fetcher._control, fetcher._pairings = control, {}
+    for port in (7001, 7002):
+        control.channel(f"127.0.0.1:{port}")
+    fetcher.forget_all_but(["127.0.0.1:7002"])
+    assert control.known() == {"127.0.0.1:7002"}
+    await control.close()
