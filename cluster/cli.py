@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import warnings
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from cluster.commands.plan_options import with_plan
 from cluster.commands.server_url import server_url
@@ -25,19 +27,34 @@ from cluster.deployments.background import DETACHED
 from cluster.deployments.names import AlreadyRunning, NoFolder
 from cluster.doctor import checks as doctor_checks
 from cluster.model_store import ModelError, prepare_model
+from contracts.former_names import FormerName, warn_of_former_name
 from contracts.vocabulary import Mode
 from loadtest.errors import LoadTestError
 from loadtest.plan import ComparePlan, ReplayPlan
 from roofline.errors import RooflineError
 
+FORMER_COMMANDS = {"orders": "operations"}
+"""The present name of each command that was renamed in this version."""
+
+
+class _Commands(TyperGroup):
+    """The subcommands, of which some may be given by a former name."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if (present := FORMER_COMMANDS.get(cmd_name)) is not None:
+            warn_of_former_name(f"`ridgeline {cmd_name}`", f"`ridgeline {present}`")
+        return super().get_command(ctx, present or cmd_name)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Serve one model colocated, disaggregated or adaptive on Ray, and measure which pays.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-orders = typer.Typer(help="List what was ordered of a running server, or cancel an order.", invoke_without_command=True)
-app.add_typer(orders, name="orders")
+operations = typer.Typer(help="List the operations of a running server, or cancel one.", invoke_without_command=True)
+app.add_typer(operations, name="operations")
 bench = typer.Typer(help="Measure one part of Ridgeline on this machine, without a model.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 PIPED_WIDTH = 140
@@ -61,8 +78,19 @@ NameOption = Annotated[str, typer.Option(help="the deployment's name, as in `rid
 DEFAULT_NAME = "ridgeline"
 
 
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    if issubclass(category, FormerName):
+        errors.print("[yellow]warning:[/]", escape(str(message)), highlight=False)
+    else:
+        _show_other_warning(message, category, *where, **more)
+
+
+_show_other_warning = warnings.showwarning
+
+
 def main() -> None:
     """Entry point of the `ridgeline` script."""
+    warnings.showwarning = _show_warning
     app()
 
 
@@ -339,14 +367,14 @@ def scale(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Give pools of a running server more workers or fewer; no request is lost."""
-    from cluster.commands.operators.orders import scale as order_workers
-    from cluster.commands.operators.orders import wanted_workers
+    from cluster.commands.operators.scale import scale as scale_workers
+    from cluster.commands.operators.scale import wanted_workers
 
     try:
         wanted = wanted_workers(workers)
     except ValueError as error:
         fail([str(error)], status=2)
-    run(order_workers(url, wanted, timeout_s, admin_key_file=admin_key_file, console=console))
+    run(scale_workers(url, wanted, timeout_s, admin_key_file=admin_key_file, console=console))
 
 
 @app.command()
@@ -358,38 +386,38 @@ def restart(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Start every worker of a running server again, one after the other; no request is lost."""
-    from cluster.commands.operators.orders import restart as order_restart
+    from cluster.commands.operators.scale import restart as restart_workers
 
-    run(order_restart(url, timeout_s, admin_key_file=admin_key_file, console=console))
+    run(restart_workers(url, timeout_s, admin_key_file=admin_key_file, console=console))
 
 
-@orders.callback()
-def list_orders(context: typer.Context, url: UrlOption = LOCAL_URL, admin_key_file: AdminKeyOption = None) -> None:
-    """List what was ordered of a running server with scale, restart or by its autoscale, and how far that is."""
+@operations.callback()
+def list_operations(context: typer.Context, url: UrlOption = LOCAL_URL, admin_key_file: AdminKeyOption = None) -> None:
+    """List the operations of a running server and their progress: scale, restart, and those of its autoscaler."""
     if context.invoked_subcommand is not None:
         early = {"--url": "url", "--admin-key-file": "admin_key_file"}
         sources = {option: context.get_parameter_source(name) for option, name in early.items()}
         if given := [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]:
             fail([f"say {' and '.join(given)} after {context.invoked_subcommand}"], 2)
         return
-    from cluster.commands.operators.orders import orders as tell_orders
+    from cluster.commands.operators.scale import operations as show_operations
 
-    run(tell_orders(url, admin_key_file=admin_key_file, console=console))
+    run(show_operations(url, admin_key_file=admin_key_file, console=console))
 
 
-@orders.command()
+@operations.command()
 def cancel(
-    order: Annotated[str, typer.Argument(help="order ID, as scale and restart print it")],
+    operation: Annotated[str, typer.Argument(help="operation ID, as scale and restart print it")],
     url: UrlOption = LOCAL_URL,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
-    """Cancel a waiting or running order.
+    """Cancel a waiting or running operation.
 
-    Serving workers stay. A worker that already drains leaves, or comes back if the order was a restart.
+    Serving workers stay. A worker that already drains leaves, or comes back if the operation was a restart.
     """
-    from cluster.commands.operators.orders import cancel as cancel_order
+    from cluster.commands.operators.scale import cancel as cancel_operation
 
-    run(cancel_order(url, order, admin_key_file=admin_key_file, console=console))
+    run(cancel_operation(url, operation, admin_key_file=admin_key_file, console=console))
 
 
 @app.command()

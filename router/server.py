@@ -37,7 +37,7 @@ from router.front.http.types import Asgi
 from router.front.idle_times import OUTPUT_TOKENS, measure, too_short
 from router.front.metrics_page import metrics_endpoint
 from router.front.middleware.http_protocol import BoundedHeads
-from router.front.orders import OrderBook
+from router.front.operations import OperationLog
 from router.front.vllm_workarounds import unread
 from router.observe.fleet_use import FleetUse, fleet_use
 from router.observe.loop_lag import LoopLag
@@ -102,7 +102,7 @@ class Router:
         self._client = RouterEngineClient(
             frontend_config(self._args),
             self._admission,
-            settings.max_unread_stream_bytes,
+            settings.max_stream_buffer_bytes,
             settings.max_grammar_bytes,
             self._count_unread,
         )
@@ -110,8 +110,8 @@ class Router:
             self._fleet, self._decisions.placement, settings, self._metrics, self._releaser.release
         )
         requests.register(InFlight(lambda: self._orchestrator.in_flight))
-        self.orders = OrderBook()
-        """Orders of operators, for whoever starts and ends workers."""
+        self.operations = OperationLog()
+        """Operations of operators, for whoever starts and ends workers."""
         self._hardware: dict[Pool, PoolHardware] = {}
         REGISTRY.register(
             WorkerCollector(
@@ -277,7 +277,7 @@ class Router:
                 admin_routes(
                     self._fleet,
                     self._decisions.modes,
-                    self.orders,
+                    self.operations,
                     self._metrics.explanations,
                     self._decisions.placement.forget_prefixes,
                 ),
@@ -310,8 +310,8 @@ class Router:
         await unread.watch(
             connections=lambda: (one for one in server.server_state.connections if isinstance(one, BoundedHeads)),
             streams=lambda: self._client.streams,
-            write_deadline_s=self._settings.write_deadline_s,
-            max_unread_bytes=self._settings.max_unread_bytes,
+            send_timeout_s=self._settings.send_timeout_s,
+            max_send_buffer_bytes=self._settings.max_send_buffer_bytes,
             on_end=self._count_unread,
         )
 

@@ -93,11 +93,11 @@ class RouterSettings:
     """Largest number of log-probabilities in one answer."""
     max_client_share: float = 1.0
     """The fraction that one client may hold of the requests and KV blocks that other clients leave."""
-    write_deadline_s: float = 30.0
+    send_timeout_s: float = 30.0
     """A connection whose client takes nothing of its answer for this long is closed."""
-    max_unread_stream_bytes: int = 4 << 20
+    max_stream_buffer_bytes: int = 4 << 20
     """Bytes of one stream that may be kept until its client reads them."""
-    max_unread_bytes: int = 256 << 20
+    max_send_buffer_bytes: int = 256 << 20
     """Bytes of all answers together that may be kept until their clients read them."""
     max_grammar_bytes: int = 64 << 10
     """Largest structured output that a request may ask for."""

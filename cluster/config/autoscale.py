@@ -6,7 +6,7 @@ Part of `cluster.config.models`; `cluster.config.loader` checks it against the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -38,6 +38,8 @@ class PoolBounds(Section):
 class AutoscaleConfig(Section):
     """Whether pools get more workers or fewer by themselves, and when."""
 
+    FORMER_NAMES: ClassVar = {"ttft_limit_ms": "ttft_slo_ms", "tpot_limit_ms": "tpot_slo_ms"}
+
     mode: Literal["none", "advise", "act"] = Field(
         default="none",
         description="none: only operators change pools; advise: print each decision; act: also carry it out, as "
@@ -65,14 +67,14 @@ class AutoscaleConfig(Section):
     drain_timeout_s: float = Field(
         default=30.0, ge=0, description="how long requests may finish on a leaving worker before they migrate"
     )
-    ttft_limit_ms: float | None = Field(
+    ttft_slo_ms: float | None = Field(
         default=None,
         ge=10,
         le=64_000,
         description="TTFT SLO of the autoscaler, rounded down to a bucket of ridgeline_ttft_seconds; when missed, "
         "prefill, colocated or adaptive grows; null: none",
     )
-    tpot_limit_ms: float | None = Field(
+    tpot_slo_ms: float | None = Field(
         default=None,
         ge=5,
         le=2_000,

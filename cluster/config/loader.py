@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from rich.table import Table
 
 from cluster.config.autoscale import autoscale_conflicts
 from cluster.config.gpu_defaults import GPU_ORIGIN, fill_adaptive, gpu_defaults
 from cluster.config.models import RidgelineConfig, conflicts
+from cluster.config.section import Section
+from contracts.former_names import warn_of_former_name
 from contracts.vocabulary import Mode, Pool
 
 DEFAULT_ORIGIN = "default"
@@ -107,18 +109,18 @@ def explain(loaded: LoadedConfig) -> Table:
     return table
 
 
-def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield each dotted name below a model, with True for a section and False for a setting."""
+def _fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section] | None]]:
+    """Yield each dotted name below a model, and its model if it is a section."""
     for name, info in model.model_fields.items():
-        section: Any = info.annotation
-        is_section = isinstance(section, type) and issubclass(section, BaseModel)
-        yield prefix + name, is_section
-        if is_section:
+        kind: Any = info.annotation
+        section = kind if isinstance(kind, type) and issubclass(kind, Section) else None
+        yield prefix + name, section
+        if section is not None:
             yield from _fields(section, f"{prefix}{name}.")
 
 
-_SECTIONS = {path for path, is_section in _fields(RidgelineConfig) if is_section}
-_LEAVES = [path for path, is_section in _fields(RidgelineConfig) if not is_section]
+_SECTIONS = {path: section for path, section in _fields(RidgelineConfig) if section is not None}
+_LEAVES = [path for path, section in _fields(RidgelineConfig) if section is None]
 
 
 _TABLES = [path for path in _LEAVES if path.rpartition(".")[2] in ("resources", "engine_args", "server_args")]
@@ -129,6 +131,15 @@ def _leaf_of(path: str) -> str | None:
     if path in _LEAVES:
         return path
     return next((table for table in _TABLES if path.startswith(f"{table}.")), None)
+
+
+def _present_name(path: str) -> str:
+    """Return what a setting is called now; warns if that is another name."""
+    section, _, name = path.rpartition(".")
+    if section not in _SECTIONS or (present := _SECTIONS[section].FORMER_NAMES.get(name)) is None:
+        return path
+    warn_of_former_name(path, f"{section}.{present}")
+    return f"{section}.{present}"
 
 
 def read_yaml(path: Path) -> yaml.Node | None:
@@ -180,7 +191,7 @@ def _walk(node: yaml.Node, prefix: str, file: Path, problems: list[str]) -> Iter
     first_lines: dict[str, int] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        path = f"{prefix}{key_node.value}"
+        path = _present_name(f"{prefix}{key_node.value}")
         if path in first_lines:
             problems.append(f"{file}:{line}: {path} is already set in line {first_lines[path]}: remove one of them.")
         first_lines.setdefault(path, line)
@@ -193,7 +204,7 @@ def _walk(node: yaml.Node, prefix: str, file: Path, problems: list[str]) -> Iter
 def _read_overrides(overrides: Mapping[str, str], problems: list[str]) -> Iterator[_Assignment]:
     for path, text in overrides.items():
         try:
-            yield _Assignment(path, yaml.safe_load(text), FLAG_ORIGIN)
+            yield _Assignment(_present_name(path), yaml.safe_load(text), FLAG_ORIGIN)
         except yaml.YAMLError:
             problems.append(f"{FLAG_ORIGIN}: {path}: {text!r} is not a valid value; quote it as in YAML.")
 

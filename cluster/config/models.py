@@ -6,7 +6,7 @@ variables of its own. `cluster.config.loader` fills it from YAML and flags.
 
 from ipaddress import IPv6Address
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, IPvAnyNetwork, PlainValidator, TypeAdapter
@@ -105,6 +105,12 @@ class ModelConfig(Section):
 class ServerConfig(Section):
     """Where clients connect."""
 
+    FORMER_NAMES: ClassVar = {
+        "write_deadline_s": "send_timeout_s",
+        "max_unread_stream_bytes": "max_stream_buffer_bytes",
+        "max_unread_bytes": "max_send_buffer_bytes",
+    }
+
     host: Annotated[str, AfterValidator(_host)] = Field(
         default="127.0.0.1", min_length=1, description="address the HTTP server listens on"
     )
@@ -126,15 +132,15 @@ class ServerConfig(Section):
         description="addresses or networks (10.0.0.0/24) of proxies whose X-Forwarded-For names the client; the "
         "header of other peers is ignored",
     )
-    write_deadline_s: float = Field(
+    send_timeout_s: float = Field(
         default=30.0, gt=0, description="a client that reads nothing of its response for this long is disconnected"
     )
-    max_unread_stream_bytes: Bytes = Field(
+    max_stream_buffer_bytes: Bytes = Field(
         default=4 * MIB,
         ge=64 * 1024,
         description="send buffer of one stream; the stream ends with an error when its client falls further behind",
     )
-    max_unread_bytes: Bytes = Field(
+    max_send_buffer_bytes: Bytes = Field(
         default=256 * MIB,
         ge=MIB,
         description="send buffers of all streams together; above it the largest streams end with an error",

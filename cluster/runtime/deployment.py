@@ -22,8 +22,8 @@ from cluster.runtime.autoscale.loop import Autoscaler
 from cluster.runtime.handles.actor import DeploymentFailed, NoPlace
 from cluster.runtime.handles.heads import DispatcherHandle, RouterHandle
 from cluster.runtime.handles.worker import WorkerHandle
-from cluster.runtime.orders.carrying import Carrying
-from cluster.runtime.orders.desk import OrderDesk
+from cluster.runtime.operation_queue import OperationQueue
+from cluster.runtime.operation_steps import OperationSteps
 from cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
 from cluster.runtime.services import WorkerReady
 from cluster.runtime.supervisor import Say, Supervisor
@@ -70,7 +70,7 @@ class Deployment:
         kv_pairs: list[KvPair],
         routers: list[RouterHandle],
         supervisor: Supervisor,
-        orders: OrderDesk,
+        operations: OperationQueue,
         autoscaler: Autoscaler,
         warnings: Sequence[str] = (),
     ) -> None:
@@ -81,11 +81,11 @@ class Deployment:
         self.warnings = list(warnings)
         self._routers = routers
         self._supervisor = supervisor
-        self._orders = orders
+        self._operations = operations
         self._autoscaler = autoscaler
 
     async def watch(self, say: Say, on_away: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
-        """Bring back what dies, carry out orders, give some if pools follow their load, and report all of it.
+        """Bring back what dies, carry out operations, give some if pools follow their load, and report all of it.
 
         `on_away` is told of workers that are lost again and again, see `Supervisor.run`. Never returns; raises
         DeploymentFailed when the last worker has left on purpose.
@@ -93,7 +93,7 @@ class Deployment:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._supervisor.run(say, on_away), name="supervisor")
-                group.create_task(self._orders.run(say), name="orders")
+                group.create_task(self._operations.run(say), name="operations")
                 group.create_task(self._autoscaler.run(say), name="autoscaler")
         except* DeploymentFailed as failures:
             raise failures.exceptions[0] from None
@@ -217,11 +217,11 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
         return workers[-1]  # ended with the others
 
     start_within_s = plan.config.ray.patience_s + plan.config.supervision.start_timeout_s
-    carrying = Carrying(heads.lead, supervisor, another, start_within_s, plan.config.transfer.lease_s)
-    orders = OrderDesk(heads.routers, carrying.carry_out)
-    autoscaler = Autoscaler(plan.config.autoscale, heads.lead, heads.routers, supervisor, orders)
+    steps = OperationSteps(heads.lead, supervisor, another, start_within_s, plan.config.transfer.lease_s)
+    operations = OperationQueue(heads.routers, steps.carry_out)
+    autoscaler = Autoscaler(plan.config.autoscale, heads.lead, heads.routers, supervisor, operations)
     pairs, warnings = await heads.kv_pairs(), await limits_too_short(plan.config.router.slo, heads.routers[0], say)
-    return Deployment(url, rows, pairs, heads.routers, supervisor, orders, autoscaler, warnings)
+    return Deployment(url, rows, pairs, heads.routers, supervisor, operations, autoscaler, warnings)
 
 
 async def limits_too_short(slo: SloConfig, router: RouterHandle, say: Say) -> list[str]:

@@ -28,7 +28,7 @@ from contracts.vocabulary import Health, Mode, Pool
 from engine.config import EngineConfig, HostSettings
 from engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
 from router.fleet.pairing import KvPair
-from router.front.orders import News, OrderBook, Progress, Taken
+from router.front.operations import News, OperationLog, Progress, Taken
 from router.garbage import GarbageWatch
 from router.observe.fleet_use import FleetUse, Members, members
 from router.observe.metrics import LimitedLatency, Within
@@ -324,12 +324,12 @@ class RouterService(_Head):
         """Join the dispatcher at this address, where another one has been started. Raises NotServing."""
         await self._serving().follow_dispatcher(address)
 
-    async def take_orders(self, within_s: float, known: list[News]) -> Taken:
+    async def take_operations(self, within_s: float, known: list[News]) -> Taken:
         """Return what operators want that is not `known`, or wait for it up to this many seconds. Raises NotServing."""
-        taken: Taken = await self._serving().orders.take(within_s, known)
+        taken: Taken = await self._serving().operations.take(within_s, known)
         return taken
 
-    async def order_scale(
+    async def operation_scale(
         self,
         workers: Mapping[Pool, int],
         decided_at: Mapping[Pool, int],
@@ -337,14 +337,14 @@ class RouterService(_Head):
         timeout_s: float,
         reason: str,
     ) -> str:
-        """Enter an order, as if an operator had given it, unless another one is under way; returns its id, or "".
+        """Enter an operation, as if an operator had given it, unless another one is under way; returns its id, or "".
 
         Raises NotServing.
         """
-        book: OrderBook = self._serving().orders
+        book: OperationLog = self._serving().operations
         if book.open:
             return ""
-        return book.give("scale", timeout_s, workers, decided_at, mode, reason).order_id
+        return book.give("scale", timeout_s, workers, decided_at, mode, reason).operation_id
 
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
         """Return how many sequences have kept each limit since the router's start. Raises NotServing."""
@@ -352,8 +352,8 @@ class RouterService(_Head):
         return kept
 
     async def report(self, progress: Progress) -> None:
-        """Note how an order goes on, for whoever asks. Raises NotServing."""
-        self._serving().orders.report(progress)
+        """Note how an operation goes on, for whoever asks. Raises NotServing."""
+        self._serving().operations.report(progress)
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests; returns how many were still running after `timeout_s`."""

@@ -154,7 +154,7 @@ class Supervisor:
         self._cut_off[worker.name] = asyncio.Event()
         try:
             await self._introduce(worker, address, "ordered")
-        except BaseException:  # also when the order is given up meanwhile
+        except BaseException:  # also when the operation is given up meanwhile
             self._forget(worker.name)
             raise
         self._watch(self._group, worker)

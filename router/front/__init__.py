@@ -11,7 +11,7 @@ request_fields.py  says how each field of a body is treated
 health.py          GET /ready
 idle_times.py      says which limits of router.slo an idle server cannot keep
 admin.py           /ridgeline/*, the operator's paths
-orders.py          orders of operators for whoever starts and ends workers
+operations.py      operators' requests for more workers, fewer, or a restart of all
 metrics_page.py    GET /metrics
 shared_answer.py   shares one expensive answer among many callers
 vllm_workarounds/  workarounds for vLLM's app

@@ -1,9 +1,9 @@
-"""The operator's paths: list the workers, drain one, change the mode, explain decisions, order more workers or fewer.
+"""The operator's paths: list the workers, drain one, change the mode, explain decisions, change the number of workers.
 
 Part of the HTTP app.
 
 `router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline drain`,
-`mode`, `decisions`, `scale`, `restart` and `orders` are clients.
+`mode`, `decisions`, `scale`, `restart` and `operations` are clients.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from contracts.errors import WorkerLost
+from contracts.former_names import warn_of_former_name
 from contracts.vocabulary import Mode, Pool
 from router.dispatch.modes import AnyModes
 from router.fleet.fleet import Fleet, Worker
@@ -29,7 +30,7 @@ from router.fleet.policy import pools_of
 from router.fleet.roles import ModeImpossible
 from router.front.http.context import current
 from router.front.middleware.admin_access import ADMIN_PATH
-from router.front.orders import Order, OrderBook, Progress
+from router.front.operations import Operation, OperationLog, Progress
 from router.front.shared_answer import Shared
 from router.observe.explanations import KEPT, SHOWN_BY_DEFAULT, Explanations
 
@@ -41,6 +42,8 @@ _WITHOUT: dict[Pool, str] = {
     "adaptive": "nothing can be served",
 }
 """What follows when the last worker of a pool leaves."""
+FORMER_PATH = "orders"
+"""Another name of `operations`, answered for one version."""
 DRAIN_TIMEOUT_S = 30.0
 MOST_WORKERS = 1000
 REFRESH_EVERY_S = 0.5
@@ -90,14 +93,14 @@ class RestartBody(BaseModel):
 def admin_routes(
     fleet: Fleet,
     modes: AnyModes,
-    orders: OrderBook,
+    operations: OperationLog,
     explanations: Explanations,
     on_forgotten: Callable[[], None] = lambda: None,
 ) -> APIRouter:
     """Return the routes below /ridgeline; `on_forgotten` is called when prefix caches have been emptied."""
     routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
 
-    routes.include_router(_order_routes(modes, orders))
+    routes.include_router(_operation_routes(modes, operations))
     refreshed = Shared(fleet.refresh, REFRESH_EVERY_S)
 
     @routes.get("/workers")
@@ -119,7 +122,7 @@ def admin_routes(
     @routes.post("/mode")
     async def change_mode(body: ModeBody) -> dict[str, Any]:
         if body.mode != modes.mode:
-            _refuse_change_during(orders, body.mode)
+            _refuse_change_during(operations, body.mode)
         try:
             change = await modes.change(body.mode)
         except (ModeImpossible, PairingRefused) as error:
@@ -142,7 +145,7 @@ def admin_routes(
     return routes
 
 
-def _order_routes(modes: AnyModes, orders: OrderBook) -> APIRouter:
+def _operation_routes(modes: AnyModes, operations: OperationLog) -> APIRouter:
     routes = APIRouter()
 
     @routes.post("/scale", status_code=HTTPStatus.ACCEPTED)
@@ -154,70 +157,86 @@ def _order_routes(modes: AnyModes, orders: OrderBook) -> APIRouter:
                 f"in mode {modes.mode} there is no pool {', '.join(unknown)}: scale {' or '.join(pools)}, or change "
                 "the mode first",
             )
-        return _given(orders.give("scale", body.timeout_s, body.workers, mode=modes.mode))
+        return _given(operations.give("scale", body.timeout_s, body.workers, mode=modes.mode))
 
     @routes.post("/restart", status_code=HTTPStatus.ACCEPTED)
     async def restart(body: RestartBody) -> dict[str, Any]:
-        return _given(orders.give("restart", body.timeout_s))
+        return _given(operations.give("restart", body.timeout_s))
 
-    @routes.get("/orders")
-    async def all_orders() -> dict[str, Any]:
-        """Return all orders that are known, the newest first."""
-        return {"orders": [_progress_row(progress) for progress in reversed(orders.all)]}
+    routes.include_router(_known_operations(operations, "operations"))
+    routes.include_router(_known_operations(operations, FORMER_PATH), dependencies=[Depends(_warn_of_former_path)])
+    return routes
 
-    @routes.get("/orders/{order_id}")
-    async def order(order_id: str) -> dict[str, Any]:
-        return _progress_row(_known(orders, order_id))
 
-    @routes.delete("/orders/{order_id}", status_code=HTTPStatus.ACCEPTED)
-    async def cancel(order_id: str) -> dict[str, Any]:
+async def _warn_of_former_path() -> None:
+    warn_of_former_name(f"{ADMIN_PATH}/{FORMER_PATH}", f"{ADMIN_PATH}/operations")
+
+
+def _known_operations(operations: OperationLog, path: str) -> APIRouter:
+    routes = APIRouter(prefix=f"/{path}")
+
+    @routes.get("")
+    async def all_operations() -> dict[str, Any]:
+        """Return all operations that are known, the newest first."""
+        return {path: [_progress_row(progress) for progress in reversed(operations.all)]}
+
+    @routes.get("/{operation_id}")
+    async def one_operation(operation_id: str) -> dict[str, Any]:
+        return _progress_row(_known(operations, operation_id))
+
+    @routes.delete("/{operation_id}", status_code=HTTPStatus.ACCEPTED)
+    async def cancel(operation_id: str) -> dict[str, Any]:
         """Have it cancelled; its state says when that is done."""
-        progress = _known(orders, order_id)
+        progress = _known(operations, operation_id)
         if not progress.is_open:
-            raise HTTPException(HTTPStatus.CONFLICT, f"order {order_id} has ended already: it is {progress.state}")
-        logger.warning("an operator cancels %s", progress.order.title)
-        orders.cancel(order_id)
+            raise HTTPException(
+                HTTPStatus.CONFLICT, f"operation {operation_id} has ended already: it is {progress.state}"
+            )
+        logger.warning("an operator cancels %s", progress.operation.title)
+        operations.cancel(operation_id)
         return _progress_row(progress)
 
     return routes
 
 
-def _refuse_change_during(orders: OrderBook, mode: Mode) -> None:
-    """A pool that an order is about may not be there in another mode; a restart is about all workers in any mode."""
-    scaling = next((progress.order for progress in orders.open if progress.order.kind == "scale"), None)
+def _refuse_change_during(operations: OperationLog, mode: Mode) -> None:
+    """Refuse while pools are scaled, which the other mode may not have; a restart is about all workers in any mode."""
+    scaling = next((progress.operation for progress in operations.open if progress.operation.kind == "scale"), None)
     if scaling is not None:
         raise HTTPException(
             HTTPStatus.CONFLICT,
             f"the mode cannot become {mode} while {scaling.title} is under way, which is about pools of mode "
-            f"{scaling.mode}: wait until it has ended (ridgeline orders), or cancel it ({scaling.how_to_cancel})",
+            f"{scaling.mode}: wait until it has ended (ridgeline operations), or cancel it ({scaling.how_to_cancel})",
         )
 
 
-def _known(orders: OrderBook, order_id: str) -> Progress:
-    progress = orders.progress(order_id)
+def _known(operations: OperationLog, operation_id: str) -> Progress:
+    progress = operations.progress(operation_id)
     if progress is None:
         raise HTTPException(
-            HTTPStatus.NOT_FOUND, f"this router knows no order {order_id}: `ridgeline orders` lists the known ones"
+            HTTPStatus.NOT_FOUND,
+            f"this router knows no operation {operation_id}: `ridgeline operations` lists the known ones",
         )
     return progress
 
 
 def _progress_row(progress: Progress) -> dict[str, Any]:
-    order = progress.order
+    operation = progress.operation
     return {
-        "order": order.order_id,
-        "kind": order.kind,
-        "workers": order.workers,
-        "mode": order.mode,
-        "given_s_ago": round(max(0.0, time.time() - order.given_unix_s), 1),
+        "operation": operation.operation_id,
+        "order": operation.operation_id,  # former name
+        "kind": operation.kind,
+        "workers": operation.workers,
+        "mode": operation.mode,
+        "given_s_ago": round(max(0.0, time.time() - operation.given_unix_s), 1),
         "state": progress.state,
         "sentences": progress.sentences,
     }
 
 
-def _given(order: Order) -> dict[str, Any]:
-    logger.warning("an operator gives %s", order.title)
-    return {"order": order.order_id}
+def _given(operation: Operation) -> dict[str, Any]:
+    logger.warning("an operator gives %s", operation.title)
+    return {"operation": operation.operation_id, "order": operation.operation_id}  # the latter is the former name
 
 
 async def _forget(worker: Worker) -> bool:

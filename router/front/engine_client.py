@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED_TASKS = ("generate",)
 _UNREAD = (
-    "the client has not read what was sent, and too much has accumulated (server.max_unread_stream_bytes, "
-    "server.max_unread_bytes): read the answer as it comes"
+    "the client has not read what was sent, and too much has accumulated (server.max_stream_buffer_bytes, "
+    "server.max_send_buffer_bytes): read the answer as it comes"
 )
 
 
@@ -61,7 +61,7 @@ class RouterEngineClient(EngineClient):
         self,
         vllm_config: VllmConfig,
         admission: Admission,
-        max_unread_stream_bytes: int,
+        max_stream_buffer_bytes: int,
         max_grammar_bytes: int,
         on_unread: Callable[[Why], None],
     ) -> None:
@@ -83,7 +83,7 @@ class RouterEngineClient(EngineClient):
         self._collectors: set[BoundedCollector] = set()
         self._unread: set[BoundedCollector] = set()
         """Collectors of requests whose sequences have ended, but whose clients have not read everything."""
-        self._max_unread_stream_bytes = max_unread_stream_bytes
+        self._max_unread_stream_bytes = max_stream_buffer_bytes
         self._max_grammar_bytes = max_grammar_bytes
         self._on_unread = on_unread
 

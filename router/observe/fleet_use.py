@@ -1,6 +1,6 @@
 """Which workers there are, and how much of them is in use.
 
-`cluster.runtime.autoscale` and `cluster.runtime.orders` ask a router that decides for it, or the dispatcher.
+`cluster.runtime.autoscale` and `cluster.runtime.operation_queue` ask a router that decides for it, or the dispatcher.
 """
 
 from __future__ import annotations

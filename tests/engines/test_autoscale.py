@@ -39,7 +39,7 @@ def test_under_load_a_second_engine_comes_serves_and_goes_again_when_the_load_is
         deployed = Deployed(serve, serve.wait_ready())
         with under_load(deployed.url) as ends:
             began_s = time.monotonic()
-            more = r"order \S+: autoscale, colocated from 1 to 2 workers: it has needed more for \d+ s; now 100%"
+            more = r"operation \S+: autoscale, colocated from 1 to 2 workers: it has needed more for \d+ s; now 100%"
             serve.wait_said(more, CHANGED_WITHIN_S)
             figure(f"ordered {time.monotonic() - began_s:.1f} s after the load began")
             until(lambda: deployed.metrics().sum("ridgeline_steps_total", worker="worker-1") > 0)

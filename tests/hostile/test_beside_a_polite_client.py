@@ -35,7 +35,7 @@ refused; without them it is served, and left again. Pages need no key."""
 SETTINGS = {
     "max_outstanding_requests": SLOTS,
     "max_client_share": 0.75,
-    "write_deadline_s": 5.0,
+    "send_timeout_s": 5.0,
     "recovery_timeout_s": 60.0,
     "request_deadline_s": 600.0,
     "api_key_hashes": frozenset(map(hash_key, (POLITE.encode(), HOSTILE.encode()))),

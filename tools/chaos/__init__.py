@@ -6,9 +6,9 @@ running.py     starts a deployment, with a client and a text to cut prompts from
 deployment.py  observes a deployment as an operator would
 drive.py       runs clients
 wishes.py      plans the clients' requests
-faults.py      injects faults into processes, in a seeded order
+faults.py      injects faults into processes, in a seeded operation
 modes.py       changes the mode again and again
-orders.py      gives the deployment more workers and fewer, and restarts all
+scaling.py     gives the deployment more workers and fewer, and restarts all
 records.py     one request as its client saw it
 verify.py      checks what must hold for every answer
 scoring.py     measures how far each token is from the best one

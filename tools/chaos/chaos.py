@@ -35,9 +35,9 @@ from tools.chaos.deployment import can_cut_connections
 from tools.chaos.drive import Load
 from tools.chaos.faults import KINDS, Fault, Injector, Kind
 from tools.chaos.modes import ModeChanges
-from tools.chaos.orders import Orders
 from tools.chaos.records import Record
 from tools.chaos.running import Running, pool_settings, running, stop
+from tools.chaos.scaling import Operations
 from tools.chaos.scoring import Scores, score
 from tools.chaos.wishes import MIXED, Mix
 
@@ -63,7 +63,7 @@ class Outcome:
     router_rss_mib: tuple[float, float] = (0.0, 0.0)
     refused_before_work: float = 0.0
     modes: ModeChanges = field(default_factory=ModeChanges)
-    orders: Orders = field(default_factory=Orders)
+    operations: Operations = field(default_factory=Operations)
     wall_s: float = 0.0
 
     def kills_s(self) -> list[float]:
@@ -139,7 +139,7 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
         for task in helpers:
             task.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
-    outcome.violations += [*injector.violations, *outcome.modes.violations, *outcome.orders.violations]
+    outcome.violations += [*injector.violations, *outcome.modes.violations, *outcome.operations.violations]
     if setup.deployment.serve.process.poll() is not None:
         return  # `stop` reports it
     await _check_afterwards(setup, outcome, say)
@@ -157,11 +157,11 @@ async def _changing_modes(setup: Running, every_s: float, outcome: Outcome, say:
 
 async def _ordering(setup: Running, options: argparse.Namespace, outcome: Outcome, say: Any) -> None:
     if options.scale_times:
-        await outcome.orders.run(setup.http, options.decode, options.scale_times, say)
+        await outcome.operations.run(setup.http, options.decode, options.scale_times, say)
 
 
 async def _until_over(setup: Running, end_s: float, ordering: asyncio.Task[None]) -> None:
-    """Wait for the end, and for the orders if they take longer; raises what went wrong with giving them."""
+    """Wait for the end, and for the operations if they take longer; raises what went wrong with giving them."""
     process = setup.deployment.serve.process
     while (time.monotonic() < end_s or not ordering.done()) and process.poll() is None:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
@@ -232,10 +232,10 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "mode_changes": len(outcome.modes.took_s),
         "mode_change_s": _spread(outcome.modes.took_s),
         "rerouted_prompts": outcome.modes.rerouted_prompts,
-        "grown_s": _spread(outcome.orders.grew_s),
-        "first_token_of_a_new_worker_s": _spread(outcome.orders.served_s),
-        "shrunk_s": _spread(outcome.orders.shrank_s),
-        "all_restarted_s": _spread(outcome.orders.restarted_s),
+        "grown_s": _spread(outcome.operations.grew_s),
+        "first_token_of_a_new_worker_s": _spread(outcome.operations.served_s),
+        "shrunk_s": _spread(outcome.operations.shrank_s),
+        "all_restarted_s": _spread(outcome.operations.restarted_s),
         "workers_replaced": sum(fault.replaced for fault in outcome.faults),
         "whole_again_s": _spread(whole_s),
         "pause_of_streams_alive_at_a_kill_s": _spread(pauses_s),

@@ -4,5 +4,5 @@ client.py     calls to the paths of operators
 decisions.py  `ridgeline decisions`
 drain.py      `ridgeline drain`
 mode.py       `ridgeline mode`
-orders.py     `ridgeline scale` and `ridgeline restart`
+scale.py      `ridgeline scale`, `ridgeline restart` and `ridgeline operations`
 """

@@ -13,7 +13,7 @@ from loadtest.errors import ServerError
 ANSWER_WITHIN_S = 30.0
 """More than an answer takes: a drain may wait for another one, and each asks a worker within 10 s and all within 2."""
 _LOOK: Final = {"/ridgeline/drain": "GET /ridgeline/workers", "/ridgeline/mode": "`ridgeline mode`"}
-"""What tells whether a request was accepted; of the other paths all give orders, or cancel them."""
+"""What tells whether a request was accepted; all other paths begin operations, or cancel them."""
 
 
 class NoAnswer(ServerError):
@@ -49,7 +49,7 @@ async def ask(
             return answer
         raise Refused(_sentence(response), response.status_code)
     except httpx.TimeoutException as error:
-        look = _LOOK.get(path, "`ridgeline orders`")
+        look = _LOOK.get(path, "`ridgeline operations`")
         done = f", but the request may have been accepted: look at {look} before you repeat it" * (method != "GET")
         raise NoAnswer(f"no answer from {client.base_url} within {within_s:.0f} s{done}") from error
     except httpx.TransportError as error:

@@ -1,4 +1,4 @@
-"""Reads the routers now and then, decides, says why, and orders it as an operator would."""
+"""Reads the routers now and then, decides, says why, and begins an operation as an operator would."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class LeadingHead(Protocol):
 
 
 class CountingRouter(Protocol):
-    """A router, as far as it counts latencies and takes orders."""
+    """A router, as far as it counts latencies and takes operations."""
 
     @property
     def name(self) -> str: ...
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]: ...
-    async def order_scale(
+    async def operation_scale(
         self,
         workers: Mapping[Pool, int],
         decided_at: Mapping[Pool, int],
@@ -39,7 +39,7 @@ class CountingRouter(Protocol):
         timeout_s: float,
         reason: str,
     ) -> str:
-        """Give an order, unless another one is under way; returns its id, or ""."""
+        """Give an operation, unless another one is under way; returns its id, or ""."""
         ...
 
 
@@ -55,7 +55,7 @@ class SupervisedWorkers(Protocol):
 
 
 class Ordered(Protocol):
-    """Who knows whether an order is being carried out."""
+    """Who knows whether an operation is being carried out."""
 
     @property
     def under_way(self) -> bool: ...
@@ -70,7 +70,7 @@ class Autoscaler:
         lead: LeadingHead,
         routers: Sequence[CountingRouter],
         supervised: SupervisedWorkers,
-        orders: Ordered,
+        operations: Ordered,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -79,14 +79,14 @@ class Autoscaler:
         self._lead = lead
         self._routers = routers
         self._supervised = supervised
-        self._orders = orders
+        self._operations = operations
         self._clock = clock
         self._sleep = sleep
         self._limits_s: dict[LimitedLatency, float] = {}
-        if settings.ttft_limit_ms is not None:
-            self._limits_s["ttft"] = settings.ttft_limit_ms / 1000
-        if settings.tpot_limit_ms is not None:
-            self._limits_s["tpot"] = settings.tpot_limit_ms / 1000
+        if settings.ttft_slo_ms is not None:
+            self._limits_s["ttft"] = settings.ttft_slo_ms / 1000
+        if settings.tpot_slo_ms is not None:
+            self._limits_s["tpot"] = settings.tpot_slo_ms / 1000
 
     async def run(self, say: Say) -> None:
         """Decide until cancelled; while nobody answers nothing is decided, and nothing said."""
@@ -117,22 +117,22 @@ class Autoscaler:
             )
 
     async def _announced(self, decision: Decision, mode: Mode | None, say: Say) -> bool:
-        """Say what was decided and, in mode act, order it; False if it has to wait for another order, or a router."""
+        """Say what was decided and, in mode act, begin it; False if it has to wait for another operation."""
         if self._settings.mode == "advise":
             say(f"autoscale advises {decision.sentence}")
             return True
-        order_id = await self._order(decision, mode)
-        if order_id:
-            say(f"order {order_id}: autoscale, {decision.sentence}")
-        return bool(order_id)
+        operation_id = await self._operation(decision, mode)
+        if operation_id:
+            say(f"operation {operation_id}: autoscale, {decision.sentence}")
+        return bool(operation_id)
 
-    async def _order(self, decision: Decision, mode: Mode | None) -> str:
-        """Give the order to the first router that answers; returns its id, or "" if none takes it now."""
+    async def _operation(self, decision: Decision, mode: Mode | None) -> str:
+        """Give the operation to the first router that answers; returns its id, or "" if none takes it now."""
         for router in self._routers:
-            if self._orders.under_way:
+            if self._operations.under_way:
                 return ""
             with suppress(DeploymentFailed):
-                return await router.order_scale(
+                return await router.operation_scale(
                     {decision.pool: decision.wanted_workers},
                     {decision.pool: decision.now_workers},
                     mode,
@@ -143,15 +143,15 @@ class Autoscaler:
 
     async def _read(self) -> Reading:
         """Return what the routers know; without workers if the head that leads does not answer or misses some."""
-        under_way = self._orders.under_way
+        under_way = self._operations.under_way
         try:
             fleet, within = await self._lead.use(), await self._within()
         except DeploymentFailed:  # it is being started again
-            return Reading(self._clock(), order_under_way=under_way)
+            return Reading(self._clock(), operation_under_way=under_way)
         differ = {worker.worker_id for worker in fleet.workers} ^ set(self._supervised.workers)
         if differ - self._supervised.lost:
             fleet = FleetUse()  # one comes or goes
-        return Reading(self._clock(), fleet, within, under_way or self._orders.under_way)
+        return Reading(self._clock(), fleet, within, under_way or self._operations.under_way)
 
     async def _within(self) -> dict[str, dict[LimitedLatency, Within]]:
         """Ask every router how many sequences have kept the limits; one that does not answer is left out."""

@@ -60,9 +60,9 @@ class Memory:
 def decide(settings: AutoscaleConfig, reading: Reading, memory: Memory) -> tuple[Decision | None, Memory]:
     """Return what to change now, if anything, and what to remember.
 
-    The decision counts as a change; if nobody orders it, keep the memory of before.
+    The decision counts as a change; if nobody acts on it, keep the memory of before.
     """
-    if reading.order_under_way:
+    if reading.operation_under_way:
         memory = replace(memory, changed_s=reading.at_s)
     if not reading.fleet.workers:
         return None, replace(memory, last=None, since_s={})
@@ -70,7 +70,7 @@ def decide(settings: AutoscaleConfig, reading: Reading, memory: Memory) -> tuple
     workers = {pool: use.workers for pool, use in uses.items()}
     changed = bool(memory.workers) and workers != memory.workers
     changed_s = reading.at_s if changed else memory.changed_s
-    needs = {} if reading.order_under_way else _needs(settings, uses, attainments(reading, memory.last))
+    needs = {} if reading.operation_under_way else _needs(settings, uses, attainments(reading, memory.last))
     since_s = {need: memory.since_s.get(need, reading.at_s) for need in needs}
     memory = Memory(reading, workers, changed_s, since_s)
     if changed_s is not None and reading.at_s - changed_s < settings.cooldown_s:

@@ -29,7 +29,7 @@ class Reading:
     """Without workers if nothing is known: a router is being started again, or does not know all workers yet."""
     within: Mapping[str, Mapping[LimitedLatency, Within]] = field(default_factory=dict)
     """By router, how many sequences have kept each limit since that router's start."""
-    order_under_way: bool = False
+    operation_under_way: bool = False
 
 
 @dataclass(frozen=True)

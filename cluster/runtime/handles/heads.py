@@ -18,7 +18,7 @@ from cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle
 from cluster.runtime.plan import Plan
 from contracts.rpc.address import http_url, ip_address
 from contracts.vocabulary import Mode, Pool, RestartReason
-from router.front.orders import News, Progress, Taken
+from router.front.operations import News, Progress, Taken
 from router.observe.fleet_use import FleetUse, Members
 from router.observe.metrics import LimitedLatency, Within
 from router.settings import PoolHardware, RouterStart, SharedWith
@@ -206,15 +206,15 @@ class RouterHandle(HeadHandle):
         await self.prepare()
         await self.serve(addresses, self._hardware, some=True)
 
-    async def take_orders(self, within_s: float, known: Collection[News]) -> Taken:
+    async def take_operations(self, within_s: float, known: Collection[News]) -> Taken:
         """Return what operators want that is not `known`, or wait for it up to this many seconds.
 
         Raises ActorGone or DeploymentFailed.
         """
-        taken: Taken = await self.call("take_orders", within_s, list(known), timeout_s=within_s + ANSWER_WITHIN_S)
+        taken: Taken = await self.call("take_operations", within_s, list(known), timeout_s=within_s + ANSWER_WITHIN_S)
         return taken
 
-    async def order_scale(
+    async def operation_scale(
         self,
         workers: Mapping[Pool, int],
         decided_at: Mapping[Pool, int],
@@ -222,17 +222,17 @@ class RouterHandle(HeadHandle):
         timeout_s: float,
         reason: str,
     ) -> str:
-        """Give an order as an operator would, unless another one is under way there; returns its id, or "".
+        """Give an operation as an operator would, unless another one is under way there; returns its id, or "".
 
         Raises ActorGone or DeploymentFailed.
         """
         arguments = dict(workers), dict(decided_at), mode, timeout_s, reason
-        return str(await self.call("order_scale", *arguments, timeout_s=ANSWER_WITHIN_S))
+        return str(await self.call("operation_scale", *arguments, timeout_s=ANSWER_WITHIN_S))
 
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
         """Return how many sequences have kept each limit since its start. Raises ActorGone or DeploymentFailed."""
         return dict(await self.call("within", dict(limits_s), timeout_s=ANSWER_WITHIN_S))
 
     async def report(self, progress: Progress) -> None:
-        """Tell how an order stands. Raises ActorGone or DeploymentFailed."""
+        """Tell how an operation stands. Raises ActorGone or DeploymentFailed."""
         await self.call("report", progress, timeout_s=ANSWER_WITHIN_S)

@@ -2,7 +2,7 @@
 
 A client that does not read takes memory and nothing else: its place in admission is free once its sequences have
 ended on the workers. A stream that falls too far behind is ended at once (`router/front/engine_client.py`). A
-connection that takes nothing for `write_deadline_s` is ended here, and so are the largest while the total is too large.
+connection that takes nothing for `send_timeout_s` is ended here, and so are the largest while the total is too large.
 """
 
 from __future__ import annotations
@@ -112,41 +112,41 @@ def _bytes(output: RequestOutput) -> int:
 async def watch(
     connections: Callable[[], Iterable[Connection]],
     streams: Callable[[], Iterable[Holder]],
-    write_deadline_s: float,
-    max_unread_bytes: int,
+    send_timeout_s: float,
+    max_send_buffer_bytes: int,
     on_end: Callable[[Why], None],
 ) -> None:
-    """Look once a second, or more often for a short `write_deadline_s`, until cancelled.
+    """Look once a second, or more often for a short `send_timeout_s`, until cancelled.
 
     A look that is late is left out: this router stood still, and its clients had nothing to take meanwhile.
     """
-    pause_s = min(LOOK_EVERY_S, write_deadline_s / 4)
+    pause_s = min(LOOK_EVERY_S, send_timeout_s / 4)
     while True:
         due_s = time.monotonic() + pause_s
         await asyncio.sleep(pause_s)
         if time.monotonic() - due_s > LATE_S:
             continue
-        look(list(connections()), list(streams()), write_deadline_s, max_unread_bytes, on_end)
+        look(list(connections()), list(streams()), send_timeout_s, max_send_buffer_bytes, on_end)
 
 
 def look(
     connections: list[Connection],
     streams: list[Holder],
-    write_deadline_s: float,
-    max_unread_bytes: int,
+    send_timeout_s: float,
+    max_send_buffer_bytes: int,
     on_end: Callable[[Why], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """End connections that are silent for too long, then the largest holders until the rest is within the limit."""
     now_s = clock()
-    silent = [connection for connection in connections if connection.silent_s(now_s) > write_deadline_s]
+    silent = [connection for connection in connections if connection.silent_s(now_s) > send_timeout_s]
     for connection in silent:
         connection.give_up("deadline")
         on_end("deadline")
     holders: list[Holder] = [*(one for one in connections if one not in silent), *streams]
     total = sum(holder.unread_bytes for holder in holders)
     for holder in sorted(holders, key=lambda holder: -holder.unread_bytes):
-        if total <= max_unread_bytes:
+        if total <= max_send_buffer_bytes:
             break
         total -= holder.unread_bytes
         holder.give_up("total_bytes")

@@ -20,6 +20,7 @@ from cluster.commands.serve import Unfit
 from cluster.commands.setup import versions
 from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import CheckResult
+from contracts.former_names import FormerName
 from loadtest.arms import Devices
 from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.run.calibration import Load, Workers
@@ -51,6 +52,16 @@ def ridgeline():
         return result.exit_code, result.stdout, " ".join(result.stderr.split())
 
     return run
+
+
+# --- former names
+
+
+def test_a_command_is_known_by_its_former_name_for_one_version(ridgeline):
+    with pytest.warns(FormerName, match="`ridgeline operations`"):
+        status, out, _ = ridgeline("orders", "cancel", "--help")
+    assert status == 0
+    assert "operation" in out
 
 
 # --- wrong input

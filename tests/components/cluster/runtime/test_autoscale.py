@@ -1,4 +1,4 @@
-"""The loop that scales pools, with a router's real order book and what really carries out orders; workers are none."""
+"""The loop that scales pools, with a router's real log of operations and what carries them out; no workers."""
 
 import asyncio
 import contextlib
@@ -9,10 +9,10 @@ import pytest
 from cluster.config.autoscale import AutoscaleConfig
 from cluster.runtime.autoscale.loop import Autoscaler
 from cluster.runtime.handles.actor import ActorGone
-from cluster.runtime.orders.carrying import Carrying
-from cluster.runtime.orders.desk import OrderDesk
+from cluster.runtime.operation_queue import OperationQueue
+from cluster.runtime.operation_steps import OperationSteps
 from cluster.runtime.services import RouterService
-from router.front.orders import OrderBook
+from router.front.operations import OperationLog
 from router.observe.fleet_use import FleetUse, Member, Members, WorkerUse
 from router.observe.metrics import Within
 from tests.support.clock import FakeClock
@@ -99,7 +99,7 @@ class Router:
 
     def start(self):
         self.service = RouterService()
-        self.service._head = SimpleNamespace(orders=OrderBook(), use=self._use, within=self._within, ended=False)
+        self.service._head = SimpleNamespace(operations=OperationLog(), use=self._use, within=self._within, ended=False)
 
     async def _use(self):
         return self.fleet.use()
@@ -109,7 +109,7 @@ class Router:
 
     @property
     def book(self):
-        return self.service._head.orders
+        return self.service._head.operations
 
     async def _call(self, method, *arguments):
         if self.away:
@@ -123,34 +123,34 @@ class Router:
     async def within(self, limits_s):
         return await self._call("within", limits_s)
 
-    async def order_scale(self, *arguments):
-        return await self._call("order_scale", *arguments)
+    async def operation_scale(self, *arguments):
+        return await self._call("operation_scale", *arguments)
 
-    async def take_orders(self, *arguments):
-        return await self._call("take_orders", *arguments)
+    async def take_operations(self, *arguments):
+        return await self._call("take_operations", *arguments)
 
     async def report(self, *arguments):
         await self._call("report", *arguments)
 
 
 class Deployment:
-    """Orders and the loop, side by side; time goes on when a test says so."""
+    """Operations and the loop, side by side; time goes on when a test says so."""
 
     def __init__(self, routers, **changes):
         self.fleet, self.said, self.clock = Fleet(), [], FakeClock()
         self.routers = [Router(f"router-{number}", self.fleet) for number in range(routers)]
-        carrying = Carrying(
+        steps = OperationSteps(
             self.fleet,
             self.fleet,
             lambda name, pool: Worker(self.fleet, name, pool),
             start_within_s=PATIENCE_S,
             lease_s=30.0,
         )
-        self.orders = OrderDesk(self.routers, carrying.carry_out)
+        self.operations = OperationQueue(self.routers, steps.carry_out)
         self.rounds, self.waits = asyncio.Queue(), asyncio.Event()
         settings = AutoscaleConfig.model_validate(SETTINGS | changes)
         self.autoscaler = Autoscaler(
-            settings, self.routers[0], self.routers, self.fleet, self.orders, clock=self.clock, sleep=self._sleep
+            settings, self.routers[0], self.routers, self.fleet, self.operations, clock=self.clock, sleep=self._sleep
         )
 
     async def _sleep(self, seconds):
@@ -159,7 +159,7 @@ class Deployment:
         self.clock.now_s += seconds
 
     async def rounds_of(self, number):
-        """Let it read so often, and let what it orders be carried out as far as that goes at once."""
+        """Let it read so often, and let what it operations be carried out as far as that goes at once."""
         for _ in range(number):
             await self.waits.wait()
             self.waits.clear()
@@ -175,7 +175,7 @@ class Deployment:
 @contextlib.asynccontextmanager
 async def running(routers=1, **changes):
     there = Deployment(routers, **changes)
-    tasks = [asyncio.create_task(one.run(there.said.append)) for one in (there.orders, there.autoscaler)]
+    tasks = [asyncio.create_task(one.run(there.said.append)) for one in (there.operations, there.autoscaler)]
     try:
         async with asyncio.timeout(PATIENCE_S):
             yield there
@@ -194,12 +194,12 @@ async def test_a_full_pool_is_ordered_another_worker_as_an_operator_would_and_th
         await eventually(lambda: there.fleet.decode == 2)
         await eventually(lambda: there.said[-1].endswith("done after 0 s: decode has 2 workers"))
         [sentence] = there.scaled
-        order_id = sentence.split()[1].rstrip(":")
+        operation_id = sentence.split()[1].rstrip(":")
         assert sentence == (
-            f"order {order_id}: autoscale, decode from 1 to 2 workers: it has needed more for 20 s; now 90% of its "
-            "places are taken (autoscale.up_use is 80%)"
+            f"operation {operation_id}: autoscale, decode from 1 to 2 workers: it has needed more for 20 s; now 90% of "
+            "its places are taken (autoscale.up_use is 80%)"
         )
-        progress = there.routers[0].book.progress(order_id)
+        progress = there.routers[0].book.progress(operation_id)
         assert progress.state == "done"
         assert progress.sentences[0] == sentence.partition(": ")[2]
         assert progress.sentences[1:3] == ("begins", "worker-2: starting")
@@ -225,14 +225,14 @@ async def test_a_worker_that_is_tried_again_for_long_and_that_the_routers_do_not
         await eventually(lambda: there.fleet.decode == 2)
 
 
-async def test_who_only_wants_advice_gets_the_sentence_and_no_order():
+async def test_who_only_wants_advice_gets_the_sentence_and_no_operation():
     async with running(mode="advise") as there:
         await there.rounds_of(3)
         assert len(there.scaled) == 1
         assert there.scaled[0].startswith("autoscale advises decode from 1 to 2 workers: it has needed more for 20 s")
         await there.rounds_of(3)
         assert len(there.scaled) == 2, "again after the cooldown"
-        assert not there.orders.under_way
+        assert not there.operations.under_way
         assert there.fleet.decode == 1
 
 
@@ -242,30 +242,30 @@ async def test_by_default_nobody_is_asked_and_the_others_go_on():
         assert there.routers[0].asked == 0
 
 
-async def test_nothing_is_ordered_while_an_operators_order_is_under_way_which_counts_as_a_change():
+async def test_nothing_is_ordered_while_an_operators_operation_is_under_way_which_counts_as_a_change():
     async with running() as there:
         there.fleet.may_start.clear()
         there.routers[0].book.give("scale", 30.0, {"decode": 2})
-        await eventually(lambda: there.orders.under_way)
+        await eventually(lambda: there.operations.under_way)
         await there.rounds_of(20)
         assert there.scaled == []
         there.fleet.may_start.set()
-        await eventually(lambda: not there.orders.under_way)
+        await eventually(lambda: not there.operations.under_way)
         await there.rounds_of(2)
         assert there.scaled == [], "the cooldown"
         await there.rounds_of(3)
         await eventually(lambda: there.fleet.decode == 3)
 
 
-async def test_it_waits_for_its_own_order_as_long_as_that_takes():
+async def test_it_waits_for_its_own_operation_as_long_as_that_takes():
     async with running() as there:
         there.fleet.may_start.clear()
         await there.rounds_of(30)
         assert len(there.scaled) == 1
-        assert there.orders.under_way
+        assert there.operations.under_way
 
 
-async def test_an_order_that_an_operator_has_just_given_goes_first_and_the_next_reading_decides_anew():
+async def test_an_operation_that_an_operator_has_just_given_goes_first_and_the_next_reading_decides_anew():
     async with running() as there:
         await there.rounds_of(2)
         book, fleet = there.routers[0].book, there.fleet
@@ -279,7 +279,7 @@ async def test_an_order_that_an_operator_has_just_given_goes_first_and_the_next_
         await there.rounds_of(1)
         assert there.scaled == []
         assert len(given) == 1
-        await eventually(lambda: book.progress(given[0].order_id).state == "done")
+        await eventually(lambda: book.progress(given[0].operation_id).state == "done")
         assert sorted(fleet.pool_of.values()) == ["decode", "prefill", "prefill"]
 
 
@@ -320,25 +320,25 @@ async def test_after_a_change_of_mode_it_is_said_what_is_scaled_or_that_nothing_
         assert len(there.scaled) == bool(bounds)
 
 
-async def test_an_order_is_for_the_mode_in_which_it_was_decided():
+async def test_an_operation_is_for_the_mode_in_which_it_was_decided():
     async with running() as there:
         there.fleet.may_start.clear()
         await there.rounds_of(3)
         await eventually(lambda: there.routers[0].book.open)
-        assert there.routers[0].book.open[0].order.mode == "disaggregated"
+        assert there.routers[0].book.open[0].operation.mode == "disaggregated"
 
 
-async def test_an_order_goes_to_the_first_router_that_answers():
+async def test_an_operation_goes_to_the_first_router_that_answers():
     async with running(routers=2) as there:
-        there.routers[0].order_scale = there.routers[1].order_scale
-        there.routers[1].order_scale = None  # it would be an error to ask it too
+        there.routers[0].operation_scale = there.routers[1].operation_scale
+        there.routers[1].operation_scale = None  # it would be an error to ask it too
         await there.rounds_of(3)
         await eventually(lambda: there.fleet.decode == 2)
 
 
 @pytest.mark.parametrize("away", [False, True])
 async def test_limits_are_judged_by_all_routers_that_answer(away):
-    async with running(routers=2, tpot_limit_ms=50) as there:
+    async with running(routers=2, tpot_slo_ms=50) as there:
         there.fleet.taken = 0.5
         for _ in range(4):
             for router in there.routers:

@@ -16,9 +16,10 @@ from cluster.commands.operators.client import ANSWER_WITHIN_S, ask, operator_cli
 from cluster.commands.operators.decisions import decisions
 from cluster.commands.operators.drain import drain
 from cluster.commands.operators.mode import CHANGE_WITHIN_S as MODE_WITHIN_S
-from cluster.commands.operators.orders import cancel, orders, scale
+from cluster.commands.operators.scale import cancel, operations, scale
 from cluster.config.api_keys import ApiKeyError, key_hashes
 from cluster.config.loader import explain, load_config
+from contracts.former_names import FormerName
 from loadtest.errors import ServerError
 from router.client_identity import hash_key
 from router.dispatch.modes import Modes
@@ -28,7 +29,7 @@ from router.front.admin import admin_routes
 from router.front.http.context import WithContext
 from router.front.middleware.admin_access import AdminAccess
 from router.front.middleware.auth import Access, KeyGuard
-from router.front.orders import Cancellation, OrderBook
+from router.front.operations import Cancellation, OperationLog
 from router.observe.explanations import Explanations
 from router.shared.shared_modes import CHANGE_WITHIN_S
 from tests.support.fake_engine import make_task as a_task
@@ -56,7 +57,7 @@ async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layout
         a_fleet([host.address for host in started], roles) as fleet,
     ):
         app = FastAPI()
-        book = OrderBook()
+        book = OperationLog()
         app.include_router(admin_routes(fleet, Modes(fleet, {}), book, Explanations()))
         app = WithContext(KeyGuard(app, Access(admin=access)))
         app.book = book
@@ -160,25 +161,25 @@ async def test_a_wish_that_makes_no_sense_is_refused(body):
         assert started[0].failure() == ""
 
 
-# --- orders
+# --- operations
 
 
-async def test_orders_are_listed_and_tell_how_far_they_are():
+async def test_operations_are_listed_and_tell_how_far_they_are():
     async with admin() as (http, _, _, app):
-        assert (await http.get("/ridgeline/orders")).json() == {"orders": []}
-        first = (await http.post("/ridgeline/restart", json={})).json()["order"]
-        second = (await http.post("/ridgeline/scale", json={"workers": {"decode": 2}})).json()["order"]
+        assert (await http.get("/ridgeline/operations")).json() == {"operations": []}
+        first = (await http.post("/ridgeline/restart", json={})).json()["operation"]
+        second = (await http.post("/ridgeline/scale", json={"workers": {"decode": 2}})).json()["operation"]
         app.book.report(replace(app.book.progress(first), state="running", sentences=("begins",)))
-        newest, oldest = (await http.get("/ridgeline/orders")).json()["orders"]
-        assert (await http.get(f"/ridgeline/orders/{first}")).json().keys() == oldest.keys()
-        assert [newest[key] for key in ("order", "kind", "workers", "mode", "state")] == [
+        newest, oldest = (await http.get("/ridgeline/operations")).json()["operations"]
+        assert (await http.get(f"/ridgeline/operations/{first}")).json().keys() == oldest.keys()
+        assert [newest[key] for key in ("operation", "kind", "workers", "mode", "state")] == [
             second,
             "scale",
             {"decode": 2},
             "disaggregated",
             "given",
         ]
-        assert [oldest[key] for key in ("order", "kind", "state", "sentences")] == [
+        assert [oldest[key] for key in ("operation", "kind", "state", "sentences")] == [
             first,
             "restart",
             "running",
@@ -187,50 +188,60 @@ async def test_orders_are_listed_and_tell_how_far_they_are():
         assert 0 <= newest["given_s_ago"] <= PATIENCE_S
 
 
-async def test_an_order_is_cancelled_unless_it_has_ended_or_nobody_knows_it():
+async def test_an_operation_is_cancelled_unless_it_has_ended_or_nobody_knows_it():
     async with admin() as (http, _, _, app):
-        order = app.book.give("restart", 1.0)
-        path = f"/ridgeline/orders/{order.order_id}"
+        operation = app.book.give("restart", 1.0)
+        path = f"/ridgeline/operations/{operation.operation_id}"
         for _ in range(2):  # a second time changes nothing
             assert (await http.delete(path)).status_code == 202
-        assert (await app.book.take(0.0, ())).news == (order, Cancellation(order.order_id))
-        app.book.report(replace(app.book.progress(order.order_id), state="cancelled"))
+        assert (await app.book.take(0.0, ())).news == (operation, Cancellation(operation.operation_id))
+        app.book.report(replace(app.book.progress(operation.operation_id), state="cancelled"))
         refused = await http.delete(path)
         assert (refused.status_code, refused.json()["detail"]) == (
             409,
-            f"order {order.order_id} has ended already: it is cancelled",
+            f"operation {operation.operation_id} has ended already: it is cancelled",
         )
-        assert (await http.delete("/ridgeline/orders/none")).status_code == 404
+        assert (await http.delete("/ridgeline/operations/none")).status_code == 404
 
 
 @pytest.mark.parametrize("kind", ["scale", "restart"])
 async def test_the_mode_does_not_change_while_pools_are_scaled(kind):
     roles = RoleTable("disaggregated", {"disaggregated": {}, "colocated": {}})
     async with admin(roles=roles) as (http, _, fleet, app):
-        order = app.book.give(kind, 1.0, {"decode": 2} if kind == "scale" else {}, mode="disaggregated")
+        operation = app.book.give(kind, 1.0, {"decode": 2} if kind == "scale" else {}, mode="disaggregated")
         answer = await http.post("/ridgeline/mode", json={"mode": "colocated"})
         if kind == "restart":  # is about all workers, in any mode
             assert answer.status_code == 200
             return
         assert answer.status_code == 409
-        assert f"while order {order.order_id} (scale decode=2) is under way" in answer.json()["detail"]
-        assert f"cancel it (ridgeline orders cancel {order.order_id})" in answer.json()["detail"]
+        assert f"while operation {operation.operation_id} (scale decode=2) is under way" in answer.json()["detail"]
+        assert f"cancel it (ridgeline operations cancel {operation.operation_id})" in answer.json()["detail"]
         assert fleet.mode == "disaggregated"
         assert (await http.post("/ridgeline/mode", json={"mode": "disaggregated"})).status_code == 200  # no change
-        app.book.report(replace(app.book.progress(order.order_id), state="done"))
+        app.book.report(replace(app.book.progress(operation.operation_id), state="done"))
         assert (await http.post("/ridgeline/mode", json={"mode": "colocated"})).status_code == 200
 
 
-ORDER_CALLS = [
+async def test_the_former_path_of_operations_answers_with_a_warning():
+    async with admin() as (http, _, _, _):
+        first = (await http.post("/ridgeline/restart", json={})).json()["order"]
+        with pytest.warns(FormerName, match="/ridgeline/operations"):
+            listed = await http.get("/ridgeline/orders")
+        assert [row["order"] for row in listed.json()["orders"]] == [first]
+
+
+OPERATION_CALLS = [
     ("GET", "/ridgeline/orders"),
-    ("GET", "/ridgeline/orders/x"),
-    ("DELETE", "/ridgeline/orders/x"),
+    ("GET", "/ridgeline/operations"),
+    ("GET", "/ridgeline/operations/x"),
+    ("DELETE", "/ridgeline/operations/x"),
     ("POST", "/ridgeline/restart"),
 ]
 
 
-@pytest.mark.parametrize(("method", "path"), ORDER_CALLS)
-async def test_only_operators_see_and_cancel_orders(method, path):
+@pytest.mark.filterwarnings("ignore::contracts.former_names.FormerName")
+@pytest.mark.parametrize(("method", "path"), OPERATION_CALLS)
+async def test_only_operators_see_and_cancel_operations(method, path):
     async with admin("10.0.0.7") as (http, _, _, _):
         assert (await http.request(method, path, json={})).status_code == 403
     async with admin(access=KEYED) as (http, _, _, app):
@@ -241,36 +252,38 @@ async def test_only_operators_see_and_cancel_orders(method, path):
         assert (await http.request(method, path, json={}, headers=BEARER)).status_code in (200, 202, 404)
 
 
-async def test_the_commands_list_orders_and_cancel_one():
+async def test_the_commands_list_operations_and_cancel_one():
     async with admin() as (_, _, _, app), listening(app) as url:
         console = Console(file=io.StringIO(), width=200)
-        await orders(url, admin_key_file=None, console=console)
-        assert console.file.getvalue() == "nothing has been ordered\n"
+        await operations(url, admin_key_file=None, console=console)
+        assert console.file.getvalue() == "there are no operations\n"
         scaling = asyncio.create_task(scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=console))
         await eventually(lambda: app.book.open)
         [progress] = app.book.open
-        order_id = progress.order.order_id
+        operation_id = progress.operation.operation_id
         app.book.report(replace(progress, state="running", sentences=("worker-2: starting [on core 1]",)))
         await eventually(lambda: "worker-2: starting [on core 1]" in console.file.getvalue())
-        assert f"order {order_id}; ridgeline orders cancel {order_id} ends it" in console.file.getvalue()
+        assert (
+            f"operation {operation_id}; ridgeline operations cancel {operation_id} ends it" in console.file.getvalue()
+        )
         console = Console(file=io.StringIO(), width=200)
-        await orders(url, admin_key_file=None, console=console)
-        line = rf"{order_id} scale decode=2 \d+ s ago, running: worker-2: starting \[on core 1\]\n"
+        await operations(url, admin_key_file=None, console=console)
+        line = rf"{operation_id} scale decode=2 \d+ s ago, running: worker-2: starting \[on core 1\]\n"
         assert re.fullmatch(line, console.file.getvalue())
-        cancelling = asyncio.create_task(cancel(url, order_id, admin_key_file=None, console=console))
+        cancelling = asyncio.create_task(cancel(url, operation_id, admin_key_file=None, console=console))
         await eventually(lambda: len(app.book._news) == 2)
-        now = app.book.progress(order_id)
+        now = app.book.progress(operation_id)
         app.book.report(replace(now, state="cancelled", sentences=(*now.sentences, "cancelled after 3 s")))
         await cancelling
         assert console.file.getvalue().endswith("\n  cancelled after 3 s\n")
         with pytest.raises(ServerError, match="cancelled after 3 s"):
             await scaling
         with pytest.raises(ServerError, match="answers 409"):  # in words where vLLM's app answers
-            await cancel(url, order_id, admin_key_file=None, console=console)
+            await cancel(url, operation_id, admin_key_file=None, console=console)
 
 
-async def test_the_command_says_that_an_order_is_lost_which_no_router_knows(monkeypatch):
-    monkeypatch.setattr("cluster.commands.operators.orders.UNKNOWN_S", 0.0)
+async def test_the_command_says_that_an_operation_is_lost_which_no_router_knows(monkeypatch):
+    monkeypatch.setattr("cluster.commands.operators.scale.UNKNOWN_S", 0.0)
     async with admin() as (_, _, _, app), listening(app) as url:
         scaling = asyncio.create_task(
             scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=Console(file=io.StringIO()))
@@ -391,7 +404,7 @@ async def test_no_way_of_writing_an_operators_path_leads_past_the_admin_key(writ
 async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
     async with a_fleet([]) as fleet:
         app = FastAPI()
-        app.include_router(admin_routes(fleet, Modes(fleet, {}), OrderBook(), Explanations()))
+        app.include_router(admin_routes(fleet, Modes(fleet, {}), OperationLog(), Explanations()))
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert await statuses(http, **BEARER) == FORBIDDEN

@@ -78,8 +78,8 @@ def test_without_any_bounds_there_is_nothing_to_change():
         ("autoscale.decode.min_workers", "0"),
         ("autoscale.decode.max_workers", "1001"),
         ("autoscale.interval_s", "0"),
-        ("autoscale.ttft_limit_ms", "9"),
-        ("autoscale.tpot_limit_ms", "2001"),
+        ("autoscale.ttft_slo_ms", "9"),
+        ("autoscale.tpot_slo_ms", "2001"),
     ],
 )
 def test_a_value_out_of_range_is_named(path, value):
@@ -96,7 +96,7 @@ def test_bounds_are_not_judged_while_nothing_is_scaled_or_for_a_comparison_which
     assert load_config(None, wrong, both_modes=True).config.autoscale.mode == "act"
 
 
-@pytest.mark.parametrize(("path", "buckets"), [("ttft_limit_ms", LATENCY_BUCKETS), ("tpot_limit_ms", TOKEN_BUCKETS)])
+@pytest.mark.parametrize(("path", "buckets"), [("ttft_slo_ms", LATENCY_BUCKETS), ("tpot_slo_ms", TOKEN_BUCKETS)])
 def test_limits_lie_within_the_buckets_that_they_are_rounded_to(path, buckets):
     for bound_s in (buckets[0], buckets[-1]):
         assert getattr(AutoscaleConfig.model_validate({path: bound_s * 1000}), path) == bound_s * 1000

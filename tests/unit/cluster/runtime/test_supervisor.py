@@ -746,7 +746,7 @@ async def test_a_router_that_reaches_no_worker_is_the_one_that_is_cut_off():
     assert not any("start worker" in line for line in scene.log)
 
 
-# --- orders
+# --- operations
 
 
 async def test_a_worker_that_an_operator_wants_again_is_started_after_its_drain_and_counts_no_loss():

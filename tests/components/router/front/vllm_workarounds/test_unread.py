@@ -176,7 +176,7 @@ async def running(model, **changes):
 
 
 async def test_a_slot_is_free_when_the_sequences_have_ended_and_a_drain_waits_for_the_reader(model, registry):
-    async with running(model, write_deadline_s=600.0) as (http, router, decode), unread_answer(http):
+    async with running(model, send_timeout_s=600.0) as (http, router, decode), unread_answer(http):
         await eventually(lambda: router._client._unread)
         assert router._client._admission.sequences == 0, "its slot is free"
         assert router._client.accepted == 1, "and a drain still waits for it"
@@ -185,7 +185,7 @@ async def test_a_slot_is_free_when_the_sequences_have_ended_and_a_drain_waits_fo
 
 
 async def test_a_drain_waits_for_a_client_that_does_not_read_until_the_write_deadline(model, registry):
-    async with running(model, write_deadline_s=0.5) as (http, router, _decode):
+    async with running(model, send_timeout_s=0.5) as (http, router, _decode):
         async with unread_answer(http):
             await eventually(lambda: router._client.accepted == 1)
             assert await router.drain(20.0) == 0
@@ -193,7 +193,7 @@ async def test_a_drain_waits_for_a_client_that_does_not_read_until_the_write_dea
 
 
 async def test_a_stream_that_is_not_read_is_aborted_on_the_workers_once_it_is_too_long(model, registry):
-    async with running(model, max_unread_stream_bytes=4_000) as (http, router, decode):
+    async with running(model, max_stream_buffer_bytes=4_000) as (http, router, decode):
         async with unread_answer(http):
             await eventually(lambda: decode.aborted)
             await eventually(lambda: router._client._admission.sequences == 0)

@@ -186,15 +186,15 @@ def test_a_change_of_any_number_by_anybody_begins_a_cooldown():
     assert story.go_on(15, decode=(3, 0.9)) == [(240.0, "decode", 3, 4)]
 
 
-def test_nothing_is_decided_while_an_order_is_under_way_and_for_a_while_after():
+def test_nothing_is_decided_while_an_operation_is_under_way_and_for_a_while_after():
     story = Story()
     story.go_on(600, decode=(2, 0.9), under_way=True)
     assert story.changes == []
     story.go_on(300, decode=(2, 0.9))
-    assert story.changes == [(765.0, "decode", 2, 3)], "180 s after the last reading with an order"
+    assert story.changes == [(765.0, "decode", 2, 3)], "180 s after the last reading with an operation"
 
 
-def test_an_order_that_hides_the_fleet_counts_too():
+def test_an_operation_that_hides_the_fleet_counts_too():
     story = Story(up_after_s=0)
     story.read(FleetUse(), under_way=True)
     story.go_on(165, decode=(2, 0.9))

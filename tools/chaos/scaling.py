@@ -14,17 +14,17 @@ from tests.engines.harness import Metrics
 
 POLL_S: Final = 0.25
 CARRIED_OUT_WITHIN_S: Final = 300.0
-"""Time for an order: a worker loads its engine beside a load that leaves it little of the cores."""
+"""Time for an operation: a worker loads its engine beside a load that leaves it little of the cores."""
 DRAINED_WITHIN_S: Final = 60.0
 """Time that requests on a leaving worker get; all of ours are shorter."""
 
 
 @dataclass
-class Orders:
-    """The orders so far, and what went wrong with them."""
+class Operations:
+    """The operations so far, and what went wrong with them."""
 
     grew_s: list[float] = field(default_factory=list)
-    """From each order for one worker more until it was carried out."""
+    """From each operation for one worker more until it was carried out."""
     served_s: list[float] = field(default_factory=list)
     """From the same moments until the new worker had made a token."""
     shrank_s: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Orders:
         say(f"all workers restarted after {self.restarted_s[-1]:.1f} s")
 
     async def _carried_out(self, http: httpx.AsyncClient, kind: str, body: dict[str, Any]) -> float:
-        """Give an order; return the seconds until it was carried out."""
+        """Give an operation; return the seconds until it was carried out."""
         began_s = time.monotonic()
         given = await http.post(f"/ridgeline/{kind}", json={**body, "timeout_s": DRAINED_WITHIN_S})
         if given.is_error:
@@ -58,7 +58,7 @@ class Orders:
             return float("nan")
         progress: dict[str, Any] = {}
         while time.monotonic() - began_s < CARRIED_OUT_WITHIN_S:
-            progress = (await http.get(f"/ridgeline/orders/{given.json()['order']}")).json()
+            progress = (await http.get(f"/ridgeline/operations/{given.json()['operation']}")).json()
             if progress["state"] == "done":
                 return time.monotonic() - began_s
             if progress["state"] == "failed":

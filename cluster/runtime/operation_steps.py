@@ -1,7 +1,7 @@
 """What scaling and restarting consist of: who is started, who leaves and in which order, and when to give up.
 
-Each step has an end. An order that is cancelled or fails leaves what serves serving. A worker that was being started
-for it ends, and one that drains already leaves, or is started again, as it would have been.
+Each step has an end. An operation that is cancelled or fails leaves what serves serving. A worker that was being
+started for it ends, and one that drains already leaves, or is started again, as it would have been.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from cluster.runtime.handles.actor import DeploymentFailed, NoPlace, NotReached
-from cluster.runtime.orders.desk import Note, OrderFailed
+from cluster.runtime.operation_queue import Note, OperationFailed
 from cluster.runtime.plan import PlacementError
 from cluster.runtime.supervisor import Supervisor
 from contracts.vocabulary import Pool
-from router.front.orders import Order
+from router.front.operations import Operation
 from router.observe.fleet_use import Member, Members
 
 RETRY_S = 0.5
@@ -26,7 +26,7 @@ BEYOND_LEASE_S = 90.0
 """How long a drain may take, after the running requests' time is up and a lease more, in which KV may still be fetched:
 what hangs is cut off, and the engine's processes end."""
 LEAD_BACK_WITHIN_S = 120.0
-"""How long an order waits for the router that leads, which may be starting again: that takes 14 s on two cores, and
+"""How long an operation waits for the router that leads, which may be starting again: that takes 14 s on two cores, and
 more where the disk is slow, since it imports vLLM."""
 T = TypeVar("T")
 
@@ -50,8 +50,8 @@ class NewWorker(Protocol):
     async def retire(self) -> None: ...
 
 
-class Carrying:
-    """Carries out one order at a time. `lead` knows the workers' pools: the dispatcher, or the only router."""
+class OperationSteps:
+    """Carries out one operation at a time. `lead` knows the workers' pools: the dispatcher, or the only router."""
 
     def __init__(
         self,
@@ -75,38 +75,38 @@ class Carrying:
         self._next = 0
         """The number of the next worker, at the least."""
 
-    async def carry_out(self, order: Order, note: Note) -> str:
-        """Return what is so now. Raises OrderFailed, DeploymentFailed or PlacementError."""
-        if order.kind == "restart":
-            return await self._restart(order, note)
-        await self._scale(order, note)
-        members = await self._members(order)
-        return ", ".join(f"{pool} has {_counted(len(self._of(pool, members)))}" for pool in order.workers)
+    async def carry_out(self, operation: Operation, note: Note) -> str:
+        """Return what is so now. Raises OperationFailed, DeploymentFailed or PlacementError."""
+        if operation.kind == "restart":
+            return await self._restart(operation, note)
+        await self._scale(operation, note)
+        members = await self._members(operation)
+        return ", ".join(f"{pool} has {_counted(len(self._of(pool, members)))}" for pool in operation.workers)
 
     # --- more and fewer
 
-    async def _scale(self, order: Order, note: Note) -> None:
+    async def _scale(self, operation: Operation, note: Note) -> None:
         """Start what is missing, then have leave what is too much; the other way round if there is no room before."""
-        members = await self._members(order)
-        for pool, then in order.decided_at.items():
+        members = await self._members(operation)
+        for pool, then in operation.decided_at.items():
             if (now := len(self._of(pool, members))) != then:
-                raise OrderFailed(f"{pool} has {now} workers, and {then} when this was decided: nothing is changed")
+                raise OperationFailed(f"{pool} has {now} workers, and {then} when this was decided: nothing is changed")
         try:
-            await self._grow(order, note)
+            await self._grow(operation, note)
         except (NoPlace, PlacementError) as error:
-            if not await self._shrink(order, note):
+            if not await self._shrink(operation, note):
                 raise
             note(f"there is room now; before, {error}")
-            await self._grow(order, note)
-        await self._shrink(order, note)
+            await self._grow(operation, note)
+        await self._shrink(operation, note)
 
-    async def _members(self, order: Order) -> dict[str, Member]:
-        """Return all workers. Raises OrderFailed if the server does not serve in the order's mode any more."""
+    async def _members(self, operation: Operation) -> dict[str, Member]:
+        """Return all workers. Raises OperationFailed if the server does not serve in the operation's mode any more."""
         members = await self._asked(lambda: self._lead.members(self._supervisor.started_for))
-        if order.mode not in (None, members.mode):
-            raise OrderFailed(
-                f"it is for mode {order.mode}, and the server serves {members.mode} now: nothing more is changed; say "
-                f"how many workers the pools of mode {members.mode} shall have"
+        if operation.mode not in (None, members.mode):
+            raise OperationFailed(
+                f"it is for mode {operation.mode}, and the server serves {members.mode} now: nothing more is changed; "
+                f"say how many workers the pools of mode {members.mode} shall have"
             )
         return members.workers
 
@@ -132,16 +132,16 @@ class Carrying:
     def _unusable(self, members: dict[str, Member]) -> set[str]:
         return self._supervisor.lost | {name for name, one in members.items() if not one.usable}
 
-    async def _grow(self, order: Order, note: Note) -> None:
-        members = await self._members(order)
-        missing = {pool: wanted - len(self._of(pool, members)) for pool, wanted in order.workers.items()}
+    async def _grow(self, operation: Operation, note: Note) -> None:
+        members = await self._members(operation)
+        missing = {pool: wanted - len(self._of(pool, members)) for pool, wanted in operation.workers.items()}
         new = [self._make_worker(self._name(), pool) for pool, number in missing.items() for _ in range(number)]
         failures: list[Exception] = []
 
         async def one(worker: NewWorker) -> None:
             try:
-                await self._start(order, worker, note)
-            except (DeploymentFailed, OrderFailed, PlacementError) as error:  # the others are started all the same
+                await self._start(operation, worker, note)
+            except (DeploymentFailed, OperationFailed, PlacementError) as error:  # the others are started all the same
                 failures.append(error)
 
         async with asyncio.TaskGroup() as group:
@@ -155,17 +155,17 @@ class Carrying:
         self._next += 1
         return f"worker-{self._next - 1}"
 
-    async def _start(self, order: Order, worker: NewWorker, note: Note) -> None:
+    async def _start(self, operation: Operation, worker: NewWorker, note: Note) -> None:
         began_s = self._clock()
         note(f"{worker.name}: starting")
         try:
             async with asyncio.timeout(self._start_within_s):
                 address = await worker.start()
-                await self._members(order)  # it has no place in another mode
+                await self._members(operation)  # it has no place in another mode
                 await self._supervisor.add(worker, address)  # type: ignore[arg-type]
         except TimeoutError as error:
             await worker.retire()
-            raise OrderFailed(
+            raise OperationFailed(
                 f"{worker.name} did not serve within {self._start_within_s:.0f} s and was ended: see serve's log, or "
                 "raise ray.placement_timeout_s or supervision.start_timeout_s"
             ) from error
@@ -175,28 +175,28 @@ class Carrying:
             raise
         note(f"{worker.name}: serves after {self._clock() - began_s:.0f} s")
 
-    async def _shrink(self, order: Order, note: Note) -> bool:
+    async def _shrink(self, operation: Operation, note: Note) -> bool:
         """Have those leave that are too many, the newest first, and before them those that do not serve anyway.
 
         Returns whether there were any. Looks at all of them again before each one, since others may be lost meanwhile.
         """
         left = False
-        for pool, wanted in order.workers.items():
-            while len(staying := self._of(pool, members := await self._members(order))) > wanted:
-                await self._leave(staying[-1], order, members, note)
+        for pool, wanted in operation.workers.items():
+            while len(staying := self._of(pool, members := await self._members(operation))) > wanted:
+                await self._leave(staying[-1], operation, members, note)
                 left = True
         return left
 
-    async def _leave(self, name: str, order: Order, members: dict[str, Member], note: Note) -> None:
+    async def _leave(self, name: str, operation: Operation, members: dict[str, Member], note: Note) -> None:
         if name in self._supervisor.lost:
             note(f"{name}: does not run, and is given up without a drain")
             await self._supervisor.dismiss(name)
             return
         if name in self._unusable(members):
             note(f"{name}: does not serve at the moment, and leaves before those that do")
-        if await self._drain(name, order.timeout_s, note) or name not in self._supervisor.workers:
+        if await self._drain(name, operation.timeout_s, note) or name not in self._supervisor.workers:
             try:
-                await self._gone(name, order.timeout_s)
+                await self._gone(name, operation.timeout_s)
             except asyncio.CancelledError:
                 note(f"{name}: drains already, and leaves; the others stay as they are")
                 raise
@@ -221,18 +221,18 @@ class Carrying:
                 while name in self._supervisor.workers or name in (await self._asked(self._known)).workers:  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
         except TimeoutError as error:
-            raise OrderFailed(f"{name} still has not left; GET /ridgeline/workers says what it holds") from error
+            raise OperationFailed(f"{name} still has not left; GET /ridgeline/workers says what it holds") from error
 
     async def _known(self) -> Members:
         return await self._lead.members({})
 
     # --- all again
 
-    async def _restart(self, order: Order, note: Note) -> str:
+    async def _restart(self, operation: Operation, note: Note) -> str:
         """Drain each worker and start it again, one after the other."""
         names, restarted = sorted(self._supervisor.workers, key=_number), 0
         for name in names:
-            members = await self._members(order)
+            members = await self._members(operation)
             if name in self._supervisor.lost or name not in members:
                 note(f"{name}: does not run, and is being started again anyway")
                 continue
@@ -240,20 +240,20 @@ class Carrying:
                 note(f"{name}: drains already, and leaves")
                 continue
             if len(members) > 1 and not members.keys() - {name} - self._unusable(members):
-                raise OrderFailed(
-                    f"{name} is the only worker that serves now, and without it nothing is served: order again when "
+                raise OperationFailed(
+                    f"{name} is the only worker that serves now, and without it nothing is served: ask again when "
                     f"others serve (GET /ridgeline/workers); {restarted} of {len(names)} workers were started again"
                 )
-            restarted += await self._one_again(name, members[name].incarnation, order, note)
+            restarted += await self._one_again(name, members[name].incarnation, operation, note)
         return f"{_counted(restarted)} of {len(names)} started again"
 
-    async def _one_again(self, name: str, incarnation: str, order: Order, note: Note) -> bool:
+    async def _one_again(self, name: str, incarnation: str, operation: Operation, note: Note) -> bool:
         """Have this incarnation drain, and wait for the next one; False if it could not be told to."""
         began_s = self._clock()
         back = self._supervisor.restart_drained(name)
-        within_s = order.timeout_s + self._beyond_timeout_s + self._start_within_s
+        within_s = operation.timeout_s + self._beyond_timeout_s + self._start_within_s
         try:
-            told = await self._drain(name, order.timeout_s, note, incarnation)
+            told = await self._drain(name, operation.timeout_s, note, incarnation)
         except (asyncio.CancelledError, DeploymentFailed):
             await self._stays(name, note)
             raise
@@ -263,7 +263,7 @@ class Carrying:
             async with asyncio.timeout(within_s):
                 await back
         except TimeoutError as error:
-            raise OrderFailed(
+            raise OperationFailed(
                 f"{name} does not serve again after {within_s:.0f} s (the drain, ray.placement_timeout_s and "
                 "supervision.start_timeout_s): see serve's log; it is started as soon as that is possible, the others "
                 "stay as they are"

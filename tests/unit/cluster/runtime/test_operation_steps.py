@@ -1,4 +1,4 @@
-"""Operators' orders: who is started, who leaves and when, and what is told about it; with workers that are none."""
+"""Operators' operations: who is started, who leaves and when, and what is told about it; with workers that are none."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.commands.operators.orders import wanted_workers
+from cluster.commands.operators.scale import wanted_workers
 from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached
-from cluster.runtime.orders.carrying import LEAD_BACK_WITHIN_S, Carrying
-from cluster.runtime.orders.desk import OrderDesk
-from router.front.orders import KEPT, OrderBook
+from cluster.runtime.operation_queue import OperationQueue
+from cluster.runtime.operation_steps import LEAD_BACK_WITHIN_S, OperationSteps
+from router.front.operations import KEPT, OperationLog
 from router.observe.fleet_use import Member, Members
 from tests.support.clock import FakeClock
 from tests.support.patience import PATIENCE_S, eventually
@@ -20,16 +20,16 @@ START_WITHIN_S = 2 * PATIENCE_S
 
 
 class Router:
-    """An order book behind calls that fail while its process is away, or whose answers get lost."""
+    """An operation book behind calls that fail while its process is away, or whose answers get lost."""
 
     def __init__(self):
-        self.book = OrderBook()
+        self.book = OperationLog()
         self.away = False
         self._ends = asyncio.Event()
         self.lost_answers = 0
-        """So many answers to `take_orders` that have orders, and to reports of an end, do not arrive."""
+        """So many answers to `take_operations` that have operations, and to reports of an end, do not arrive."""
 
-    async def take_orders(self, within_s, known):
+    async def take_operations(self, within_s, known):
         self._refuse()
         ends, taking = asyncio.ensure_future(self._ends.wait()), asyncio.ensure_future(self.book.take(within_s, known))
         try:
@@ -45,7 +45,7 @@ class Router:
     def start_again(self):
         """End, with all that it knows, and be there again at once."""
         self._ends.set()
-        self.book, self._ends = OrderBook(), asyncio.Event()
+        self.book, self._ends = OperationLog(), asyncio.Event()
 
     async def report(self, progress):
         self._refuse()
@@ -168,13 +168,15 @@ class Worker:
 
 
 def desk_of(routers, fleet, start_within_s=START_WITHIN_S, lease_s=30.0, **options):
-    carrying = Carrying(fleet, fleet, lambda name, pool: Worker(fleet, name, pool), start_within_s, lease_s, **options)
-    return OrderDesk(routers, carrying.carry_out)
+    steps = OperationSteps(
+        fleet, fleet, lambda name, pool: Worker(fleet, name, pool), start_within_s, lease_s, **options
+    )
+    return OperationQueue(routers, steps.carry_out)
 
 
 @contextlib.asynccontextmanager
 async def serving(fleet, routers=1, **options):
-    """Run orders over this fleet; yields the routers."""
+    """Run operations over this fleet; yields the routers."""
     there = [Router() for _ in range(routers)]
     running = asyncio.create_task(desk_of(there, fleet, **options).run(lambda _: None))
     try:
@@ -186,19 +188,19 @@ async def serving(fleet, routers=1, **options):
 
 
 def scale(router, workers, timeout_s=30.0, **options):
-    """Give the order that an operator would, in the mode in which the tests begin."""
+    """Give the operation that an operator would, in the mode in which the tests begin."""
     return router.book.give("scale", timeout_s, workers, mode="disaggregated", **options)
 
 
-async def until_told(router, order, sentence):
-    """Wait until the router knows that an order is so far."""
-    await eventually(lambda: any(sentence in said for said in router.book.progress(order.order_id).sentences))
+async def until_told(router, operation, sentence):
+    """Wait until the router knows that an operation is so far."""
+    await eventually(lambda: any(sentence in said for said in router.book.progress(operation.operation_id).sentences))
 
 
-async def ended(router, order):
-    """How an order ended."""
-    await eventually(lambda: (known := router.book.progress(order.order_id)) is not None and not known.is_open)
-    return router.book.progress(order.order_id)
+async def ended(router, operation):
+    """How an operation ended."""
+    await eventually(lambda: (known := router.book.progress(operation.operation_id)) is not None and not known.is_open)
+    return router.book.progress(operation.operation_id)
 
 
 async def test_missing_workers_are_started_and_get_names_that_no_other_has_had():
@@ -258,16 +260,16 @@ async def test_all_workers_are_started_again_one_after_the_other():
         assert not fleet.restarts
 
 
-async def test_orders_are_carried_out_one_at_a_time_and_any_router_tells_how_they_go_on():
+async def test_operations_are_carried_out_one_at_a_time_and_any_router_tells_how_they_go_on():
     fleet = Fleet(start=["prefill", "decode"])
     async with serving(fleet, routers=2) as (first, second):
-        orders = [scale(router, {"decode": wanted}) for router, wanted in ((first, 4), (second, 2))]
-        for order in orders:
-            assert (await ended(second, order)).state == (await ended(first, order)).state == "done"
+        operations = [scale(router, {"decode": wanted}) for router, wanted in ((first, 4), (second, 2))]
+        for operation in operations:
+            assert (await ended(second, operation)).state == (await ended(first, operation)).state == "done"
         assert sorted(fleet.pool_of.values()) in (["decode"] * 2 + ["prefill"], ["decode"] * 4 + ["prefill"])
 
 
-async def test_an_order_that_was_decided_before_another_change_is_void():
+async def test_an_operation_that_was_decided_before_another_change_is_void():
     fleet = Fleet(start=["prefill", "decode"])
     async with serving(fleet) as (router,):
         operators = scale(router, {"decode": 3})
@@ -279,18 +281,18 @@ async def test_an_order_that_was_decided_before_another_change_is_void():
         assert sorted(fleet.pool_of.values()) == ["decode"] * 3 + ["prefill"]
 
 
-async def test_it_is_known_whether_an_order_is_under_way():
+async def test_it_is_known_whether_an_operation_is_under_way():
     fleet = Fleet(start=["prefill", "decode"])
     router = Router()
-    orders = desk_of([router], fleet)
+    operations = desk_of([router], fleet)
     told = []
-    running = asyncio.create_task(orders.run(lambda sentence: told.append((orders.under_way, sentence))))
-    assert not orders.under_way
+    running = asyncio.create_task(operations.run(lambda sentence: told.append((operations.under_way, sentence))))
+    assert not operations.under_way
     given = [scale(router, {"decode": wanted}) for wanted in (2, 3)]
-    for order in given:
-        await ended(router, order)
+    for operation in given:
+        await ended(router, operation)
     await asyncio.sleep(0)
-    assert not orders.under_way
+    assert not operations.under_way
     assert all(under_way for under_way, _ in told)
     running.cancel()
     await asyncio.wait((running,))
@@ -300,20 +302,20 @@ async def test_a_router_that_is_away_is_asked_again_when_it_is_back():
     fleet = Fleet(start=["prefill", "decode"])
     async with serving(fleet) as (router,):
         router.away = True
-        order = scale(router, {"decode": 2})
+        operation = scale(router, {"decode": 2})
         router.away = False
-        assert (await ended(router, order)).state == "done"
+        assert (await ended(router, operation)).state == "done"
 
 
-async def test_orders_that_have_ended_are_forgotten_when_many_have_come_since_and_others_never():
-    book = OrderBook()
-    first, *orders = [book.give("restart", 1.0) for _ in range(KEPT + 2)]
+async def test_operations_that_have_ended_are_forgotten_when_many_have_come_since_and_others_never():
+    book = OperationLog()
+    first, *operations = [book.give("restart", 1.0) for _ in range(KEPT + 2)]
     assert len((await book.take(0.0, ())).news) == KEPT + 2
-    for order in orders:
-        book.report(replace(book.progress(order.order_id), state="done"))
-    assert book.progress(orders[0].order_id) is None
-    assert book.progress(orders[1].order_id).state == "done"
-    assert book.open == [book.progress(first.order_id)]
+    for operation in operations:
+        book.report(replace(book.progress(operation.operation_id), state="done"))
+    assert book.progress(operations[0].operation_id) is None
+    assert book.progress(operations[1].operation_id).state == "done"
+    assert book.open == [book.progress(first.operation_id)]
     assert (await book.take(0.0, ())).news == (first,)
 
 
@@ -403,10 +405,10 @@ async def test_a_restart_that_is_cancelled_before_a_worker_was_told_to_drain_let
 
     fleet.drain_worker = router_ended
     async with serving(fleet) as (router,):
-        order = router.book.give("restart", 1.0)
-        await until_told(router, order, "worker-0: drains")
-        router.book.cancel(order.order_id)
-        progress = await ended(router, order)
+        operation = router.book.give("restart", 1.0)
+        await until_told(router, operation, "worker-0: drains")
+        router.book.cancel(operation.operation_id)
+        progress = await ended(router, operation)
         assert progress.state == "cancelled"
         assert "worker-0: was not told to drain, and stays as it is" in progress.sentences
         assert not fleet.come_back
@@ -415,13 +417,13 @@ async def test_a_restart_that_is_cancelled_before_a_worker_was_told_to_drain_let
 # --- another mode
 
 
-async def test_an_order_is_void_in_another_mode_than_that_in_which_it_was_given():
+async def test_an_operation_is_void_in_another_mode_than_that_in_which_it_was_given():
     fleet = Fleet(start=["prefill", "prefill", "decode", "decode"])
     async with serving(fleet) as (router,):
-        order = scale(router, {"prefill": 2, "decode": 2})  # nothing to do in the mode in which it was given
+        operation = scale(router, {"prefill": 2, "decode": 2})  # nothing to do in the mode in which it was given
         fleet.mode = "colocated"
         fleet.pool_of = dict.fromkeys(fleet.pool_of, "colocated")
-        progress = await ended(router, order)
+        progress = await ended(router, operation)
         assert progress.state == "failed"
         assert "it is for mode disaggregated, and the server serves colocated now" in progress.sentences[-1]
         assert fleet.log == []
@@ -431,38 +433,38 @@ async def test_a_worker_that_has_loaded_when_the_mode_is_another_one_is_not_adde
     fleet = Fleet(start=["prefill", "decode"])
     fleet.may_start.clear()
     async with serving(fleet) as (router,):
-        order = scale(router, {"decode": 2})
-        await until_told(router, order, "worker-2: starting")
+        operation = scale(router, {"decode": 2})
+        await until_told(router, operation, "worker-2: starting")
         fleet.mode = "colocated"
         fleet.may_start.set()
-        assert (await ended(router, order)).state == "failed"
+        assert (await ended(router, operation)).state == "failed"
         assert fleet.log == ["retire worker-2"]
 
 
-# --- every order ends
+# --- every operation ends
 
 
 async def test_a_worker_whose_kv_is_needed_for_a_long_lease_is_waited_for(monkeypatch):
-    monkeypatch.setattr("cluster.runtime.orders.carrying.BEYOND_LEASE_S", 0.0)
+    monkeypatch.setattr("cluster.runtime.operation_steps.BEYOND_LEASE_S", 0.0)
     for lease_s, state in ((2 * PATIENCE_S, "done"), (0.0, "failed")):
         fleet = Fleet(start=["decode", "decode"])
         fleet.may_leave.clear()
         async with serving(fleet, lease_s=lease_s) as (router,):
-            order = scale(router, {"decode": 1}, 0.0)
+            operation = scale(router, {"decode": 1}, 0.0)
             await eventually(lambda fleet=fleet: fleet.draining)
             if state == "done":
                 fleet.may_leave.set()
-            progress = await ended(router, order)
+            progress = await ended(router, operation)
             assert progress.state == state, progress
 
 
-async def test_an_order_whose_worker_waits_for_a_node_fails_in_the_end_and_later_ones_go_on(monkeypatch):
-    monkeypatch.setattr("cluster.runtime.orders.carrying.BEYOND_LEASE_S", 0.0)
+async def test_an_operation_whose_worker_waits_for_a_node_fails_in_the_end_and_later_ones_go_on(monkeypatch):
+    monkeypatch.setattr("cluster.runtime.operation_steps.BEYOND_LEASE_S", 0.0)
     fleet = Fleet(start=["prefill", "decode"])
     fleet.may_leave.clear()  # it drains, and its node is gone: it never comes back
     async with serving(fleet, start_within_s=0.01, lease_s=0.0) as (router,):
-        order, later = router.book.give("restart", 0.0), scale(router, {"decode": 1})
-        progress = await ended(router, order)
+        operation, later = router.book.give("restart", 0.0), scale(router, {"decode": 1})
+        progress = await ended(router, operation)
         assert progress.state == "failed"
         assert "worker-0 does not serve again after 0 s" in progress.sentences[-1]
         assert "it is started as soon as that is possible" in progress.sentences[-1]
@@ -480,15 +482,15 @@ async def test_a_worker_that_does_not_start_in_time_is_ended():
         assert fleet.log == ["retire worker-2"]
 
 
-async def test_an_order_that_waits_says_for_which_one_and_can_be_cancelled():
+async def test_an_operation_that_waits_says_for_which_one_and_can_be_cancelled():
     fleet = Fleet(start=["prefill", "decode"])
     fleet.may_start.clear()
     async with serving(fleet, routers=2) as (first, second):
         running, waiting = scale(first, {"decode": 2}), scale(first, {"prefill": 3})
-        hint = f"waits until order {running.order_id} (scale decode=2) has ended (ridgeline orders cancel "
-        await eventually(lambda: second.book.progress(waiting.order_id) is not None)
+        hint = f"waits until operation {running.operation_id} (scale decode=2) has ended (ridgeline operations cancel "
+        await eventually(lambda: second.book.progress(waiting.operation_id) is not None)
         await until_told(first, waiting, hint)
-        second.book.cancel(waiting.order_id)  # another router than the one that was given it
+        second.book.cancel(waiting.operation_id)  # another router than the one that was given it
         assert (await ended(first, waiting)).state == "cancelled"
         fleet.may_start.set()
         assert (await ended(first, running)).state == "done"
@@ -499,10 +501,10 @@ async def test_a_scale_that_is_cancelled_keeps_what_serves_and_ends_what_starts(
     fleet = Fleet(start=["prefill", "decode"])
     fleet.may_start.clear()
     async with serving(fleet) as (router,):
-        order = scale(router, {"decode": 2})
-        await until_told(router, order, "worker-2: starting")
-        router.book.cancel(order.order_id)
-        progress = await ended(router, order)
+        operation = scale(router, {"decode": 2})
+        await until_told(router, operation, "worker-2: starting")
+        router.book.cancel(operation.operation_id)
+        progress = await ended(router, operation)
         assert progress.state == "cancelled"
         assert progress.sentences[-2:] == (
             "worker-2: ended, before it served",
@@ -513,14 +515,14 @@ async def test_a_scale_that_is_cancelled_keeps_what_serves_and_ends_what_starts(
         assert (await ended(router, scale(router, {"decode": 2}))).state == "done"  # the next one is carried out
 
 
-async def test_a_worker_that_drains_when_its_order_is_cancelled_leaves_and_no_other_one():
+async def test_a_worker_that_drains_when_its_operation_is_cancelled_leaves_and_no_other_one():
     fleet = Fleet(start=["decode", "decode", "decode"])
     fleet.may_leave.clear()
     async with serving(fleet) as (router,):
-        order = scale(router, {"decode": 1})
+        operation = scale(router, {"decode": 1})
         await eventually(lambda: fleet.draining)
-        router.book.cancel(order.order_id)
-        progress = await ended(router, order)
+        router.book.cancel(operation.operation_id)
+        progress = await ended(router, operation)
         assert "worker-2: drains already, and leaves; the others stay as they are" in progress.sentences
         fleet.may_leave.set()
         await eventually(lambda: set(fleet.pool_of) == {"worker-0", "worker-1"})
@@ -531,10 +533,10 @@ async def test_a_worker_that_drains_when_its_restart_is_cancelled_comes_back():
     fleet = Fleet(start=["decode", "decode"])
     fleet.may_leave.clear()
     async with serving(fleet) as (router,):
-        order = router.book.give("restart", 1.0)
+        operation = router.book.give("restart", 1.0)
         await eventually(lambda: fleet.draining)
-        router.book.cancel(order.order_id)
-        progress = await ended(router, order)
+        router.book.cancel(operation.operation_id)
+        progress = await ended(router, operation)
         assert progress.state == "cancelled"
         assert "worker-0: is started again once it has drained; the others stay as they are" in progress.sentences
         assert fleet.come_back == {"worker-0"}
@@ -544,10 +546,10 @@ async def test_a_worker_that_drains_when_its_restart_is_cancelled_comes_back():
 # --- calls that get lost
 
 
-async def test_an_answer_that_nobody_reads_loses_no_order_and_none_is_carried_out_twice():
+async def test_an_answer_that_nobody_reads_loses_no_operation_and_none_is_carried_out_twice():
     fleet = Fleet(start=["prefill", "decode"])
     async with serving(fleet) as (router,):
-        router.lost_answers = 2  # that with the order, and that to the report of its end
+        router.lost_answers = 2  # that with the operation, and that to the report of its end
         progress = await ended(router, scale(router, {"decode": 2}))
         assert progress.state == "done"
         await eventually(lambda: not router.lost_answers)
@@ -555,31 +557,31 @@ async def test_an_answer_that_nobody_reads_loses_no_order_and_none_is_carried_ou
         assert fleet.log == ["add worker-2:1", "add worker-3:1"]
 
 
-async def test_a_question_whose_asker_has_given_up_takes_no_order_away():
-    book = OrderBook()
+async def test_a_question_whose_asker_has_given_up_takes_no_operation_away():
+    book = OperationLog()
     abandoned = asyncio.create_task(book.take(PATIENCE_S, ()))  # the call has timed out, the coroutine lives on
     asked = asyncio.create_task(book.take(PATIENCE_S, ()))
     await asyncio.sleep(0)
-    order = book.give("scale", 30.0, {"decode": 2})
-    assert (await abandoned).news == (await asked).news == (order,)
-    assert (await book.take(0.0, [order])).news == ()
-    book.report(replace(book.progress(order.order_id), state="done"))
+    operation = book.give("scale", 30.0, {"decode": 2})
+    assert (await abandoned).news == (await asked).news == (operation,)
+    assert (await book.take(0.0, [operation])).news == ()
+    book.report(replace(book.progress(operation.operation_id), state="done"))
     assert (await book.take(0.0, ())).news == ()
 
 
-async def test_a_router_that_was_started_again_is_told_of_every_order():
+async def test_a_router_that_was_started_again_is_told_of_every_operation():
     fleet = Fleet(start=["prefill", "decode"])
     fleet.may_start.clear()
     async with serving(fleet) as (router,):
         ended_before = await ended(router, scale(router, {"decode": 1}))
-        order = scale(router, {"decode": 2})
-        await until_told(router, order, "worker-2: starting")
+        operation = scale(router, {"decode": 2})
+        await until_told(router, operation, "worker-2: starting")
         lost = router.book.give("restart", 1.0)  # nobody has taken it when its router ends
         router.start_again()
         fleet.may_start.set()
-        assert (await ended(router, order)).state == "done"
-        assert await ended(router, ended_before.order) == ended_before
-        assert router.book.progress(lost.order_id) is None
+        assert (await ended(router, operation)).state == "done"
+        assert await ended(router, ended_before.operation) == ended_before
+        assert router.book.progress(lost.operation_id) is None
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("restart", 2), ("scale", 1)])
@@ -587,29 +589,29 @@ async def test_a_drain_whose_answer_was_lost_is_not_ordered_again_once_the_worke
     fleet = Fleet(start=["decode", "decode"])
     fleet.lost_answers = 1
     async with serving(fleet) as (router,):
-        order = scale(router, {"decode": 1}, 1.0) if kind == "scale" else router.book.give("restart", 1.0)
-        progress = await ended(router, order)
+        operation = scale(router, {"decode": 1}, 1.0) if kind == "scale" else router.book.give("restart", 1.0)
+        progress = await ended(router, operation)
         assert progress.state == "done"
         assert len(fleet.pool_of) == workers
         assert fleet.log == (["drain worker-1 1"] if kind == "scale" else ["drain worker-0 1", "drain worker-1 1"])
         assert progress.sentences[-1].endswith("has 1 worker" if kind == "scale" else "2 workers of 2 started again")
 
 
-async def test_an_order_survives_that_the_leading_router_is_away_for_a_while():
+async def test_an_operation_survives_that_the_leading_router_is_away_for_a_while():
     fleet = Fleet(start=["decode", "decode"])
     async with serving(fleet) as (router,):
         fleet.away = 1
         assert (await ended(router, scale(router, {"decode": 1}))).state == "done"
 
 
-async def test_an_order_fails_if_the_leading_router_stays_away():
+async def test_an_operation_fails_if_the_leading_router_stays_away():
     fleet, clock = Fleet(start=["decode", "decode"]), FakeClock()
     fleet.away = 10**9
     async with serving(fleet, clock=clock) as (router,):
-        order = scale(router, {"decode": 1})
-        await until_told(router, order, "begins")
+        operation = scale(router, {"decode": 1})
+        await until_told(router, operation, "begins")
         clock.now_s += LEAD_BACK_WITHIN_S
-        progress = await ended(router, order)
+        progress = await ended(router, operation)
         assert (progress.state, progress.sentences[-1]) == ("failed", "router ended")
 
 

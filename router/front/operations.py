@@ -1,8 +1,8 @@
-"""Orders of operators that the router cannot carry out itself: another number of workers, or a restart of all of them.
+"""Operations on running workers, as one router knows them: another number of workers, or a restart of all of them.
 
-An order comes over HTTP (`router.front.admin`), or from `cluster.runtime.autoscale`. `cluster.runtime.orders`, beside
-the supervisor, asks for what it does not know yet and tells how that goes on. An order is handed out until its end is
-told, so an answer that got lost loses none.
+They are asked for over HTTP (`router.front.admin`) and carried out by the driver, whose
+`cluster.runtime.operation_queue` takes what it does not know yet and tells how that goes on. An operation is handed out
+until its end is told, so an answer that got lost loses none.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Literal
 from contracts.vocabulary import Mode, Pool
 
 KEPT = 100
-"""Orders that can be looked up after their end; older ones are forgotten."""
-OrderKind = Literal["scale", "restart"]
-OrderState = Literal["given", "running", "done", "failed", "cancelled"]
-OPEN: tuple[OrderState, ...] = ("given", "running")
-"""The states of an order that has not ended."""
+"""Operations that can be looked up after their end; older ones are forgotten."""
+OperationKind = Literal["scale", "restart"]
+OperationState = Literal["given", "running", "done", "failed", "cancelled"]
+OPEN: tuple[OperationState, ...] = ("given", "running")
+"""The states of an operation that has not ended."""
 
 
 @dataclass(frozen=True)
-class Order:
+class Operation:
     """What an operator wants."""
 
-    order_id: str
-    kind: OrderKind
+    operation_id: str
+    kind: OperationKind
     timeout_s: float
     """Time that requests running on a leaving worker still get."""
     workers: Mapping[Pool, int] = field(default_factory=dict)
     """To scale: how many workers each of these pools shall have."""
     decided_at: Mapping[Pool, int] = field(default_factory=dict)
-    """How many workers pools had when this was decided: an order that comes after another change is void."""
+    """How many workers pools had when this was decided: an operation that comes after another change is void."""
     mode: Mode | None = None
-    """To scale: the mode that has these pools. In another one the order is void."""
+    """To scale: the mode that has these pools. In another one the operation is void."""
     reason: str = ""
     """Why, if nobody but the loop that follows the load wants it."""
     given_unix_s: float = 0.0
@@ -47,30 +47,30 @@ class Order:
     def title(self) -> str:
         """It in a few words."""
         wanted = " ".join(f"{pool}={number}" for pool, number in self.workers.items())
-        return f"order {self.order_id} ({' '.join(filter(None, (self.kind, wanted)))})"
+        return f"operation {self.operation_id} ({' '.join(filter(None, (self.kind, wanted)))})"
 
     @property
     def how_to_cancel(self) -> str:
         """The command that ends it."""
-        return f"ridgeline orders cancel {self.order_id}"
+        return f"ridgeline operations cancel {self.operation_id}"
 
 
 @dataclass(frozen=True)
 class Cancellation:
-    """An order that nobody wants any more."""
+    """An operation that nobody wants any more."""
 
-    order_id: str
+    operation_id: str
 
 
-News = Order | Cancellation
+News = Operation | Cancellation
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an order is."""
+    """How far an operation is."""
 
-    order: Order
-    state: OrderState = "given"
+    operation: Operation
+    state: OperationState = "given"
     sentences: tuple[str, ...] = ()
 
     @property
@@ -88,27 +88,27 @@ class Taken:
     news: tuple[News, ...]
 
 
-class OrderBook:
-    """The orders that one router has been given or told about."""
+class OperationLog:
+    """The operations that one router has been given or told about."""
 
     def __init__(self) -> None:
         self._book_id = secrets.token_hex(4)
         self._progress: dict[str, Progress] = {}
         self._news: list[News] = []
-        """What was said here of orders that have not ended."""
+        """What was said here of operations that have not ended."""
         self._changed = asyncio.Event()
 
     def give(
         self,
-        kind: OrderKind,
+        kind: OperationKind,
         timeout_s: float,
         workers: Mapping[Pool, int] | None = None,
         decided_at: Mapping[Pool, int] | None = None,
         mode: Mode | None = None,
         reason: str = "",
-    ) -> Order:
-        """Enter an order."""
-        order = Order(
+    ) -> Operation:
+        """Enter an operation."""
+        operation = Operation(
             secrets.token_hex(4),
             kind,
             timeout_s,
@@ -118,18 +118,18 @@ class OrderBook:
             reason,
             given_unix_s=time.time(),
         )
-        self._enter(Progress(order, sentences=(reason,) if reason else ()))
-        self._tell(order)
-        return order
+        self._enter(Progress(operation, sentences=(reason,) if reason else ()))
+        self._tell(operation)
+        return operation
 
-    def cancel(self, order_id: str) -> None:
-        """Enter that nobody wants an order any more; whoever carries it out says when it has ended."""
-        if (cancellation := Cancellation(order_id)) not in self._news:
+    def cancel(self, operation_id: str) -> None:
+        """Enter that nobody wants an operation any more; whoever carries it out says when it has ended."""
+        if (cancellation := Cancellation(operation_id)) not in self._news:
             self._tell(cancellation)
 
     @property
     def open(self) -> list[Progress]:
-        """The orders that have not ended, the oldest first."""
+        """The operations that have not ended, the oldest first."""
         return [progress for progress in self._progress.values() if progress.is_open]
 
     @property
@@ -147,27 +147,27 @@ class OrderBook:
         return Taken(self._book_id, tuple(news for news in self._news if news not in known))
 
     def report(self, progress: Progress) -> None:
-        """Note how an order goes on, also of one that another router was given."""
-        order_id = progress.order.order_id
+        """Note how an operation goes on, also of one that another router was given."""
+        operation_id = progress.operation.operation_id
         self._enter(progress)
         if not progress.is_open:
-            self._news = [news for news in self._news if news.order_id != order_id]
+            self._news = [news for news in self._news if news.operation_id != operation_id]
 
-    def progress(self, order_id: str) -> Progress | None:
-        """Return how far an order is; None if it is not known here."""
-        return self._progress.get(order_id)
+    def progress(self, operation_id: str) -> Progress | None:
+        """Return how far an operation is; None if it is not known here."""
+        return self._progress.get(operation_id)
 
     def _tell(self, news: News) -> None:
         self._news.append(news)
         self._changed.set()
 
     def _enter(self, progress: Progress) -> None:
-        self._progress[progress.order.order_id] = progress
+        self._progress[progress.operation.operation_id] = progress
         forget_old(self._progress)
 
 
 def forget_old(progress: dict[str, Progress]) -> None:
-    """Forget the oldest orders that have ended, beyond those that are kept."""
-    ended = [order_id for order_id, each in progress.items() if not each.is_open]
-    for order_id in ended[:-KEPT]:
-        del progress[order_id]
+    """Forget the oldest operations that have ended, beyond those that are kept."""
+    ended = [operation_id for operation_id, each in progress.items() if not each.is_open]
+    for operation_id in ended[:-KEPT]:
+        del progress[operation_id]

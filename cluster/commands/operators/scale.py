@@ -1,7 +1,4 @@
-"""`ridgeline scale` and `ridgeline restart`: order another number of workers, or a restart, and tell how it goes.
-
-`ridgeline orders` lists what was ordered, and cancels it.
-"""
+"""`ridgeline scale` and `ridgeline restart` begin operations; `ridgeline operations` lists and cancels them."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from loadtest.errors import ServerError
 
 POLL_S = 0.5
 UNKNOWN_S = 60.0
-"""How long the routers may take to know of an order: another one than that which was asked may answer, or one that was
-started again, which takes 14 s on two cores, and is then told of all orders that were taken."""
+"""How long the routers may take to know of an operation: another one than that which was asked may answer, or one that
+was started again, which takes 14 s on two cores, and is then told of all operations that were taken."""
 REMIND_S = 30.0
-"""How often it is said that an order is still under way while nothing else is."""
+"""How often it is said that an operation is still under way while nothing else is."""
 POOLS: tuple[Pool, ...] = get_args(Pool)
 
 
@@ -46,48 +43,48 @@ async def scale(
     url: str, wanted: dict[str, int], timeout_s: float, *, admin_key_file: Path | None, console: Console
 ) -> None:
     """Return once each of these pools has as many workers. Raises ServerError if that fails, ApiKeyError."""
-    await _order(url, "/ridgeline/scale", {"workers": wanted, "timeout_s": timeout_s}, admin_key_file, console)
+    await _operation(url, "/ridgeline/scale", {"workers": wanted, "timeout_s": timeout_s}, admin_key_file, console)
 
 
 async def restart(url: str, timeout_s: float, *, admin_key_file: Path | None, console: Console) -> None:
     """Return once every worker has been started again. Raises ServerError if that fails, ApiKeyError."""
-    await _order(url, "/ridgeline/restart", {"timeout_s": timeout_s}, admin_key_file, console)
+    await _operation(url, "/ridgeline/restart", {"timeout_s": timeout_s}, admin_key_file, console)
 
 
-async def orders(url: str, *, admin_key_file: Path | None, console: Console) -> None:
-    """Print all orders that the server knows. Raises ServerError, ApiKeyError."""
+async def operations(url: str, *, admin_key_file: Path | None, console: Console) -> None:
+    """Print all operations that the server knows. Raises ServerError, ApiKeyError."""
     async with operator_client(url, admin_key_file) as client:
-        rows = (await ask(client, "GET", "/ridgeline/orders"))["orders"]
+        rows = (await ask(client, "GET", "/ridgeline/operations"))["operations"]
     for row in rows:
         wanted = " ".join(f"{pool}={number}" for pool, number in row["workers"].items())
         last = f": {row['sentences'][-1]}" if row["sentences"] else ""
-        words = filter(None, (row["order"], row["kind"], wanted, f"{row['given_s_ago']:.0f} s ago,", row["state"]))
+        words = filter(None, (row["operation"], row["kind"], wanted, f"{row['given_s_ago']:.0f} s ago,", row["state"]))
         console.print(escape(" ".join(words) + last), highlight=False)
     if not rows:
-        console.print("nothing has been ordered", highlight=False)
+        console.print("there are no operations", highlight=False)
 
 
-async def cancel(url: str, order: str, *, admin_key_file: Path | None, console: Console) -> None:
-    """Return once the order has ended. Raises ServerError if it has ended before or is not known, ApiKeyError."""
+async def cancel(url: str, operation: str, *, admin_key_file: Path | None, console: Console) -> None:
+    """Return once the operation has ended. Raises ServerError if it has ended before or is not known, ApiKeyError."""
     async with operator_client(url, admin_key_file) as client:
-        told = len((await ask(client, "DELETE", f"/ridgeline/orders/{order}"))["sentences"])
-        await _until_ended(client, order, told, console)
+        told = len((await ask(client, "DELETE", f"/ridgeline/operations/{operation}"))["sentences"])
+        await _until_ended(client, operation, told, console)
 
 
-async def _order(url: str, path: str, body: dict[str, Any], admin_key_file: Path | None, console: Console) -> None:
+async def _operation(url: str, path: str, body: dict[str, Any], admin_key_file: Path | None, console: Console) -> None:
     async with operator_client(url, admin_key_file) as client:
-        order = (await ask(client, "POST", path, body))["order"]
-        console.print(f"order {order}; ridgeline orders cancel {order} ends it", highlight=False)
-        progress = await _until_ended(client, order, 0, console)
+        operation = (await ask(client, "POST", path, body))["operation"]
+        console.print(f"operation {operation}; ridgeline operations cancel {operation} ends it", highlight=False)
+        progress = await _until_ended(client, operation, 0, console)
         if progress["state"] != "done":
             raise ServerError(progress["sentences"][-1])
 
 
-async def _until_ended(client: httpx.AsyncClient, order: str, told: int, console: Console) -> dict[str, Any]:
-    """Print what is new of an order until it ends; return how it ended. Raises ServerError if nobody knows it."""
+async def _until_ended(client: httpx.AsyncClient, operation: str, told: int, console: Console) -> dict[str, Any]:
+    """Print what is new of an operation until it ends; return how it ended. Raises ServerError if nobody knows it."""
     began_s = known_s = said_s = time.monotonic()
     while True:
-        progress, now_s = await _progress(client, order), time.monotonic()
+        progress, now_s = await _progress(client, operation), time.monotonic()
         if progress is not None:
             known_s = now_s
             for sentence in progress["sentences"][told:]:
@@ -98,9 +95,9 @@ async def _until_ended(client: httpx.AsyncClient, order: str, told: int, console
                 return progress
         elif now_s - known_s > UNKNOWN_S:
             raise ServerError(
-                f"no router of {client.base_url} has known order {order} for {UNKNOWN_S:.0f} s: the one that had it "
-                "was lost before it was taken; look at what runs (ridgeline orders, GET /ridgeline/workers), and order "
-                "again"
+                f"no router of {client.base_url} has known operation {operation} for {UNKNOWN_S:.0f} s: the "
+                "one that had it was lost before it was taken; look at what runs (ridgeline operations, GET "
+                "/ridgeline/workers), and ask again"
             )
         if now_s - said_s > REMIND_S:
             state = progress["state"] if progress else "unknown, the server does not answer"
@@ -109,10 +106,10 @@ async def _until_ended(client: httpx.AsyncClient, order: str, told: int, console
         await asyncio.sleep(POLL_S)
 
 
-async def _progress(client: httpx.AsyncClient, order: str) -> dict[str, Any] | None:
-    """Return how far the order is; None while no router that knows it answers. Raises Refused."""
+async def _progress(client: httpx.AsyncClient, operation: str) -> dict[str, Any] | None:
+    """Return how far the operation is; None while no router that knows it answers. Raises Refused."""
     try:
-        return await ask(client, "GET", f"/ridgeline/orders/{order}")
+        return await ask(client, "GET", f"/ridgeline/operations/{operation}")
     except NoAnswer:
         return None
     except Refused as error:
