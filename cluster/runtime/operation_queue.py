@@ -72,6 +72,13 @@ class OperationQueue:
         """Whether an operation is being carried out, or waits for another one to end."""
         return any(progress.is_open for progress in self._progress.values())
 
+    def begin(self, operation: Operation) -> bool:
+        """Enter an operation that no router was asked for; False if another one is under way."""
+        if self.under_way:
+            return False
+        self._enter(operation)
+        return True
+
     async def run(self, say: Say) -> None:
         """Take and carry out operations until cancelled."""
         self._say = say

@@ -24,11 +24,11 @@ from cluster.node_address import address_here
 from cluster.node_cores import hold_cores_soon
 from cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
 from contracts.errors import WorkerLost
-from contracts.vocabulary import Health, Mode, Pool
+from contracts.vocabulary import Health, Pool
 from engine.config import EngineConfig, HostSettings
 from engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
 from router.fleet.pairing import KvPair
-from router.front.operations import News, OperationLog, Progress, Taken
+from router.front.operations import News, Progress, Taken
 from router.garbage import GarbageWatch
 from router.observe.fleet_use import FleetUse, Members, members
 from router.observe.metrics import LimitedLatency, Within
@@ -328,23 +328,6 @@ class RouterService(_Head):
         """Return what operators want that is not `known`, or wait for it up to this many seconds. Raises NotServing."""
         taken: Taken = await self._serving().operations.take(within_s, known)
         return taken
-
-    async def operation_scale(
-        self,
-        workers: Mapping[Pool, int],
-        decided_at: Mapping[Pool, int],
-        mode: Mode | None,
-        timeout_s: float,
-        reason: str,
-    ) -> str:
-        """Enter an operation, as if an operator had given it, unless another one is under way; returns its id, or "".
-
-        Raises NotServing.
-        """
-        book: OperationLog = self._serving().operations
-        if book.open:
-            return ""
-        return book.give("scale", timeout_s, workers, decided_at, mode, reason).operation_id
 
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
         """Return how many sequences have kept each limit since the router's start. Raises NotServing."""

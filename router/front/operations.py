@@ -1,8 +1,8 @@
 """Operations on running workers, as one router knows them: another number of workers, or a restart of all of them.
 
-They are asked for over HTTP (`router.front.admin`) and carried out by the driver, whose
-`cluster.runtime.operation_queue` takes what it does not know yet and tells how that goes on. An operation is handed out
-until its end is told, so an answer that got lost loses none.
+They are asked for over HTTP (`router.front.admin`), or by the driver's autoscaler, and carried out by the driver,
+whose `cluster.runtime.operation_queue` takes what it does not know yet and tells how that goes on. An operation is
+handed out until its end is told, so an answer that got lost loses none.
 """
 
 from __future__ import annotations
@@ -55,6 +55,20 @@ class Operation:
         return f"ridgeline operations cancel {self.operation_id}"
 
 
+def new_operation(
+    kind: OperationKind,
+    timeout_s: float,
+    workers: Mapping[Pool, int],
+    decided_at: Mapping[Pool, int] | None = None,
+    mode: Mode | None = None,
+    reason: str = "",
+) -> Operation:
+    """Return an operation that is asked for now."""
+    return Operation(
+        secrets.token_hex(4), kind, timeout_s, workers, decided_at or {}, mode, reason, given_unix_s=time.time()
+    )
+
+
 @dataclass(frozen=True)
 class Cancellation:
     """An operation that nobody wants any more."""
@@ -99,26 +113,11 @@ class OperationLog:
         self._changed = asyncio.Event()
 
     def give(
-        self,
-        kind: OperationKind,
-        timeout_s: float,
-        workers: Mapping[Pool, int] | None = None,
-        decided_at: Mapping[Pool, int] | None = None,
-        mode: Mode | None = None,
-        reason: str = "",
+        self, kind: OperationKind, timeout_s: float, workers: Mapping[Pool, int] | None = None, mode: Mode | None = None
     ) -> Operation:
         """Enter an operation."""
-        operation = Operation(
-            secrets.token_hex(4),
-            kind,
-            timeout_s,
-            workers or {},
-            decided_at or {},
-            mode,
-            reason,
-            given_unix_s=time.time(),
-        )
-        self._enter(Progress(operation, sentences=(reason,) if reason else ()))
+        operation = new_operation(kind, timeout_s, workers or {}, mode=mode)
+        self._enter(Progress(operation))
         self._tell(operation)
         return operation
 

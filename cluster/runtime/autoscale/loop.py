@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from cluster.config.autoscale import AutoscaleConfig
 from cluster.runtime.autoscale.policy import Decision, Memory, decide
 from cluster.runtime.autoscale.use import Reading
 from cluster.runtime.handles.actor import DeploymentFailed
+from cluster.runtime.operation_queue import OperationQueue
 from cluster.runtime.supervisor import Say
 from contracts.vocabulary import Mode, Pool
 from router.fleet.policy import pools_of
+from router.front.operations import new_operation
 from router.observe.fleet_use import FleetUse
 from router.observe.metrics import LimitedLatency, Within
 
@@ -26,21 +27,11 @@ class LeadingHead(Protocol):
 
 
 class CountingRouter(Protocol):
-    """A router, as far as it counts latencies and takes operations."""
+    """A router, as far as it counts latencies."""
 
     @property
     def name(self) -> str: ...
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]: ...
-    async def operation_scale(
-        self,
-        workers: Mapping[Pool, int],
-        decided_at: Mapping[Pool, int],
-        mode: Mode | None,
-        timeout_s: float,
-        reason: str,
-    ) -> str:
-        """Give an operation, unless another one is under way; returns its id, or ""."""
-        ...
 
 
 class SupervisedWorkers(Protocol):
@@ -54,13 +45,6 @@ class SupervisedWorkers(Protocol):
         ...
 
 
-class Ordered(Protocol):
-    """Who knows whether an operation is being carried out."""
-
-    @property
-    def under_way(self) -> bool: ...
-
-
 class Autoscaler:
     """Has pools follow their load."""
 
@@ -70,7 +54,7 @@ class Autoscaler:
         lead: LeadingHead,
         routers: Sequence[CountingRouter],
         supervised: SupervisedWorkers,
-        operations: Ordered,
+        operations: OperationQueue,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -101,7 +85,7 @@ class Autoscaler:
                 mode = reading.fleet.mode
                 self._tell_bounds(pools_of(mode), say)
             decision, then = decide(self._settings, reading, memory)
-            if decision is None or await self._announced(decision, mode, say):
+            if decision is None or self._announced(decision, mode, say):
                 memory = then
 
     def _tell_bounds(self, pools: Sequence[Pool], say: Say) -> None:
@@ -116,30 +100,23 @@ class Autoscaler:
                 f"scaled in this mode: set autoscale.{pools[-1]}.min_workers and max_workers, and start again"
             )
 
-    async def _announced(self, decision: Decision, mode: Mode | None, say: Say) -> bool:
+    def _announced(self, decision: Decision, mode: Mode | None, say: Say) -> bool:
         """Say what was decided and, in mode act, begin it; False if it has to wait for another operation."""
         if self._settings.mode == "advise":
             say(f"autoscale advises {decision.sentence}")
             return True
-        operation_id = await self._operation(decision, mode)
-        if operation_id:
-            say(f"operation {operation_id}: autoscale, {decision.sentence}")
-        return bool(operation_id)
-
-    async def _operation(self, decision: Decision, mode: Mode | None) -> str:
-        """Give the operation to the first router that answers; returns its id, or "" if none takes it now."""
-        for router in self._routers:
-            if self._operations.under_way:
-                return ""
-            with suppress(DeploymentFailed):
-                return await router.operation_scale(
-                    {decision.pool: decision.wanted_workers},
-                    {decision.pool: decision.now_workers},
-                    mode,
-                    self._settings.drain_timeout_s,
-                    f"autoscale, {decision.sentence}",
-                )
-        return ""
+        operation = new_operation(
+            "scale",
+            self._settings.drain_timeout_s,
+            {decision.pool: decision.wanted_workers},
+            {decision.pool: decision.now_workers},
+            mode,
+            f"autoscale, {decision.sentence}",
+        )
+        if not self._operations.begin(operation):
+            return False
+        say(f"operation {operation.operation_id}: {operation.reason}")
+        return True
 
     async def _read(self) -> Reading:
         """Return what the routers know; without workers if the head that leads does not answer or misses some."""

@@ -17,7 +17,7 @@ from cluster.runtime.environment import forwarded_variables
 from cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
 from cluster.runtime.plan import Plan
 from contracts.rpc.address import http_url, ip_address
-from contracts.vocabulary import Mode, Pool, RestartReason
+from contracts.vocabulary import Pool, RestartReason
 from router.front.operations import News, Progress, Taken
 from router.observe.fleet_use import FleetUse, Members
 from router.observe.metrics import LimitedLatency, Within
@@ -213,21 +213,6 @@ class RouterHandle(HeadHandle):
         """
         taken: Taken = await self.call("take_operations", within_s, list(known), timeout_s=within_s + ANSWER_WITHIN_S)
         return taken
-
-    async def operation_scale(
-        self,
-        workers: Mapping[Pool, int],
-        decided_at: Mapping[Pool, int],
-        mode: Mode | None,
-        timeout_s: float,
-        reason: str,
-    ) -> str:
-        """Give an operation as an operator would, unless another one is under way there; returns its id, or "".
-
-        Raises ActorGone or DeploymentFailed.
-        """
-        arguments = dict(workers), dict(decided_at), mode, timeout_s, reason
-        return str(await self.call("operation_scale", *arguments, timeout_s=ANSWER_WITHIN_S))
 
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
         """Return how many sequences have kept each limit since its start. Raises ActorGone or DeploymentFailed."""

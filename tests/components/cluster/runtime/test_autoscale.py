@@ -12,7 +12,7 @@ from cluster.runtime.handles.actor import ActorGone
 from cluster.runtime.operation_queue import OperationQueue
 from cluster.runtime.operation_steps import OperationSteps
 from cluster.runtime.services import RouterService
-from router.front.operations import OperationLog
+from router.front.operations import OperationLog, new_operation
 from router.observe.fleet_use import FleetUse, Member, Members, WorkerUse
 from router.observe.metrics import Within
 from tests.support.clock import FakeClock
@@ -122,9 +122,6 @@ class Router:
 
     async def within(self, limits_s):
         return await self._call("within", limits_s)
-
-    async def operation_scale(self, *arguments):
-        return await self._call("operation_scale", *arguments)
 
     async def take_operations(self, *arguments):
         return await self._call("take_operations", *arguments)
@@ -265,22 +262,30 @@ async def test_it_waits_for_its_own_operation_as_long_as_that_takes():
         assert there.operations.under_way
 
 
-async def test_an_operation_that_an_operator_has_just_given_goes_first_and_the_next_reading_decides_anew():
+async def test_an_operation_that_an_operator_gives_at_the_same_moment_follows_and_has_the_last_word():
     async with running() as there:
         await there.rounds_of(2)
         book, fleet = there.routers[0].book, there.fleet
         given = []
 
         async def use():
-            given.append(book.give("scale", 30.0, {"prefill": 2}))  # not taken yet when the loop has decided
+            given.append(book.give("scale", 30.0, {"decode": 3}))  # not taken yet when the loop has decided
             return fleet.use()
 
         there.routers[0].service._head.use = use
         await there.rounds_of(1)
-        assert there.scaled == []
-        assert len(given) == 1
+        assert len(there.scaled) == len(given) == 1
         await eventually(lambda: book.progress(given[0].operation_id).state == "done")
-        assert sorted(fleet.pool_of.values()) == ["decode", "prefill", "prefill"]
+        assert fleet.decode == 3
+
+
+async def test_an_operation_that_was_decided_before_another_change_is_void():
+    async with running() as there:
+        late = new_operation("scale", 30.0, {"decode": 2}, decided_at={"decode": 3})
+        assert there.operations.begin(late)
+        await eventually(lambda: not there.operations.under_way)
+        assert there.said[-1].endswith("decode has 1 workers, and 3 when this was decided: nothing is changed")
+        assert there.fleet.decode == 1
 
 
 async def test_a_router_that_is_started_again_is_asked_again_and_nothing_is_said_meanwhile():
@@ -326,14 +331,6 @@ async def test_an_operation_is_for_the_mode_in_which_it_was_decided():
         await there.rounds_of(3)
         await eventually(lambda: there.routers[0].book.open)
         assert there.routers[0].book.open[0].operation.mode == "disaggregated"
-
-
-async def test_an_operation_goes_to_the_first_router_that_answers():
-    async with running(routers=2) as there:
-        there.routers[0].operation_scale = there.routers[1].operation_scale
-        there.routers[1].operation_scale = None  # it would be an error to ask it too
-        await there.rounds_of(3)
-        await eventually(lambda: there.fleet.decode == 2)
 
 
 @pytest.mark.parametrize("away", [False, True])

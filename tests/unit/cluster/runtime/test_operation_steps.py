@@ -187,9 +187,9 @@ async def serving(fleet, routers=1, **options):
         await asyncio.wait((running,))
 
 
-def scale(router, workers, timeout_s=30.0, **options):
+def scale(router, workers, timeout_s=30.0):
     """Give the operation that an operator would, in the mode in which the tests begin."""
-    return router.book.give("scale", timeout_s, workers, mode="disaggregated", **options)
+    return router.book.give("scale", timeout_s, workers, mode="disaggregated")
 
 
 async def until_told(router, operation, sentence):
@@ -267,18 +267,6 @@ async def test_operations_are_carried_out_one_at_a_time_and_any_router_tells_how
         for operation in operations:
             assert (await ended(second, operation)).state == (await ended(first, operation)).state == "done"
         assert sorted(fleet.pool_of.values()) in (["decode"] * 2 + ["prefill"], ["decode"] * 4 + ["prefill"])
-
-
-async def test_an_operation_that_was_decided_before_another_change_is_void():
-    fleet = Fleet(start=["prefill", "decode"])
-    async with serving(fleet) as (router,):
-        operators = scale(router, {"decode": 3})
-        late = scale(router, {"decode": 2}, decided_at={"decode": 1})
-        assert (await ended(router, operators)).state == "done"
-        progress = await ended(router, late)
-        assert progress.state == "failed"
-        assert progress.sentences[-1] == "decode has 3 workers, and 1 when this was decided: nothing is changed"
-        assert sorted(fleet.pool_of.values()) == ["decode"] * 3 + ["prefill"]
 
 
 async def test_it_is_known_whether_an_operation_is_under_way():
