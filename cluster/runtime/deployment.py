@@ -20,7 +20,7 @@ from cluster.config.models import SloConfig
 from cluster.runtime.actors import NodePlace
 from cluster.runtime.autoscale.loop import Autoscaler
 from cluster.runtime.handles.actor import DeploymentFailed, NoPlace
-from cluster.runtime.handles.heads import DispatcherHandle, RouterHandle
+from cluster.runtime.handles.routing import DispatcherHandle, RouterHandle
 from cluster.runtime.handles.worker import WorkerHandle
 from cluster.runtime.operation_queue import OperationQueue
 from cluster.runtime.operation_steps import OperationSteps
@@ -119,16 +119,16 @@ async def _left_after_drain(router: RouterHandle, timeout_s: float) -> int | Non
 async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
     """Place and start everything; on exit stop it. Raises PlacementError, NameTaken or DeploymentFailed."""
     cores = CoreTable(share=plan.config.ray.share_cores)
-    heads = _Heads(plan)  # first: it is what has the deployment's name
+    group = _RouterGroup(plan)  # first: it is what has the deployment's name
     workers = [WorkerHandle(plan, planned, cores) for planned in plan.workers]
     try:
-        yield await _start(plan, workers, heads, cores, say)
+        yield await _start(plan, workers, group, cores, say)
     finally:
-        for sentence in await _stop([worker for worker in workers if not worker.retired], heads):
+        for sentence in await _stop([worker for worker in workers if not worker.retired], group):
             say(sentence)
 
 
-class _Heads:
+class _RouterGroup:
     """The routers, and the dispatcher if there are several."""
 
     def __init__(self, plan: Plan) -> None:
@@ -169,9 +169,11 @@ class _Heads:
         return list(await self.lead.call("kv_pairs"))
 
 
-async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: CoreTable, say: Say) -> Deployment:
-    say(f"placing {len(workers)} workers and {heads.title} on Ray")
-    places = await _placed(workers, heads, say)
+async def _start(
+    plan: Plan, workers: list[WorkerHandle], group: _RouterGroup, cores: CoreTable, say: Say
+) -> Deployment:
+    say(f"placing {len(workers)} workers and {group.title} on Ray")
+    places = await _placed(workers, group, say)
     titles = (worker.planned.title for worker in workers)
     dtype = dtype_of_nodes(plan.config, dict(zip(titles, places, strict=True)))
     if dtype != plan.dtype:
@@ -179,8 +181,8 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
         plan = replace(plan, dtype=dtype)
         for worker in workers:
             worker.follow(plan)
-        for head in heads.all:
-            head.follow(plan)
+        for one in group.all:
+            one.follow(plan)
     if plan.config.ray.address is not None:
         await _refuse_unfit_nodes(plan, workers, places, say)
     for worker in workers:
@@ -188,13 +190,13 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
     hardware = await _hardware(plan, workers, say)
     begins: list[tuple[str, Awaitable[Any]]] = [
         *((worker.planned.title, _timed_load(worker, say)) for worker in workers),
-        *((head.name, head.prepare()) for head in heads.all),
+        *((one.name, one.prepare()) for one in group.all),
     ]
     started = await _told_of(begins, lambda left: f"still loading: {', '.join(left)}", say)
     ready: list[tuple[WorkerReady, float]] = started[: len(workers)]
-    say(f"connecting {heads.title} to the workers")
+    say(f"connecting {group.title} to the workers")
     addresses = {handle.name: worker.address for handle, (worker, _) in zip(workers, ready, strict=True)}
-    url = await heads.serve(list(addresses.values()), hardware)
+    url = await group.serve(list(addresses.values()), hardware)
     rows = [
         Row(
             name=handle.name,
@@ -209,7 +211,7 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
         )
         for handle, place, (worker, start_s) in zip(workers, places, ready, strict=True)
     ]
-    supervisor = Supervisor(workers, heads.all, addresses, plan.config.supervision)
+    supervisor = Supervisor(workers, group.all, addresses, plan.config.supervision)
 
     def another(name: str, pool: Pool) -> WorkerHandle:
         workers[:] = [worker for worker in workers if not worker.retired]
@@ -217,11 +219,11 @@ async def _start(plan: Plan, workers: list[WorkerHandle], heads: _Heads, cores: 
         return workers[-1]  # ended with the others
 
     start_within_s = plan.config.ray.patience_s + plan.config.supervision.start_timeout_s
-    steps = OperationSteps(heads.lead, supervisor, another, start_within_s, plan.config.transfer.lease_s)
-    operations = OperationQueue(heads.routers, steps.carry_out)
-    autoscaler = Autoscaler(plan.config.autoscale, heads.lead, heads.routers, supervisor, operations)
-    pairs, warnings = await heads.kv_pairs(), await limits_too_short(plan.config.router.slo, heads.routers[0], say)
-    return Deployment(url, rows, pairs, heads.routers, supervisor, operations, autoscaler, warnings)
+    steps = OperationSteps(group.lead, supervisor, another, start_within_s, plan.config.transfer.lease_s)
+    operations = OperationQueue(group.routers, steps.carry_out)
+    autoscaler = Autoscaler(plan.config.autoscale, group.lead, group.routers, supervisor, operations)
+    pairs, warnings = await group.kv_pairs(), await limits_too_short(plan.config.router.slo, group.routers[0], say)
+    return Deployment(url, rows, pairs, group.routers, supervisor, operations, autoscaler, warnings)
 
 
 async def limits_too_short(slo: SloConfig, router: RouterHandle, say: Say) -> list[str]:
@@ -236,16 +238,16 @@ async def limits_too_short(slo: SloConfig, router: RouterHandle, say: Say) -> li
         return []
 
 
-async def _placed(workers: list[WorkerHandle], heads: _Heads, say: Say) -> list[NodePlace]:
+async def _placed(workers: list[WorkerHandle], group: _RouterGroup, say: Say) -> list[NodePlace]:
     """Wait until Ray has placed all, which may take as long as its autoscaler needs to start machines."""
-    wishes = {worker.planned.title: _wish(worker) for worker in workers} | {head.name: "" for head in heads.all}
+    wishes = {worker.planned.title: _wish(worker) for worker in workers} | {one.name: "" for one in group.all}
 
     def what_waits(left: list[str]) -> str:
         return f"waiting for Ray to place {', '.join(name + wishes[name] for name in left)}; {_what_there_is()}"
 
     begins: list[tuple[str, Awaitable[Any]]] = [
         *((worker.planned.title, worker.find_place()) for worker in workers),
-        *((head.name, head.find_place()) for head in heads.all),
+        *((one.name, one.find_place()) for one in group.all),
     ]
     try:
         return list(await _told_of(begins, what_waits, say))[: len(workers)]
@@ -367,16 +369,16 @@ async def _within(limit_s: float, begins: list[Coroutine[Any, Any, None]]) -> No
         await asyncio.wait([asyncio.ensure_future(begun) for begun in begins], timeout=limit_s)
 
 
-async def _stop(workers: list[WorkerHandle], heads: _Heads) -> list[str]:
+async def _stop(workers: list[WorkerHandle], group: _RouterGroup) -> list[str]:
     """Stop gracefully, the routers first so that its clients hear why; then end what is left, also if it hangs.
 
     Between the two, workers let go of each other's KV caches, which are freed with their engines.
     If one cannot be ended, the others are ended all the same; returns a sentence for each that could not.
     """
-    await _within(STOP_ROUTER_WITHIN_S, [head.stop() for head in heads.all])
+    await _within(STOP_ROUTER_WITHIN_S, [one.stop() for one in group.all])
     await _within(LET_GO_WITHIN_S, [worker.let_go() for worker in workers])
     await _within(STOP_WORKERS_WITHIN_S, [worker.stop() for worker in workers])
-    everyone = (*heads.all, *workers)
+    everyone = (*group.all, *workers)
     ends = await asyncio.gather(*(handle.kill() for handle in everyone), return_exceptions=True)
     return [
         f"{handle.name} could not be ended, and may run on: {type(error).__name__}: {error}"

@@ -31,8 +31,8 @@ more where the disk is slow, since it imports vLLM."""
 T = TypeVar("T")
 
 
-class LeadingHead(Protocol):
-    """The head that knows all workers' pools and states: the dispatcher, or the only router."""
+class Leader(Protocol):
+    """The process that knows all workers' pools and states: the dispatcher, or the only router."""
 
     async def members(self, started_for: dict[str, Pool]) -> Members: ...
     async def drain_worker(self, worker_id: str, timeout_s: float, incarnation: str) -> None: ...
@@ -55,7 +55,7 @@ class OperationSteps:
 
     def __init__(
         self,
-        lead: LeadingHead,
+        lead: Leader,
         supervisor: Supervisor,
         make_worker: Callable[[str, Pool], NewWorker],
         start_within_s: float,
@@ -111,7 +111,7 @@ class OperationSteps:
         return members.workers
 
     async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask the leading head, again if it is away or its answer was lost: no question does harm twice."""
+        """Ask the leader, again if it is away or its answer was lost: no question does harm twice."""
         give_up_s = self._clock() + LEAD_BACK_WITHIN_S
         while True:
             try:
@@ -215,7 +215,7 @@ class OperationSteps:
         return True
 
     async def _gone(self, name: str, timeout_s: float) -> None:
-        """Wait until the worker has left, and the leading head knows."""
+        """Wait until the worker has left, and the leader knows."""
         try:
             async with asyncio.timeout(timeout_s + self._beyond_timeout_s):
                 while name in self._supervisor.workers or name in (await self._asked(self._known)).workers:  # noqa: ASYNC110

@@ -47,7 +47,7 @@ IMPORTED = (
     *CPU_ENGINE_MODULES,
 )
 """What services with engines on CPUs import, sooner or later. What is missing here costs time, no more."""
-HEAD_LEFT = 143
+ROUTER_LEFT = 143
 """Exit status of a router or dispatcher that ended on SIGTERM: 128 + 15."""
 SLOW_LOOP_S = 5.0
 DEAD_LOOP_S = 120.0
@@ -188,14 +188,14 @@ def device_of(cores: Sequence[int], gpus: str) -> str:
     return f"GPUs {gpus}" if gpus else ""
 
 
-class _Head(_Service):
+class _RoutingService(_Service):
     """What a router and the dispatcher have in common: both are connected to all workers."""
 
     OFF_LOOP = frozenset({"failure"})
     TITLE = ""
 
     def __init__(self) -> None:
-        self._head: Any = None
+        self._server: Any = None
         self._leaving: asyncio.Task[None] | None = None
         self._dead_loop_s = DEAD_LOOP_S
 
@@ -207,12 +207,12 @@ class _Head(_Service):
         if settings.tls is not None:
             settings.tls.check()
         self._dead_loop_s = DEAD_LOOP_S if settings.routers == 1 else DEAD_SHARED_LOOP_S
-        self._head = self._make(settings)
+        self._server = self._make(settings)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._begin_to_leave)
 
     async def kv_pairs(self) -> list[KvPair]:
         """Return what carries KV between which workers."""
-        return list(self._head.kv_pairs)
+        return list(self._server.kv_pairs)
 
     async def replace_worker(self, address: str, reason: str | None) -> None:
         """Take in a worker that has been started again because of `reason`, or that was not reached before.
@@ -261,12 +261,12 @@ class _Head(_Service):
 
         Runs in another thread than its loop: a busy loop is reported, one that is stuck for long is a failure.
         """
-        if self._head is None or self._head.ended:
+        if self._server is None or self._server.ended:
             return "actor_died"
-        silent_s = self._head.loop_silent_s
+        silent_s = self._server.loop_silent_s
         if silent_s >= self._dead_loop_s:
             time.sleep(LOOK_AGAIN_S)
-            if self._head is None or self._head.loop_silent_s >= self._dead_loop_s:
+            if self._server is None or self._server.loop_silent_s >= self._dead_loop_s:
                 return "unreachable"
             return ""
         if silent_s >= SLOW_LOOP_S:
@@ -275,9 +275,9 @@ class _Head(_Service):
 
     async def stop(self) -> None:
         """Close its port."""
-        if self._head is not None:
-            await self._head.stop()
-            self._head = None
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
 
     def _begin_to_leave(self) -> None:
         if self._leaving is None:
@@ -288,15 +288,15 @@ class _Head(_Service):
         try:
             await self.stop()
         finally:
-            os._exit(HEAD_LEFT)
+            os._exit(ROUTER_LEFT)
 
     def _serving(self) -> Any:
-        if self._head is None:
+        if self._server is None:
             raise NotServing(f"the {self.TITLE} does not serve yet")
-        return self._head
+        return self._server
 
 
-class RouterService(_Head):
+class RouterService(_RoutingService):
     """A router: the HTTP front end."""
 
     TITLE = "router"
@@ -311,8 +311,8 @@ class RouterService(_Head):
         self, worker_addresses: list[str], hardware: dict[Pool, PoolHardware], shared: SharedWith | None, some: bool
     ) -> str:
         """Connect to the workers, or to `some`, open the port, and return the URL."""
-        url = str(await self._head.serve(worker_addresses, hardware, shared, some=some))
-        self._garbage = GarbageWatch(lambda: 0 if self._head is None else self._head.streams)
+        url = str(await self._server.serve(worker_addresses, hardware, shared, some=some))
+        self._garbage = GarbageWatch(lambda: 0 if self._server is None else self._server.streams)
         self._garbage.start()
         return url
 
@@ -340,10 +340,10 @@ class RouterService(_Head):
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests; returns how many were still running after `timeout_s`."""
-        return 0 if self._head is None else int(await self._head.drain(timeout_s))
+        return 0 if self._server is None else int(await self._server.drain(timeout_s))
 
 
-class DispatcherService(_Head):
+class DispatcherService(_RoutingService):
     """What several routers share."""
 
     TITLE = "dispatcher"
@@ -355,7 +355,7 @@ class DispatcherService(_Head):
 
     async def serve(self, worker_addresses: list[str], host: str, some: bool) -> str:
         """Connect to the workers, or to `some`, listen for routers on an interface of this node; returns host:port."""
-        address = str(await self._head.serve(worker_addresses, address_here(host), 0, some=some))
+        address = str(await self._server.serve(worker_addresses, address_here(host), 0, some=some))
         gc.collect()
         gc.freeze()  # vLLM's modules are 600,000 objects: to look at them all again would take 0.3 s
         return address

@@ -17,13 +17,13 @@ from typing import Literal, Protocol, TypeVar
 
 from cluster.config.models import SupervisionConfig
 from cluster.runtime.handles.actor import CoresBusy, DeploymentFailed, NoPlace
-from cluster.runtime.supervision.introduction import Introduction
 from cluster.runtime.supervision.reach import Verdict, judge
+from cluster.runtime.supervision.registration import Registration
 from cluster.runtime.supervision.restart_budget import LONGEST_REST_S, RestartBudget
 from contracts.vocabulary import Health, Pool, RestartReason
 
 POLL_S = 0.5
-LONGEST_HEAD_REST_S = 30.0
+LONGEST_ROUTER_REST_S = 30.0
 """Nothing is served while all routers or the dispatcher are away, and to start one takes seconds."""
 TOGETHER_S = 3.0
 """Actors that fall silent at the same moment are found so within this time of each other: each is asked anew half a
@@ -64,7 +64,7 @@ class SupervisedWorker(Supervised, Protocol):
     async def retire(self) -> None: ...
 
 
-class SupervisedHead(Supervised, Protocol):
+class SupervisedRouter(Supervised, Protocol):
     """A router or the dispatcher, whichever process runs it; all of them know all workers."""
 
     @property
@@ -82,41 +82,41 @@ class Supervisor:
     def __init__(
         self,
         workers: Sequence[SupervisedWorker],
-        heads: Sequence[SupervisedHead],
+        routers: Sequence[SupervisedRouter],
         addresses: dict[str, str],
         settings: SupervisionConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`heads` are told of a worker in their order; `addresses` are those of the running workers, by name."""
+        """`routers` are told of a worker in their order; `addresses` are those of the running workers, by name."""
         self._workers = {worker.name: worker for worker in workers}
-        self._heads = {head.name: head for head in heads}
+        self._routers = {router.name: router for router in routers}
         self._addresses = dict(addresses)
         self._settings = settings
         self._clock = clock
         self._sleep = sleep
-        self._serves = {name: asyncio.Event() for name in self._heads}
-        """By head, set while it serves."""
+        self._serves = {name: asyncio.Event() for name in self._routers}
+        """By router, set while it serves."""
         for serves in self._serves.values():
             serves.set()
-        self._cut_off = {name: asyncio.Event() for name in (*self._heads, *self._workers)}
-        """Set for those that answer here, and to or from whom a head has had no connection for too long."""
+        self._partitioned = {name: asyncio.Event() for name in (*self._routers, *self._workers)}
+        """Set for those that answer here, and to or from whom a router has had no connection for too long."""
         self._unreached: dict[str, set[str]] = {}
-        """By head that answers, the names of those that it does not reach."""
+        """By router that answers, the names of those that it does not reach."""
         self._suspects: frozenset[str] = frozenset()
         self._mending = ""
-        """Who is being started again because it was cut off: one at a time, since that mends no route."""
+        """Who is being started again because it was partitioned: one at a time, since that mends no route."""
         self._mended_s: dict[str, float] = {}
         """When each was chosen for that the last time."""
         self._silent: set[str] = set()
         """Those that have just been found unreachable."""
-        self._introduced: dict[str, list[asyncio.Task[None]]] = {}
-        """By worker, what makes it known to heads that do not have it yet."""
+        self._registered: dict[str, list[asyncio.Task[None]]] = {}
+        """By worker, what makes it known to routers that do not have it yet."""
         self._away: dict[str, str] = {}
         """Those that are lost again and again, and how they are tried again."""
         self._told_away: dict[str, dict[str, str]] = {}
-        """By head, what it was told of them."""
+        """By router, what it was told of them."""
         self._on_away: Callable[[Mapping[str, str]], None] = lambda _: None
         self._say: Say = lambda _: None
         self._group: asyncio.TaskGroup | None = None
@@ -148,12 +148,12 @@ class Supervisor:
         return set(self._restarts)
 
     async def add(self, worker: SupervisedWorker, address: str) -> None:
-        """Introduce a worker that was started now, and supervise it from then on. Raises DeploymentFailed."""
+        """Register a worker that was started now, and supervise it from then on. Raises DeploymentFailed."""
         assert self._group is not None
         self._workers[worker.name] = worker
-        self._cut_off[worker.name] = asyncio.Event()
+        self._partitioned[worker.name] = asyncio.Event()
         try:
-            await self._introduce(worker, address, "ordered")
+            await self._register(worker, address, "ordered")
         except BaseException:  # also when the operation is given up meanwhile
             self._forget(worker.name)
             raise
@@ -199,8 +199,8 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                for head in list(self._heads.values()):
-                    group.create_task(self._mind_head(head), name=f"mind-{head.name}")
+                for router in list(self._routers.values()):
+                    group.create_task(self._mind_router(router), name=f"mind-{router.name}")
                 for worker in list(self._workers.values()):
                     self._watch(group, worker)
         except* DeploymentFailed as failures:
@@ -257,10 +257,10 @@ class Supervisor:
                 if drains or not await self._must_be_asked_again(one, health):
                     return "drained" if drains else health
                 health = None
-            if one.name in self._heads:
-                await self._look_who_is_cut_off(self._heads[one.name])
-            if self._cut_off[one.name].is_set():
-                self._cut_off[one.name].clear()
+            if one.name in self._routers:
+                await self._look_who_is_partitioned(self._routers[one.name])
+            if self._partitioned[one.name].is_set():
+                self._partitioned[one.name].clear()
                 self._mended_s[one.name] = self._clock()
                 if not drains:
                     self._mending = one.name
@@ -274,57 +274,57 @@ class Supervisor:
         self._silent.add(one.name)
         try:
             await self._sleep(TOGETHER_S)
-            if 2 * len(self._silent) <= len(self._cut_off):
+            if 2 * len(self._silent) <= len(self._partitioned):
                 return False
             return await one.failure() != "unreachable"
         finally:
             self._silent.discard(one.name)
 
     async def _health(self, one: Supervised, known: Health | None) -> Health:
-        """Ask for its health, without waiting for news from one that turns out to be cut off."""
-        if self._cut_off[one.name].is_set():
+        """Ask for its health, without waiting for news from one that turns out to be partitioned."""
+        if self._partitioned[one.name].is_set():
             return await one.failure()
         asking = asyncio.ensure_future(one.failure(known))
-        cut_off = asyncio.ensure_future(self._cut_off[one.name].wait())
+        partitioned = asyncio.ensure_future(self._partitioned[one.name].wait())
         try:
-            await asyncio.wait((asking, cut_off), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((asking, partitioned), return_when=asyncio.FIRST_COMPLETED)
             return asking.result() if asking.done() else known or ""
         finally:
             asking.cancel()
-            cut_off.cancel()
+            partitioned.cancel()
 
-    async def _look_who_is_cut_off(self, head: SupervisedHead) -> None:
-        """Ask a head which workers it does not reach, and judge by what all heads have said."""
+    async def _look_who_is_partitioned(self, router: SupervisedRouter) -> None:
+        """Ask a router which workers it does not reach, and judge by what all routers have said."""
         try:
-            addresses = await head.unreached(self._settings.unreachable_timeout_s)
-            if self._told_away.get(head.name, {}) != self._away:
+            addresses = await router.unreached(self._settings.unreachable_timeout_s)
+            if self._told_away.get(router.name, {}) != self._away:
                 away = dict(self._away)
-                await head.note_away(away)
-                self._told_away[head.name] = away
+                await router.note_away(away)
+                self._told_away[router.name] = away
         except DeploymentFailed:
-            self._has_no_vote(head.name)
+            self._has_no_vote(router.name)
             return  # another task watches it, and restarts it
-        self._unreached[head.name] = {name for name, address in self._addresses.items() if address in addresses}
+        self._unreached[router.name] = {name for name, address in self._addresses.items() if address in addresses}
         self._judge()
 
-    def _has_no_vote(self, head: str) -> None:
-        self._unreached.pop(head, None)
+    def _has_no_vote(self, router: str) -> None:
+        self._unreached.pop(router, None)
         self._judge()
 
     def _judge(self) -> None:
-        """Note who is cut off: of several, one at a time is to be started again, and each has its turn."""
+        """Note who is partitioned: of several, one at a time is to be started again, and each has its turn."""
         verdict = judge(self._unreached, self._addresses)
         self._tell_suspects(verdict)
         names = () if self._mends() else verdict.workers | verdict.deaf
         chosen = min(names, key=lambda name: (self._mended_s.get(name, 0.0), name), default="")
-        for name, cut_off in self._cut_off.items():
+        for name, partitioned in self._partitioned.items():
             if name == chosen:
-                cut_off.set()
+                partitioned.set()
             else:
-                cut_off.clear()
+                partitioned.clear()
 
     def _mends(self) -> bool:
-        """Whether one that was cut off is being started again.
+        """Whether one that was partitioned is being started again.
 
         One that takes longer than a start may is not waited for by the others.
         """
@@ -354,7 +354,7 @@ class Supervisor:
             free = False
             try:
                 address = await self._placed(worker, worker.start_again)
-                lost = await self._introduce(worker, address, why)
+                lost = await self._register(worker, address, why)
             except DeploymentFailed as error:
                 if not isinstance(error, CoresBusy):
                     busy_until_s = None
@@ -387,7 +387,7 @@ class Supervisor:
         await self._sleep(delay_s)
 
     def _tell_away(self, name: str, sentence: str) -> None:
-        """Tell how a worker is tried again; "" if it is back, or has left. Heads are told when they are asked next."""
+        """Tell how a worker is tried again; "" if it is back, or has left. Routers are told when asked next."""
         former = self._away.pop(name, "")
         if sentence:
             self._away[name] = sentence
@@ -407,20 +407,20 @@ class Supervisor:
                 self._mended(one.name)
                 await self._sleep(POLL_S)
 
-    async def _introduce(self, worker: SupervisedWorker, address: str, why: RestartReason) -> Health:
-        """Enter its address, and return "" when it can be given work. Raises DeploymentFailed if a head refuses it.
+    async def _register(self, worker: SupervisedWorker, address: str, why: RestartReason) -> Health:
+        """Enter its address, and return "" when it can be given work. Raises DeploymentFailed if a router refuses it.
 
-        The address comes first: a head that is gone may be waiting for one to start again with. Heads that do not reach
-        it yet are asked on. If the worker is lost meanwhile, it returns how.
+        The address comes first: a router that is gone may be waiting for one to start again with. Routers that do not
+        reach it yet are asked on. If the worker is lost meanwhile, it returns how.
         """
         self._addresses[worker.name] = address
-        introduction = self._introduction(worker.name, address, why)
-        self._begin_to_introduce(worker.name, introduction, list(self._heads.values()))
+        registration = self._registration(worker.name, address, why)
+        self._begin_to_register(worker.name, registration, list(self._routers.values()))
         try:
-            while not introduction.enough:
-                await introduction.changed(POLL_S)
-                introduction.check()
-                if not introduction.enough and (lost := await self._lost_meanwhile(worker)):
+            while not registration.enough:
+                await registration.changed(POLL_S)
+                registration.check()
+                if not registration.enough and (lost := await self._lost_meanwhile(worker)):
                     self._not_there(worker.name)
                     return lost
         except DeploymentFailed:
@@ -433,21 +433,21 @@ class Supervisor:
         still = health in ("", "draining") or await self._must_be_asked_again(worker, health)
         return "" if still else health
 
-    def _introduction(self, name: str, address: str, why: RestartReason | None) -> Introduction:
-        return Introduction(
-            name, address, why, heads=self._heads, serves=self._serves, say=self._say, sleep=self._sleep
+    def _registration(self, name: str, address: str, why: RestartReason | None) -> Registration:
+        return Registration(
+            name, address, why, routers=self._routers, serves=self._serves, say=self._say, sleep=self._sleep
         )
 
-    def _begin_to_introduce(self, name: str, introduction: Introduction, heads: Sequence[SupervisedHead]) -> None:
+    def _begin_to_register(self, name: str, registration: Registration, routers: Sequence[SupervisedRouter]) -> None:
         assert self._group is not None
-        tasks = [self._group.create_task(introduction.to(head), name=f"introduce-{name}") for head in heads]
-        unfinished = [task for task in self._introduced.get(name, ()) if not task.done()]
-        self._introduced[name] = unfinished + tasks
+        tasks = [self._group.create_task(registration.to(router), name=f"register-{name}") for router in routers]
+        unfinished = [task for task in self._registered.get(name, ()) if not task.done()]
+        self._registered[name] = unfinished + tasks
 
     def _not_there(self, name: str) -> None:
         """Have nobody connect to this incarnation of a worker any more."""
         self._addresses.pop(name, None)
-        for task in self._introduced.pop(name, ()):
+        for task in self._registered.pop(name, ()):
             task.cancel()
 
     def _is_back(self, name: str) -> None:
@@ -459,17 +459,17 @@ class Supervisor:
         self._tell_away(name, "")
 
     def _forget(self, name: str) -> list[asyncio.Task[None]]:
-        """Forget a worker that has left, or was never taken in, here and in all heads; returns what tells these."""
+        """Forget a worker that has left, or was never taken in, here and in all routers; returns what tells these."""
         assert self._group is not None
         self._not_there(name)
         self._is_back(name)
-        del self._workers[name], self._cut_off[name]
+        del self._workers[name], self._partitioned[name]
         self._mended_s.pop(name, None)
         self._minding.pop(name, None)
         self._restarts.pop(name, None)
         return [
-            self._group.create_task(self._tell(head, partial(head.remove_worker, name)), name=f"forget-{name}")
-            for head in self._heads.values()
+            self._group.create_task(self._tell(router, partial(router.remove_worker, name)), name=f"forget-{name}")
+            for router in self._routers.values()
         ]
 
     async def _dismiss(self, worker: SupervisedWorker, sentence: str) -> None:
@@ -481,10 +481,10 @@ class Supervisor:
         if not self._workers:  # else any other worker can serve whole requests
             raise DeploymentFailed(f"{sentence}; it was the last worker")
 
-    async def _tell(self, head: SupervisedHead, tell: Callable[[], Awaitable[None]]) -> None:
-        """Tell a head as soon as it serves and answers; telling it twice does no harm."""
-        while head.name in self._heads:
-            if self._serves[head.name].is_set():
+    async def _tell(self, router: SupervisedRouter, tell: Callable[[], Awaitable[None]]) -> None:
+        """Tell a router as soon as it serves and answers; telling it twice does no harm."""
+        while router.name in self._routers:
+            if self._serves[router.name].is_set():
                 try:
                     await tell()
                     return
@@ -492,49 +492,49 @@ class Supervisor:
                     pass
             await self._sleep(POLL_S)
 
-    # --- heads
+    # --- routers
 
-    async def _mind_head(self, head: SupervisedHead) -> None:
+    async def _mind_router(self, router: SupervisedRouter) -> None:
         budget = RestartBudget(
-            self._settings.max_restarts, self._settings.window_s, self._clock, longest_rest_s=LONGEST_HEAD_REST_S
+            self._settings.max_restarts, self._settings.window_s, self._clock, longest_rest_s=LONGEST_ROUTER_REST_S
         )
         while True:
-            why = await self._until_lost(head)
-            self._serves[head.name].clear()
-            self._told_away.pop(head.name, None)
-            self._has_no_vote(head.name)
-            self._say(f"{head.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
+            why = await self._until_lost(router)
+            self._serves[router.name].clear()
+            self._told_away.pop(router.name, None)
+            self._has_no_vote(router.name)
+            self._say(f"{router.name} is gone ({_WHAT_HAPPENED[why]}); restarting")
             began_s = self._clock()
-            await self._head_back(head, budget)
+            await self._router_back(router, budget)
             budget.serves()
-            self._is_back(head.name)
-            self._serves[head.name].set()
-            await self._introduce_missed(head)
-            self._say(f"{head.name}: back after {self._clock() - began_s:.0f} s")
+            self._is_back(router.name)
+            self._serves[router.name].set()
+            await self._register_missed(router)
+            self._say(f"{router.name}: back after {self._clock() - began_s:.0f} s")
 
-    async def _introduce_missed(self, head: SupervisedHead) -> None:
-        """Introduce the workers that it did not reach when it started, until it does."""
+    async def _register_missed(self, router: SupervisedRouter) -> None:
+        """Register the workers that it did not reach when it started, until it does."""
         try:
-            missed = await head.unreached(0.0)
+            missed = await router.unreached(0.0)
         except DeploymentFailed:
             return  # it is lost again
         for name, address in self._addresses.items():
             if address in missed:
-                self._begin_to_introduce(name, self._introduction(name, address, None), [head])
+                self._begin_to_register(name, self._registration(name, address, None), [router])
 
-    async def _head_back(self, head: SupervisedHead, budget: RestartBudget) -> None:
+    async def _router_back(self, router: SupervisedRouter, budget: RestartBudget) -> None:
         """Start it until it serves."""
         while True:
-            await head.end()
-            await self._rest(head.name, budget, free=False)
+            await router.end()
+            await self._rest(router.name, budget, free=False)
             try:
-                await self._placed(head, partial(self._head_again, head))
+                await self._placed(router, partial(self._router_again, router))
                 return
             except DeploymentFailed as error:
-                self._say(f"{head.name} could not be brought back: {error}")
+                self._say(f"{router.name} could not be brought back: {error}")
 
-    async def _head_again(self, head: SupervisedHead) -> None:
-        await head.start_again(await self._first_addresses())
+    async def _router_again(self, router: SupervisedRouter) -> None:
+        await router.start_again(await self._first_addresses())
 
     async def _first_addresses(self) -> list[str]:
         """Wait until there is a worker, and return the addresses of all there are."""

@@ -11,7 +11,7 @@ import signal
 from typing import Any
 
 from cluster.cli import main
-from cluster.runtime.handles.heads import RouterHandle
+from cluster.runtime.handles.routing import RouterHandle
 from tests.support.cut_route import Route
 
 RELAYED = "router-1"

@@ -20,8 +20,8 @@ from router.observe.fleet_use import FleetUse
 from router.observe.metrics import LimitedLatency, Within
 
 
-class LeadingHead(Protocol):
-    """The head that decides about all workers: the dispatcher, or the only router."""
+class Leader(Protocol):
+    """The process that decides about all workers: the dispatcher, or the only router."""
 
     async def use(self) -> FleetUse: ...
 
@@ -51,7 +51,7 @@ class Autoscaler:
     def __init__(
         self,
         settings: AutoscaleConfig,
-        lead: LeadingHead,
+        lead: Leader,
         routers: Sequence[CountingRouter],
         supervised: SupervisedWorkers,
         operations: OperationQueue,
@@ -119,7 +119,7 @@ class Autoscaler:
         return True
 
     async def _read(self) -> Reading:
-        """Return what the routers know; without workers if the head that leads does not answer or misses some."""
+        """Return what the routers know; without workers if the leader does not answer or misses some."""
         under_way = self._operations.under_way
         try:
             fleet, within = await self._lead.use(), await self._within()

@@ -2,6 +2,6 @@
 
 actor.py     what all handles have in common: place, process, calls, end
 worker.py    a worker
-heads.py     the routers, and the dispatcher that several of them share
+routing.py    the routers, and the dispatcher that several of them share
 patience.py  waits for answers without counting time in which the driver stood still
 """

@@ -16,7 +16,7 @@ ENOUGH_RESTS = 8
 
 
 class RestartBudget:
-    """When one worker or head may be started again; it serves when this is made.
+    """When one worker or router may be started again; it serves when this is made.
 
     Time counts only while it serves: one that takes minutes to start and dies at its first request dies as often within
     the window as one that starts at once.

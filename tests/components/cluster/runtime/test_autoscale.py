@@ -99,7 +99,9 @@ class Router:
 
     def start(self):
         self.service = RouterService()
-        self.service._head = SimpleNamespace(operations=OperationLog(), use=self._use, within=self._within, ended=False)
+        self.service._server = SimpleNamespace(
+            operations=OperationLog(), use=self._use, within=self._within, ended=False
+        )
 
     async def _use(self):
         return self.fleet.use()
@@ -109,7 +111,7 @@ class Router:
 
     @property
     def book(self):
-        return self.service._head.operations
+        return self.service._server.operations
 
     async def _call(self, method, *arguments):
         if self.away:
@@ -272,7 +274,7 @@ async def test_an_operation_that_an_operator_gives_at_the_same_moment_follows_an
             given.append(book.give("scale", 30.0, {"decode": 3}))  # not taken yet when the loop has decided
             return fleet.use()
 
-        there.routers[0].service._head.use = use
+        there.routers[0].service._server.use = use
         await there.rounds_of(1)
         assert len(there.scaled) == len(given) == 1
         await eventually(lambda: book.progress(given[0].operation_id).state == "done")

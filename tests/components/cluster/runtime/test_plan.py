@@ -11,7 +11,7 @@ from cluster.config.models import PoolConfig
 from cluster.model_store import ModelError
 from cluster.runtime import plan as plan_module
 from cluster.runtime.actors import NodePlace
-from cluster.runtime.handles.heads import HeadHandle
+from cluster.runtime.handles.routing import RoutingHandle
 from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, dtype_of_nodes, make_plan, routers_for
 from cluster.runtime.roles import KEPT
 from router.settings import RouterStart
@@ -386,7 +386,7 @@ def test_a_worker_has_two_steps_of_prompts_at_a_time_whatever_its_pools_step_is(
 async def test_each_process_of_a_router_is_told_its_name_and_which_start_it_is(planned):
     told = []
 
-    class Actor(HeadHandle):
+    class Actor(RoutingHandle):
         async def begin(self):
             """Its process is there."""
 

@@ -639,7 +639,7 @@ async def test_a_fleet_that_is_started_again_begins_with_the_workers_that_it_rea
             async with asyncio.TaskGroup() as group:
                 await fleet.connect([started[0].address, "127.0.0.1:9"], group, some=True)
                 assert [worker.worker_id for worker in fleet.workers] == ["prefill-0"]
-                assert fleet.unreached(0.0) == ["127.0.0.1:9"], "to be introduced"
+                assert fleet.unreached(0.0) == ["127.0.0.1:9"], "to be registered"
                 assert fleet.unreached(30.0) == [], "not yet a reason to start it again"
                 await eventually(lambda: fleet.unreached(0.01) == ["127.0.0.1:9"])
                 fleet._missed_since_s = {started[1].address: 0.0}  # the same, with a worker that is reached in the end

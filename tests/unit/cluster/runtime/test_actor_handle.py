@@ -10,7 +10,7 @@ from ray.exceptions import ActorUnavailableError
 from cluster.config.loader import load_config
 from cluster.runtime.handles import actor
 from cluster.runtime.handles.actor import ActorHandle, DeploymentFailed, NoPlace
-from cluster.runtime.handles.heads import reachable
+from cluster.runtime.handles.routing import reachable
 
 
 class Silent:

@@ -72,7 +72,7 @@ class Fleet:
         self.room = 9
         self.refuses = None
         self.restarts = {}
-        self.lost, self.unusable, self.draining, self.cut_off = set(), set(), set(), set()
+        self.lost, self.unusable, self.draining, self.partitioned = set(), set(), set(), set()
         self.may_start, self.may_leave = asyncio.Event(), asyncio.Event()
         self.may_start.set()
         self.may_leave.set()
@@ -96,7 +96,7 @@ class Fleet:
 
     async def members(self, started_for):
         self._refuse()
-        bad = self.lost | self.unusable | self.draining | self.cut_off
+        bad = self.lost | self.unusable | self.draining | self.partitioned
         there = self.pool_of.items()
         now = self.incarnations
         return Members(
@@ -106,7 +106,11 @@ class Fleet:
 
     async def drain_worker(self, name, timeout_s, incarnation):
         self._refuse()
-        if name in self.cut_off or name not in self.pool_of or incarnation not in ("", str(self.incarnations[name])):
+        if (
+            name in self.partitioned
+            or name not in self.pool_of
+            or incarnation not in ("", str(self.incarnations[name]))
+        ):
             raise NotReached(f"router could not drain_worker: WorkerLost: {name}")
         self.log.append(f"drain {name} {timeout_s:g}")
         self.draining.add(name)
@@ -339,7 +343,7 @@ async def test_a_worker_that_runs_and_cannot_be_used_drains_before_one_that_serv
 
 async def test_a_worker_that_is_not_reached_is_given_up_without_a_drain():
     fleet = Fleet(start=["decode", "decode"])
-    fleet.cut_off = {"worker-0"}
+    fleet.partitioned = {"worker-0"}
     async with serving(fleet) as (router,):
         assert (await ended(router, scale(router, {"decode": 1}))).state == "done"
         assert fleet.log == ["dismiss worker-0"]
@@ -376,7 +380,7 @@ async def test_a_restart_leaves_out_what_is_started_again_anyway_and_what_leaves
 
 async def test_a_restart_counts_no_worker_that_it_could_not_drain_and_a_later_drain_lets_that_one_leave():
     fleet = Fleet(start=["decode"] * 3)
-    fleet.cut_off = {"worker-1"}
+    fleet.partitioned = {"worker-1"}
     async with serving(fleet) as (router,):
         progress = await ended(router, router.book.give("restart", 1.0))
         assert fleet.log == ["drain worker-0 1", "drain worker-2 1"]

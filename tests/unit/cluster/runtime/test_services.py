@@ -11,12 +11,12 @@ from tests.support.samples import router_settings
 
 
 async def stuck(service, routers, silent_s, monkeypatch, later_s=None):
-    """What a head says of itself whose loop has been silent for so long, and for `later_s` when it looks again."""
-    head = SimpleNamespace(ended=False, loop_silent_s=silent_s)
-    monkeypatch.setattr(service, "_make", lambda settings: head)
+    """What a service says of itself whose loop has been silent for so long, and for `later_s` when it looks again."""
+    server = SimpleNamespace(ended=False, loop_silent_s=silent_s)
+    monkeypatch.setattr(service, "_make", lambda settings: server)
 
     def sleep(seconds):
-        head.loop_silent_s = silent_s + seconds if later_s is None else later_s
+        server.loop_silent_s = silent_s + seconds if later_s is None else later_s
 
     monkeypatch.setattr(services, "time", SimpleNamespace(sleep=sleep))
     await service.prepare(router_settings(routers=routers))
@@ -33,13 +33,13 @@ async def stuck(service, routers, silent_s, monkeypatch, later_s=None):
         (DispatcherService, 3, 21.0, "unreachable"),
     ],
 )
-async def test_one_of_several_heads_that_is_stuck_is_ended_sooner_than_the_only_router(
+async def test_one_of_several_routers_that_is_stuck_is_ended_sooner_than_the_only_router(
     service, routers, silent_s, health, monkeypatch
 ):
     assert await stuck(service(), routers, silent_s, monkeypatch) == health
 
 
-def head_with(worker):
+def service_with(worker):
     """A router that serves with this one worker."""
 
     async def refresh():
@@ -48,29 +48,29 @@ def head_with(worker):
     def get(worker_id):
         return {"worker-0": worker}[worker_id]
 
-    head = RouterService()
-    head._head = SimpleNamespace(fleet=SimpleNamespace(get=get, refresh=refresh))
-    return head
+    service = RouterService()
+    service._server = SimpleNamespace(fleet=SimpleNamespace(get=get, refresh=refresh))
+    return service
 
 
-async def test_a_drain_for_a_worker_that_a_head_does_not_have_or_for_another_incarnation_reaches_nobody():
+async def test_a_drain_for_a_worker_that_a_router_does_not_have_or_for_another_incarnation_reaches_nobody():
     drained = []
 
     async def drain(timeout_s):
         drained.append(timeout_s)
 
     worker = SimpleNamespace(client=SimpleNamespace(drain=drain), description=SimpleNamespace(incarnation="2"))
-    head = head_with(worker)
+    service = service_with(worker)
     for worker_id, incarnation in (("worker-1", ""), ("worker-1", "2"), ("worker-0", "1")):
         with pytest.raises(WorkerLost, match=worker_id):
-            await head.drain_worker(worker_id, 30.0, incarnation)
+            await service.drain_worker(worker_id, 30.0, incarnation)
     assert drained == []
-    await head.drain_worker("worker-0", 20.0, "2")
-    await head.drain_worker("worker-0", 10.0, "")
+    await service.drain_worker("worker-0", 20.0, "2")
+    await service.drain_worker("worker-0", 10.0, "")
     assert drained == [20.0, 10.0]
 
 
-async def test_a_head_that_stood_still_with_its_whole_process_is_not_taken_for_stuck(monkeypatch):
+async def test_a_router_that_stood_still_with_its_whole_process_is_not_taken_for_stuck(monkeypatch):
     assert await stuck(RouterService(), 1, 3600.0, monkeypatch, later_s=0.0) == ""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config.models import SupervisionConfig
 from cluster.runtime.handles.actor import ActorGone, CoresBusy, DeploymentFailed, NoPlace, NotReached, Refused
-from cluster.runtime.supervision.introduction import MAX_INTRODUCTIONS, Introduction
+from cluster.runtime.supervision.registration import MAX_REGISTRATIONS, Registration
 from cluster.runtime.supervision.restart_budget import RestartBudget
 from cluster.runtime.supervisor import POLL_S, Supervisor
 from tests.support.symptoms import is_quoted
@@ -85,7 +85,7 @@ class Router(Actor):
     gone_for = 0
     not_reached = 0
     refuses: BaseException | None = None
-    cut_off: tuple = ()
+    partitioned: tuple = ()
     """Addresses that it has not reached for longer than `unreachable_timeout_s`."""
     missed: tuple = ()
     """Addresses that it does not reach at the moment."""
@@ -96,7 +96,7 @@ class Router(Actor):
 
     async def unreached(self, for_s):
         assert for_s in (0, 30)
-        return [*self.cut_off, *(self.missed if for_s == 0 else ())]
+        return [*self.partitioned, *(self.missed if for_s == 0 else ())]
 
     async def start_again(self, addresses):
         if not addresses:
@@ -292,7 +292,7 @@ async def test_a_worker_for_which_there_is_no_node_is_waited_for_and_not_given_u
     assert [sentence for sentence in scene.said if "waits" in sentence] == scene.said[1:2]
 
 
-async def test_a_newcomer_that_the_router_does_not_reach_in_time_is_kept_and_introduced_again():
+async def test_a_newcomer_that_the_router_does_not_reach_in_time_is_kept_and_registered_again():
     scene = Scene(worker_2=["actor_died"])
     scene.router.not_reached = 5
     await scene.play()
@@ -303,14 +303,14 @@ async def test_a_newcomer_that_the_router_does_not_reach_in_time_is_kept_and_int
 
 async def test_a_newcomer_that_the_router_never_reaches_is_taken_for_broken_in_the_end():
     scene = Scene(worker_2=["actor_died"])
-    scene.router.not_reached = MAX_INTRODUCTIONS
+    scene.router.not_reached = MAX_REGISTRATIONS
     await scene.play()
     assert scene.log == [*["end worker-2", "start worker-2"] * 2, "replace worker-2:2 actor_died"]
 
 
-async def test_a_newcomer_that_dies_while_it_is_introduced_is_started_again():
+async def test_a_newcomer_that_dies_while_it_is_registered_is_started_again():
     scene = Scene(worker_2=["actor_died", "engine_died"])
-    scene.router.not_reached = MAX_INTRODUCTIONS - 1
+    scene.router.not_reached = MAX_REGISTRATIONS - 1
     await scene.play()
     assert scene.log == [*["end worker-2", "start worker-2"] * 2, "replace worker-2:2 engine_died"]
     words = "its engine process was ended by SIGILL"
@@ -321,7 +321,7 @@ async def test_a_newcomer_that_dies_while_it_is_introduced_is_started_again():
 
 async def test_a_worker_that_only_the_router_does_not_reach_is_replaced():
     scene = Scene()
-    scene.router.cut_off = ("worker-2:0",)
+    scene.router.partitioned = ("worker-2:0",)
     await scene.play()
     assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 cut_off"]
 
@@ -332,7 +332,7 @@ async def test_a_cut_off_worker_that_has_no_news_is_not_waited_for():
     async def failure(known=None):
         if known is None:
             return ""
-        scene.router.cut_off = ("worker-2:0",)  # while it is waited for
+        scene.router.partitioned = ("worker-2:0",)  # while it is waited for
         return await asyncio.Event().wait()
 
     scene.workers[2].failure = failure
@@ -342,11 +342,11 @@ async def test_a_cut_off_worker_that_has_no_news_is_not_waited_for():
 
 async def test_a_router_that_reaches_none_of_its_workers_is_what_is_replaced():
     scene = Scene(("prefill", "decode"))
-    scene.router.cut_off = ("worker-0:0", "worker-1:0")
+    scene.router.partitioned = ("worker-0:0", "worker-1:0")
     start_again = scene.router.start_again
 
     async def mended(addresses):
-        scene.router.cut_off = ()
+        scene.router.partitioned = ()
         await start_again(addresses)
 
     scene.router.start_again = mended
@@ -356,14 +356,14 @@ async def test_a_router_that_reaches_none_of_its_workers_is_what_is_replaced():
 
 async def test_the_only_worker_of_a_router_is_replaced_when_it_is_cut_off():
     scene = Scene(("colocated",))
-    scene.router.cut_off = ("worker-0:0",)
+    scene.router.partitioned = ("worker-0:0",)
     await scene.play()
     assert scene.log == ["end worker-0", "start worker-0", "replace worker-0:1 cut_off"]
 
 
 async def test_a_worker_that_drains_and_cannot_be_reached_has_left():
     scene = Scene(worker_1=["draining"] * 5 + ["drained"])
-    scene.router.cut_off = ("worker-1:0",)
+    scene.router.partitioned = ("worker-1:0",)
     await scene.play()
     assert scene.log == ["remove worker-1", "retire worker-1"]
 
@@ -484,14 +484,14 @@ class Dispatcher(Router):
 
 def with_two_routers(scene, **health):
     """The scene with two routers and their dispatcher."""
-    scene.heads = [
+    scene.routers = [
         Router("router-0", scene.log, scene.clock, health.get("first", ())),
         Router("router-1", scene.log, scene.clock, health.get("second", ())),
         Dispatcher("dispatcher", scene.log, scene.clock, health.get("dispatcher", ())),
     ]
     scene.supervisor = Supervisor(
         scene.workers,
-        scene.heads,
+        scene.routers,
         {worker.name: f"{worker.name}:0" for worker in scene.workers},
         SupervisionConfig(max_restarts=5, window_s=300),
         clock=scene.clock,
@@ -500,15 +500,15 @@ def with_two_routers(scene, **health):
     return scene
 
 
-async def test_a_new_incarnation_is_introduced_to_all_routers_and_last_to_the_dispatcher():
+async def test_a_new_incarnation_is_registered_to_all_routers_and_last_to_the_dispatcher():
     scene = with_two_routers(Scene(worker_2=["engine_died"]))
     seen = []
-    for head in scene.heads:
+    for router in scene.routers:
 
-        async def replace_worker(address, reason, name=head.name):
+        async def replace_worker(address, reason, name=router.name):
             seen.append((name, address, reason))
 
-        head.replace_worker = replace_worker
+        router.replace_worker = replace_worker
     await scene.play()
     assert seen == [(name, "worker-2:1", "engine_died") for name in ("router-0", "router-1", "dispatcher")]
 
@@ -526,17 +526,17 @@ async def test_a_dispatcher_that_dies_again_and_again_is_tried_again():
     assert scene.said[-1].startswith("dispatcher: back after ")
 
 
-async def test_a_worker_that_most_heads_do_not_reach_is_replaced():
+async def test_a_worker_that_most_routers_do_not_reach_is_replaced():
     scene = with_two_routers(Scene())
-    for head in scene.heads[1:]:
-        head.cut_off = ("worker-3:0",)
+    for router in scene.routers[1:]:
+        router.partitioned = ("worker-3:0",)
     await scene.play()
     assert scene.log[:2] == ["end worker-3", "start worker-3"]
 
 
 async def test_workers_that_one_of_several_routers_does_not_reach_are_left_alone_and_the_router_is_the_suspect():
     scene = with_two_routers(Scene())
-    scene.heads[1].cut_off = ("worker-2:0", "worker-3:0")
+    scene.routers[1].partitioned = ("worker-2:0", "worker-3:0")
     await scene.play()
     assert scene.log == []
     [told] = scene.said
@@ -546,15 +546,15 @@ async def test_workers_that_one_of_several_routers_does_not_reach_are_left_alone
 
 async def test_a_router_that_reaches_again_what_the_others_reach_is_no_suspect_any_more():
     scene = with_two_routers(Scene())
-    scene.heads[1].cut_off = ("worker-2:0", "worker-3:0")
-    scene.heads[1].unreached = heals(scene.heads[1])
+    scene.routers[1].partitioned = ("worker-2:0", "worker-3:0")
+    scene.routers[1].unreached = heals(scene.routers[1])
     await scene.play()
     assert scene.log == []
     assert scene.said[-1] == "router-1 reaches what the others reach again"
 
 
-def heals(head, after=5):
-    looks = iter([*[head.cut_off] * after])
+def heals(router, after=5):
+    looks = iter([*[router.partitioned] * after])
 
     async def unreached(for_s):
         return list(next(looks, ()))
@@ -564,7 +564,7 @@ def heals(head, after=5):
 
 async def test_of_several_workers_that_nobody_reaches_one_at_a_time_is_started_again():
     scene = Scene(("decode",) * 6)
-    scene.router.cut_off = tuple(f"worker-{number}:0" for number in range(3))
+    scene.router.partitioned = tuple(f"worker-{number}:0" for number in range(3))
     scene.router.not_reached = 3
     away: list[int] = []
     scene.clock.sleep = noting(scene, away)
@@ -576,7 +576,7 @@ async def test_of_several_workers_that_nobody_reaches_one_at_a_time_is_started_a
 
 async def test_a_cut_off_worker_that_then_waits_for_a_node_keeps_no_other_from_being_mended():
     scene = Scene(("decode",) * 6)
-    scene.router.cut_off = ("worker-0:0", "worker-1:0")
+    scene.router.partitioned = ("worker-0:0", "worker-1:0")
     scene.workers[0].places = [NoPlace("Ray found no place for worker-0")] * 1000
     await scene.play()
     assert "start worker-0" not in scene.log
@@ -585,7 +585,7 @@ async def test_a_cut_off_worker_that_then_waits_for_a_node_keeps_no_other_from_b
 
 async def test_a_cut_off_worker_that_takes_longer_to_start_than_it_may_keeps_no_other_from_being_mended():
     scene = Scene(("decode",) * 6)
-    scene.router.cut_off = ("worker-0:0", "worker-1:0")
+    scene.router.partitioned = ("worker-0:0", "worker-1:0")
 
     async def never():
         await asyncio.Event().wait()
@@ -614,16 +614,16 @@ def noting(scene, away):
 
 async def test_a_newcomer_serves_with_the_router_that_reaches_it_and_the_others_are_asked_on():
     scene = with_two_routers(Scene(worker_2=["engine_died"]))
-    scene.heads[0].not_reached = 200
+    scene.routers[0].not_reached = 200
     seen = []
-    for head in scene.heads:
-        head.idle_polls = -400
+    for router in scene.routers:
+        router.idle_polls = -400
 
     async def replace_worker(address, reason, name="router-1"):
         seen.append((name, address, reason))
 
-    scene.heads[1].replace_worker = replace_worker
-    scene.heads[2].replace_worker = partial(replace_worker, name="dispatcher")
+    scene.routers[1].replace_worker = replace_worker
+    scene.routers[2].replace_worker = partial(replace_worker, name="dispatcher")
     await scene.play()
     assert seen == [(name, "worker-2:1", "engine_died") for name in ("router-1", "dispatcher")]
     assert scene.workers[2].starts == 1
@@ -635,16 +635,16 @@ async def test_a_newcomer_serves_with_the_router_that_reaches_it_and_the_others_
 async def test_a_router_with_a_fault_of_its_own_keeps_no_newcomer_from_the_others():
     scene = with_two_routers(Scene(worker_2=["engine_died"]))
     fault = DeploymentFailed("router-0 could not replace_worker: TlsFileError: security.tls.key cannot be read")
-    scene.heads[0].refuses = fault
+    scene.routers[0].refuses = fault
 
     async def replace_worker(address, reason):
-        while scene.heads[0].refuses is not None:  # noqa: ASYNC110 - it takes longer than to refuse
+        while scene.routers[0].refuses is not None:  # noqa: ASYNC110 - it takes longer than to refuse
             await asyncio.sleep(0)
         for _ in range(5):
             await asyncio.sleep(0)
         scene.log.append("router-1 has it")
 
-    scene.heads[1].replace_worker = replace_worker
+    scene.routers[1].replace_worker = replace_worker
     await scene.play()
     assert scene.log[:3] == ["end worker-2", "start worker-2", "router-1 has it"]
     assert "start worker-2" not in scene.log[3:]
@@ -655,44 +655,44 @@ async def test_a_router_with_a_fault_of_its_own_keeps_no_newcomer_from_the_other
 async def test_a_loaded_worker_is_kept_while_no_router_serves():
     scene = Scene()
     serves = {"router": asyncio.Event()}
-    introduction = Introduction(
+    registration = Registration(
         "worker-0",
         "worker-0:1",
         "engine_died",
-        heads={"router": scene.router},
+        routers={"router": scene.router},
         serves=serves,
         say=scene.said.append,
         sleep=scene.clock.sleep,
     )
-    scene.router.not_reached = MAX_INTRODUCTIONS - 1
+    scene.router.not_reached = MAX_REGISTRATIONS - 1
     serves["router"].set()
-    introducing = asyncio.create_task(introduction.to(scene.router))
-    await introduction.changed(1.0)
+    registering = asyncio.create_task(registration.to(scene.router))
+    await registration.changed(1.0)
     serves["router"].clear()  # it died and is started again
-    introduction.check()
+    registration.check()
     serves["router"].set()
-    await introducing
-    assert introduction.enough
+    await registering
+    assert registration.enough
 
 
-async def test_what_a_router_did_not_reach_when_it_started_is_introduced_to_it():
+async def test_what_a_router_did_not_reach_when_it_started_is_registered_to_it():
     scene = with_two_routers(Scene(), first=["actor_died"])
-    scene.heads[0].missed = ("worker-1:0",)
+    scene.routers[0].missed = ("worker-1:0",)
     await scene.play()
     assert scene.log[-1] == "replace worker-1:0 None"
 
 
-async def test_what_the_dispatcher_did_not_reach_when_it_started_is_introduced_to_it():
+async def test_what_the_dispatcher_did_not_reach_when_it_started_is_registered_to_it():
     scene = with_two_routers(Scene(), dispatcher=["actor_died"])
-    scene.heads[2].missed = ("worker-1:0",)
+    scene.routers[2].missed = ("worker-1:0",)
     await scene.play()
     assert scene.log[2:] == ["replace worker-1:0 None"]
 
 
-async def test_a_router_whose_route_was_cut_for_many_introductions_gets_the_worker_when_it_heals():
+async def test_a_router_whose_route_was_cut_for_many_registrations_gets_the_worker_when_it_heals():
     scene = with_two_routers(Scene(), first=["actor_died"])
-    scene.heads[0].missed = ("worker-1:0",)
-    scene.heads[0].not_reached = MAX_INTRODUCTIONS + 5
+    scene.routers[0].missed = ("worker-1:0",)
+    scene.routers[0].not_reached = MAX_REGISTRATIONS + 5
     await scene.play()
     assert scene.log[2:] == ["replace worker-1:0 None"]
 
@@ -704,7 +704,7 @@ async def test_the_only_router_that_is_started_again_has_time_to_reach_the_worke
     assert scene.log[2:] == ["replace worker-1:0 None"], "and no worker is ended"
 
 
-async def test_heads_that_take_long_to_forget_a_worker_do_not_end_the_deployment():
+async def test_routers_that_take_long_to_forget_a_worker_do_not_end_the_deployment():
     scene = Scene(worker_1=["draining", "drained"])
     refused = iter([DeploymentFailed("router did not finish remove_worker within 900 s")])
     remove_worker = scene.router.remove_worker
@@ -739,8 +739,8 @@ async def test_when_most_fall_silent_and_stay_so_they_are_replaced():
 
 async def test_a_router_that_reaches_no_worker_is_the_one_that_is_cut_off():
     scene = with_two_routers(Scene())
-    scene.heads[0].cut_off = tuple(f"worker-{number}:0" for number in range(4))
-    scene.heads[0].health.extend([""] * 3)
+    scene.routers[0].partitioned = tuple(f"worker-{number}:0" for number in range(4))
+    scene.routers[0].health.extend([""] * 3)
     await scene.play()
     assert any(said.startswith("router-0 is gone (it answers, but there is no connection") for said in scene.said)
     assert not any("start worker" in line for line in scene.log)
@@ -797,7 +797,7 @@ async def test_a_restart_cannot_be_taken_back_while_the_worker_is_being_started_
     assert back.done()
 
 
-async def test_a_worker_that_is_added_is_introduced_and_supervised():
+async def test_a_worker_that_is_added_is_registered_and_supervised():
     scene = Scene()
     running = asyncio.create_task(scene.play())
     await asyncio.sleep(0)
@@ -819,7 +819,7 @@ async def test_a_worker_that_is_refused_is_not_supervised():
     await running
 
 
-async def test_a_worker_that_one_head_refuses_is_forgotten_by_those_that_had_taken_it():
+async def test_a_worker_that_one_router_refuses_is_forgotten_by_those_that_had_taken_it():
     scene = with_two_routers(Scene())
     running = asyncio.create_task(scene.play())
     await asyncio.sleep(0)
@@ -827,14 +827,14 @@ async def test_a_worker_that_one_head_refuses_is_forgotten_by_those_that_had_tak
     async def refuses(address, reason):
         raise Refused("dispatcher could not replace_worker: PairingRefused: model")
 
-    scene.heads[2].replace_worker = refuses
+    scene.routers[2].replace_worker = refuses
     with pytest.raises(DeploymentFailed, match="PairingRefused"):
         await scene.supervisor.add(Worker("worker-9", scene.log, scene.clock), "worker-9:0")
     await running
     assert scene.log.count("replace worker-9:0 ordered") == 2
     assert scene.log.count("remove worker-9") == 3
     supervisor = scene.supervisor
-    known = (supervisor._addresses, supervisor._cut_off, supervisor._introduced, supervisor._mended_s)
+    known = (supervisor._addresses, supervisor._partitioned, supervisor._registered, supervisor._mended_s)
     assert not any("worker-9" in names for names in known)
 
 
@@ -855,11 +855,11 @@ async def test_a_worker_that_waits_for_a_node_can_be_given_up_and_is_not_started
     await scene.supervisor.dismiss("worker-2")  # a second time does nothing
 
 
-async def test_a_worker_that_nobody_wants_any_more_while_it_is_introduced_is_not_supervised():
+async def test_a_worker_that_nobody_wants_any_more_while_it_is_registered_is_not_supervised():
     scene = Scene()
     running = asyncio.create_task(scene.play())
     await asyncio.sleep(0)
-    scene.router.not_reached = MAX_INTRODUCTIONS
+    scene.router.not_reached = MAX_REGISTRATIONS
     adding = asyncio.create_task(scene.supervisor.add(Worker("worker-9", scene.log, scene.clock), "worker-9:0"))
     await asyncio.sleep(0)
     adding.cancel()

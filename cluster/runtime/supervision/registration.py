@@ -1,7 +1,7 @@
-"""Makes a worker's new incarnation known to all heads, each in a task of its own.
+"""Makes a worker's new incarnation known to all routers, each in a task of its own.
 
-A head that does not reach it, has a fault of its own, or is being started again, keeps no other head from having it:
-the worker serves with those that know it, and the others are asked again until they do.
+A router that does not reach it, has a fault of its own, or is being started again, keeps no other from having it: the
+worker serves with those that know it, and the others are asked again until they do. The dispatcher is one of them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from contracts.vocabulary import RestartReason
 
 RETRY_S = 0.5
 REFUSED_RETRY_S = 30.0
-"""Pause after a head has failed for good to take in a worker that others have: asking again seldom mends that."""
-MAX_INTRODUCTIONS = 10
+"""Pause after a router has failed for good to take in a worker that others have: asking again seldom mends that."""
+MAX_REGISTRATIONS = 10
 """How often every router may fail to reach a new worker, half a minute each, before it counts as broken: to load its
 engine was expensive, and a router may just have much to do."""
 
 
-class Head(Protocol):
+class Registrar(Protocol):
     """A router or the dispatcher."""
 
     @property
@@ -32,8 +32,8 @@ class Head(Protocol):
     async def replace_worker(self, address: str, reason: RestartReason | None) -> None: ...
 
 
-class Introduction:
-    """One incarnation of a worker, and which heads have it."""
+class Registration:
+    """One incarnation of a worker, and which routers have it."""
 
     def __init__(
         self,
@@ -41,19 +41,19 @@ class Introduction:
         address: str,
         why: RestartReason | None,
         *,
-        heads: Mapping[str, Head],
+        routers: Mapping[str, Registrar],
         serves: Mapping[str, asyncio.Event],
         say: Callable[[str], None],
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
-        """`heads` are those there are at any moment; `serves` is set for those that serve.
+        """`routers` are those there are at any moment; `serves` is set for those that serve.
 
-        `why` is what heads count as the reason of a restart, None if it was not started again: other heads have it.
+        `why` is what routers count as the reason of a restart, None if it was not started again: other routers have it.
         """
         self._worker = worker
         self._address = address
         self._why = why
-        self._heads = heads
+        self._routers = routers
         self._serves = serves
         self._say = say
         self._sleep = sleep
@@ -64,15 +64,15 @@ class Introduction:
         self._changed = asyncio.Event()
         self._failures: dict[str, int] = {}
         self._errors: dict[str, DeploymentFailed] = {}
-        """What each head said the last time that it failed."""
+        """What each router said the last time that it failed."""
         self._refusal: Refused | None = None
 
     @property
     def enough(self) -> bool:
         """Whether it can be given work: the dispatcher has it, if there is one, and a router."""
-        heads = [head for head in self._heads.values() if head.name in self._known]
-        kinds = {head.kind for head in self._heads.values()}
-        return {head.kind for head in heads} == kinds
+        routers = [router for router in self._routers.values() if router.name in self._known]
+        kinds = {router.kind for router in self._routers.values()}
+        return {router.kind for router in routers} == kinds
 
     def check(self) -> None:
         """Raise Refused if it cannot work with the others.
@@ -81,59 +81,59 @@ class Introduction:
         """
         if self._refusal is not None:
             raise self._refusal
-        asked = [one.name for one in self._heads.values() if one.kind == "router" and self._serves[one.name].is_set()]
+        asked = [one.name for one in self._routers.values() if one.kind == "router" and self._serves[one.name].is_set()]
         if asked and not self._known and all(self._has_given_up(name) for name in asked):
             raise self._errors[asked[0]]
 
-    def _has_given_up(self, head: str) -> bool:
-        return self._failures.get(head, 0) >= MAX_INTRODUCTIONS
+    def _has_given_up(self, router: str) -> bool:
+        return self._failures.get(router, 0) >= MAX_REGISTRATIONS
 
     async def changed(self, within_s: float) -> None:
-        """Wait until a head has answered, at most this long."""
+        """Wait until a router has answered, at most this long."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), within_s)
         self._changed.clear()
 
-    async def to(self, head: Head) -> None:
-        """Introduce it until this head has it, or is no longer there; routers first, who serve what is placed on it."""
-        if head.kind == "dispatcher":
+    async def to(self, router: Registrar) -> None:
+        """Register it until this router has it or is gone; the dispatcher last, since routers serve what it places."""
+        if router.kind == "dispatcher":
             await self._a_router_knows.wait()
         said = False
-        while head.name in self._heads:
-            told = self._serves[head.name].is_set() and await self._told(head)
+        while router.name in self._routers:
+            told = self._serves[router.name].is_set() and await self._told(router)
             self._changed.set()
             if told:
                 return
-            if not self._has_given_up(head.name):
+            if not self._has_given_up(router.name):
                 await self._sleep(RETRY_S)
                 continue
             await self._a_router_knows.wait()  # else it is the worker that is broken
             if not said:
                 again = f"is asked again every {REFUSED_RETRY_S:.0f} s"
-                self._say(f"{head.name} cannot take in {self._worker} and {again}: {self._errors[head.name]}")
+                self._say(f"{router.name} cannot take in {self._worker} and {again}: {self._errors[router.name]}")
             said = True
             await self._sleep(REFUSED_RETRY_S)
 
-    async def _told(self, head: Head) -> bool:
+    async def _told(self, router: Registrar) -> bool:
         try:
-            await head.replace_worker(self._address, self._why)
+            await router.replace_worker(self._address, self._why)
         except ActorGone:  # the one that follows may have started before this address was there
             return False
         except NotReached as error:
             if not self._failures:
                 self._say(
-                    f"{self._worker} runs, but {head.name} cannot connect to it yet and keeps trying: {error}; check "
+                    f"{self._worker} runs, but {router.name} cannot connect to it yet and keeps trying: {error}; check "
                     "the network between them"
                 )
-            self._failures[head.name] = self._failures.get(head.name, 0) + 1
-            self._errors[head.name] = error
+            self._failures[router.name] = self._failures.get(router.name, 0) + 1
+            self._errors[router.name] = error
             return False
         except DeploymentFailed as error:
             if isinstance(error, Refused):
                 self._refusal = error
-            self._failures[head.name], self._errors[head.name] = MAX_INTRODUCTIONS, error
+            self._failures[router.name], self._errors[router.name] = MAX_REGISTRATIONS, error
             return False
-        self._known.add(head.name)
-        if head.kind == "router":
+        self._known.add(router.name)
+        if router.kind == "router":
             self._a_router_knows.set()
         return True

@@ -31,7 +31,7 @@ class NameTaken(DeploymentFailed):
     """Another deployment of this Ray cluster has this name."""
 
 
-def _head_environment(config: RidgelineConfig) -> dict[str, str]:
+def _routing_environment(config: RidgelineConfig) -> dict[str, str]:
     ours = engine_environment(1, config.supervision.start_timeout_s, on_cpu=not config.uses_gpus())
     return forwarded_variables() | ours
 
@@ -44,13 +44,13 @@ def _beside_this_process(config: RidgelineConfig, resources: dict[str, float]) -
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
 
 
-def _head_actor(plan: Plan, service: str, name: str, resources: dict[str, float]) -> Any:
+def _routing_actor(plan: Plan, service: str, name: str, resources: dict[str, float]) -> Any:
     """Create the actor, whose name in Ray begins with the deployment's. Raises NameTaken."""
     options = ray.remote(ServiceActor).options(
         name=f"{plan.config.name}/{name}",
         num_cpus=0,
         resources=resources,
-        runtime_env={"env_vars": _head_environment(plan.config)},
+        runtime_env={"env_vars": _routing_environment(plan.config)},
         max_restarts=-1,
         **_beside_this_process(plan.config, resources),
     )
@@ -72,7 +72,7 @@ def reachable(url: str, node_host: str) -> str:
     return http_url(node_host, parts.port or 80) if address is not None and address.is_unspecified else url
 
 
-class HeadHandle(ActorHandle):
+class RoutingHandle(ActorHandle):
     """What routers and the dispatcher have in common: both are told of every worker."""
 
     kind: Literal["router", "dispatcher"]
@@ -138,13 +138,13 @@ class HeadHandle(ActorHandle):
         await self.call("drain_worker", worker_id, timeout_s, incarnation, timeout_s=ANSWER_WITHIN_S)
 
 
-class DispatcherHandle(HeadHandle):
+class DispatcherHandle(RoutingHandle):
     """The dispatcher's actor."""
 
     kind = "dispatcher"
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__("dispatcher", _head_actor(plan, DISPATCHER_SERVICE, "dispatcher", {}), plan)
+        super().__init__("dispatcher", _routing_actor(plan, DISPATCHER_SERVICE, "dispatcher", {}), plan)
         self.address = ""
         """host:port, once it serves."""
         self.routers: list[RouterHandle] = []
@@ -166,7 +166,7 @@ class DispatcherHandle(HeadHandle):
                 await router.call("follow_dispatcher", self.address, timeout_s=ANSWER_WITHIN_S)
 
 
-class RouterHandle(HeadHandle):
+class RouterHandle(RoutingHandle):
     """A router's actor; once it has picked a port it keeps it."""
 
     kind = "router"
@@ -174,7 +174,7 @@ class RouterHandle(HeadHandle):
     def __init__(self, plan: Plan, number: int = 0, dispatcher: DispatcherHandle | None = None) -> None:
         """`number`: which of several; these have a dispatcher."""
         name = "router" if dispatcher is None else f"router-{number}"
-        super().__init__(name, _head_actor(plan, ROUTER_SERVICE, name, dict(plan.config.router.resources)), plan)
+        super().__init__(name, _routing_actor(plan, ROUTER_SERVICE, name, dict(plan.config.router.resources)), plan)
         self._dispatcher = dispatcher
         self._hardware: dict[Pool, PoolHardware] = {}
         self._joins_port = False
