@@ -10,15 +10,19 @@ from typing import Any
 
 import httpx
 import hypothesis  # noqa: F401 - else its plugin does after the last test, where Python 3.11 once failed to parse it
+import psutil
 import pytest
 import pytest_asyncio
 
 from contracts.rpc.tls import TlsFiles
-from tests.engines.serve_process import START_WITHIN_S
+from tests.engines.serve_process import SHARED_PARENT, START_WITHIN_S
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
 LEASE_S = 30.0  # as in that file
+PARENT_MODULE = "cluster.runtime.service_process.preloaded"
+SHORT_STEPS = {f"pools.{pool}.max_num_batched_tokens": "128" for pool in ("prefill", "decode")}
+"""For short prompts: an engine warms up with a full step, which takes seconds with the shipped size."""
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
 
 
@@ -46,7 +50,9 @@ def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         preloaded_parent(IMPORTED, engine_environment(1, START_WITHIN_S, on_cpu=True), messages) as path,
         pytest.MonkeyPatch.context() as patch,
     ):
+        (parent,) = [child for child in psutil.Process().children() if PARENT_MODULE in child.cmdline()]
         patch.setenv(PRELOADED, path)
+        patch.setenv(SHARED_PARENT, str(parent.pid))
         yield
     assert "could not import" not in messages.read_text()
 

@@ -26,6 +26,8 @@ from cluster.runtime.service_process.launch import PRELOADED
 
 REPOSITORY = Path(__file__).parents[2]
 RIDGELINE = Path(sys.executable).parent / "ridgeline"
+SHARED_PARENT = "RIDGELINE_TESTS_PARENT"
+"""Variable with the process id of the preloaded parent of all deployments of a test session, if there is one."""
 START_WITHIN_S = 180.0
 GONE_WITHIN_S = 15.0
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -50,8 +52,9 @@ class Worker:
 class Serve:
     """One `ridgeline serve` process and what it has printed."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], parent: int | None) -> None:
         self.process = process
+        self._parent = parent
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -96,6 +99,10 @@ class Serve:
                 rows[cells[0]] = Worker(cells[1], cells[3], int(cells[4]), tuple(map(int, cells[5].split(","))))
         return rows
 
+    def family(self) -> list[psutil.Process]:
+        """All that it has started, itself or by the shared parent, and that still runs."""
+        return [*descendants(self.process.pid), *([] if self._parent is None else descendants(self._parent))]
+
     def wait_exit(self, within_s: float) -> int:
         """Its exit status; raises subprocess.TimeoutExpired."""
         status = self.process.wait(within_s)
@@ -120,12 +127,15 @@ def serving(
     folder: Path = REPOSITORY,
     shell: Mapping[str, str] = {},
     program: tuple[str, ...] = (str(RIDGELINE),),
+    shares_parent: bool = True,
 ) -> Iterator[Serve]:
     """`ridgeline serve` on the shipped configuration; whatever the test did, nothing of it runs afterwards.
 
-    `folder` is the working folder, `shell` has variables of the operator's, `program` is what to run instead.
+    `folder` is the working folder, `shell` has variables of the operator's, `program` is what to run instead. Unless it
+    `shares_parent`, it imports vLLM in a preloaded parent of its own, as it does for its users.
     """
-    without_parent = {name: value for name, value in os.environ.items() if name != PRELOADED}  # it makes one of its own
+    shared = os.environ.get(SHARED_PARENT) if shares_parent else None
+    environment = dict(os.environ) if shared else without_parent()
     name = f"test-{secrets.token_hex(4)}"  # several may run at a time, and beside one that is no test
     command = [*program, "serve", "-c", str(REPOSITORY / "deploy/local.yaml"), "--port", "0", "--name", name]
     process = subprocess.Popen(
@@ -134,11 +144,11 @@ def serving(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**without_parent, "COLUMNS": "250", "NO_COLOR": "1", **shell},
+        env={**environment, "COLUMNS": "250", "NO_COLOR": "1", **shell},
         start_new_session=True,
         preexec_fn=_as_in_a_terminal,
     )
-    serve = Serve(process)
+    serve = Serve(process, int(shared) if shared else None)
     family: list[psutil.Process] = []
     try:
         yield serve
@@ -146,7 +156,7 @@ def serving(
         assert not raw, "Ray's own words belong to its file, whatever was killed"
     finally:
         if process.poll() is None:
-            family = descendants(process.pid)
+            family = serve.family()
             process.kill()
         process.wait(10)
         shutil.rmtree(Place(name).folder, ignore_errors=True)
@@ -154,6 +164,11 @@ def serving(
             if member.is_running():
                 member.kill()
         serve.close()
+
+
+def without_parent() -> dict[str, str]:
+    """The variables of this process, for one that is to have a preloaded parent of its own."""
+    return {name: value for name, value in os.environ.items() if name != PRELOADED}
 
 
 def descendants(pid: int) -> list[psutil.Process]:

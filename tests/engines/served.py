@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +14,19 @@ import httpx
 import psutil
 
 from tests.engines.harness import Metrics
-from tests.engines.serve_process import Serve, body, descendants, name_of
+from tests.engines.serve_process import RIDGELINE, Serve, body, name_of, serving
 
 BACK_WITHIN_S = 90.0
+SMALL_SPLIT = {
+    "model.dtype": "float32",  # texts are compared: in bfloat16 a batch of another size may break ties another way
+    "ray.share_cores": "true",
+    "model.max_model_len_tokens": "1024",
+    **{f"pools.{pool}.kv_cache_bytes": "128 MiB" for pool in ("prefill", "decode")},
+    **{f"pools.{pool}.max_num_seqs": "8" for pool in ("prefill", "decode")},
+    # An engine warms up with a full step, which takes seconds with the shipped size.
+    **{f"pools.{pool}.max_num_batched_tokens": "128" for pool in ("prefill", "decode")},
+}
+"""More engines than cores, so only what happens counts, not how fast."""
 
 
 class Deployed:
@@ -32,9 +44,13 @@ class Deployed:
         children = psutil.Process(self.workers()[worker]["pid"]).children()
         return next(child for child in children if "resource_tracker" not in " ".join(child.cmdline()))
 
+    def busy_decode(self) -> str:
+        """The decode worker that has a request."""
+        return next(row["worker"] for row in self.workers().values() if row["pool"] == "decode" and row["tasks"])
+
     def heads(self, title: str) -> list[psutil.Process]:
         """The processes of routers, or of the dispatcher."""
-        return [p for p in descendants(self.serve.process.pid) if name_of(p).startswith(f"ridgeline::{title}")]
+        return [p for p in self.serve.family() if name_of(p).startswith(f"ridgeline::{title}")]
 
     def router(self) -> psutil.Process:
         found = self.heads("router")
@@ -55,6 +71,18 @@ class Deployed:
         line = self.serve.wait_said(f"{name}: back after", BACK_WITHIN_S)
         self.serve.lines.remove(line)
         return line
+
+
+@contextmanager
+def deployed_by_serve(
+    *arguments: str, settings: Mapping[str, str], program: tuple[str, ...] = (str(RIDGELINE),)
+) -> Iterator[Deployed]:
+    """`ridgeline serve` with these settings, which has answered."""
+    flags = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    with serving(*arguments, *flags, program=program) as serve:
+        deployed = Deployed(serve, serve.wait_ready())
+        deployed.completes()
+        yield deployed
 
 
 class Stream:

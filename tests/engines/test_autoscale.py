@@ -9,11 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.engines.serve_process import serving
-from tests.engines.served import Deployed, Stream
+from tests.engines.served import Stream, deployed_by_serve
 
 Figure = Callable[[str], None]
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.long]
 
 PLACES = 4
 SETTINGS = {
@@ -21,6 +20,7 @@ SETTINGS = {
     "model.max_model_len_tokens": "1024",
     "pools.colocated.workers": "1",
     "pools.colocated.kv_cache_bytes": "128 MiB",
+    "pools.colocated.max_num_batched_tokens": "128",
     "pools.colocated.max_num_seqs": str(PLACES),
     "autoscale.mode": "act",
     "autoscale.interval_s": "1",
@@ -34,9 +34,8 @@ CHANGED_WITHIN_S = 120.0
 
 
 def test_under_load_a_second_engine_comes_serves_and_goes_again_when_the_load_is_over(figure: Figure):
-    settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    with serving("--mode", "colocated", *settings) as serve:
-        deployed = Deployed(serve, serve.wait_ready())
+    with deployed_by_serve("--mode", "colocated", settings=SETTINGS) as deployed:
+        serve = deployed.serve
         with under_load(deployed.url) as ends:
             began_s = time.monotonic()
             more = r"operation \S+: autoscale, colocated from 1 to 2 workers: it has needed more for \d+ s; now 100%"

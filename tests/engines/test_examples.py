@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runtime.service_process.launch import PRELOADED
 from tests.engines.serve_process import REPOSITORY
 
 pytestmark = pytest.mark.engines
@@ -20,7 +19,7 @@ WITHIN_S = 240
 
 def example(name: str, *arguments: object) -> str:
     """What the script prints."""
-    environment = {name: value for name, value in os.environ.items() if name != PRELOADED} | {"COLUMNS": "200"}
+    environment = os.environ | {"COLUMNS": "200"}
     command = [sys.executable, str(REPOSITORY / "examples" / name), *map(str, arguments)]
     ran = subprocess.run(
         command, cwd=REPOSITORY, env=environment, text=True, capture_output=True, check=False, timeout=WITHIN_S

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from contracts.errors import WorkerLost
-from tests.engines.conftest import deployed
+from tests.engines.conftest import SHORT_STEPS, deployed
 from tests.support.certificates import Authority
 from worker_runtime.client import WorkerClient
 
@@ -36,7 +36,7 @@ async def test_with_certificates_and_a_key_it_serves_its_own_and_refuses_others(
     monkeypatch.setenv("RIDGELINE_API_KEYS", KEY)
     tls = Authority(tmp_path).issue()
     files = {f"security.tls.{name}": getattr(tls, name) for name in ("ca_file", "cert_file", "key_file")}
-    async with deployed({**files, "transfer.transport": "grpc"}, tls) as engines:
+    async with deployed({**files, "transfer.transport": "grpc", **SHORT_STEPS}, tls) as engines:
         model = {"model": engines.model}
         refused = await engines.http.post("/v1/completions", json={**model, **BODY})
         assert refused.status_code == 401

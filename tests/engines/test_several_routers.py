@@ -1,8 +1,7 @@
 """Three routers behind one port with their dispatcher, real engines: what is lost when one dies, or is cut off.
 
 Pools change size, too.
-One `ridgeline serve` with a prefill and a decode worker for all of these tests, which follow one another. Later there
-are more engines than cores, so only what happens counts here, not how fast.
+One `ridgeline serve` with a prefill and a decode worker for all of these tests, which follow one another.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, name_of, serving, still_there
-from tests.engines.served import BACK_WITHIN_S, Deployed, Stream
+from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, name_of, still_there
+from tests.engines.served import BACK_WITHIN_S, SMALL_SPLIT, Deployed, Stream, deployed_by_serve
 from tests.support import relayed_serve
 
 Figure = Callable[[str], None]
@@ -33,11 +32,7 @@ SETTINGS = {
     "router.processes": "3",
     "router.slo.tpot_ms": "0.1",
     "supervision.unreachable_timeout_s": str(UNREACHABLE_S),
-    "model.dtype": "float32",  # texts are compared: in bfloat16 a batch of another size may break ties another way
-    "ray.share_cores": "true",
-    "model.max_model_len_tokens": "1024",
-    **{f"pools.{pool}.kv_cache_bytes": "128 MiB" for pool in ("prefill", "decode")},
-    **{f"pools.{pool}.max_num_seqs": "8" for pool in ("prefill", "decode")},
+    **SMALL_SPLIT,
 }
 TOKENS = 30
 STREAM_TOKENS = 150
@@ -46,11 +41,8 @@ GREEDY = {**body(TOKENS), "temperature": 0}
 
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
-    settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
     program = (sys.executable, "-m", relayed_serve.__name__)
-    with serving("--prefill", "1", "--decode", "1", *settings, program=program) as serve:
-        one = Deployed(serve, serve.wait_ready())
-        one.completes()
+    with deployed_by_serve("--prefill", "1", "--decode", "1", settings=SETTINGS, program=program) as one:
         yield one
 
 
@@ -262,7 +254,7 @@ def test_what_cannot_be_ordered_is_refused_with_a_sentence(deployed: Deployed):
 
 
 def test_three_routers_and_a_dispatcher_leave_no_process(deployed: Deployed):
-    family = psutil.Process(deployed.serve.process.pid).children(recursive=True)
+    family = deployed.serve.family()
     deployed.serve.process.send_signal(2)
     assert deployed.serve.wait_exit(60) == 0
     assert still_there(family, 15) == []

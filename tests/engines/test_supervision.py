@@ -1,7 +1,6 @@
 """Workers and the router are killed, stopped and sent away; what should come back does, and the server goes on.
 
-One `ridgeline serve` with a prefill worker and two decode workers for all of these tests, which follow one another:
-more engines than cores, so only what happens counts here, not how fast.
+One `ridgeline serve` with a prefill worker and two decode workers for all of these tests, which follow one another.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from statistics import median
 
@@ -22,30 +22,18 @@ import pytest
 from rich.console import Console
 
 from cluster.commands.operators.drain import drain
-from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, descendants, serving, still_there
-from tests.engines.served import Deployed, Stream
+from cluster.config.models import SupervisionConfig
+from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, still_there
+from tests.engines.served import SMALL_SPLIT, Deployed, Stream, deployed_by_serve
 from tests.support.symptoms import is_quoted
 
 Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines
 
-STALL_TIMEOUT_S = 5
-SETTINGS = {
-    "model.dtype": "float32",  # texts are compared: in bfloat16 a batch of another size may break ties another way
-    "ray.share_cores": "true",
-    "supervision.stall_timeout_s": str(STALL_TIMEOUT_S),
-    "model.max_model_len_tokens": "1024",
-    **{f"pools.{pool}.kv_cache_bytes": "128 MiB" for pool in ("prefill", "decode")},
-    **{f"pools.{pool}.max_num_seqs": "8" for pool in ("prefill", "decode")},
-}
-
 
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
-    settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    with serving("--prefill", "1", "--decode", "2", *settings) as serve:
-        one = Deployed(serve, serve.wait_ready())
-        one.completes()
+    with deployed_by_serve("--prefill", "1", "--decode", "2", settings=SMALL_SPLIT) as one:
         yield one
 
 
@@ -99,17 +87,19 @@ def test_without_any_decode_worker_a_stream_goes_on_at_once_on_the_prefill_worke
     deployed.completes()
 
 
+STALL_TIMEOUT_S = SupervisionConfig().stall_timeout_s
+"""An engine that does nothing is found by its own steps, long before."""
 STALLED_TOKENS = 150
 """Half a second of them on a fast machine: the engine that makes them is found and stopped some milliseconds later."""
 
 
 def test_an_engine_that_stands_still_with_a_request_is_replaced(deployed: Deployed, figure: Figure):
     stream = Stream(deployed.url, STALLED_TOKENS)
-    busy = next(row["worker"] for row in deployed.workers().values() if row["pool"] == "decode" and row["tasks"])
+    busy = deployed.busy_decode()
     engine = deployed.engine(busy)
     engine.suspend()
     stopped_s = time.monotonic()
-    deployed.serve.wait_said(f"{busy} is gone .its engine has work and makes no step", STALL_TIMEOUT_S + 30)
+    deployed.serve.wait_said(f"{busy} is gone .its engine has work and makes no step", STALL_TIMEOUT_S / 2)
     figure(f"found {time.monotonic() - stopped_s:.1f} s after the stop")
     figure(deployed.back(busy))
     assert still_there([engine], 0) == []
@@ -153,6 +143,55 @@ def test_a_router_told_to_end_tells_its_clients_why_and_comes_back(deployed: Dep
     deployed.completes()
 
 
+PAUSED_TOKENS = 40
+PAUSED_STREAMS = 2
+PAUSED_S = 120.0
+AFTER_S = 45.0
+"""As long as a judgement of what was asked before the pause, and one of what is asked right after it, could take."""
+
+
+def processes(deployed: Deployed) -> set[tuple[int, float]]:
+    """The router, the workers and their engines, each by pid and start time."""
+    workers = [psutil.Process(row["pid"]) for row in deployed.workers().values()]
+    engines = [deployed.engine(name) for name in deployed.workers()]
+    return {(one.pid, one.create_time()) for one in (deployed.router(), *workers, *engines)}
+
+
+@pytest.mark.long
+def test_while_the_driver_stands_still_and_when_it_goes_on_no_worker_and_no_stream_ends(
+    deployed: Deployed, figure: Figure
+):
+    """As under `docker pause`, Ctrl-Z or swap: it must blame nobody else for that."""
+    greedy = {**body(PAUSED_TOKENS), "temperature": 0}
+    whole = httpx.post(f"{deployed.url}/v1/completions", json=greedy, timeout=120).json()["choices"][0]["text"]
+    before, said = processes(deployed), len(deployed.serve.lines)
+    over_s = time.monotonic() + PAUSED_S + AFTER_S
+
+    def one_after_the_other(_: int) -> list[Stream]:
+        streams: list[Stream] = []
+        while time.monotonic() < over_s:
+            streams.append(Stream(deployed.url, PAUSED_TOKENS, temperature=0))
+            streams[-1].end()
+        return streams
+
+    with ThreadPoolExecutor(PAUSED_STREAMS) as pool:
+        load = [pool.submit(one_after_the_other, number) for number in range(PAUSED_STREAMS)]
+        deployed.serve.process.send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(PAUSED_S)
+        finally:
+            deployed.serve.process.send_signal(signal.SIGCONT)
+        streams = [stream for one in load for stream in one.result()]
+    assert [line for line in deployed.serve.lines[said:] if "gone" in line] == []
+    assert processes(deployed) == before
+    assert {stream.end()[-1] for stream in streams} == {"data: [DONE]"}
+    assert {stream.text() for stream in streams} == {whole}, "no token is lost or wrong"
+    figure(
+        f"{len(streams)} streams of {PAUSED_TOKENS} tokens while the driver stood still for {PAUSED_S:.0f} s, and after"
+    )
+    deployed.completes()
+
+
 DRAINED_TOKENS = 150
 """Half a second of them on a fast machine: the drain is asked for some milliseconds after the first ones."""
 
@@ -175,7 +214,7 @@ def ridgeline_drain(url: str, worker: str, *arguments: str) -> tuple[int, str]:
 @pytest.mark.core
 def test_a_worker_that_is_drained_gives_its_request_to_another_and_leaves_for_good(deployed: Deployed, figure: Figure):
     stream = Stream(deployed.url, DRAINED_TOKENS)
-    busy = next(row["worker"] for row in deployed.workers().values() if row["pool"] == "decode" and row["tasks"])
+    busy = deployed.busy_decode()
     other = {"worker-1": "worker-2", "worker-2": "worker-1"}[busy]
     processes = [deployed.engine(busy), psutil.Process(deployed.workers()[busy]["pid"])]
     began_s = time.monotonic()
@@ -225,7 +264,7 @@ def refusal(url: str) -> str:
 
 def test_ctrl_c_lets_a_running_stream_end_and_leaves_no_process(deployed: Deployed):
     serve = deployed.serve
-    family = descendants(serve.process.pid)
+    family = serve.family()
     stream = Stream(deployed.url, LAST_TOKENS)
     os.kill(serve.process.pid, signal.SIGINT)
     assert "shutting down" in refusal(deployed.url)

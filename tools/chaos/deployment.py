@@ -22,7 +22,7 @@ import psutil
 from contracts.errors import WorkerLost
 from contracts.workers import WorkerDescription
 from tests.engines.harness import Engines, Metrics, connected
-from tests.engines.serve_process import Serve, alive, descendants, name_of
+from tests.engines.serve_process import Serve, alive, name_of
 from worker_runtime.client import WorkerClient
 
 WORKER: Final = "ridgeline::worker"
@@ -91,12 +91,12 @@ class Deployment:
 
         Run it on a thread: reading the command line of a process that maps memory can block.
         """
-        actors = [process for process in descendants(self.serve.process.pid) if alive(process)]
+        actors = [process for process in self.serve.family() if alive(process)]
         return [process for process in actors if name_of(process).startswith(WORKER)]
 
     def router(self) -> psutil.Process:
         """Return the process that serves HTTP."""
-        return next(p for p in descendants(self.serve.process.pid) if name_of(p).startswith(ROUTER))
+        return next(p for p in self.serve.family() if name_of(p).startswith(ROUTER))
 
     async def metrics(self) -> Metrics:
         """Return what /metrics says now."""
