@@ -1,4 +1,8 @@
-"""Decode admits a prompt, and fetches a long one's KV, while it is still prefilled; decoding does not feel it."""
+"""Decode admits a prompt, and fetches a long one's KV, while it is still prefilled; decoding does not feel it.
+
+How fast is asked of a quiet machine, by `make long`. On any machine, `test_cancel_handoff.py` has a first token whose
+KV never moves.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ LONG_PROMPT_TOKENS = 1950
 ROUNDS = 3
 ATTEMPTS = 3
 """A neighbour on a shared machine can spoil one series of medians; the hand-over must make it in one of them."""
+FIRST_TOKEN_MS = 40.0
+"""After its prefill."""
 HAND_OVER_MS = 25.0
 SHORT_PROMPT_TOKENS = 500
 """One step of prefill."""
@@ -26,6 +32,7 @@ DECODED_TOKENS = 40
 SLOWER = 1.10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("prompt_tokens", "transport", "limit_ms"),
     [
@@ -43,31 +50,42 @@ async def test_after_a_prompt_the_second_token_is_about_a_step_away(
             text[40_000 + number * prompt_tokens :][:prompt_tokens]
             for number in range(attempt * ROUNDS, (attempt + 1) * ROUNDS)
         ]
-        gap_ms, step_ms = await gaps_ms(engines, prompts, transport, figure)
-        if gap_ms <= step_ms + limit_ms:
+        late_ms, gap_ms, step_ms = await gaps_ms(engines, prompts, transport, figure)
+        if late_ms <= FIRST_TOKEN_MS and gap_ms <= step_ms + limit_ms:
             break
     await engines.use_transport("auto")
+    assert late_ms <= FIRST_TOKEN_MS
     assert gap_ms <= step_ms + limit_ms
 
 
-async def gaps_ms(engines: Engines, prompts: list[list[int]], transport: str, figure: Figure) -> tuple[float, float]:
-    """Medians over the prompts, none of which is cached: (first to second token, one decode step)."""
-    gaps_s, steps_s = [], []
-    before = await engines.metrics()
+async def gaps_ms(
+    engines: Engines, prompts: list[list[int]], transport: str, figure: Figure
+) -> tuple[float, float, float]:
+    """Medians over the prompts, none of which is cached.
+
+    (first token after its prefill, first to second token, one decode step)
+    """
+    late_s, gaps_s, steps_s = [], [], []
+    start = await engines.metrics()
     for prompt in prompts:
         await engines.cold()
+        before = await engines.metrics()
         times_s = await token_times_s(engines, prompt, num_tokens=12)
+        counted = Increase(before, await engines.metrics())
+        stages_s = [counted.sum("ridgeline_stage_seconds_sum", stage=stage) for stage in ("queue", "prefill")]
+        late_s.append(times_s[0] - sum(stages_s))
         gaps_s.append(times_s[1] - times_s[0])
         steps_s += [later - earlier for earlier, later in pairwise(times_s[1:])]
-    counted = Increase(before, await engines.metrics())
-    gap_ms, step_ms = statistics.median(gaps_s) * 1000, statistics.median(steps_s) * 1000
+    counted = Increase(start, await engines.metrics())
+    late_ms, gap_ms, step_ms = (statistics.median(values) * 1000 for values in (late_s, gaps_s, steps_s))
     received = counted.sum("ridgeline_kv_transfer_bytes_total", pool="decode", direction="received")
     figure(
-        f"{len(prompts[0])} tokens, {received / len(prompts) / 1e6:.0f} MB over {transport}: second token {gap_ms:.1f} "
-        f"ms after the first, one decode step {step_ms:.1f} ms: the hand-over costs {gap_ms - step_ms:.1f} ms"
+        f"{len(prompts[0])} tokens, {received / len(prompts) / 1e6:.0f} MB over {transport}: first token {late_ms:.1f} "
+        f"ms after its prefill, second {gap_ms:.1f} ms after the first, one decode step {step_ms:.1f} ms: the "
+        f"hand-over costs {gap_ms - step_ms:.1f} ms"
     )
     assert counted.sum("ridgeline_followed_handoffs_total", result="ok") == len(prompts)
-    return gap_ms, step_ms
+    return late_ms, gap_ms, step_ms
 
 
 async def test_a_short_prompt_is_announced_before_its_step_is_run(engines: Engines, text: list[int]):
@@ -91,6 +109,7 @@ async def decode_fetches(engines: Engines) -> bool:
     return (await engines.decode.status()).counters.get("active_fetches", 0) > 0
 
 
+@pytest.mark.long
 async def test_decode_steps_take_as_long_beside_transfers_as_without(engines: Engines, text: list[int], figure: Figure):
     slower = ["shm", "grpc"]
     for _ in range(ATTEMPTS):
