@@ -1,4 +1,7 @@
-"""A deployment that outlives the terminal it was started in: served, listed, refused a second time, ended."""
+"""A deployment that outlives the terminal it was started in: served, listed, refused a second time, ended.
+
+It is started where people stand: among modules of others' names, a company's proxies, another Ray, long paths.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,34 @@ import secrets
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
 from cluster.deployments.names import Place
-from cluster.runtime.service_process.launch import PRELOADED
-from tests.engines.serve_process import GONE_WITHIN_S, REPOSITORY, RIDGELINE, body, descendants, serving, still_there
+from tests.engines.serve_process import (
+    GONE_WITHIN_S,
+    REPOSITORY,
+    RIDGELINE,
+    START_WITHIN_S,
+    body,
+    descendants,
+    serving,
+    still_there,
+    without_parent,
+)
 from tests.engines.test_processes import ONE_REPLICA
 
-START_WITHIN_S = 180.0
+pytestmark = pytest.mark.engines
+
+NAMES = (
+    *("router", "cluster", "engine", "contracts", "loadtest", "worker_runtime"),
+    *("queue", "types", "random", "logging", "socket", "torch", "vllm", "ray", "numpy", "utils"),
+)
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -33,16 +53,44 @@ def name():
     shutil.rmtree(Place(chosen).folder, ignore_errors=True)
 
 
-def ridgeline(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name != PRELOADED} | {"COLUMNS": "250", "NO_COLOR": "1"}
-    command = [str(RIDGELINE), *arguments]
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=env, text=True, check=False, capture_output=True, timeout=START_WITHIN_S, **options
-    )
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working folder whose files break whoever imports them."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('imported the wrong {name}')\n")
+    return tmp_path
 
 
-def test_a_detached_deployment_serves_after_its_terminal_is_gone_and_is_ended_by_name(name: str):
-    serve = ("serve", "-c", "deploy/local.yaml", "--port", "0", "--name", name, *ONE_REPLICA)
+@pytest.fixture
+def shell(tmp_path: Path) -> dict[str, str]:
+    long_folder = tmp_path / ("x" * 90)
+    long_folder.mkdir()
+    nobody = "http://127.0.0.1:9"
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"), nobody)
+    return {
+        **proxies,
+        **{name.upper(): nobody for name in proxies},
+        "RAY_ADDRESS": "127.0.0.1:6399",
+        "TMPDIR": str(long_folder),
+        "PYTHONPATH": f":{os.environ.get('PYTHONPATH', '')}" if os.environ.get("PYTHONPATH") else "",
+    }
+
+
+@pytest.fixture
+def ridgeline(folder: Path, shell: dict[str, str]) -> Run:
+    """Run a command there."""
+    environment = without_parent() | shell | {"COLUMNS": "250", "NO_COLOR": "1"}
+
+    def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+        common = {"cwd": folder, "env": environment, "text": True, "capture_output": True, "timeout": START_WITHIN_S}
+        return subprocess.run([str(RIDGELINE), *arguments], check=False, **common, **options)
+
+    return run
+
+
+def test_a_detached_deployment_serves_after_its_terminal_is_gone_and_is_ended_by_name(name: str, ridgeline: Run):
+    config = ("-c", str(REPOSITORY / "deploy/local.yaml"))
+    serve = ("serve", *config, "--port", "0", "--name", name, *ONE_REPLICA)
     ours, terminal = pty.openpty()
     detached = ridgeline(*serve, "--detach", stdin=terminal, start_new_session=True)
     os.close(ours)
@@ -55,6 +103,8 @@ def test_a_detached_deployment_serves_after_its_terminal_is_gone_and_is_ended_by
     answer = httpx.post(f"{state.url}/v1/completions", json=body(5), timeout=60)
     assert answer.json()["usage"]["completion_tokens"] == 5
     assert state.url in ridgeline("status").stdout
+    top = ridgeline("top", "--url", state.url, "--count", "1", "--interval-s", "0.2")
+    assert top.returncode == 0, top.stdout + top.stderr
     second = ridgeline(*serve)
     assert second.returncode == 1
     assert f"a deployment named {name!r} runs on this machine already (process {state.pid}" in second.stderr
@@ -66,10 +116,14 @@ def test_a_detached_deployment_serves_after_its_terminal_is_gone_and_is_ended_by
     assert "stopped" in ridgeline("logs", "--name", name).stdout
 
 
-def test_a_terminal_that_is_closed_makes_serve_drain_and_end_without_an_error():
-    with serving(*ONE_REPLICA) as serve:
-        serve.wait_ready()
-        family = descendants(serve.process.pid)
+def test_a_terminal_that_is_closed_makes_serve_drain_and_end_without_an_error(folder: Path, shell: dict[str, str]):
+    split = ("--set", "supervision.start_timeout_s=120")
+    with serving(*split, folder=folder, shell=shell, shares_parent=False) as serve:
+        url = serve.wait_ready()
+        answer = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        assert len(serve.table()) == 2
+        family = serve.family()
         os.kill(serve.process.pid, signal.SIGHUP)
         assert serve.wait_exit(60) == 0, serve.output
         assert "draining" in serve.output

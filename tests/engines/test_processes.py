@@ -21,7 +21,6 @@ from tests.engines.serve_process import (
     RIDGELINE,
     START_WITHIN_S,
     body,
-    descendants,
     name_of,
     serving,
     still_there,
@@ -30,26 +29,29 @@ from tests.engines.serve_process import (
 Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines
 
-ONE_REPLICA = ("--mode", "colocated", "--set", "pools.colocated.workers=1")
+COLOCATED = ("--mode", "colocated", "--set", "pools.colocated.max_num_batched_tokens=128")
+"""An engine warms up with a full step, which takes seconds with the shipped size."""
+ONE_REPLICA = (*COLOCATED, "--set", "pools.colocated.workers=1")
 NO_RESTARTS = ("--set", "supervision.max_restarts=0")
 """Then the first one comes after 30 s."""
 
 
-@pytest.mark.core
+def completes(url: str) -> None:
+    reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
+    assert reply.json()["usage"]["completion_tokens"] == 5
+
+
 def test_while_one_replica_is_away_the_other_goes_on_and_says_so_and_none_outlives_serve(figure: Figure):
-    with serving("--mode", "colocated", *NO_RESTARTS) as serve:
+    with serving(*COLOCATED, *NO_RESTARTS, shares_parent=False) as serve:
         url = serve.wait_ready()
         table = serve.table()
-        assert {name: worker.pool for name, worker in table.items()} == {
-            "worker-0": "colocated",
-            "worker-1": "colocated",
-        }
-        for _ in range(2):
-            reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60).json()
-            assert reply["usage"]["completion_tokens"] == 5
+        pools = {name: worker.pool for name, worker in table.items()}
+        assert pools == {"worker-0": "colocated", "worker-1": "colocated"}
+        completes(url)
+        completes(url)
         metrics = httpx.get(f"{url}/metrics").text
         assert 'ridgeline_requests_total{outcome="finished",path="colocated"} 2.0' in metrics
-        family = [process for process in descendants(serve.process.pid) if not name_of(process).startswith(RAYS_OWN)]
+        family = [process for process in serve.family() if not name_of(process).startswith(RAYS_OWN)]
         assert {table["worker-0"].actor_pid, table["worker-0"].engine_pid} <= {process.pid for process in family}
         engine = psutil.Process(table["worker-1"].engine_pid)
         killed_s = time.monotonic()
@@ -61,8 +63,7 @@ def test_while_one_replica_is_away_the_other_goes_on_and_says_so_and_none_outliv
         while "away" not in (told := httpx.get(f"{url}/ready", timeout=30).json()):
             assert time.monotonic() < away_s, told
         assert told["away"]["worker-1"].startswith("in restart back-off: lost more than 0 times")
-        reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60).json()
-        assert reply["usage"]["completion_tokens"] == 5
+        completes(url)
         assert "Traceback" not in serve.output
         serve.process.kill()
         assert still_there(family, GONE_WITHIN_S) == []
@@ -70,12 +71,9 @@ def test_while_one_replica_is_away_the_other_goes_on_and_says_so_and_none_outliv
 
 def test_ctrl_c_while_it_starts_leaves_no_process():
     with serving(*ONE_REPLICA) as serve:
-        deadline_s = time.monotonic() + START_WITHIN_S
-        while "loading the engine" not in serve.output:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
+        serve.wait_said("loading the engine", START_WITHIN_S)
         time.sleep(3)
-        family = descendants(serve.process.pid)
+        family = serve.family()
         os.kill(serve.process.pid, signal.SIGINT)
         assert serve.wait_exit(60) == 0, serve.output
         assert "Traceback" not in serve.output

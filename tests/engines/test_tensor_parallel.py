@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 import psutil
@@ -51,7 +50,7 @@ from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
 from tests.engines.conftest import CONFIG, TEXT
 from tests.engines.harness import Engines, Figure, held
-from tests.engines.serve_process import body, descendants, serving, still_there
+from tests.engines.serve_process import still_there
 from tests.engines.tiny_model import NUM_KV_HEADS, NUM_LAYERS, make_tiny_model
 from tests.support.samples import router_settings
 from tests.support.ties import tie_nat
@@ -151,43 +150,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(prepare_model("smollm2-135m"))
     dtype = resolve_dtype(load_config(CONFIG).config)
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"), tokenizer, dtype, MAX_MODEL_LEN_TOKENS)
-
-
-# --- a whole deployment; before the fixture below, which starts a Ray of its own in this process
-
-
-def completion(url: str) -> dict[str, Any]:
-    reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
-    assert reply.status_code == 200, reply.text
-    usage: dict[str, Any] = reply.json()["usage"]
-    return usage
-
-
-async def test_serve_runs_an_engine_of_two_ranks_and_after_sigkill_of_one_leaves_no_process(
-    model: Path, figure: Figure
-):
-    pool = {"workers": "1", "tensor_parallel": "2", "cores_per_worker": "2", "kv_cache_bytes": "64 MiB"}
-    flags = [f"pools.colocated.{name}={value}" for name, value in pool.items()]
-    flags += [f"model.path={model}", "model.served_name=smollm2-135m"]
-    flags += [f"model.max_model_len_tokens={MAX_MODEL_LEN_TOKENS}", "supervision.max_restarts=0"]
-    with serving("--mode", "colocated", *(word for flag in flags for word in ("--set", flag))) as serve:
-        url = await asyncio.to_thread(serve.wait_ready)
-        (worker,) = serve.table().values()
-        assert (await asyncio.to_thread(completion, url))["completion_tokens"] == 5
-        ranks = [psutil.Process(pid) for pid in worker.engine_pids if pid != worker.engine_pid]
-        assert [rank.ppid() for rank in ranks] == [worker.engine_pid] * 2
-        family = descendants(serve.process.pid)
-        killed_s = time.monotonic()
-        ranks[1].kill()
-        said = "worker-0 was lost more than 0 times .* and is tried again in 30 s"
-        line = await asyncio.to_thread(serve.wait_said, said, GONE_WITHIN_S + 30)
-        figure(f"said {time.monotonic() - killed_s:.1f} s after the kill: {line}")
-        engine = [one for one in family if one.pid in worker.engine_pids]
-        assert await asyncio.to_thread(still_there, engine, GONE_WITHIN_S) == []
-        serve.process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(serve.wait_exit, GONE_WITHIN_S + 30) == 0, serve.output
-        assert "Traceback" not in serve.output
-        assert await asyncio.to_thread(still_there, family, GONE_WITHIN_S) == []
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -428,14 +390,14 @@ def processes_of(engine: Engine) -> tuple[psutil.Process, list[psutil.Process]]:
     return core, [process for process in map(psutil.Process, engine.ready.engine_pids) if process.pid != core.pid]
 
 
-async def test_no_rank_outlives_its_engine_process(split: Split, figure: Figure):
+async def test_an_engine_that_loses_a_rank_ends_with_all_of_them(split: Split, figure: Figure):
     engine = split.engines["prefill", 2]
     core, ranks = processes_of(engine)
     assert len(ranks) == 2
     killed_s = time.monotonic()
-    os.kill(core.pid, signal.SIGKILL)
-    assert await asyncio.to_thread(still_there, ranks, GONE_WITHIN_S) == []
-    figure(f"both ranks ended {time.monotonic() - killed_s:.1f} s after their engine process was killed")
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    assert await asyncio.to_thread(still_there, [core, *ranks], GONE_WITHIN_S) == []
+    figure(f"the engine process and the other rank ended {time.monotonic() - killed_s:.1f} s after a rank was killed")
     assert await engine.actor.failure.remote() == "engine_died"
 
 
