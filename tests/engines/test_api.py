@@ -1,4 +1,7 @@
-"""What clients of the HTTP port get: the official client, the other endpoints, clear refusals."""
+"""What clients of the HTTP port get: the official client, the other endpoints, clear refusals.
+
+Streams, responses, Anthropic's messages and the list of models are asked for by the clients of others: `tests/clients`.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +44,6 @@ async def test_chat_answers_and_counts_its_tokens(client: AsyncOpenAI, engines: 
     assert reply.usage is not None
     usage = (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens)
     assert usage == (num_prompt_tokens, 10, num_prompt_tokens + 10)
-
-
-async def test_a_chat_stream_gives_the_same_text_and_its_usage_at_the_end(
-    client: AsyncOpenAI, engines: Engines, num_prompt_tokens: int
-):
-    wish: dict[str, Any] = {"model": engines.model, "messages": MESSAGES, "max_tokens": 10, "temperature": 0}
-    whole = await client.chat.completions.create(**wish)
-    stream = await client.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True})
-    chunks = [chunk async for chunk in stream]
-    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert "".join(pieces) == whole.choices[0].message.content
-    assert len([piece for piece in pieces if piece]) >= 5, "not streamed"
-    assert chunks[-1].usage == whole.usage
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.prompt_tokens == num_prompt_tokens
 
 
 async def test_two_choices_are_two_answers_to_one_prompt(client: AsyncOpenAI, engines: Engines, num_prompt_tokens: int):
@@ -148,36 +136,6 @@ async def test_several_prompts_in_one_completion_are_answered_in_order(engines: 
     assert reply["usage"] == {**reply["usage"], "prompt_tokens": 80, "completion_tokens": 8, "total_tokens": 88}
 
 
-async def test_responses_answer_and_stream(client: AsyncOpenAI, engines: Engines):
-    wish: dict[str, Any] = {
-        "model": engines.model,
-        "input": "Name a colour.",
-        "max_output_tokens": 8,
-        "temperature": 0,
-        "store": False,
-    }
-    whole = await client.responses.create(**wish)
-    assert whole.output_text
-    assert whole.usage is not None
-    assert whole.usage.output_tokens <= 8
-    events = [event async for event in await client.responses.create(**wish, stream=True)]
-    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(deltas) == whole.output_text
-
-
-async def test_models_names_the_served_model(client: AsyncOpenAI, engines: Engines):
-    assert [model.id for model in (await client.models.list()).data] == [engines.model]
-
-
-async def test_anthropic_messages_are_answered(engines: Engines, num_prompt_tokens: int):
-    body = {"system": "You are brief.", "messages": MESSAGES[1:], "max_tokens": 8, "temperature": 0}
-    reply = await engines.post("/v1/messages", body)
-    assert (reply["type"], reply["role"]) == ("message", "assistant")
-    assert reply["content"][0]["text"]
-    assert reply["usage"]["input_tokens"] == num_prompt_tokens
-    assert reply["usage"]["output_tokens"] <= 8
-
-
 async def test_tokenize_and_health_answer(engines: Engines):
     reply = await engines.post("/tokenize", {"prompt": "The light of the sun"})
     assert reply["tokens"] == engines.tokenizer("The light of the sun")["input_ids"]
@@ -234,6 +192,7 @@ REFUSED = {
     "a prompt longer than the model's context": ({"prompt": [1] * 5000}, 400, "4096"),
     "an unknown model": ({"model": "gpt-17"}, 404, "gpt-17"),
     "no output wanted": ({"max_tokens": -1}, 400, "max_tokens"),
+    "an answer of no tokens": ({"max_tokens": 0}, 400, "max_tokens"),
     "a token that does not exist": ({"prompt": [10_000_000]}, 400, "10000000"),
     "a temperature below zero": ({"temperature": -1}, 400, "temperature"),
     "an empty prompt": ({"prompt": []}, 400, "prompt"),
@@ -250,9 +209,3 @@ async def test_a_request_that_cannot_work_is_refused_with_its_reason(engines: En
     assert response.status_code == status, response.text
     assert words in response.json()["error"]["message"]
     assert Increase(before, await engines.metrics()).sum("ridgeline_steps_total") == 0, "work was done for nothing"
-
-
-async def test_an_answer_of_no_tokens_is_refused(engines: Engines):
-    response = await engines.http.post("/v1/completions", json={"model": engines.model, "prompt": "a", "max_tokens": 0})
-    assert response.status_code == 400
-    assert "max_tokens" in response.json()["error"]["message"]

@@ -10,7 +10,7 @@ from tools.differential.run import judged, paths, random_cases, tiny
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
 SEED = 2
-CASES = 20
+CASES = 10
 
 
 async def test_random_requests_are_answered_as_by_plain_vllm(pytestconfig: pytest.Config, figure: Figure):

@@ -1,4 +1,4 @@
-"""200 hand-offs of which half meet a fault: every answer is whole and right, and nothing is left over."""
+"""80 hand-offs of which half meet a fault: every answer is whole and right, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import random
 
 import pytest
 
-from tests.engines.conftest import book, deployed
+from tests.engines.conftest import SHORT_STEPS, book, deployed
 from tests.engines.harness import Engines, Figure, Increase
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio]
 
-NUM_HANDOFFS = 200
-NUM_LONG = 5
+NUM_HANDOFFS = 80
+NUM_LONG = 3
 CONCURRENCY = 16
 OUTPUT_TOKENS = 4
 PLAN = "seed=11,delay=0.20,drop=0.04,corrupt=0.12,cut=0.12,longest_delay_s=0.2,longest_drop_s=0.5"
@@ -28,9 +28,9 @@ def prompts_of(text: list[int]) -> list[list[int]]:
     return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-async def test_200_handoffs_under_faults_are_answered_in_full_and_leave_nothing(figure: Figure):
+async def test_80_handoffs_under_faults_are_answered_in_full_and_leave_nothing(figure: Figure):
     before_shm = sorted(os.listdir("/dev/shm"))
-    async with deployed({"transfer.faults": PLAN}) as engines:
+    async with deployed({"transfer.faults": PLAN, **SHORT_STEPS}) as engines:
         prompts = prompts_of(book(engines))
         await answers_to(engines, [prompts[0][:20]])  # workers tell their counts after a step: the warm-up's, here
         before = await engines.metrics()

@@ -22,7 +22,7 @@ from tests.engines.harness import Engines, Figure
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
 NESTED = "((a{0,200}){0,200}){0,200}"
-STRETCH_TOKENS = 40
+STRETCH_TOKENS = 20
 MOST_ROUNDS = 6
 SENDERS = 2
 PAUSE_S = 0.2

@@ -132,6 +132,7 @@ def node_types(address: str) -> list[str]:
     return sorted(re.findall(r"^ [0-9a-f]{56}: (\w+), uninitialized$", told, re.MULTILINE))
 
 
+@pytest.mark.long
 def test_serve_waits_for_the_nodes_that_the_autoscaler_starts_for_it_and_leaves_no_process_of_ours(short_folder: Path):
     pools = ("--set", "pools.prefill.resources={ridgeline_prefill: 1}")
     pools += (

@@ -1,4 +1,7 @@
-"""A model that cannot be served is refused on vLLM's own configuration of it, before anything is loaded."""
+"""A model that cannot be served is refused on vLLM's own configuration of it, before anything is loaded.
+
+Which models are: `tests/components/engine/connector/test_transferable_models.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import Gemma3TextConfig, JambaConfig, MistralConfig, PretrainedConfig
+from transformers import MistralConfig, PretrainedConfig
 
 from contracts.vocabulary import Pool
 from engine import vllm_engine
@@ -43,12 +46,6 @@ def start(directory: Path, model: PretrainedConfig, architecture: str, pool: Poo
     VllmEngine(dataclasses.replace(engine_config(pool), **changed)).start()
 
 
-def test_layers_with_a_window_beside_others_are_loaded_in_one_group(tmp_path: Path, loaded: list[Any]):
-    start(tmp_path, Gemma3TextConfig(**SMALL, **HEADS, sliding_window=128), "Gemma3ForCausalLM")
-    [config] = loaded
-    assert config.scheduler_config.disable_hybrid_kv_cache_manager is True
-
-
 def test_a_window_in_every_layer_is_refused_but_where_nothing_is_handed_over(tmp_path: Path, loaded: list[Any]):
     model = MistralConfig(**SMALL, **HEADS, sliding_window=128)
     with pytest.raises(UnsupportedModel, match="every layer has a sliding window of 128 tokens"):
@@ -56,9 +53,3 @@ def test_a_window_in_every_layer_is_refused_but_where_nothing_is_handed_over(tmp
     assert loaded == []
     start(tmp_path, model, "MistralForCausalLM", pool="colocated")
     assert len(loaded) == 1
-
-
-def test_recurrent_layers_are_refused_by_their_name(tmp_path: Path, loaded: list[Any]):
-    with pytest.raises(UnsupportedModel, match="recurrent state"):
-        start(tmp_path, JambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=8), "JambaForCausalLM")
-    assert loaded == []

@@ -1,7 +1,7 @@
 """Tools through the split: a parser is configured, and calls come as the API has them, streamed and not.
 
-The model is too small to call a tool by itself. Grammars make it: vLLM's own for `required` and a named tool, and for
-`auto` one of the request's, which writes a call as the model's format has it.
+The model is too small to call a tool by itself. Grammars make it: vLLM's own for a named tool, and for `auto` one of
+the request's, which writes a call as the model's format has it. `required` is asked for by the clients of others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ NAMED: Any = {"type": "function", "function": {"name": "population"}}
 CALL = r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "(Paris|Rome|Oslo)"\}\}\n</tool_call>'
 CHOICES: dict[str, dict[str, Any]] = {
     "auto": {"tool_choice": "auto", "extra_body": {"structured_outputs": {"regex": CALL}}},
-    "required": {"tool_choice": "required"},
     "named": {"tool_choice": NAMED},
 }
 
