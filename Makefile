@@ -60,10 +60,13 @@ unit: setup      ## tests of pure logic, under a minute
 	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/unit
 
 components: setup ## router, workers and commands with vLLM's code and engines without a model (about four minutes)
-	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 $(QUICK) tests/components
+	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/components
 
 conformance: setup ## every KV transport against one suite: dead peers, faults, altered frames
-	@$(BIN)/pytest -q -n 2 $(QUICK) tests/conformance
+	@$(BIN)/pytest -q -n 2 tests/conformance
+
+# In one run: to import vLLM takes each of its processes a quarter of a minute.
+PARTS = $(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/components tests/conformance
 
 transports: conformance ## `make conformance`, then a network link that is shaped and cut
 	@$(BIN)/pytest -q tests/network
@@ -71,31 +74,32 @@ transports: conformance ## `make conformance`, then a network link that is shape
 fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer frames (about 15 minutes); SEED=1, EXAMPLES=100000
 	@$(BIN)/python -m tools.fuzz.run --seed $(or $(SEED),1) --examples $(or $(EXAMPLES),100000)
 
-hostile: model   ## a hostile client beside a polite one, without a model, then its grammars on real engines (about four minutes; part of `make test-all`)
+hostile: model   ## a hostile client beside a polite one, without a model, then its grammars on real engines (about three minutes; part of `make test-all`)
 	@$(BIN)/pytest -q -s tests/hostile
 	@$(BIN)/pytest -q -s tests/engines/test_hostile_grammars.py
 
-test: QUICK := -m "not slow"
-test: starts lint model unit components conformance ## the quick check that all works: lint, unit, components, conformance, real engines in both modes, a kill, a drain
+test: starts model   ## the quick check that all works: lint, unit, components, conformance, real engines in both modes, a kill, a drain
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit
+	@$(PARTS) -m "not slow"
 	@$(BIN)/pytest -v --durations=10 -m core tests/engines
 
-test-cluster: model ## `ray up` on three hosts made of namespaces, 50 streams, a host cut off, a host lost, `ray down` (about 6 minutes; root)
+test-cluster: model ## `ray up` on three hosts made of namespaces, 12 streams, a host cut off, a host lost, `ray down` (about 5 minutes; root)
 	@$(BIN)/pytest -v --durations=10 tests/hosts
 
 starts:
-	@echo "make test takes 7 to 14 minutes on two cores, make test-all 35 to 65; this machine has $$(nproc)"
+	@echo "make test takes 5 to 9 minutes on two cores, make test-all 20 to 40; this machine has $$(nproc)"
 
-test-all: test clients ## `make test`, then everything else: faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
-	@$(BIN)/pytest -q -n 2 --dist worksteal -m slow tests/components
-	@$(BIN)/pytest -q -n 2 --dist worksteal -m slow tests/conformance
-	@$(BIN)/pytest -q tests/network
+# The tests of the network wait, most of the time: a third process beside the two that compute.
+test-all: starts model ## all of `make test`, and faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit clients
+	@$(PARTS)
+	@$(BIN)/pytest -q -n 3 --dist loadfile --durations=10 tests/network tests/replay tests/fuzz
 	@$(BIN)/pytest -q -s tests/hostile
 	@$(BIN)/pytest -v --durations=10 tests/hosts
-	@$(BIN)/pytest -q -n 2 --dist loadfile --durations=10 tests/replay tests/fuzz
-	@$(BIN)/pytest -v --durations=40 -m "not core and not long" tests/engines
+	@$(BIN)/pytest -v --durations=40 -m "not long" tests/engines
 	@$(BIN)/python -m tests.engines.other_format
 
-long: model      ## the longest cases of tests that `make test-all` has a shorter case of (about 4 minutes)
+long: model      ## what asks for milliseconds of a quiet machine, and the longest cases of tests that `make test-all` has shorter ones of (about 15 minutes)
 	@$(BIN)/pytest -v -m long tests/engines
 
 bench-decision: setup ## what a decision of mode adaptive costs the router at 32 workers and 2,000 streams, without engines (10 s)

@@ -25,8 +25,8 @@ from tests.hosts.conftest import Cluster, wait_until
 pytestmark = [pytest.mark.engines, pytest.mark.hosts]
 on_the_sessions_loop = pytest.mark.asyncio(loop_scope="session")
 
-NUM_REQUESTS, NUM_OUTPUT_TOKENS = 50, 6
-LONG_OUTPUT_TOKENS = 300
+NUM_REQUESTS, NUM_OUTPUT_TOKENS = 12, 6
+LONG_OUTPUT_TOKENS = 150
 TOKENS_BEFORE_FAULT = 10
 CUT_S = 10.0
 PAUSE_S = 15.0
@@ -120,7 +120,7 @@ def refused(cluster: Cluster) -> str:
 
 
 @on_the_sessions_loop
-async def test_50_streams_over_two_hosts_are_those_of_one_engine_bit_for_bit(
+async def test_12_streams_over_two_hosts_are_those_of_one_engine_bit_for_bit(
     engines: Engines, text: list[int], figure: Figure
 ):
     before = await engines.metrics()
