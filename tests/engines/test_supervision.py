@@ -23,7 +23,7 @@ from rich.console import Console
 
 from cluster.commands.operators.drain import drain
 from cluster.config.models import SupervisionConfig
-from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, still_there
+from tests.engines.serve_process import GONE_WITHIN_S, REPOSITORY, RIDGELINE, body, still_there
 from tests.engines.served import SMALL_SPLIT, Deployed, Stream, deployed_by_serve
 from tests.support.symptoms import is_quoted
 
@@ -31,9 +31,14 @@ Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines
 
 
+DRAIN_S = 120
+"""On a busy machine the last stream takes longer than the shipped 30 s."""
+
+
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
-    with deployed_by_serve("--prefill", "1", "--decode", "2", settings=SMALL_SPLIT) as one:
+    settings = {**SMALL_SPLIT, "server.drain_timeout_s": str(DRAIN_S)}
+    with deployed_by_serve("--prefill", "1", "--decode", "2", settings=settings) as one:
         yield one
 
 
@@ -225,8 +230,8 @@ def test_a_worker_that_is_drained_gives_its_request_to_another_and_leaves_for_go
     assert [event for event in stream.events() if "error" in event] == []  # a sampled text may well hold the word
     assert any(f'"completion_tokens":{DRAINED_TOKENS}' in line for line in stream.lines[-3:]), stream.lines[-3:]
     assert deployed.metrics().sum("ridgeline_retries_total", state="decoding", cause="draining") == 1
-    assert still_there(processes, 5) == []
-    deployed.serve.wait_said(f"{busy} has drained and is gone", 5)
+    assert still_there(processes, GONE_WITHIN_S) == []
+    deployed.serve.wait_said(f"{busy} has drained and is gone", GONE_WITHIN_S)
     assert busy not in deployed.workers()
     status, said = ridgeline_drain(deployed.url, other)
     assert status != 0
@@ -242,7 +247,7 @@ def test_sigterm_to_a_worker_drains_it(deployed: Deployed):
     losses = deployed.serve.output.count("worker-0 is gone (")
     processes[1].terminate()
     deployed.serve.wait_said("worker-0 has drained and is gone", 30)
-    assert still_there(processes, 5) == []
+    assert still_there(processes, GONE_WITHIN_S) == []
     assert "worker-0" not in deployed.workers()
     assert deployed.serve.output.count("worker-0 is gone (") == losses, "it was taken for lost"
     deployed.completes()
@@ -254,12 +259,12 @@ LAST_TOKENS = 150
 
 def refusal(url: str) -> str:
     """What a new request is told once the server drains."""
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 30
     while time.monotonic() < deadline_s:
         response = httpx.post(f"{url}/v1/completions", json=body(1), timeout=30)
         if response.status_code == 503:
             return response.text
-    raise AssertionError("still accepted 5 s after Ctrl-C")
+    raise AssertionError("still accepted 30 s after Ctrl-C")
 
 
 def test_ctrl_c_lets_a_running_stream_end_and_leaves_no_process(deployed: Deployed):
@@ -271,7 +276,7 @@ def test_ctrl_c_lets_a_running_stream_end_and_leaves_no_process(deployed: Deploy
     lines = stream.end()
     assert lines[-1] == "data: [DONE]", "the stream was cut off"
     assert any(f'"completion_tokens":{LAST_TOKENS}' in line for line in lines[-3:]), lines[-3:]
-    assert serve.wait_exit(60) == 0, serve.output
+    assert serve.wait_exit(DRAIN_S) == 0, serve.output
     assert serve.lines[-1] == "stopped"
     assert not re.search("Traceback|cut off", serve.output), serve.output
-    assert still_there(family, 5) == []
+    assert still_there(family, GONE_WITHIN_S) == []

@@ -105,7 +105,7 @@ async def test_a_comparison_that_was_stopped_goes_on_after_its_valid_rounds_and_
     assert summary["setup"] == SETUP
     (interruption,) = summary["interruptions"]
     assert interruption["stopped"] <= interruption["resumed"]
-    assert 0 <= interruption["seconds"] < 60
+    assert 0 <= interruption["seconds"] < 600
     prompts = [tuple(prompt) for prompt in behaviour.prompts]
     assert len(set(prompts)) == len(prompts)
     assert len({prompt[:16] for prompt in prompts}) == len(prompts)

@@ -26,7 +26,7 @@ from kv_transfer.wire import grpc_methods
 from tools.fuzz.msgpack_damage import messages
 from worker_runtime.client import OPTIONS, SERVICE
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 GIVE_UP_S = (0.0005, 0.003, 0.02)
 ROUTER = "fuzzer"
 Code = grpc.StatusCode
