@@ -57,12 +57,11 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
 def _until_ready(place: Place, process: subprocess.Popen[bytes], console: Console) -> None:
     with place.log.open() as lines:
         while True:
-            ended = process.poll() is not None
-            for line in lines:  # those that have come since the last time
+            ended, state = process.poll() is not None, place.state()
+            for line in lines:  # those that had come by then, since the last time
                 console.out(line, highlight=False, end="")
             if ended:
                 raise NotRunning(f"it ended with status {process.returncode} before it was ready; see {place.log}")
-            state = place.state()
             if state is not None and state.pid == process.pid and state.phase == "ready":
                 break
             time.sleep(LOOK_EVERY_S)
