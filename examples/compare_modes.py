@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RIDGELINE = Path(sys.executable).parent / "ridgeline"
 COLUMNS = (
-    *("arm", "mode", "pair", "round", "index", "scheduled_s", "input_tokens", "output_tokens"),
+    *("variant", "mode", "pair", "round", "index", "scheduled_s", "input_tokens", "output_tokens"),
     *("ttft_s", "tpot_s", "latency_s", "error"),
 )
 

@@ -1,22 +1,22 @@
-"""Traces, open-loop replay, comparison of two arms, and the report.
+"""Traces, open-loop replay, comparison of two variants, and the report.
 
 It speaks only HTTP to the server, so the same code can load any OpenAI-compatible server.
 
 plan.py          the settings of a run, checked before anything starts
-arms.py          the arms of a comparison, and the ways to reach one
-opponent.py      an arm that somebody else runs
-preparation.py   settles rate, limits and requests before the first round
-choice.py        chooses the best of an arm's candidates
-tuning.py        runs the candidates of both arms before the pairs that are judged
-valid_rounds.py  runs rounds of arms until they are valid
+variants.py          the variants of a comparison, and the ways to reach one
+baseline.py      a variant that somebody else runs
+preparation.py   settles rate, SLOs and requests before the first round
+choice.py        chooses the best of a variant's candidates
+tuning.py        runs the candidates of both variants before the pairs that are judged
+valid_rounds.py  runs rounds of variants until they are valid
 run_folder.py    the folder of a comparison while it runs
-compare.py       judges pairs of rounds until the arms can be told apart or cannot
-find_rate.py     measures rates by pairs of rounds until the knees of all arms are known
-rate_search.py   chooses the rates to measure, and says between which a knee lies
+compare.py       judges pairs of rounds until the variants can be told apart or cannot
+find_rate.py     measures rates by pairs of rounds until the max_goodput_rates of all variants are known
+rate_search.py   chooses the rates to measure, and says between which a maximum lies
 trace/           what is replayed: arrivals, lengths, prompts
 run/             one replay, from the plan to the records
 statistics/      from pairs of rounds to an outcome
-maps/            what other limits would have said of the same requests
+maps/            what other SLOs would have said of the same requests
 report/          figures, sentences and page
 errors.py        errors whose messages the command line prints
 """

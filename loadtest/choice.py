@@ -1,4 +1,4 @@
-"""Chooses the best of an arm's candidates, and draws the order in which all run."""
+"""Chooses the best of a variant's candidates, and draws the order in which all run."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ class Score(msgspec.Struct, frozen=True):
     candidate: str
     attainment: float
     goodput: float
-    """Requests per second that met the limits."""
+    """Requests per second that met the SLOs."""
 
 
 def best_of(scores: Sequence[Score]) -> Score:
@@ -25,7 +25,7 @@ def best_of(scores: Sequence[Score]) -> Score:
 def order_of(candidates: Mapping[Side, Sequence[object]], seed: int) -> list[tuple[Side, int]]:
     """Draw the order of all candidates, as side and place; the same one for the same seed.
 
-    Candidates of both arms are mixed, so that a drift of the machine favours no arm.
+    Candidates of both variants are mixed, so that a drift of the machine favours no variant.
     """
     turns = [(side, place) for side, declared in candidates.items() for place in range(len(declared))]
     random.Random(f"tuning {seed}").shuffle(turns)

@@ -1,4 +1,4 @@
-"""Runs both arms on the same requests, in pairs of rounds, until they can be told apart or cannot.
+"""Runs both variants on the same requests, in pairs of rounds, until they can be told apart or cannot.
 
 Both rounds of a pair have the same arrivals and lengths, and each pair has another window of the trace or another seed.
 No two rounds share a prompt's beginning, so prefix caches are cold.
@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from loadtest.arms import Arm
 from loadtest.errors import LoadTestError, ServerError
 from loadtest.plan import ComparePlan
 from loadtest.preparation import Prepared, prepare
@@ -30,6 +29,7 @@ from loadtest.statistics.pairs import PairDifference, pair_difference
 from loadtest.trace.windows import PairTraces
 from loadtest.tuning import Candidates, tune
 from loadtest.valid_rounds import RoundRunner, new_runner
+from loadtest.variants import Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Comparison:
 
 
 async def compare(
-    arms: tuple[Arm, Arm] | Candidates,
+    variants: tuple[Variant, Variant] | Candidates,
     plan: ComparePlan,
     out: Path | RunFolder,
     console: Console,
@@ -55,29 +55,34 @@ async def compare(
     """Run pairs of rounds, write summary.json, records.jsonl and report.html into `out`, print tables and outcome.
 
     If `out` holds a run, another folder beside it is used.
-    `workers` share the load, in units of the worker of arm a that is measured; without them its server says which.
+    `workers` share the load, in units of the worker of variant a that is measured; without them its server says which.
     `notes` are printed with the load. With `is_alone` work that this process did not start counts as a disturbance.
-    Of candidates one of each arm is chosen before the first pair; rate and limits are measured at arm a's first.
+    Of candidates one of each variant is chosen before the first pair; rate and SLOs are measured at variant a's first.
     The plan's budget counts from `began_s`, on time.monotonic's scale; without it from now.
     Raises LoadTestError, and NotDisaggregatedError after the first round in that mode that did not use both pools.
     """
     began_s = time.monotonic() if began_s is None else began_s
     folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
-    first = arms[0] if isinstance(arms, tuple) else arms["a"][0].arm
+    first = variants[0] if isinstance(variants, tuple) else variants["a"][0].variant
     prepared = await prepare(first, plan, console, workers, notes, began_s)
     tuning = None
-    if not isinstance(arms, tuple):
-        tuned = await tune(arms, prepared, folder.path / TUNING, console, is_alone=is_alone, began_s=began_s)
-        arms, prepared, tuning = tuned.arms, tuned.prepared, tuned.summary
+    if not isinstance(variants, tuple):
+        tuned = await tune(variants, prepared, folder.path / TUNING, console, is_alone=is_alone, began_s=began_s)
+        variants, prepared, tuning = tuned.variants, tuned.prepared, tuned.summary
     folder.start(_settled(plan, prepared, folder.setup, tuning))
     runner = new_runner(
-        arms, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
+        variants, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
     )
     return await _to_the_end(prepared, runner, folder, (), tuning)
 
 
 async def resume(
-    arms: tuple[Arm, Arm], past: Past, console: Console, *, is_alone: bool = True, began_s: float | None = None
+    variants: tuple[Variant, Variant],
+    past: Past,
+    console: Console,
+    *,
+    is_alone: bool = True,
+    began_s: float | None = None,
 ) -> Comparison:
     """Continue an interrupted comparison after its valid rounds, with its settled plan; otherwise as `compare`.
 
@@ -94,7 +99,7 @@ async def resume(
         highlight=False,
     )
     runner = new_runner(
-        arms, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
+        variants, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
     )
     runner.take_up(past)
     return await _to_the_end(prepared, runner, folder, (*past.interruptions, interruption), past.settled.tuning)
@@ -139,7 +144,7 @@ async def _judge_pairs(prepared: Prepared, runner: RoundRunner) -> _Judged:
     looks = looks_until(plan.pairs)
     for pair in range(plan.pairs):
         found = await runner.pair(pair, prepared.traces.of_pair(pair), f"pair {pair + 1} of at most {plan.pairs}")
-        judged.differences.append(pair_difference(found["a"].records, found["b"].records, plan.limits))
+        judged.differences.append(pair_difference(found["a"].records, found["b"].records, plan.slos))
         done = pair + 1
         if done in looks:
             judged.look(plan, runner.console)
@@ -166,7 +171,7 @@ def _finish(
     """Write and print the result."""
     if judged.conclusion is None:
         raise ServerError("no pair of rounds was finished, so there is nothing to compare")
-    devices = {side: arm.devices for side, arm in runner.arms.items()}
+    devices = {side: variant.devices for side, variant in runner.variants.items()}
     summary, records = summarise_comparison(
         judged.conclusion, judged.differences, runner.rounds, runner.labels, prepared.plan, prepared.load, devices
     )

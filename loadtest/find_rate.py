@@ -1,8 +1,8 @@
-"""Finds the highest rate at which a share of requests meets the limits, in every arm, by pairs of rounds.
+"""Finds the maximum goodput rate at which a share of requests meets the SLOs, in every variant, by pairs of rounds.
 
 All rounds have the same number of requests, so each says as much of attainment as another; a round at a higher rate is
-shorter. A request that has taken twice as long as its limits allow is given up, so a round beyond what an arm can hold
-ends soon; its requests are gone from the server before the next round begins.
+shorter. A request that has taken twice as long as its limits allow is given up, so a round beyond what a variant can
+hold ends soon; its requests are gone from the server before the next round begins.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from loadtest.arms import Arm
 from loadtest.errors import ServerError
 from loadtest.plan import MOST_PAIRS_OF_A_SEARCH, ComparePlan
 from loadtest.preparation import Prepared, prepare
@@ -26,9 +25,10 @@ from loadtest.run.replay import ReplayResult
 from loadtest.run_folder import RECORDS, REPORT, SUMMARY, RunFolder, new_folder
 from loadtest.trace.windows import PairTraces
 from loadtest.valid_rounds import RoundRunner, new_runner
+from loadtest.variants import Variant
 
 GIVEN_UP_AFTER = 2.0
-"""A request is given up after this many times the time that the longest one has within its limits."""
+"""A request is given up after this many times the time that the longest one has within its SLOs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class FoundRates:
 
 
 async def find_rate(
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     plan: ComparePlan,
     out: Path | RunFolder,
     console: Console,
@@ -50,7 +50,7 @@ async def find_rate(
     is_alone: bool = True,
     began_s: float | None = None,
 ) -> FoundRates:
-    """Measure two or three arms, write summary.json, records.jsonl and report.html into `out`, and print the rates.
+    """Measure two or three variants, write summary.json, records.jsonl and report.html into `out`, and print the rates.
 
     A search cannot be resumed. The parameters are those of `loadtest.compare.compare`. Without a rate the search starts
     at 80 % of what the unloaded server is calculated to hold. Raises LoadTestError.
@@ -59,7 +59,7 @@ async def find_rate(
     bounds = Bounds(attainment=plan.attainment, most_pairs=MOST_PAIRS_OF_A_SEARCH)
     folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
     prepared = await prepare(
-        arms[0], plan.of_search(), console, workers, notes, began_s, least_requests(plan.attainment)
+        variants[0], plan.of_search(), console, workers, notes, began_s, least_requests(plan.attainment)
     )
     if prepared.load.rate is None:
         raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
@@ -67,7 +67,7 @@ async def find_rate(
     console.print(f"a request is given up after {deadline_s:.3g} s", highlight=False)
     given_up = prepared.plan.model_copy(update={"deadline_s": deadline_s})
     runner = new_runner(
-        arms,
+        variants,
         dataclasses.replace(prepared, plan=given_up),
         folder.path / RECORDS,
         console,
@@ -78,7 +78,7 @@ async def find_rate(
     found = await search(pairs.measure, prepared.load.rate, bounds, pairs.is_over)
     if not found:
         raise ServerError("no pair of rounds was finished, so no rate was found: give a larger --budget-s")
-    devices = {side: arm.devices for side, arm in runner.arms.items()}
+    devices = {side: variant.devices for side, variant in runner.variants.items()}
     summary = summarise_rates(found, pairs.rates, runner.rounds, runner.labels, runner.plan, prepared.load, devices)
     summary["setup"] = dict(folder.setup)
     (folder.path / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
@@ -88,9 +88,9 @@ async def find_rate(
 
 
 def bounded_deadline_s(prepared: Prepared) -> float:
-    """Return the plan's deadline, or less if no request within its limits could take so long."""
+    """Return the plan's deadline, or less if no request within its SLOs could take so long."""
     plan = prepared.plan
-    ttft_s, tpot_s, _ = plan.limits.in_seconds()
+    ttft_s, tpot_s, _ = plan.slos.in_seconds()
     return min(plan.deadline_s, GIVEN_UP_AFTER * (ttft_s + tpot_s * prepared.traces.longest_output_tokens))
 
 
@@ -104,7 +104,7 @@ class _Pairs:
     """The rate of each pair."""
 
     async def measure(self, rate: float) -> Mapping[str, Round]:
-        """Run a pair at this rate, with requests of its own, and count those that met the limits."""
+        """Run a pair at this rate, with requests of its own, and count those that met the SLOs."""
         pair, plan = len(self.rates), self.prepared.plan
         same_length = {"rate": rate, "limit": self.prepared.traces.requests, "duration_s": None}
         traces = PairTraces(plan.model_copy(update=same_length), self.prepared.max_model_tokens)
@@ -112,20 +112,22 @@ class _Pairs:
         self.rates.append(rate)
         results = await self.runner.pair(pair, trace, f"pair {pair + 1}, {rate:.3g} requests/s")
         found = {side: self._counted(rate, result) for side, result in results.items()}
-        shares = (f"{self.runner.labels[side]} {found[side].met / found[side].total:.0%}" for side in self.runner.arms)
+        shares = (
+            f"{self.runner.labels[side]} {found[side].met / found[side].total:.0%}" for side in self.runner.variants
+        )
         self.runner.console.print(
-            f"pair {pair + 1} at {rate:.3g} requests/s: {', '.join(shares)} within the limits", highlight=False
+            f"pair {pair + 1} at {rate:.3g} requests/s: {', '.join(shares)} within the SLOs", highlight=False
         )
         return {str(side): one for side, one in found.items()}
 
     def is_over(self) -> bool:
-        """Return whether another round of every arm, as long as the longest, would end after the budget."""
+        """Return whether another round of every variant, as long as the longest, would end after the budget."""
         budget_s = self.prepared.plan.budget_s
         if budget_s is None:
             return False
-        next_s = len(self.runner.arms) * self.runner.longest_s
+        next_s = len(self.runner.variants) * self.runner.longest_s
         return time.monotonic() - self.runner.began_s + next_s > budget_s
 
     def _counted(self, rate: float, result: ReplayResult) -> Round:
-        limits = self.prepared.plan.limits.in_seconds()
+        limits = self.prepared.plan.slos.in_seconds()
         return Round(rate, sum(record.meets(*limits) for record in result.records), len(result.records))

@@ -1,6 +1,6 @@
-"""What a comparison settles before its first round: rate, limits, the requests of each pair, what fits the budget.
+"""What a comparison settles before its first round: rate, SLOs, the requests of each pair, what fits the budget.
 
-What the plan leaves to be measured is measured once, at arm a's server, and holds for both arms and all rounds.
+What the plan leaves to be measured is measured once, at variant a's server, and holds for both variants and all rounds.
 """
 
 import time
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import msgspec
 from rich.console import Console
 
-from loadtest.arms import Arm
 from loadtest.plan import ComparePlan
 from loadtest.run.calibration import (
-    Course,
     Load,
+    Schedule,
     Workers,
     beside_arrivals_s,
     fit_budget,
@@ -26,9 +25,10 @@ from loadtest.run.server import as_servers, first_model
 from loadtest.run.unloaded import measure_unloaded, sizes_of
 from loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES
 from loadtest.trace.windows import PairTraces
+from loadtest.variants import Variant
 
 STARTS_IN_A_PAIR = 1.5
-"""The mean number of starts in a pair, if each arm needs one: every second pair begins with the arm that is running."""
+"""Mean starts in a pair, if each variant needs one: every second pair begins with the one that is running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Prepared:
     first_round_index: int
     """The index of the first round whose prompts no measurement has used."""
     is_a_cold: bool
-    """Whether arm a's server has only just started."""
+    """Whether variant a's server has only just started."""
 
 
 async def prepare(
-    arm: Arm,
+    variant: Variant,
     plan: ComparePlan,
     console: Console,
     workers: Workers | None,
@@ -58,13 +58,13 @@ async def prepare(
     began_s: float,
     least_requests: int = 1,
 ) -> Prepared:
-    """Reach arm a, measure it if the plan asks for it, and settle rate, limits and what fits the budget.
+    """Reach variant a, measure it if the plan asks for it, and settle rate, SLOs and what fits the budget.
 
     `least_requests` are what a round should have. Raises LoadTestError.
     """
     if plan.budget_s is not None:
         console.print(f"this comparison takes about {minutes_text(plan.budget_s)}", highlight=False)
-    reached = await arm.ready()
+    reached = await variant.ready()
     servers = as_servers(reached.server)
     async with servers.open_first() as http:
         card = await first_model(http, plan.served_name, servers.key_variable)
@@ -76,14 +76,14 @@ async def prepare(
         measured_prompts = len(trace.rows) + 1024
         plan, load = settle(plan, trace, unloaded, workers or workers_of(unloaded.workers))
         beside_s = beside_arrivals_s(plan.of_warm_round(), trace, unloaded)
-        course = Course(STARTS_IN_A_PAIR, arm.start_s, beside_s, rounds=len(plan.kinds))
+        schedule = Schedule(STARTS_IN_A_PAIR, variant.start_s, beside_s, rounds=len(plan.kinds))
         requests = PairTraces(plan, card.max_model_len).requests
-        plan, load = fit_budget(plan, load, requests, course, time.monotonic() - began_s, least_requests)
+        plan, load = fit_budget(plan, load, requests, schedule, time.monotonic() - began_s, least_requests)
     traces = PairTraces(plan, card.max_model_len)
     load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note))
     most = traces.prefix_ids + 1 + traces.most_requests
     ordinals = most + max(plan.warmup_requests, MOST_WAVES * MOST_REQUESTS)
-    for sentence in load.sentences(plan.limits):
+    for sentence in load.sentences(plan.slos):
         console.print(sentence, highlight=False, markup=False)
     first_round_index = 1 + (traces.prefix_ids + measured_prompts) // ordinals
     return Prepared(plan, load, traces, card.max_model_len, ordinals, first_round_index, reached.is_fresh)

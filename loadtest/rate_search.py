@@ -1,6 +1,7 @@
-"""The highest rate at which a share of requests meets the limits, in each arm: which rates to measure, and the band.
+"""The maximum goodput rate of each variant: which rates to measure, and the interval.
 
-The rate is bracketed by doubling and halving, then bisected. All arms are measured at every rate, so rates are paired.
+The rate is bracketed by doubling and halving, then bisected. All variants are measured at every rate, so rates are
+paired.
 
 The interval of the rate assumes no curve, only that attainment does not rise with the rate. Its ends are measured rates
 that the score test tells apart from the share, with the scatter between rounds in place of the binomial one; an end
@@ -17,7 +18,7 @@ from loadtest.statistics.student import critical_t
 
 LEVEL = 0.05
 LEAST_SHARE_OF_SCATTER = 0.5
-"""Rates at which a smaller share met the limits are far from any knee, where rounds scatter differently."""
+"""Rates at which a smaller share met the SLOs are far from any maximum, where rounds scatter differently."""
 SUPPOSED_SCATTER, SUPPOSED_DEGREES = 2.0, 4
 """The scatter of rounds, relative to the binomial one, that is assumed at first, and its weight in rounds."""
 
@@ -28,7 +29,7 @@ LEAST_ROUNDS = 2
 
 
 class Round(msgspec.Struct, frozen=True):
-    """How many requests of a round met the limits, at which rate."""
+    """How many requests of a round met the SLOs, at which rate."""
 
     rate: float
     met: int
@@ -36,7 +37,7 @@ class Round(msgspec.Struct, frozen=True):
 
 
 Measure = Callable[[float], Awaitable[Mapping[str, Round]]]
-"""Runs one pair of rounds, one of each arm, at a rate."""
+"""Runs one pair of rounds, one of each variant, at a rate."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -51,7 +52,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class Band(msgspec.Struct, frozen=True):
-    """The attainment of one arm at one rate, over all rounds there, with its interval."""
+    """The attainment of one variant at one rate, over all rounds there, with its interval."""
 
     rate: float
     rounds: int
@@ -62,12 +63,12 @@ class Band(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """The share of requests that met the limits."""
+        """The share of requests that met the SLOs."""
         return self.met / self.total
 
 
-class Knee(msgspec.Struct, frozen=True):
-    """The highest rate of one arm, and the interval that holds it; an end that is None is open.
+class MaxGoodputRate(msgspec.Struct, frozen=True):
+    """The maximum goodput rate of one variant, and the interval that holds it; an end that is None is open.
 
     `rate` is None unless a rate that holds the share and one that does not were both measured.
     """
@@ -79,7 +80,7 @@ class Knee(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """The ratio of two knees with its interval; what is None is not known."""
+    """The ratio of two maximum rates with its interval; what is None is not known."""
 
     ratio: float | None
     low: float | None
@@ -99,8 +100,8 @@ class Ratio(msgspec.Struct, frozen=True):
 def least_requests(attainment: float) -> int:
     """Return the fewest requests of a round with which `PAIRS_AT_A_RATE` rounds can show that a rate is held.
 
-    With fewer, the score interval of rounds in which all requests met the limits would still contain the share, so no
-    interval of a highest rate could have a lower end.
+    With fewer, the score interval of rounds in which all requests met the SLOs would still contain the share, so no
+    interval of a maximum goodput rate could have a lower end.
     """
     widened = _widened(SUPPOSED_SCATTER, SUPPOSED_DEGREES)
     return math.floor(widened * attainment / (1.0 - attainment) / PAIRS_AT_A_RATE) + 1
@@ -109,15 +110,15 @@ def least_requests(attainment: float) -> int:
 async def search(
     measure: Measure, start_rate: float, bounds: Bounds, is_over: Callable[[], bool] = lambda: False
 ) -> dict[str, list[Round]]:
-    """Measure rates until every arm's bracket is as narrow as asked for, or pairs or time are used up."""
+    """Measure rates until every variant's bracket is as narrow as asked for, or pairs or time are used up."""
     found: dict[str, list[Round]] = {}
 
     async def at(rate: float) -> None:
         for _ in range(bounds.pairs_at_a_rate):
             if is_over():
                 return
-            for arm, one in (await measure(rate)).items():
-                found.setdefault(arm, []).append(one)
+            for variant, one in (await measure(rate)).items():
+                found.setdefault(variant, []).append(one)
 
     rate: float | None = start_rate
     while rate is not None and not is_over() and _pairs(found) + bounds.pairs_at_a_rate <= bounds.most_pairs:
@@ -147,10 +148,10 @@ def next_rate(found: Mapping[str, Sequence[Round]], start_rate: float, bounds: B
 
 
 def _open_end(found: Mapping[str, Sequence[Round]], attainment: float) -> float | None:
-    """Return the rate nearest to an arm's knee at which more rounds should close an open end of its interval."""
+    """Return the rate nearest to a variant's maximum at which more rounds should close an open end of its interval."""
     clear = (1 - attainment) / 2
     for rounds in found.values():
-        got, shares = knee(rounds, attainment), _falling_shares(rounds)
+        got, shares = max_goodput_rate(rounds, attainment), _falling_shares(rounds)
         if got.outcome == "found" and got.low is None:
             return max((rate for rate, share in shares if share >= attainment + clear), default=shares[0][0])
         if got.outcome == "found" and got.high is None:
@@ -193,12 +194,13 @@ def bands(rounds: Sequence[Round]) -> list[Band]:
     return found
 
 
-def knee(rounds: Sequence[Round], attainment: float) -> Knee:
+def max_goodput_rate(rounds: Sequence[Round], attainment: float) -> MaxGoodputRate:
     """Return the rate at which attainment falls to the share, and the rates between which it must do so.
 
-    The lower end is the highest rate that exceeds the share by the score test, and the upper end the lowest that misses
-    it. No curve is assumed, only that attainment does not rise with the rate: a rate whose share contradicts that of
-    the rates beside it is no end, and neither is one with a single round, which may have been disturbed.
+    The lower end is the maximum goodput rate that exceeds the share by the score test, and the upper end the lowest
+    that misses it. No curve is assumed, only that attainment does not rise with the rate: a rate whose share
+    contradicts that of the rates beside it is no end, and neither is one with a single round, which may have been
+    disturbed.
     """
     shares = dict(_falling_shares(rounds))
     told = [band for band in bands(rounds) if band.rounds >= LEAST_ROUNDS]
@@ -207,15 +209,15 @@ def knee(rounds: Sequence[Round], attainment: float) -> Knee:
     low, high = max(above, default=None), min(below, default=None)
     holds, fails = bracket(rounds, attainment)
     if holds is None:
-        return Knee("below", None, low, high)
+        return MaxGoodputRate("below", None, low, high)
     if fails is None:
-        return Knee("above", None, low, high)
+        return MaxGoodputRate("above", None, low, high)
     place = (shares[holds] - attainment) / (shares[holds] - shares[fails])
-    return Knee("found", holds * (fails / holds) ** place, low, high)
+    return MaxGoodputRate("found", holds * (fails / holds) ** place, low, high)
 
 
-def ratio_of(a: Knee, b: Knee) -> Ratio:
-    """Return knee b / knee a; the interval joins both knees' as if they were independent.
+def ratio_of(a: MaxGoodputRate, b: MaxGoodputRate) -> Ratio:
+    """Return the rate of b / that of a; the interval joins both  as if they were independent.
 
     G. Y. Zou and A. Donner, Construction of confidence limits about effect measures, Statistics in Medicine 27 (2008)
     1693-1702. Rounds of a pair share their arrivals, which makes the true interval narrower, not wider.
@@ -250,7 +252,7 @@ def _widened(scatter: float, degrees: int) -> float:
 def _scatter(rounds: Sequence[Round]) -> tuple[float, int]:
     """Return how many times the binomial variance rounds at one rate scatter, and its degrees of freedom.
 
-    Rates at which all requests met the limits, or few, say nothing of it. With few others it leans on what is assumed:
+    Rates at which all requests met the SLOs, or few, say nothing of it. With few others it leans on what is assumed:
     SUPPOSED_SCATTER, with the weight of SUPPOSED_DEGREES.
     """
     squares, degrees = SUPPOSED_SCATTER * SUPPOSED_DEGREES, SUPPOSED_DEGREES

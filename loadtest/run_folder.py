@@ -27,7 +27,7 @@ from loadtest.trace.windows import PairTraces
 
 RUN, ROUNDS, RECORDS, SUMMARY, REPORT = "run.json", "rounds.jsonl", "records.jsonl", "summary.json", "report.html"
 TUNING = "tuning.jsonl"
-"""Records of the rounds that tune the arms, which no figure of the comparison counts."""
+"""Records of the rounds that tune the variants, which no figure of the comparison counts."""
 Setup = Mapping[str, Any]
 """The configuration without secrets, and the versions of the software; `setup` in summary.json."""
 _Samples = list[tuple[str, dict[str, str], float]]
@@ -46,11 +46,11 @@ class Settled(msgspec.Struct, frozen=True):
     ordinals_per_round: int
     first_round_index: int
     tuning: dict[str, Any] | None = None
-    """How the arms were tuned before the first pair; None if they run as configured."""
+    """How the variants were tuned before the first pair; None if they run as configured."""
 
     def settled_plan(self) -> ComparePlan:
         """Return the plan with which rounds go on."""
-        return ComparePlan(**self.given).model_copy(update=self.plan)
+        return ComparePlan(**self.given).model_copy(update=ComparePlan.current_names(self.plan))
 
 
 class _Replayed(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ class Past(msgspec.Struct, frozen=True):
 
     def refuse_another(self, given: Mapping[str, Any], setup: Setup) -> None:
         """Raise LoadTestError if a field of the plan that is given now, or the set-up, is not what it was."""
-        plan = self.settled.given
+        plan = ComparePlan.current_names(self.settled.given)
         named = {name: value for name, value in given.items() if value != plan.get(name)}
         changed = [f"{name} is {value}, was {plan.get(name, 'the default')}" for name, value in named.items()]
         changed += [f"{path} is {now}, was {was}" for path, was, now in differences_of(self.settled.setup, setup)]
@@ -140,7 +140,7 @@ class RunFolder:
         self._append(_Began(number, next_round_index))
 
     def add_ended(self, each: Round, spent_s: float) -> None:
-        """Add a round that has ended, valid or void."""
+        """Add a round that has ended, valid or discarded."""
         result = each.result
         replayed = (
             None
@@ -217,7 +217,7 @@ class RunFolder:
         return {number: sorted(records, key=lambda record: record.index) for number, records in found.items()}
 
     def valid_rounds(self) -> list[tuple[Side, int]]:
-        """Return arm and number of each valid round, in the order of pairs."""
+        """Return variant and number of each valid round, in the order of pairs."""
         ended = [line for line in _whole_lines(self.path / ROUNDS, _Line) if isinstance(line, _Ended) and line.valid]
         return [(line.side, line.number) for line in sorted(ended, key=lambda line: line.pair)]
 

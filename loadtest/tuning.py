@@ -1,4 +1,4 @@
-"""Runs the candidates of both arms on windows of their own, before the pairs that are judged, and chooses one of each.
+"""Chooses one candidate of each variant, in rounds of their own before the pairs that are judged.
 
 A choice that was judged by the rounds that made it would look better than it is: the largest of several noisy shares is
 too large. So no window, seed or prompt of a tuning round comes again, and its records are in a file of their own.
@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 
-from loadtest.arms import Arm
 from loadtest.choice import Score, best_of, order_of
 from loadtest.plan import ComparePlan
 from loadtest.preparation import Prepared
@@ -19,27 +18,28 @@ from loadtest.report.rounds import Round, labels_of, round_summary
 from loadtest.report.summary import summarise
 from loadtest.statistics.outcome import Side
 from loadtest.valid_rounds import SIDES, new_runner
+from loadtest.variants import Variant
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An arm with one of the configurations that are tried for it."""
+    """A variant with one of the configurations that are tried for it."""
 
     name: str
-    arm: Arm
+    variant: Variant
     overrides: Mapping[str, Any]
     """What it changes in the configuration."""
 
 
 Candidates = Mapping[Side, Sequence[Candidate]]
-"""The candidates of each arm, in the order in which they were declared."""
+"""The candidates of each variant, in the order in which they were declared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The chosen arms; `summary` is the content of `tuning` in summary.json."""
+    """The chosen variants; `summary` is the content of `tuning` in summary.json."""
 
-    arms: tuple[Arm, Arm]
+    variants: tuple[Variant, Variant]
     prepared: Prepared
     """What was prepared, without the prompts that tuning has used."""
     summary: dict[str, Any]
@@ -53,15 +53,17 @@ async def tune(
     Raises LoadTestError as rounds do: a candidate that cannot serve ends the comparison.
     """
     plan, labels = prepared.plan, labels_of(*prepared.plan.kinds)
-    first = {side: declared[0].arm for side, declared in candidates.items()}
+    first = {side: declared[0].variant for side, declared in candidates.items()}
     turns = order_of(candidates, plan.seed)
     rounds: dict[tuple[Side, int], list[Round]] = {}
     next_number = 0
     for turn, (side, place) in enumerate(turns, start=1):
         candidate = candidates[side][place]
         console.print(f"tuning {turn} of {len(turns)}: {labels[side]}, {candidate.name}", highlight=False, markup=False)
-        arms = first | {side: candidate.arm}
-        runner = new_runner((arms["a"], arms["b"]), prepared, records_file, console, is_alone=is_alone, began_s=began_s)
+        variants = first | {side: candidate.variant}
+        runner = new_runner(
+            (variants["a"], variants["b"]), prepared, records_file, console, is_alone=is_alone, began_s=began_s
+        )
         runner.cold, runner.next_number = {side}, next_number
         for window in range(plan.tuning_rounds):
             title = f"{candidate.name}, tuning round {window + 1} of {plan.tuning_rounds}"
@@ -85,10 +87,10 @@ async def tune(
         console.print(sentence, style="bold", highlight=False, markup=False)
     summary = {
         "rounds_per_candidate": plan.tuning_rounds,
-        "order": [{"arm": side, "candidate": candidates[side][place].name} for side, place in turns],
+        "order": [{"variant": side, "candidate": candidates[side][place].name} for side, place in turns],
         "candidates": [
             {
-                "arm": side,
+                "variant": side,
                 "label": labels[side],
                 "candidate": candidate.name,
                 "overrides": dict(candidate.overrides),
@@ -107,7 +109,7 @@ async def tune(
         ],
         "sentences": sentences,
     }
-    a, b = (candidates[side][chosen[side]].arm for side in SIDES)
+    a, b = (candidates[side][chosen[side]].variant for side in SIDES)
     return Tuned((a, b), prepared, summary)
 
 
@@ -115,14 +117,14 @@ def _score(name: str, rounds: Sequence[Round], plan: ComparePlan) -> Score:
     """Sum up a candidate's valid rounds."""
     results = [each.result for each in rounds if each.is_kept and each.result is not None]
     records = [record for result in results for record in result.records]
-    figures = summarise(records, sum(result.window_s for result in results), plan.limits)
+    figures = summarise(records, sum(result.window_s for result in results), plan.slos)
     return Score(name, figures["attainment"], figures["request_goodput"])
 
 
 def _sentence(label: str, scores: Sequence[Score], chosen: int) -> str:
     best = scores[chosen]
     if len(scores) == 1:
-        return f"{label} has one candidate: {best.candidate} ({best.attainment:.0%} within the limits)"
+        return f"{label} has one candidate: {best.candidate} ({best.attainment:.0%} within the SLOs)"
     others = ", ".join(
         f"{score.candidate} {score.attainment:.0%}" for place, score in enumerate(scores) if place != chosen
     )
@@ -132,4 +134,4 @@ def _sentence(label: str, scores: Sequence[Score], chosen: int) -> str:
         if place != chosen
     )
     why = "; the first declared of equals" if equal else ""
-    return f"chosen by tuning for {label}: {best.candidate} ({best.attainment:.0%} within the limits; {others}{why})"
+    return f"chosen by tuning for {label}: {best.candidate} ({best.attainment:.0%} within the SLOs; {others}{why})"

@@ -1,7 +1,7 @@
-"""Runs rounds of arms until they are valid, and keeps all of them.
+"""Runs rounds of variants until they are valid, and keeps all of them.
 
-The order within a pair is drawn at random, so that a drift of the machine favours no arm. A round that says nothing of
-its arm is void and repeated.
+The order within a pair is drawn at random, so that a drift of the machine favours no variant. A round that says nothing
+of its variant is discarded and repeated.
 """
 
 import asyncio
@@ -15,22 +15,22 @@ from typing import get_args
 
 from rich.console import Console
 
-from loadtest.arms import Arm
 from loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
 from loadtest.plan import ADAPTIVE, DISAGGREGATED, ComparePlan
 from loadtest.preparation import Prepared
 from loadtest.report.pools import disaggregated_fraction, recomputes
-from loadtest.report.rounds import ArmLabel, Round, labels_of
+from loadtest.report.rounds import Round, VariantLabel, labels_of
 from loadtest.run.machine import Disturbance, disturbance, read_cpu
 from loadtest.run.records import RecordFile
 from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
-from loadtest.run.server import Servers, told_limits
+from loadtest.run.server import Servers, with_slo_headers
 from loadtest.run.server_metrics import until_whole
-from loadtest.run.validity import void_reasons
+from loadtest.run.validity import discard_reasons
 from loadtest.run.warm_up import warm_up_workers
 from loadtest.run_folder import Past, RunFolder
 from loadtest.statistics.outcome import Side
 from loadtest.trace.trace import Trace
+from loadtest.variants import Variant
 
 MIN_DISAGGREGATED_FRACTION = 0.99
 MOST_REPEATS = 2
@@ -41,20 +41,20 @@ DISTURBED_REPEATS, CLEAN_ROUNDS_A_REPEAT = 2, 4
 After that, disturbance is taken to be the machine's normal state: rounds are kept and marked.
 """
 SIDES: tuple[Side, Side] = ("a", "b")
-"""The arms of a comparison."""
+"""The variants of a comparison."""
 
 
 @dataclass
 class RoundRunner:
-    """Runs rounds of the arms, all with the same settled plan, and no prompt's beginning twice."""
+    """Runs rounds of the variants, all with the same settled plan, and no prompt's beginning twice."""
 
-    arms: Mapping[Side, Arm]
+    variants: Mapping[Side, Variant]
     plan: ComparePlan
     ordinals_per_round: int
     """Prompts set apart for each round."""
     next_round_index: int
     cold: set[Side]
-    """Arms whose server must be warmed up although nothing says that it has only just started."""
+    """Variants whose server must be warmed up although nothing says that it has only just started."""
     is_alone: bool
     """Whether any work on this machine that this process did not start counts as a disturbance."""
     records_file: Path
@@ -64,19 +64,19 @@ class RoundRunner:
     began_s: float = 0.0
     """The start, on time.monotonic's scale; what an interrupted comparison had spent counts."""
     rounds: list[Round] = field(default_factory=list)
-    """All rounds so far, void ones included."""
+    """All rounds so far, discarded ones included."""
     next_number: int = 0
 
     @property
-    def labels(self) -> dict[Side, ArmLabel]:
-        """The names of the arms."""
-        return labels_of(*(arm.mode for arm in self.arms.values()))
+    def labels(self) -> dict[Side, VariantLabel]:
+        """The names of the variants."""
+        return labels_of(*(variant.mode for variant in self.variants.values()))
 
     def take_up(self, past: Past) -> None:
         """Keep the rounds of an interrupted run, and use none of its numbers and prompts again."""
         self.rounds = list(past.rounds)
         self.next_number, self.next_round_index = past.next_number, past.next_round_index
-        self.cold = set(self.arms)
+        self.cold = set(self.variants)
 
     @property
     def longest_s(self) -> float:
@@ -85,20 +85,21 @@ class RoundRunner:
         The servers are warmed up in the first pair, and later rounds start none unless they all do.
         """
         kept = [each.took_s for each in self.rounds if each.is_kept]
-        return max(kept[len(self.arms) :] or kept, default=0.0)
+        return max(kept[len(self.variants) :] or kept, default=0.0)
 
     async def pair(self, pair: int, trace: Trace, title: str) -> dict[Side, ReplayResult]:
-        """Run one valid round of each arm with these requests, in the order drawn for this pair.
+        """Run one valid round of each variant with these requests, in the order drawn for this pair.
 
         A round of this pair that was valid before an interruption is not run again.
         Raises LoadTestError, and NotDisaggregatedError after a round in that mode that did not use both pools.
         """
         return {
-            side: await self.one(pair, side, trace, title) for side in order_of(tuple(self.arms), self.plan.seed, pair)
+            side: await self.one(pair, side, trace, title)
+            for side in order_of(tuple(self.variants), self.plan.seed, pair)
         }
 
     async def one(self, pair: int, side: Side, trace: Trace, title: str) -> ReplayResult:
-        """Run one valid round of one arm; otherwise as `pair`."""
+        """Run one valid round of one variant; otherwise as `pair`."""
         requests = RoundRequests(trace, self.ordinals_per_round)
         return self._done(pair, side) or await self._valid_round(pair, side, requests, title)
 
@@ -118,7 +119,7 @@ class RoundRunner:
             number = self.next_number
             self.next_number += 1
             label = self.labels[side]
-            record_file = RecordFile(self.records_file, arm=side, mode=label, pair=pair, round=number)
+            record_file = RecordFile(self.records_file, variant=side, mode=label, pair=pair, round=number)
             if self.folder is not None:  # a warm-up and a round take an index each
                 self.folder.add_began(number, self.next_round_index + 2)
             result, others, reasons = await self._round(side, requests, f"{title}, {label}", record_file)
@@ -136,23 +137,27 @@ class RoundRunner:
             if result is not None and is_kept:
                 return result
             verb = "repeated" if lost < MOST_REPEATS else "given up"
-            self.console.print(f"void and {verb}: {'; '.join(reasons)}", style="yellow", highlight=False, markup=False)
+            self.console.print(
+                f"discarded and {verb}: {'; '.join(reasons)}", style="yellow", highlight=False, markup=False
+            )
             if result is None or result.fleet_change is not None:
                 lost += 1
                 if lost > MOST_REPEATS:
-                    raise ServerError(f"a round of {self.labels[side]} was void {lost} times: {'; '.join(reasons)}")
-                self.cold |= set(self.arms)
+                    raise ServerError(
+                        f"a round of {self.labels[side]} was discarded {lost} times: {'; '.join(reasons)}"
+                    )
+                self.cold |= set(self.variants)
 
-    def _told_limits(self, arm: Arm, server: str | Servers) -> str | Servers:
-        """Return the server, told the plan's limits if it serves by them."""
-        limits = self.plan.limits
-        return told_limits(server, limits.ttft_ms, limits.tpot_ms) if arm.mode == ADAPTIVE else server
+    def _told_limits(self, variant: Variant, server: str | Servers) -> str | Servers:
+        """Return the server, told the plan's SLOs if it serves by them."""
+        limits = self.plan.slos
+        return with_slo_headers(server, limits.ttft_ms, limits.tpot_ms) if variant.mode == ADAPTIVE else server
 
     async def _round(
         self, side: Side, requests: RoundRequests, title: str, record_file: RecordFile
     ) -> tuple[ReplayResult | None, Disturbance | None, tuple[str, ...]]:
-        arm = self.arms[side]
-        reached = await arm.ready()
+        variant = self.variants[side]
+        reached = await variant.ready()
         if reached.is_fresh or side in self.cold:
             self.cold.discard(side)
             asked = self.plan.model_copy(update=dict(reached.plan_changes))
@@ -161,7 +166,7 @@ class RoundRunner:
         before = await asyncio.to_thread(read_cpu, reached.processes)
         try:
             result = await run_replay(
-                self._told_limits(arm, reached.server),
+                self._told_limits(variant, reached.server),
                 self.plan.of_warm_round().model_copy(update=dict(reached.plan_changes)),
                 self.console,
                 label=title,
@@ -173,9 +178,9 @@ class RoundRunner:
             return None, None, (str(error),)
         after = await asyncio.to_thread(read_cpu, reached.processes)
         others = disturbance(before, after) if self.is_alone and reached.is_watched else None
-        if arm.mode == DISAGGREGATED and not self._is_swamped(result):
+        if variant.mode == DISAGGREGATED and not self._is_swamped(result):
             require_disaggregated(result)
-        return result, others, void_reasons(result, others, self.plan.limits)
+        return result, others, discard_reasons(result, others, self.plan.slos)
 
     def _is_swamped(self, result: ReplayResult) -> bool:
         """Return whether no request finished in a round of a search, which tries rates that are far too high."""
@@ -187,7 +192,7 @@ class RoundRunner:
 
     @property
     def _repeats(self) -> int:
-        """The number of rounds that were void only because of a disturbance."""
+        """The number of rounds that were discarded only because of a disturbance."""
         return sum(
             not each.is_kept and each.result is not None and each.result.fleet_change is None for each in self.rounds
         )
@@ -199,7 +204,7 @@ class RoundRunner:
 
 
 def new_runner(
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     prepared: Prepared,
     records_file: Path,
     console: Console,
@@ -208,9 +213,9 @@ def new_runner(
     began_s: float,
     folder: RunFolder | None = None,
 ) -> RoundRunner:
-    """Return a runner of the prepared rounds of two or three arms, none of which has run."""
+    """Return a runner of the prepared rounds of two or three variants, none of which has run."""
     return RoundRunner(
-        arms=dict(zip(get_args(Side), arms, strict=False)),
+        variants=dict(zip(get_args(Side), variants, strict=False)),
         plan=prepared.plan,
         ordinals_per_round=prepared.ordinals_per_round,
         next_round_index=prepared.first_round_index,
@@ -223,9 +228,9 @@ def new_runner(
     )
 
 
-def order_of(arms: Sequence[Side], seed: int, pair: int) -> tuple[Side, ...]:
+def order_of(variants: Sequence[Side], seed: int, pair: int) -> tuple[Side, ...]:
     """Draw the order of a pair's rounds; the same one for the same seed and pair."""
-    sides = list(arms)
+    sides = list(variants)
     random.Random(f"order {seed} {pair}").shuffle(sides)
     return tuple(sides)
 

@@ -17,15 +17,14 @@ from cluster.commands.serve import Unfit, refuse_unfit_machine, say_with_time, s
 from cluster.commands.setup import setup_of, versions
 from cluster.config.api_keys import first_admin_key
 from cluster.config.autoscale import AutoscaleConfig
-from cluster.config.grid import CandidateConfig, CandidateConfigs, both_arms, candidate_of
+from cluster.config.grid import CandidateConfig, CandidateConfigs, both_variants, candidate_of
 from cluster.config.models import MIB, PoolConfig, RidgelineConfig
 from cluster.runtime.ray_start import ray_runtime
 from contracts.vocabulary import Mode
-from loadtest.arms import Arm, Deployments, Devices, SwitchedArm
+from loadtest.baseline import BaselineVariant, baseline_of
 from loadtest.compare import Comparison, compare, resume
 from loadtest.errors import LoadTestError
 from loadtest.find_rate import FoundRates, find_rate
-from loadtest.opponent import OpponentArm, opponent_of
 from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan
 from loadtest.run.calibration import Workers
 from loadtest.run.machine import busy_note
@@ -36,6 +35,7 @@ from loadtest.statistics.outcome import Side
 from loadtest.trace.shape import fit_context
 from loadtest.trace.windows import PairTraces
 from loadtest.tuning import Candidate, Candidates
+from loadtest.variants import Deployments, Devices, SwitchedVariant, Variant
 
 
 async def resume_command(folder: Path, given: ComparePlan, config: RidgelineConfig | None, console: Console) -> None:
@@ -61,7 +61,7 @@ async def compare_command(
     past: Past | None = None,
     grid: CandidateConfigs | None = None,
 ) -> None:
-    """Run all arms on the same cores, in pairs, and write what was found; with `past`, go on with it.
+    """Run all variants on the same cores, in pairs, and write what was found; with `past`, go on with it.
 
     With a `grid` the best candidate of each mode is found first; each deployment then serves one mode only.
     Raises LoadTestError and `serve`'s.
@@ -73,30 +73,32 @@ async def compare_command(
         PairTraces(plan, config.model.max_model_len_tokens)
     _refuse_unfit(config, plan, grid)
     notes = await _notes_of_other_work(config, console)
-    opponent, notes_of_opponent = await _checked_opponent(config, plan)
-    notes = (*notes, *notes_of_opponent)
+    baseline, notes_of_baseline = await _checked_baseline(config, plan)
+    notes = (*notes, *notes_of_baseline)
     async with ray_runtime(config) as ray_messages:
         console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
-        first = config if grid is None else both_arms(grid[COLOCATED][0], grid[DISAGGREGATED][0])
+        first = config if grid is None else both_variants(grid[COLOCATED][0], grid[DISAGGREGATED][0])
         workers = split_workers(first) if plan.modes == (COLOCATED, DISAGGREGATED) else None
         async with Deployments(partial(_serving, config, console)) as deployments:
             candidates: Candidates | None = None
-            arms: tuple[Arm, ...]
+            variants: tuple[Variant, ...]
             if grid is not None:
                 candidates = _candidates(deployments, grid, plan.modes, console)
-                arms = candidates["a"][0].arm, candidates["b"][0].arm
+                variants = candidates["a"][0].variant, candidates["b"][0].variant
             else:
-                url, arms = await _arms(deployments, config, plan.modes, console)
-                if opponent is not None:
-                    notes = (*notes, *await opponent.same_model(url, plan))
-                    arms = (*arms, opponent)
+                url, variants = await _variants(deployments, config, plan.modes, console)
+                if baseline is not None:
+                    notes = (*notes, *await baseline.same_model(url, plan))
+                    variants = (*variants, baseline)
             is_alone = config.ray.address is None
             found: FoundRates | Comparison
             if past is not None:
-                found = await resume(_two(arms), past, console, is_alone=is_alone, began_s=began_s)
+                found = await resume(_two(variants), past, console, is_alone=is_alone, began_s=began_s)
             else:
                 folder = RunFolder(out, await asyncio.to_thread(setup_of, config))
-                find = partial(find_rate, arms) if plan.find_rate else partial(compare, candidates or _two(arms))
+                find = (
+                    partial(find_rate, variants) if plan.find_rate else partial(compare, candidates or _two(variants))
+                )
                 found = await find(
                     plan, folder, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
                 )
@@ -136,12 +138,12 @@ def _refuse_unfit(config: RidgelineConfig, plan: ComparePlan, grid: CandidateCon
 def _candidates(
     deployments: Deployments, grid: CandidateConfigs, modes: tuple[Mode, ...], console: Console
 ) -> Candidates:
-    """Return an arm for each candidate, which is started when it has its turn."""
+    """Return a variant for each candidate, which is started when it has its turn."""
 
     def of(each: CandidateConfig) -> Candidate:
         serve = partial(_serving, each.config, console)
         return Candidate(
-            each.name, deployments.arm(each.mode, devices_of(each.config, each.mode), serve), each.overrides
+            each.name, deployments.variant(each.mode, devices_of(each.config, each.mode), serve), each.overrides
         )
 
     sides: tuple[Side, Side] = ("a", "b")
@@ -158,37 +160,41 @@ def chosen_before(past: Past, config: RidgelineConfig) -> CandidateConfigs | Non
     }
 
 
-async def _checked_opponent(config: RidgelineConfig, plan: ComparePlan) -> tuple[OpponentArm | None, tuple[str, ...]]:
-    """Check the plan's opponent, if there is one, before anything starts; return it with what must be said of it."""
-    if plan.opponent is None:
+async def _checked_baseline(
+    config: RidgelineConfig, plan: ComparePlan
+) -> tuple[BaselineVariant | None, tuple[str, ...]]:
+    """Check the plan's baseline, if there is one, before anything starts; return it with what must be said of it."""
+    if plan.baseline is None:
         return None, ()
-    opponent = opponent_of(plan, devices_of(config, plan.modes[0]))
-    return opponent, await opponent.check(plan, config.model.max_model_len_tokens)
+    baseline = baseline_of(plan, devices_of(config, plan.modes[0]))
+    return baseline, await baseline.check(plan, config.model.max_model_len_tokens)
 
 
-async def _arms(
+async def _variants(
     deployments: Deployments, config: RidgelineConfig, modes: tuple[Mode, ...], console: Console
-) -> tuple[str, tuple[Arm, ...]]:
-    """Start arm a, and switch the modes of its deployment if it can serve both; else each arm needs starts.
+) -> tuple[str, tuple[Variant, ...]]:
+    """Start variant a, and switch the modes of its deployment if it can serve both; else each variant needs starts.
 
-    Return its URL and our arms.
+    Return its URL and our variants.
     """
-    restarted = tuple(deployments.arm(mode, devices_of(config, mode)) for mode in modes)
+    restarted = tuple(deployments.variant(mode, devices_of(config, mode)) for mode in modes)
     url, keys_file = await deployments.start(restarted[0]), config.security.admin_keys_file
     if len(modes) == 1:
         return url, restarted
     headers = {"authorization": f"Bearer {first_admin_key(keys_file)}"} if keys_file else {}
-    switched = tuple(SwitchedArm(url, mode, headers, devices=devices_of(config, mode)) for mode in modes)
-    for arm in switched:
-        if (why_not := await arm.obstacle()) is not None:
-            console.print(f"arms need a start each, {arm.mode} cannot be switched to: {why_not}", highlight=False)
+    switched = tuple(SwitchedVariant(url, mode, headers, devices=devices_of(config, mode)) for mode in modes)
+    for variant in switched:
+        if (why_not := await variant.obstacle()) is not None:
+            console.print(
+                f"variants need a start each, {variant.mode} cannot be switched to: {why_not}", highlight=False
+            )
             return url, restarted
     return url, switched
 
 
-def _two(arms: tuple[Arm, ...]) -> tuple[Arm, Arm]:
-    """Return the arms of a comparison, of which the plan allows two."""
-    a, b = arms
+def _two(variants: tuple[Variant, ...]) -> tuple[Variant, Variant]:
+    """Return the variants of a comparison, of which the plan allows two."""
+    a, b = variants
     return a, b
 
 
@@ -267,7 +273,7 @@ def refusals_of_grid(grid: CandidateConfigs, plan: ComparePlan) -> list[str]:
     found = []
     for one, other in beside:
         named, base = (one, other) if other is disaggregated[0] else (other, one)
-        sentences = refusals(both_arms(one, other), plan)
+        sentences = refusals(both_variants(one, other), plan)
         found += [f"{named.title}, beside {base.title}: {sentence}" for sentence in sentences]
     return found
 

@@ -8,20 +8,25 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from loadtest.plan import NumberOrAuto, ReplayPlan
 
 Refuse = Callable[[list[str]], None]
 """Ends the command with the given sentences."""
+Warn = Callable[[str], None]
+"""Prints a sentence."""
 
 
-def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_plan(
+    kind: type[ReplayPlan], refuse: Refuse, warn: Warn
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command with a parameter `plan` an option for each field instead, and call it with the checked plan."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def call(context: typer.Context, **values: Any) -> None:
-            chosen = {name: values.pop(name) for name in kind.model_fields}
-            command(**values, plan=_checked(kind, _given(context, chosen), refuse))
+            chosen = {name: values.pop(name) for name in (*kind.model_fields, *kind.renamed)}
+            command(**values, plan=_checked(kind, _given(context, chosen), refuse, warn))
 
         hints = get_type_hints(command, include_extras=True)
         own = [
@@ -30,7 +35,8 @@ def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[...,
             if name != "plan"
         ]
         context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        parameters = [context, *own, *_options(kind)]
+        former = [_option(kind, field, former) for former, field in kind.renamed.items()]
+        parameters = [context, *own, *(_option(kind, field) for field in kind.model_fields), *former]
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {one.name: one.annotation for one in parameters}
         call.__name__, call.__doc__ = command.__name__, command.__doc__
@@ -39,23 +45,22 @@ def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[...,
     return decorate
 
 
-def _options(kind: type[ReplayPlan]) -> list[inspect.Parameter]:
-    return [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=_annotation(field.annotation, field.description),
-        )
-        for name, field in kind.model_fields.items()
-    ]
+def _option(kind: type[ReplayPlan], name: str, former_name: str | None = None) -> inspect.Parameter:
+    """Return the option of a field; that of its former name is not in the help.
 
-
-def _annotation(annotation: Any, help_text: str | None) -> Any:
-    """Return what typer reads; a number or the word auto is text to it, and only the plan tells them apart."""
-    if annotation == NumberOrAuto:
-        return Annotated[str | None, typer.Option(help=help_text, metavar="NUMBER|auto")]
-    return Annotated[annotation, typer.Option(help=help_text)]
+    A number or the word auto is text to typer, and only the plan tells them apart.
+    """
+    field = kind.model_fields[name]
+    annotation: Any = str | None if field.annotation == NumberOrAuto else field.annotation
+    metavar = "NUMBER|auto" if field.annotation == NumberOrAuto else None
+    help_text = (field.description or "").replace("\n", " ")
+    option = typer.Option(help=help_text, metavar=metavar, hidden=former_name is not None)
+    return inspect.Parameter(
+        former_name or name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=field.default,
+        annotation=Annotated[annotation, option],
+    )
 
 
 def _given(context: typer.Context, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -64,14 +69,23 @@ def _given(context: typer.Context, chosen: dict[str, Any]) -> dict[str, Any]:
     return {name: chosen[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
 
 
-def _checked(kind: type[ReplayPlan], given: dict[str, Any], refuse: Refuse) -> ReplayPlan:
+def _checked(kind: type[ReplayPlan], given: dict[str, Any], refuse: Refuse, warn: Warn) -> ReplayPlan:
+    former = {_as_option(name): _as_option(kind.renamed[name]) for name in given if name in kind.renamed}
+    if former:
+        renamed = ", ".join(f"{one} is now {other}" for one, other in former.items())
+        warn(f"warning: {renamed}; the former names go in the next version")
     try:
         return kind(**given)
     except ValidationError as error:
-        refuse(
-            [
-                f"{'.'.join(map(str, d['loc'])) or 'plan'}: {d['msg'].removeprefix('Value error, ')}"
-                for d in error.errors()
-            ]
-        )
+        refuse([_sentence(str(one["loc"][0]) if one["loc"] else "plan", one) for one in error.errors()])
         raise
+
+
+def _sentence(field: str, error: ErrorDetails) -> str:
+    if error["type"] == "value_error":
+        return f"{field}: {error['msg'].removeprefix('Value error, ')}"
+    return f"{field}: {error['msg'].removeprefix('Input ')}, not {error['input']}"
+
+
+def _as_option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

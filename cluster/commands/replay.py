@@ -27,7 +27,7 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
     if plan.measures_first:
         unloaded = await measure_unloaded(url, plan, console, round_index=1)
         plan, load = settle(plan, trace, unloaded, workers_of(unloaded.workers))
-    for sentence in load.sentences(plan.limits):
+    for sentence in load.sentences(plan.slos):
         console.print(sentence, highlight=False, markup=False)
     out = new_folder(RunFolder(out), console).path if out else None
     record_file = RecordFile(out / "records.jsonl") if out else None

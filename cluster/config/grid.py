@@ -18,7 +18,7 @@ MAY_CHANGE: dict[Mode, tuple[str, ...]] = {
     "disaggregated": ("pools.prefill", "pools.decode", "transfer", "router", "engine_args"),
     "adaptive": ("pools.adaptive", "transfer", "router", "engine_args"),
 }
-"""What a candidate may override. Model, server, machines and keys are the same for both arms."""
+"""What a candidate may override. Model, server, machines and keys are the same for both variants."""
 
 
 class Grid(BaseModel):
@@ -100,7 +100,7 @@ def candidate_of(base: RidgelineConfig, mode: Mode, name: str, overrides: Mappin
     return CandidateConfig(mode, name, overrides, config)
 
 
-def both_arms(colocated: CandidateConfig, disaggregated: CandidateConfig) -> RidgelineConfig:
+def both_variants(colocated: CandidateConfig, disaggregated: CandidateConfig) -> RidgelineConfig:
     """Return one configuration with the pools of both candidates, of which neither may set the other's."""
     split = disaggregated.config
     return split.model_copy(

@@ -1,4 +1,4 @@
-"""The limits of TTFT and TPOT that a map has."""
+"""The SLOs on TTFT and TPOT that a map has."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ TTFT_FACTORS = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0)
 TPOT_FACTORS = (1.1, 1.25, 1.5, 2.0, 2.5, 4.0)
 """Limits as multiples of the unloaded figures."""
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9, 0.97)
-"""Of what was measured in all arms together, where the unloaded figures are not known."""
+"""Of what was measured in all variants together, where the unloaded figures are not known."""
 EQUIVALENT: Final = "equivalent"
 UNCLEAR: Final = "unclear"
 UNREACHABLE: Final = "unreachable"
 PairRecords = Mapping[str, Sequence[RequestRecord]]
-"""The records of each arm in one pair; position i is the same request in all arms."""
+"""The records of each variant in one pair; position i is the same request in all variants."""
 
 
 class Grid(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ def grid_of(pairs: Sequence[PairRecords], unloaded: Unloaded | None, slo: Slo) -
         if not ttfts or not tpots:
             return None
         ttfts_ms, tpots_ms = np.quantile(ttfts, QUANTILES).tolist(), np.quantile(tpots, QUANTILES).tolist()
-        source = "quantiles of what was measured in all arms, and the limits of this run"
+        source = "quantiles of what was measured in all variants, and the limits of this run"
     return Grid(_limits(ttfts_ms, slo.ttft_ms), _limits(tpots_ms, slo.tpot_ms), source, slo.gap_ms)
 
 

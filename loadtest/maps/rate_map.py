@@ -1,9 +1,9 @@
-"""Which arm holds the highest rate within which limits: a map over limits of TTFT and TPOT, from a search's requests.
+"""The maximum goodput rates at other SLOs on TTFT and TPOT, from the requests of a search.
 
-Each cell has the knees that the search would have reported at those limits, from the same rounds. Which rates were
-measured followed from the search's own limits, so knees far from them are often "below" or "above" all of them. Of more
-than two arms one wins a cell only if its rate is higher than each other's by the interval of their ratio, as in
-`loadtest.maps.winner_map`. Cells are not corrected for being many.
+Each cell has the maximum rates that the search would have reported at those limits, from the same rounds. Which
+rates were measured followed from the search's own limits, so rates far from them are often "below" or
+"above" all of them. Of more than two variants one wins a cell only if its rate is higher than each other's by the
+interval of their ratio, as in `loadtest.maps.winner_map`. Cells are not corrected for being many.
 """
 
 from collections import Counter
@@ -14,24 +14,24 @@ import msgspec
 
 from loadtest.maps.grid import UNCLEAR, UNREACHABLE, Grid
 from loadtest.plan import Slo
-from loadtest.rate_search import Knee, Round, knee, ratio_of
+from loadtest.rate_search import MaxGoodputRate, Round, max_goodput_rate, ratio_of
 from loadtest.run.records import RequestRecord
 
 UNMEASURED: Final = "not measured"
 RoundsAtRates = Sequence[tuple[float, Sequence[RequestRecord]]]
-"""The rate of each round of one arm, in requests/s or in requests/s per device, with its records."""
+"""The rate of each round of one variant, in requests/s or in requests/s per device, with its records."""
 
 
 class RateCell(msgspec.Struct, frozen=True):
-    """One pair of limits with each arm's knee there.
+    """One pair of limits with each variant's maximum there.
 
-    `winner` is an arm; `unclear`; `unreachable` if no arm held the share at any rate; or `not measured` if a request
-    within these limits could have been given up.
+    `winner` is a variant; `unclear`; `unreachable` if no variant held the share at any rate; or `not measured` if a
+    request within these SLOs could have been given up.
     """
 
     ttft_ms: float
     tpot_ms: float
-    knees: dict[str, Knee]
+    max_goodput_rates: dict[str, MaxGoodputRate]
     winner: str
 
 
@@ -41,7 +41,7 @@ class RateMap(msgspec.Struct, frozen=True):
     grid: Grid
     unit: str
     measured: dict[str, tuple[float, float]]
-    """The lowest and the highest rate of each arm."""
+    """The lowest and the maximum goodput rate of each variant."""
     cells: tuple[RateCell, ...]
     sentence: str
 
@@ -54,55 +54,65 @@ def rate_map(
     deadline_s: float,
     unit: str,
 ) -> RateMap:
-    """Find every arm's knee in every cell; requests were given up after `deadline_s`, and `unit` is that of a rate."""
+    """Find every variant's maximum goodput rate in every cell; requests were given up after `deadline_s`.
+
+    `unit` is that of a rate.
+    """
     longest_tokens = max(
-        record.requested_output_tokens for of_arm in rounds.values() for _, records in of_arm for record in records
+        record.requested_output_tokens
+        for of_variant in rounds.values()
+        for _, records in of_variant
+        for record in records
     )
 
     def cell(slo: Slo) -> RateCell:
         ttft_s, tpot_s, _ = slo.in_seconds()
         if ttft_s + tpot_s * longest_tokens > deadline_s * (1 + 1e-9):
             return RateCell(slo.ttft_ms, slo.tpot_ms, {}, UNMEASURED)
-        knees = {arm: _knee(of_arm, slo, attainment) for arm, of_arm in rounds.items()}
-        return RateCell(slo.ttft_ms, slo.tpot_ms, knees, _winner(knees))
+        max_goodput_rates = {variant: _max_rate(of_variant, slo, attainment) for variant, of_variant in rounds.items()}
+        return RateCell(slo.ttft_ms, slo.tpot_ms, max_goodput_rates, _winner(max_goodput_rates))
 
     cells = tuple(
         cell(Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms, gap_ms=grid.gap_ms))
         for ttft_ms in grid.ttft_ms
         for tpot_ms in grid.tpot_ms
     )
-    measured = {arm: (min(rates), max(rates)) for arm in rounds if (rates := [rate for rate, _ in rounds[arm]])}
+    measured = {
+        variant: (min(rates), max(rates)) for variant in rounds if (rates := [rate for rate, _ in rounds[variant]])
+    }
     return RateMap(grid, unit, measured, cells, _sentence(cells, labels))
 
 
-def _knee(rounds: RoundsAtRates, slo: Slo, attainment: float) -> Knee:
+def _max_rate(rounds: RoundsAtRates, slo: Slo, attainment: float) -> MaxGoodputRate:
     limits = slo.in_seconds()
     counted = [Round(rate, sum(one.meets(*limits) for one in records), len(records)) for rate, records in rounds]
-    return knee(counted, attainment)
+    return max_goodput_rate(counted, attainment)
 
 
-def _winner(knees: Mapping[str, Knee]) -> str:
-    if all(found.outcome == "below" for found in knees.values()):
+def _winner(max_goodput_rates: Mapping[str, MaxGoodputRate]) -> str:
+    if all(found.outcome == "below" for found in max_goodput_rates.values()):
         return UNREACHABLE
-    for arm, own in knees.items():
-        if all(ratio_of(found, own).is_above_one for other, found in knees.items() if other != arm):
-            return arm
+    for variant, own in max_goodput_rates.items():
+        if all(ratio_of(found, own).is_above_one for other, found in max_goodput_rates.items() if other != variant):
+            return variant
     return UNCLEAR
 
 
 def _sentence(cells: Sequence[RateCell], labels: Mapping[str, str]) -> str:
-    """Say in how many cells each arm holds the highest rate."""
+    """Say in how many cells each variant holds the maximum goodput rate."""
     counts = Counter(cell.winner for cell in cells)
-    said = [f"{labels[arm]} holds the highest rate at {counts[arm]}" for arm in labels if counts[arm]]
+    said = [
+        f"{labels[variant]} holds the maximum goodput rate at {counts[variant]}"
+        for variant in labels
+        if counts[variant]
+    ]
     said += [
         f"{counts[kind]} {words}"
         for kind, words in (
             (UNCLEAR, "unclear"),
-            (UNREACHABLE, "held by no arm at any rate measured"),
+            (UNREACHABLE, "held by no variant at any rate measured"),
             (UNMEASURED, "not measured, since a request within them could have been given up"),
         )
         if counts[kind]
     ]
-    return (
-        f"Of {len(cells)} pairs of limits on TTFT and TPOT, {'; '.join(said)}. Cells are not corrected for being many."
-    )
+    return f"Of {len(cells)} pairs of SLOs on TTFT and TPOT, {'; '.join(said)}. Cells are not corrected for being many."

@@ -1,9 +1,9 @@
-"""Which arm meets which limits for more requests: a map over limits of TTFT and TPOT, from the recorded requests alone.
+"""Which variant meets which SLOs for more requests: a map over SLOs on TTFT and TPOT, from the recorded requests alone.
 
 A limit on the largest gap between tokens, if the comparison has one, holds in every cell.
 
-Each cell is judged as the comparison itself is, with the same interval over the same pairs. Of more than two arms one
-wins a cell only if it beats each of the others there: an intersection-union test, which needs no correction (R. L.
+Each cell is judged as the comparison itself is, with the same interval over the same pairs. Of more than two variants
+one wins a cell only if it beats each of the others there: an intersection-union test, which needs no correction (R. L.
 Berger, Technometrics 24 (1982) 295-300). Cells are not corrected for being many, so the map shows where to look and is
 no verdict.
 """
@@ -21,11 +21,11 @@ from loadtest.statistics.pairs import PairDifference
 from loadtest.statistics.proportions import PairedCounts
 
 Judge = Callable[[Sequence[PairDifference]], Conclusion]
-"""What concludes from the pairs of two arms; the comparison's own at its last look."""
+"""What concludes from the pairs of two variants; the comparison's own at its last look."""
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Arm `second` minus arm `first` in one cell, in shares of requests, with the interval over pairs."""
+    """Variant `second` minus variant `first` in one cell, in shares of requests, with the interval over pairs."""
 
     first: str
     second: str
@@ -35,7 +35,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One pair of limits; `winner` is an arm, `equivalent`, `unclear`, or `unreachable` if hardly a request met it."""
+    """Two SLOs; `winner` is a variant, `equivalent`, `unclear`, or `unreachable` if hardly a request met them."""
 
     ttft_ms: float
     tpot_ms: float
@@ -54,7 +54,7 @@ class WinnerMap(msgspec.Struct, frozen=True):
 
 
 def winner_map(pairs: Sequence[PairRecords], labels: Mapping[str, str], grid: Grid, judge: Judge) -> WinnerMap:
-    """Judge every cell of the grid; `labels` name the arms for people."""
+    """Judge every cell of the grid; `labels` name the variants for people."""
     cells = tuple(
         _cell(pairs, tuple(labels), Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms, gap_ms=grid.gap_ms), judge)
         for ttft_ms in grid.ttft_ms
@@ -63,21 +63,26 @@ def winner_map(pairs: Sequence[PairRecords], labels: Mapping[str, str], grid: Gr
     return WinnerMap(grid, cells, _sentence(cells, labels, grid.gap_ms))
 
 
-def _cell(pairs: Sequence[PairRecords], arms: tuple[str, ...], slo: Slo, judge: Judge) -> Cell:
-    met = [{arm: [record.meets(*slo.in_seconds()) for record in pair[arm]] for arm in arms} for pair in pairs]
-    found = {(a, b): judge([_difference(pair[a], pair[b]) for pair in met]) for a, b in combinations(arms, 2)}
-    total = {arm: sum(len(pair[arm]) for pair in met) for arm in arms}
+def _cell(pairs: Sequence[PairRecords], variants: tuple[str, ...], slo: Slo, judge: Judge) -> Cell:
+    met = [
+        {variant: [record.meets(*slo.in_seconds()) for record in pair[variant]] for variant in variants}
+        for pair in pairs
+    ]
+    found = {(a, b): judge([_difference(pair[a], pair[b]) for pair in met]) for a, b in combinations(variants, 2)}
+    total = {variant: sum(len(pair[variant]) for pair in met) for variant in variants}
     return Cell(
         ttft_ms=slo.ttft_ms,
         tpot_ms=slo.tpot_ms,
-        attainment={arm: sum(sum(pair[arm]) for pair in met) / total[arm] for arm in arms},
-        attainment_by_pair={arm: tuple(sum(pair[arm]) / len(pair[arm]) for pair in met) for arm in arms},
+        attainment={variant: sum(sum(pair[variant]) for pair in met) / total[variant] for variant in variants},
+        attainment_by_pair={
+            variant: tuple(sum(pair[variant]) / len(pair[variant]) for pair in met) for variant in variants
+        },
         differences=tuple(
             Difference(a, b, one.attainment.mean, one.attainment.low, one.attainment.high)
             for (a, b), one in found.items()
             if one.attainment is not None
         ),
-        winner=_winner(found, arms),
+        winner=_winner(found, variants),
     )
 
 
@@ -87,11 +92,11 @@ def _difference(a: Sequence[bool], b: Sequence[bool]) -> PairDifference:
     return PairDifference(counts, (counts.only_b - counts.only_a) / counts.total, None, {}, 0)
 
 
-def _winner(found: Mapping[tuple[str, str], Conclusion], arms: Sequence[str]) -> str:
+def _winner(found: Mapping[tuple[str, str], Conclusion], variants: Sequence[str]) -> str:
     beaten = Counter(pair[0 if one.better == "a" else 1] for pair, one in found.items() if one.outcome == "better")
-    for arm in arms:
-        if beaten[arm] == len(arms) - 1:
-            return arm
+    for variant in variants:
+        if beaten[variant] == len(variants) - 1:
+            return variant
     outcomes = {one.outcome for one in found.values()}
     if outcomes == {"slo_unreachable"}:
         return UNREACHABLE
@@ -99,20 +104,20 @@ def _winner(found: Mapping[tuple[str, str], Conclusion], arms: Sequence[str]) ->
 
 
 def _sentence(cells: Sequence[Cell], labels: Mapping[str, str], gap_ms: float | None) -> str:
-    """Say how many cells each arm has, and with which limits its largest difference is."""
+    """Say how many cells each variant has, and with which SLOs its largest difference is."""
     counts = Counter(cell.winner for cell in cells)
-    said = [f"{labels[arm]} meets {counts[arm]} for more requests" for arm in labels if counts[arm]]
+    said = [f"{labels[variant]} meets {counts[variant]} for more requests" for variant in labels if counts[variant]]
     said += [
         f"{counts[kind]} {words}"
         for kind, words in (
-            (EQUIVALENT, "alike for all arms"),
+            (EQUIVALENT, "alike for all variants"),
             (UNCLEAR, "unclear"),
-            (UNREACHABLE, "met by hardly a request in any arm"),
+            (UNREACHABLE, "met by hardly a request in any variant"),
         )
         if counts[kind]
     ]
     beside = "" if gap_ms is None else f", each with gaps of at most {gap_ms:g} ms"
     return (
-        f"Of {len(cells)} pairs of limits on TTFT and TPOT{beside}, {'; '.join(said)}. "
+        f"Of {len(cells)} pairs of SLOs on TTFT and TPOT{beside}, {'; '.join(said)}. "
         "Cells are not corrected for being many."
     )

@@ -2,7 +2,7 @@
 
 summary.py        computes figures under vLLM bench's names
 rounds.py         makes summary.json of a comparison
-rates.py          makes summary.json, table and page of a search for the highest rate
+rates.py          makes summary.json, table and page of a search for the maximum goodput rate
 wording.py        says the outcome in sentences
 pools.py          computes intensity, MFU and MBU of each pool
 devices.py        divides figures by cores or GPUs, and computes cost

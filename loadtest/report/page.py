@@ -40,14 +40,14 @@ def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
     outcome = summary["outcome"]
     template = Template(TEMPLATE_FILE.read_text(encoding="utf-8"))
     page = template.substitute(
-        title=html.escape(" against ".join(arm["label"] for arm in summary["arms"].values())),
+        title=html.escape(" against ".join(variant["label"] for variant in summary["variants"].values())),
         headline=html.escape(outcome["headline"]),
         tail=html.escape(outcome["tail"]),
         details=html.escape(outcome["details"]),
         better=outcome["better"] or "none",
         setting=html.escape(_setting(summary)),
         warnings=_warnings(summary),
-        arms_table=_arms_table(summary),
+        variants_table=_variants_table(summary),
         rounds_table=html_table(ROUND_HEADER, round_rows(summary)),
         intervals=html.escape(f"In parentheses: {summary['formulas']['ci']}. {DASH}."),
         pools_table=_pools_table(summary),
@@ -69,11 +69,11 @@ def _figures(summary: Summary, records: plots.Records) -> list[go.Figure | None]
         plots.pair_dots(summary),
         plots.latency_dots(summary),
         plots.attainment_curve(summary, records, slo),
-        plots.roofline(summary["arms"]),
+        plots.roofline(summary["variants"]),
         plots.latency_cdf(summary, records, "ttft", "Time to first token", slo.ttft_ms),
         plots.latency_cdf(summary, records, "tpot", "Time per output token", slo.tpot_ms),
         plots.gap_tail(summary, records, slo.gap_ms),
-        plots.stage_bars(summary["arms"]),
+        plots.stage_bars(summary["variants"]),
     ]
 
 
@@ -111,14 +111,16 @@ def _setting(summary: Summary) -> str:
     return (
         f"Trace '{trace['name']}': {pairs} of at most {plan['pairs']} pairs of rounds, {trace['requests']} requests "
         f"each{rate} · "
-        f"limits: {load['slo_source']} · {machine['processor']}, {machine['cores']} cores, "
+        f"SLOs: {load['slo_source']} · {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB"
     )
 
 
 def _warnings(summary: Summary) -> str:
     found = [
-        f"{arm['label']}: {warning}" for arm in summary["arms"].values() for warning in dict.fromkeys(arm["warnings"])
+        f"{variant['label']}: {warning}"
+        for variant in summary["variants"].values()
+        for warning in dict.fromkeys(variant["warnings"])
     ]
     disturbed = sum(each["valid"] and bool(each["reasons"]) for each in summary["rounds"])
     if disturbed:
@@ -133,10 +135,13 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _arms_table(summary: Summary) -> str:
-    arms, formulas = list(summary["arms"].values()), row_formulas(ROWS, summary["formulas"])
-    rows = [[label, *(figure_text(arm, key, form) for arm in arms), formulas[label]] for label, key, form in ROWS]
-    return html_table(["", *(arm["label"] for arm in arms), "formula"], rows)
+def _variants_table(summary: Summary) -> str:
+    variants, formulas = list(summary["variants"].values()), row_formulas(ROWS, summary["formulas"])
+    rows = [
+        [label, *(figure_text(variant, key, form) for variant in variants), formulas[label]]
+        for label, key, form in ROWS
+    ]
+    return html_table(["", *(variant["label"] for variant in variants), "formula"], rows)
 
 
 def _pools_table(summary: Summary) -> str:
@@ -209,14 +214,14 @@ def _tuning(summary: Summary) -> str:
 
 
 def _winner_map(summary: Summary) -> str:
-    """Return the map as a table, coloured by winner, with the shares of all arms in a cell; empty if there is none."""
+    """Return the map as a table, coloured by winner, with the shares of all variants; empty if there is none."""
     found = summary.get("winner_map")
     if found is None:
         return ""
-    labels = {side: arm["label"] for side, arm in summary["arms"].items()}
+    labels = {side: variant["label"] for side, variant in summary["variants"].items()}
     return limits_table(
-        "Which arm meets which limits",
-        "In each cell: the share of requests within the limits",
+        "Which variant meets which SLOs",
+        "In each cell: the share of requests within the SLOs",
         found,
         labels,
         lambda cell: [f"{cell['attainment'][side]:.0%}" for side in labels],
@@ -226,8 +231,8 @@ def _winner_map(summary: Summary) -> str:
 def limits_table(
     title: str, what: str, found: Summary, labels: Mapping[str, str], figures: Callable[[Summary], Sequence[str]]
 ) -> str:
-    """Return a map over limits as a table, coloured by winner; `figures` gives a cell's figure of each arm."""
-    colors = dict(zip(labels, plots.ARM_COLORS, strict=False)) | WINNER_COLORS
+    """Return a map over SLOs as a table, coloured by winner; `figures` gives a cell's figure of each variant."""
+    colors = dict(zip(labels, plots.VARIANT_COLORS, strict=False)) | WINNER_COLORS
     tpots_ms, cells = found["grid"]["tpot_ms"], iter(found["cells"])
     head = "".join(f"<th>TPOT &le; {tpot_ms:g} ms</th>" for tpot_ms in tpots_ms)
     body = "".join(
@@ -236,7 +241,7 @@ def limits_table(
         + "</tr>"
         for ttft_ms in found["grid"]["ttft_ms"]
     )
-    note = f"{found['sentence']} {what}, {' / '.join(labels.values())}. Limits: {found['grid']['source']}."
+    note = f"{found['sentence']} {what}, {' / '.join(labels.values())}. SLOs: {found['grid']['source']}."
     return (
         f'<section class="card map"><h2>{title}</h2><table><thead><tr><th></th>{head}</tr>'
         f'</thead><tbody>{body}</tbody></table><p class="muted">{html.escape(note)}</p></section>'
@@ -258,18 +263,18 @@ def _winner_cell(
 
 
 def _method(summary: Summary) -> str:
-    arms, plan, trace, found = summary["arms"], summary["plan"], summary["trace"], summary["outcome"]
-    recomputed = {arm["label"]: arm["recomputes"] or "none" for arm in arms.values()}
-    void = sum(not each["valid"] for each in summary["rounds"])
+    variants, plan, trace, found = summary["variants"], summary["plan"], summary["trace"], summary["outcome"]
+    recomputed = {variant["label"]: variant["recomputes"] or "none" for variant in variants.values()}
+    discarded = sum(not each["valid"] for each in summary["rounds"])
     looks = ", ".join(map(str, found["looks"]))
     lines = [
         "Rounds are the units: the two rounds of a pair have the same arrivals and lengths, in an order drawn at "
         "random; no two rounds share a prompt's beginning, so prefix caches were cold. "
-        f"{void} {'round was' if void == 1 else 'rounds were'} void and repeated.",
+        f"{discarded} {'round was' if discarded == 1 else 'rounds were'} discarded and repeated.",
         "Attainment decides, by the t interval over pairs, never narrower than Newcombe's score interval of the paired "
         f"shares, and by the exact sign-flip test. The result was looked at after {looks} of at most {plan['pairs']} "
         f"pairs; this look's intervals have {1 - found['level']:.1%}, so that all looks together err in at most 5 % of "
-        "comparisons. Latencies are secondary: the mean log ratio of the requests that finished in both arms, with "
+        "comparisons. Latencies are secondary: the mean log ratio of the requests that finished in both variants, with "
         "Holm's correction.",
         "Open-loop: each request left at its time in the trace, whatever the server did. "
         "Each server was warmed up until every worker had made a step. Prompts are real English, "

@@ -11,7 +11,7 @@ from loadtest.report.summary import attainment, latency_series
 from loadtest.report.wording import NAMES
 from loadtest.run.records import RequestRecord
 
-ARM_COLORS = ("#d9730d", "#1f6feb", "#2da44e")
+VARIANT_COLORS = ("#d9730d", "#1f6feb", "#2da44e")
 STAGE_COLORS = {
     "preprocess": "#dfe4ea",
     "queue": "#b8c0cc",
@@ -29,7 +29,7 @@ RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10)
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 65))
 TIME_TICKS_MS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 3))
 Records = Mapping[str, Sequence[RequestRecord]]
-"""Those of each arm, by its label."""
+"""Those of each variant, by its label."""
 
 
 def pair_dots(summary: Mapping[str, Any]) -> go.Figure:
@@ -50,7 +50,7 @@ def pair_dots(summary: Mapping[str, Any]) -> go.Figure:
         name="one pair of rounds",
         hovertemplate="pair %{y}: %{x:+.1f} points<extra></extra>",
     )
-    b, a = (summary["arms"][side]["label"] for side in ("b", "a"))
+    b, a = (summary["variants"][side]["label"] for side in ("b", "a"))
     _style(figure, "Attainment, pair by pair", f"{b} minus {a}, points", "pair")
     figure.update_yaxes(tickvals=list(range(len(shares) + 1)), ticktext=["all", *map(str, range(1, len(shares) + 1))])
     widest = max([100 * found["margin"], *(abs(100 * share) for share in shares)])
@@ -82,7 +82,7 @@ def latency_dots(summary: Mapping[str, Any]) -> go.Figure | None:
             showlegend=place == 0,
             hovertemplate="x %{x:.2f}<extra>" + NAMES[name] + "</extra>",
         )
-    b, a = (summary["arms"][side]["label"] for side in ("b", "a"))
+    b, a = (summary["variants"][side]["label"] for side in ("b", "a"))
     _style(figure, "Latencies, pair by pair (secondary)", f"{b} / {a}", "")
     figure.update_yaxes(
         tickvals=list(range(len(names))), ticktext=[SHORT_NAMES[name] for name in names], range=[len(names) - 0.4, -0.6]
@@ -107,8 +107,8 @@ def _interval(figure: go.Figure, estimate: Mapping[str, float], name: str, y: fl
 
 def _round_dots(figure: go.Figure, summary: Mapping[str, Any], x: str | float, y: Callable[[Any], float]) -> None:
     """Add a dot for each valid round, at the round's figure `x` (or at a fixed x) and at the height `y` gives."""
-    for arm, color in zip(summary["arms"].values(), ARM_COLORS, strict=False):
-        rounds = [each for each in summary["rounds"] if each["valid"] and each["label"] == arm["label"]]
+    for variant, color in zip(summary["variants"].values(), VARIANT_COLORS, strict=False):
+        rounds = [each for each in summary["rounds"] if each["valid"] and each["label"] == variant["label"]]
         shown = [each for each in rounds if not isinstance(x, str) or each.get(x) is not None]
         figure.add_scatter(
             x=[each[x] if isinstance(x, str) else x for each in shown],
@@ -117,17 +117,17 @@ def _round_dots(figure: go.Figure, summary: Mapping[str, Any], x: str | float, y
             marker={"size": 9, "color": color, "opacity": 0.75, "line": {"color": "white", "width": 1}},
             showlegend=False,
             text=[str(each["pair"] + 1) for each in shown],
-            hovertemplate="pair %{text}: %{x:.3g}, %{y:.2~%}<extra>" + arm["label"] + "</extra>",
+            hovertemplate="pair %{text}: %{x:.3g}, %{y:.2~%}<extra>" + variant["label"] + "</extra>",
         )
 
 
 def latency_cdf(summary: Mapping[str, Any], records: Records, name: str, title: str, limit_ms: float) -> go.Figure:
-    """Plot the share of all requests at or below each latency, with the SLO's limit; a failed one never arrives."""
+    """Plot the share of all requests at or below each latency, with the SLO; a failed one never arrives."""
     figure = go.Figure()
-    for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=False):
-        values_s = latency_series([record for record in arm_records if record.ok])[name]
+    for (label, variant_records), color in zip(records.items(), VARIANT_COLORS, strict=False):
+        values_s = latency_series([record for record in variant_records if record.ok])[name]
         values_ms = np.sort(np.asarray(values_s, dtype=np.float64)) * 1e3
-        shares = np.arange(1, len(values_ms) + 1) / max(1, len(arm_records))
+        shares = np.arange(1, len(values_ms) + 1) / max(1, len(variant_records))
         figure.add_scatter(
             x=values_ms.tolist(),
             y=shares.tolist(),
@@ -152,7 +152,7 @@ def latency_cdf(summary: Mapping[str, Any], records: Records, name: str, title: 
 def gap_tail(summary: Mapping[str, Any], records: Records, limit_ms: float | None) -> go.Figure | None:
     """Plot the share of gaps between tokens that last longer than a time; None if no answer had two tokens.
 
-    The SLO's limit on the largest gap is marked if there is one.
+    The SLO on the largest gap is marked if there is one.
     """
     series = {
         label: np.sort(latency_series([record for record in found if record.ok])["itl"]) * 1e3
@@ -162,7 +162,7 @@ def gap_tail(summary: Mapping[str, Any], records: Records, limit_ms: float | Non
     if not len(gaps_ms):
         return None
     figure = go.Figure()
-    for (label, sorted_ms), color in zip(series.items(), ARM_COLORS, strict=False):
+    for (label, sorted_ms), color in zip(series.items(), VARIANT_COLORS, strict=False):
         longer = np.arange(len(sorted_ms) - 1, 0, -1) / max(1, len(sorted_ms))
         figure.add_scatter(
             x=sorted_ms[:-1].tolist(),  # a log axis has no 0, so the largest gap has no point of its own
@@ -192,12 +192,12 @@ def gap_tail(summary: Mapping[str, Any], records: Records, limit_ms: float | Non
 
 
 def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> go.Figure:
-    """Plot the share of requests within the SLO as all limits are scaled; a failed request is a miss."""
+    """Plot the share of requests within the SLO as all SLOs are scaled; a failed request is a miss."""
     figure = go.Figure()
-    for (label, arm_records), color in zip(records.items(), ARM_COLORS, strict=False):
+    for (label, variant_records), color in zip(records.items(), VARIANT_COLORS, strict=False):
         figure.add_scatter(
             x=list(SLO_SCALES),
-            y=[attainment(arm_records, slo, scale) for scale in SLO_SCALES],
+            y=[attainment(variant_records, slo, scale) for scale in SLO_SCALES],
             name=label,
             line={"color": color, "width": 2.5},
             hovertemplate="SLO x %{x:.2f}: %{y:.0%}<extra>" + label + "</extra>",
@@ -207,7 +207,7 @@ def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> 
     _style(
         figure,
         "Attainment as the SLO is scaled",
-        "all limits multiplied by",
+        "all SLOs multiplied by",
         "requests within the SLO",
         note="Dots: the attainment of each round.",
     )
@@ -217,10 +217,10 @@ def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> 
 
 
 def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
-    """Plot each arm's attainment at each rate with its band, a dot for each round, and the knees."""
+    """Plot each variant's attainment at each rate with its band, a dot for each round, and the max_goodput_rates."""
     figure = go.Figure()
-    for place, (arm, color) in enumerate(zip(rates["arms"].values(), ARM_COLORS, strict=False)):
-        bands, label, found = arm["bands"], arm["label"], arm["knee"]
+    for place, (variant, color) in enumerate(zip(rates["variants"].values(), VARIANT_COLORS, strict=False)):
+        bands, label, found = variant["bands"], variant["label"], variant["max_goodput_rate"]
         at = [band["rate"] for band in bands]
         figure.add_scatter(
             x=[*at, *reversed(at)],
@@ -258,7 +258,7 @@ def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
                 mode="markers",
                 marker={"size": 13, "symbol": "diamond", "color": color, "line": {"color": "white", "width": 1}},
                 showlegend=False,
-                hovertemplate="%{x:.3g} requests/s<extra>highest rate, " + label + "</extra>",
+                hovertemplate="%{x:.3g} requests/s<extra>maximum goodput rate, " + label + "</extra>",
             )
         ends = [end or rate for end, rate in ((found["low"], min(at)), (found["high"], max(at)))]
         if found["low"] is not None or found["high"] is not None:
@@ -275,21 +275,23 @@ def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
         figure,
         "Attainment against rate",
         "requests/s",
-        "requests within the limits",
-        note="Dots: rounds. Shaded: the 95 % band at each rate. Diamonds: the highest rates that hold the share "
-        "(dotted line). Bars at the bottom: the intervals of those rates; an open one goes to the last rate measured.",
+        "requests within the SLOs",
+        note="Dots: rounds. Shaded: the 95 % band at each rate. Diamonds: the maximum goodput rates at "
+        "the share (dotted line). Bars at the bottom: their intervals; an open one goes to the last rate measured.",
     )
-    ticks = sorted({band["rate"] for arm in rates["arms"].values() for band in arm["bands"]})
+    ticks = sorted({band["rate"] for variant in rates["variants"].values() for band in variant["bands"]})
     figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:.3g}" for tick in ticks])
     figure.update_yaxes(range=[0, 1.04], tickformat=".0%")
     figure.update_layout(height=430)
     return figure
 
 
-def stage_bars(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
+def stage_bars(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
     """Plot bars that add up to the mean TTFT and to the mean time after it; None if the server counted no stages."""
     bars = {
-        f"{arm['label']}<br>{part}": stages for arm in arms.values() for part, stages in arm["latency_parts"].items()
+        f"{variant['label']}<br>{part}": stages
+        for variant in variants.values()
+        for part, stages in variant["latency_parts"].items()
     }
     if not bars:
         return None
@@ -312,16 +314,16 @@ def stage_bars(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
     return figure
 
 
-def roofline(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
+def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
     """Plot each kind of step of each pool under the roof of one worker; None if the server published no peaks.
 
     A dot's area is busy time. The mean of several kinds of step lies under no roof of its own, so a bar marks the
     FLOP/s that the mixture would have if every kind ran on its roof.
     """
     pools = [
-        (arm["label"], color, name, pool)
-        for arm, color in zip(arms.values(), ARM_COLORS, strict=False)
-        for name, pool in arm["pools"].items()
+        (variant["label"], color, name, pool)
+        for variant, color in zip(variants.values(), VARIANT_COLORS, strict=False)
+        for name, pool in variant["pools"].items()
         if pool["ridge"] and pool["step_kinds"]
     ]
     if not pools:
@@ -351,7 +353,7 @@ def roofline(arms: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
                 "opacity": 0.7,
             },
             text=[f"{step}: {kind['bound']}" for step, kind in pool["step_kinds"].items()],
-            textposition="bottom center" if color == ARM_COLORS[0] else "top center",
+            textposition="bottom center" if color == VARIANT_COLORS[0] else "top center",
             textfont={"color": color},
             name=label,
             showlegend=label not in named,

@@ -1,4 +1,4 @@
-"""Reports which rate each arm holds: summary.json, page and tables of a search."""
+"""Reports which rate each variant holds: summary.json, page and tables of a search."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -12,29 +12,29 @@ from plotly.offline import get_plotlyjs
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.arms import Devices
 from loadtest.maps.grid import grid_of
 from loadtest.maps.rate_map import rate_map
 from loadtest.plan import ComparePlan, Slo
-from loadtest.rate_search import Knee, Ratio, bands, knee, ratio_of
+from loadtest.rate_search import MaxGoodputRate, Ratio, bands, max_goodput_rate, ratio_of
 from loadtest.rate_search import Round as Counted
 from loadtest.report import plots
 from loadtest.report.page import TEMPLATE_FILE, html_table, limits_table, plot_card
-from loadtest.report.rounds import ArmLabel, Round
+from loadtest.report.rounds import Round, VariantLabel
 from loadtest.report.tables import format_figure
 from loadtest.run.calibration import Load
 from loadtest.run.machine import describe_machine
 from loadtest.run.records import RequestRecord
 from loadtest.statistics.outcome import Side
+from loadtest.variants import Devices
 
 RATE_FORMULAS = {
-    "knee": "rate at which the share of requests within every limit falls to the target, on the line through the "
-    "shares at the two measured rates around it (logarithm of the rate); shares that rise with the rate are pooled",
-    "interval of a knee": "from the highest measured rate that exceeds the share to the lowest that misses it, each by "
-    "the score test at 5 %, with the scatter between rounds of one rate; open where no measured rate does",
-    "ratio": "the knee of one arm / that of another; its interval joins both knees' (Zou and Donner 2008)",
-    "rate_per_device": "knee / devices",
-    "cost_per_million_output_tokens": "price of a device's hour x devices / 3600 / (knee x mean output tokens of a "
+    "max_goodput_rate": "rate at which the share of requests within every SLO falls to the target, on the line through "
+    "the shares at the two measured rates around it (logarithm of the rate); shares that rise with the rate are pooled",
+    "interval of max_goodput_rate": "from the highest measured rate that exceeds the share to the lowest that misses "
+    "it, each by the score test at 5 %, with the scatter between rounds of one rate; open where no measured rate does",
+    "ratio": "the maximum goodput rate of one variant / another's; its interval joins both (Zou and Donner 2008)",
+    "rate_per_device": "maximum goodput rate / devices",
+    "cost_per_million_output_tokens": "price of a device's hour x devices / 3600 / (rate x mean output tokens of a "
     "request) x 1,000,000; of all requests, met limits or not",
 }
 Summary = Mapping[str, Any]
@@ -44,14 +44,17 @@ def summarise_rates(
     found: Mapping[str, Sequence[Counted]],
     rates: Sequence[float],
     rounds: Sequence[Round],
-    labels: Mapping[Side, ArmLabel],
+    labels: Mapping[Side, VariantLabel],
     plan: ComparePlan,
     load: Load,
     devices: Mapping[Side, Devices | None],
 ) -> dict[str, Any]:
-    """Return the content of summary.json; `rates` has that of each pair, `found` the valid rounds of each arm."""
-    knees = {side: knee(found[side], plan.attainment) for side in labels}
-    ratios = {(one, other): ratio_of(knees[one], knees[other]) for one, other in combinations(labels, 2)}
+    """Return the content of summary.json; `rates` has that of each pair, `found` the valid rounds of each variant."""
+    max_goodput_rates = {side: max_goodput_rate(found[side], plan.attainment) for side in labels}
+    ratios = {
+        (one, other): ratio_of(max_goodput_rates[one], max_goodput_rates[other])
+        for one, other in combinations(labels, 2)
+    }
     traces = [each.result.trace for each in rounds if each.result is not None]
     output_tokens = [row.output_tokens for trace in traces for row in trace.rows]
     mean_output_tokens = sum(output_tokens) / len(output_tokens)
@@ -59,24 +62,26 @@ def summarise_rates(
         "rates": {
             "attainment": plan.attainment,
             "sentences": [
-                *(_knee_sentence(labels[side], knees[side], plan) for side in labels),
+                *(_max_rate_sentence(labels[side], max_goodput_rates[side], plan) for side in labels),
                 *(_ratio_sentence(f"{labels[b]} / {labels[a]}", found) for (a, b), found in ratios.items()),
             ],
-            "arms": {
+            "variants": {
                 side: {
                     "label": label,
-                    "knee": msgspec.to_builtins(knees[side]),
+                    "max_goodput_rate": msgspec.to_builtins(max_goodput_rates[side]),
                     "bands": [msgspec.to_builtins(band) | {"share": band.share} for band in bands(found[side])],
-                    "per_device": _per_device(knees[side], devices[side], mean_output_tokens, plan.price_per_hour),
+                    "per_device": _per_device(
+                        max_goodput_rates[side], devices[side], mean_output_tokens, plan.price_per_hour
+                    ),
                 }
                 for side, label in labels.items()
             },
             "ratios": {f"{b} / {a}": msgspec.to_builtins(found) for (a, b), found in ratios.items()},
             "map": _map(rates, rounds, labels, plan, load, devices),
-            "rounds": [_round(each, rates[each.pair], labels[each.side], plan.limits) for each in rounds],
+            "rounds": [_round(each, rates[each.pair], labels[each.side], plan.slos) for each in rounds],
         },
-        "slo": plan.limits.model_dump(),
-        "load": load.as_summary(plan.limits),
+        "slo": plan.slos.model_dump(),
+        "load": load.as_summary(plan.slos),
         "trace": {"name": traces[0].name, "requests": len(traces[0].rows), "changes": traces[0].notes},
         "plan": plan.model_dump(),
         "machine": describe_machine(),
@@ -87,15 +92,15 @@ def summarise_rates(
 def _map(
     rates: Sequence[float],
     rounds: Sequence[Round],
-    labels: Mapping[Side, ArmLabel],
+    labels: Mapping[Side, VariantLabel],
     plan: ComparePlan,
     load: Load,
     devices: Mapping[Side, Devices | None],
 ) -> dict[str, Any] | None:
-    """Return the rate map, of rates per device where the devices of all arms are known; None without limits to show."""
+    """Return the rate map, per device where the devices of all variants are known; None without SLOs to show."""
     kept = [(each, each.result) for each in rounds if each.is_kept and each.result is not None]
     by_pair = [{str(each.side): result.records} for each, result in kept]
-    grid = grid_of(by_pair, load.unloaded, plan.limits)
+    grid = grid_of(by_pair, load.unloaded, plan.slos)
     if grid is None:
         return None
     owned = {side: one for side in labels if (one := devices.get(side)) is not None}
@@ -111,13 +116,13 @@ def _map(
     return found
 
 
-def _round(each: Round, rate: float, label: ArmLabel, limits: Slo) -> dict[str, Any]:
+def _round(each: Round, rate: float, label: VariantLabel, limits: Slo) -> dict[str, Any]:
     records = each.result.records if each.result else ()
     met = sum(record.meets(*limits.in_seconds()) for record in records)
     return {
         "pair": each.pair,
         "rate": rate,
-        "arm": each.side,
+        "variant": each.side,
         "label": label,
         "began": each.began.isoformat(),
         "met": met,
@@ -130,7 +135,7 @@ def _round(each: Round, rate: float, label: ArmLabel, limits: Slo) -> dict[str, 
 
 
 def _per_device(
-    found: Knee, devices: Devices | None, mean_output_tokens: float, price_per_hour: float | None
+    found: MaxGoodputRate, devices: Devices | None, mean_output_tokens: float, price_per_hour: float | None
 ) -> dict[str, Any] | None:
     if devices is None:
         return None
@@ -146,8 +151,8 @@ def _per_device(
     }
 
 
-def _knee_sentence(label: ArmLabel, found: Knee, plan: ComparePlan) -> str:
-    head = f"{label}: {plan.attainment:.0%} of requests within the limits"
+def _max_rate_sentence(label: VariantLabel, found: MaxGoodputRate, plan: ComparePlan) -> str:
+    head = f"{label}: {plan.attainment:.0%} of requests within the SLOs"
     if found.outcome == "above":
         return f"{head} at every rate measured; {_ends(found.low, found.high)}."
     if found.outcome == "below":
@@ -179,7 +184,7 @@ def _ratio_sentence(names: str, found: Ratio) -> str:
 
 
 def round_rows(summary: Summary) -> list[list[str]]:
-    """Return a row for each round, void ones too, in the order in which they ran."""
+    """Return a row for each round, discarded ones too, in the order in which they ran."""
     return [
         [
             str(each["pair"] + 1),
@@ -187,23 +192,26 @@ def round_rows(summary: Summary) -> list[list[str]]:
             each["label"],
             f"{each['met']} of {each['total']}",
             format_figure(each["attainment"], ".0%"),
-            ("" if each["valid"] else "void: ") + "; ".join(each["reasons"]),
+            ("" if each["valid"] else "discarded: ") + "; ".join(each["reasons"]),
         ]
         for each in summary["rates"]["rounds"]
     ]
 
 
-def knee_rows(summary: Summary) -> list[list[str]]:
-    """Return a row for each figure of the knees, with a column for each arm."""
-    arms = list(summary["rates"]["arms"].values())
+def max_rate_rows(summary: Summary) -> list[list[str]]:
+    """Return a row for each figure of the maximum rates, with a column for each variant."""
+    variants = list(summary["rates"]["variants"].values())
     rows = [
-        ["highest rate, requests/s", *(_with_ends(arm["knee"], "rate", "low", "high") for arm in arms)],
+        [
+            "maximum goodput rate, requests/s",
+            *(_with_ends(variant["max_goodput_rate"], "rate", "low", "high") for variant in variants),
+        ],
     ]
-    if all(arm["per_device"] for arm in arms):
-        owned = [arm["per_device"] for arm in arms]
+    if all(variant["per_device"] for variant in variants):
+        owned = [variant["per_device"] for variant in variants]
         rows.append(["devices", *(f"{one['devices']} {one['unit']}" for one in owned)])
         ends = ("rate_per_device", "low_per_device", "high_per_device")
-        rows.append(["highest rate per device", *(_with_ends(one, *ends) for one in owned)])
+        rows.append(["maximum goodput rate per device", *(_with_ends(one, *ends) for one in owned)])
         costs = [one["cost_per_million_output_tokens"] for one in owned]
         if any(cost is not None for cost in costs):
             rows.append(["cost of a million output tokens there", *(format_figure(cost, ".3g") for cost in costs)])
@@ -227,14 +235,17 @@ def _rate_map(summary: Summary) -> str:
     found = summary["rates"].get("map")
     if found is None:
         return ""
-    labels = {side: arm["label"] for side, arm in summary["rates"]["arms"].items()}
+    labels = {side: variant["label"] for side, variant in summary["rates"]["variants"].items()}
 
     def figures(cell: Summary) -> list[str]:
-        return [_knee_text(cell["knees"][side], found["measured"][side]) for side in cell["knees"]]
+        return [
+            _max_rate_text(cell["max_goodput_rates"][side], found["measured"][side])
+            for side in cell["max_goodput_rates"]
+        ]
 
     return limits_table(
-        "Which arm holds the highest rate within which limits",
-        f"In each cell: the highest rate at which {summary['rates']['attainment']:.0%} of requests meet the limits, "
+        "Which variant holds the maximum goodput rate within which SLOs",
+        f"In each cell: the maximum goodput rate at an attainment of {summary['rates']['attainment']:.0%}, "
         f"{found['unit']}",
         found,
         labels,
@@ -242,7 +253,7 @@ def _rate_map(summary: Summary) -> str:
     )
 
 
-def _knee_text(found: Summary, measured: Sequence[float]) -> str:
+def _max_rate_text(found: Summary, measured: Sequence[float]) -> str:
     if found["outcome"] == "below":
         return f"< {measured[0]:.3g}"
     return f"{found['rate']:.3g}" if found["outcome"] == "found" else f"> {measured[1]:.3g}"
@@ -250,14 +261,16 @@ def _knee_text(found: Summary, measured: Sequence[float]) -> str:
 
 def print_rates(summary: Summary, console: Console) -> None:
     """Print what was found on the terminal."""
-    arms = summary["rates"]["arms"].values()
-    shares = Table("requests/s", *(arm["label"] for arm in arms), title="Within the limits", title_justify="left")
-    by_rate = [{band["rate"]: band for band in arm["bands"]} for arm in arms]
-    for rate in sorted({rate for of_arm in by_rate for rate in of_arm}):
-        shares.add_row(f"{rate:.3g}", *(_share_cell(of_arm.get(rate)) for of_arm in by_rate))
+    variants = summary["rates"]["variants"].values()
+    shares = Table(
+        "requests/s", *(variant["label"] for variant in variants), title="Within the limits", title_justify="left"
+    )
+    by_rate = [{band["rate"]: band for band in variant["bands"]} for variant in variants]
+    for rate in sorted({rate for of_variant in by_rate for rate in of_variant}):
+        shares.add_row(f"{rate:.3g}", *(_share_cell(of_variant.get(rate)) for of_variant in by_rate))
     console.print(shares)
-    table = Table("", *(arm["label"] for arm in arms))
-    for row in knee_rows(summary):
+    table = Table("", *(variant["label"] for variant in variants))
+    for row in max_rate_rows(summary):
         table.add_row(*row)
     console.print(table)
     if (found := summary["rates"].get("map")) is not None:
@@ -276,35 +289,35 @@ def _share_cell(band: Summary | None) -> str:
 def write_rate_report(path: Path, summary: Summary) -> Path:
     """Write the page of a search; return the path."""
     rates, machine = summary["rates"], summary["machine"]
-    labels = [arm["label"] for arm in rates["arms"].values()]
-    knees, ratios = rates["sentences"][: len(labels)], rates["sentences"][len(labels) :]
-    void = sum(not each["valid"] for each in rates["rounds"])
+    labels = [variant["label"] for variant in rates["variants"].values()]
+    max_goodput_rates, ratios = rates["sentences"][: len(labels)], rates["sentences"][len(labels) :]
+    discarded = sum(not each["valid"] for each in rates["rounds"])
     disturbed = sum(each["valid"] and bool(each["reasons"]) for each in rates["rounds"])
     warning = f"{disturbed} rounds were kept although they were disturbed, since their repeats were disturbed too"
     method = [
         f"The rounds of a pair have the same {summary['trace']['requests']} requests at the same rate, in an order "
-        f"drawn at random; each pair has requests of its own. {void} {'round was' if void == 1 else 'rounds were'} "
-        "void and repeated.",
-        "Rates are doubled or halved until each arm holds the share at one and misses it at another, then bisected, "
-        "with three pairs at a rate; then pairs go where an interval is open.",
-        "A knee is that of rounds of this length: a queue that grows slowly is only seen by longer ones. "
+        f"drawn at random; each pair has requests of its own. Rounds "
+        f"that were discarded and repeated: {discarded}.",
+        "Rates are doubled or halved until each variant holds the share at one and misses it at another, then "
+        "bisected, with three pairs at a rate; then pairs go where an interval is open.",
+        "The maximum is that of rounds of this length: a queue that grows slowly is only seen by longer ones. "
         f"A request was given up after {summary['plan']['deadline_s']:.3g} s.",
         *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary["load"]["sentences"]),
         *(f"Trace: {change}." for change in summary["trace"]["changes"]),
     ]
     body = Template(TEMPLATE_FILE.with_name("rates.html.template").read_text(encoding="utf-8")).substitute(
-        headline=html.escape(" ".join(knees)),
+        headline=html.escape(" ".join(max_goodput_rates)),
         ratio=html.escape(" ".join(ratios)),
         setting=html.escape(
-            f"Limits: {Slo(**summary['slo'])} · trace '{summary['trace']['name']}' · {machine['processor']}, "
+            f"SLOs: {Slo(**summary['slo'])} · trace '{summary['trace']['name']}' · {machine['processor']}, "
             f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
         ),
         warnings=f'<p class="warning">{html.escape(warning)}</p>' if disturbed else "",
-        knees=html_table(["", *labels], knee_rows(summary)),
+        max_goodput_rates=html_table(["", *labels], max_rate_rows(summary)),
         rate_map=_rate_map(summary),
         plot=plot_card(plots.attainment_against_rate(rates)),
         rounds=html_table(
-            ["pair", "requests/s", "arm", "within the limits", "share", "void or disturbed"], round_rows(summary)
+            ["pair", "requests/s", "variant", "within the SLOs", "share", "discarded or disturbed"], round_rows(summary)
         ),
         method="".join(f"<li>{html.escape(line)}</li>" for line in method),
         formulas=html_table(["figure", "formula"], [[name, text] for name, text in summary["formulas"].items()]),

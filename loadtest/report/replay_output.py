@@ -17,7 +17,7 @@ from loadtest.run.replay import ReplayResult
 
 def replay_summary(result: ReplayResult, plan: ReplayPlan, load: Load) -> dict[str, Any]:
     """Return the summary: vLLM bench's names at the top; pools and stages only if the server publishes them."""
-    summary = summarise(result.records, result.window_s, plan.limits)
+    summary = summarise(result.records, result.window_s, plan.slos)
     if result.metrics is not None:
         summary |= {
             "disaggregated_fraction": disaggregated_fraction(result.metrics),
@@ -30,8 +30,8 @@ def replay_summary(result: ReplayResult, plan: ReplayPlan, load: Load) -> dict[s
         "client": msgspec.to_builtins(result.client),
         "warnings": result.warnings,
         "trace": {"name": result.trace.name, "requests": len(result.trace.rows), "changes": result.trace.notes},
-        "slo": plan.limits.model_dump(),
-        "load": load.as_summary(plan.limits),
+        "slo": plan.slos.model_dump(),
+        "load": load.as_summary(plan.slos),
         "plan": plan.model_dump(),
         "machine": describe_machine(),
         "formulas": FORMULAS | POOL_FORMULAS,

@@ -1,4 +1,4 @@
-"""Makes summary.json of a comparison: both arms, every pair, every round. Called at the end of `compare`."""
+"""Makes summary.json of a comparison: both variants, every pair, every round. Called at the end of `compare`."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import msgspec
 
-from loadtest.arms import Devices
 from loadtest.maps.grid import grid_of
 from loadtest.maps.winner_map import winner_map
 from loadtest.plan import DISAGGREGATED, ComparePlan
@@ -29,13 +28,14 @@ from loadtest.run.replay import ReplayResult
 from loadtest.run.server_metrics import MetricsDelta, add_up
 from loadtest.statistics.outcome import Conclusion, Side, conclude
 from loadtest.statistics.pairs import PairDifference
+from loadtest.variants import Devices
 
-ArmLabel = str
-Records = dict[ArmLabel, tuple[RequestRecord, ...]]
+VariantLabel = str
+Records = dict[VariantLabel, tuple[RequestRecord, ...]]
 
 
 class Round(msgspec.Struct, frozen=True):
-    """One round of an arm; both rounds of a pair have the same arrivals and lengths."""
+    """One round of a variant; both rounds of a pair have the same arrivals and lengths."""
 
     side: Side
     pair: int
@@ -44,7 +44,7 @@ class Round(msgspec.Struct, frozen=True):
     """None if its figures were lost with a worker."""
     others: Disturbance | None
     reasons: tuple[str, ...]
-    """Why it is void, or disturbed if it was kept."""
+    """Why it is discarded, or disturbed if it was kept."""
     is_kept: bool
     number: int = 0
     """Of all rounds of the run, in the order in which they began; records name it."""
@@ -58,8 +58,8 @@ class Interruption(msgspec.Struct, frozen=True):
     resumed: datetime
 
 
-def labels_of(*modes: str) -> dict[Side, ArmLabel]:
-    """Name the arms by their modes, with their places where a mode comes twice."""
+def labels_of(*modes: str) -> dict[Side, VariantLabel]:
+    """Name the variants by their modes, with their places where a mode comes twice."""
     sides: tuple[Side, ...] = get_args(Side)
     return {
         side: mode if modes.count(mode) == 1 else f"{mode} ({side})" for side, mode in zip(sides, modes, strict=False)
@@ -70,27 +70,27 @@ def summarise_comparison(
     conclusion: Conclusion,
     differences: Sequence[PairDifference],
     rounds: Sequence[Round],
-    labels: Mapping[Side, ArmLabel],
+    labels: Mapping[Side, VariantLabel],
     plan: ComparePlan,
     load: Load,
     devices: Mapping[Side, Devices | None],
 ) -> tuple[dict[str, Any], Records]:
-    """Return the content of summary.json, and the valid records of each arm in the order of pairs.
+    """Return the content of summary.json, and the valid records of each variant in the order of pairs.
 
-    An arm whose devices are not known has no figures per device.
+    A variant whose devices are not known has no figures per device.
     """
     kept = {side: _kept(rounds, side) for side in labels}
     records = {
         label: tuple(record for result in kept[side] for record in result.records) for side, label in labels.items()
     }
     traces = [result.trace for result in kept["a"]]
-    words = say(conclusion, labels, plan.limits, gap_tails(records))
+    words = say(conclusion, labels, plan.slos, gap_tails(records))
     summary: dict[str, Any] = {
         "outcome": msgspec.to_builtins(conclusion) | msgspec.to_builtins(words) | {"sentence": words.sentence},
-        "slo": plan.limits.model_dump(),
-        "load": load.as_summary(plan.limits),
-        "arms": {
-            side: _arm_summary(kept[side], label, plan, mode)
+        "slo": plan.slos.model_dump(),
+        "load": load.as_summary(plan.slos),
+        "variants": {
+            side: _variant_summary(kept[side], label, plan, mode)
             for (side, label), mode in zip(labels.items(), plan.kinds, strict=True)
         },
         "pairs": [
@@ -111,7 +111,7 @@ def summarise_comparison(
     }
     for side, owned in devices.items():
         if owned is not None:
-            summary["arms"][side]["per_device"] = per_device(summary["arms"][side], owned, plan.price_per_hour)
+            summary["variants"][side]["per_device"] = per_device(summary["variants"][side], owned, plan.price_per_hour)
     if (found := _winner_map(kept, labels, conclusion, plan, load)) is not None:
         summary["winner_map"] = found
     return summary, records
@@ -119,13 +119,13 @@ def summarise_comparison(
 
 def _winner_map(
     kept: dict[Side, list[ReplayResult]],
-    labels: Mapping[Side, ArmLabel],
+    labels: Mapping[Side, VariantLabel],
     conclusion: Conclusion,
     plan: ComparePlan,
     load: Load,
 ) -> dict[str, Any] | None:
     pairs = [{"a": a.records, "b": b.records} for a, b in zip(kept["a"], kept["b"], strict=True)]
-    grid = grid_of(pairs, load.unloaded, plan.limits)
+    grid = grid_of(pairs, load.unloaded, plan.slos)
     if grid is None:
         return None
     names: dict[str, str] = {str(side): label for side, label in labels.items()}
@@ -147,12 +147,12 @@ def _mean_rate(results: Sequence[ReplayResult]) -> float | None:
     return gaps / span_s if span_s else None
 
 
-def _arm_summary(results: Sequence[ReplayResult], label: ArmLabel, plan: ComparePlan, mode: str) -> dict[str, Any]:
+def _variant_summary(
+    results: Sequence[ReplayResult], label: VariantLabel, plan: ComparePlan, mode: str
+) -> dict[str, Any]:
     records = [record for result in results for record in result.records]
     delta = add_up(result.metrics for result in results if result.metrics is not None)
-    summary = {"mode": mode, "label": label} | summarise(
-        records, sum(result.window_s for result in results), plan.limits
-    )
+    summary = {"mode": mode, "label": label} | summarise(records, sum(result.window_s for result in results), plan.slos)
     summary |= {
         "pools": describe_pools(delta),
         "stage_seconds": stage_seconds(delta),
@@ -169,11 +169,11 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def round_summary(each: Round, label: ArmLabel, plan: ComparePlan) -> dict[str, Any]:
+def round_summary(each: Round, label: VariantLabel, plan: ComparePlan) -> dict[str, Any]:
     """Return what summary.json says of a round."""
     summary: dict[str, Any] = {
         "round": each.number,
-        "arm": each.side,
+        "variant": each.side,
         "label": label,
         "pair": each.pair,
         "began": each.began.isoformat(timespec="seconds"),
@@ -183,7 +183,7 @@ def round_summary(each: Round, label: ArmLabel, plan: ComparePlan) -> dict[str, 
     }
     if each.result is None:
         return summary
-    figures = summarise(each.result.records, each.result.window_s, plan.limits)
+    figures = summarise(each.result.records, each.result.window_s, plan.slos)
     summary |= figures | {"warnings": each.result.warnings, "client": msgspec.to_builtins(each.result.client)}
     if each.result.metrics is not None:
         summary |= {

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.errors import LoadTestError
+from loadtest.plan import ComparePlan
 from loadtest.report.page import write_report
 from loadtest.report.rates import print_rates, write_rate_report
 from loadtest.report.tables import ROWS, figure_text, print_comparison
@@ -19,6 +20,14 @@ NOT_PAIRED = (
     "given. Compare the two in one run to get one."
 )
 Summary = dict[str, Any]
+FORMER_NAMES = {
+    "arms": "variants",
+    "arm": "variant",
+    "knee": "max_goodput_rate",
+    "knees": "max_goodput_rates",
+    **{former: name for former, name in ComparePlan.renamed.items() if former != "arms"},
+}
+"""Keys of summary.json before version 0.2, with their names now."""
 
 
 def report_again(folder: Path, console: Console) -> Path:
@@ -30,9 +39,9 @@ def report_again(folder: Path, console: Console) -> Path:
     _require_comparison(folder, summary)
     run = RunFolder(folder)
     records = run.records_by_round()
-    found: dict[str, list[RequestRecord]] = {arm["label"]: [] for arm in summary["arms"].values()}
+    found: dict[str, list[RequestRecord]] = {variant["label"]: [] for variant in summary["variants"].values()}
     for side, number in run.valid_rounds():
-        found[summary["arms"][side]["label"]] += records.get(number, [])
+        found[summary["variants"][side]["label"]] += records.get(number, [])
     if not any(found.values()):
         raise LoadTestError(f"{folder} has no records of valid rounds, of which a page is made")
     print_comparison(summary, console)
@@ -40,12 +49,18 @@ def report_again(folder: Path, console: Console) -> Path:
 
 
 def print_side_by_side(one: Path, other: Path, console: Console) -> None:
-    """Print the figures of all arms of two runs, and what differs between their set-ups. Raises LoadTestError."""
+    """Print the figures of all variants of two runs, and what differs between their set-ups. Raises LoadTestError."""
     summaries = {name: _comparison(folder) for name, folder in _names(one, other)}
-    columns = {f"{name}: {arm['label']}": arm for name, each in summaries.items() for arm in each["arms"].values()}
+    columns = {
+        f"{name}: {variant['label']}": variant
+        for name, each in summaries.items()
+        for variant in each["variants"].values()
+    }
     table = Table("", *columns, title="Two runs", title_justify="left")
     for label, key, form in ROWS:
-        table.add_row(label, *(figure_text(arm, key, form) if key in arm else "-" for arm in columns.values()))
+        table.add_row(
+            label, *(figure_text(variant, key, form) if key in variant else "-" for variant in columns.values())
+        )
     console.print(table)
     for name, each in summaries.items():
         console.print(f"{name}: {each['outcome']['sentence']}", highlight=False, markup=False)
@@ -84,13 +99,22 @@ def _require_comparison(folder: Path, summary: Summary) -> None:
             f"{folder} holds a search for rates, and two runs are shown side by side only if both are comparisons: "
             f"ridgeline report {folder} shows it alone"
         )
-    if "arms" not in summary or "outcome" not in summary:
+    if "variants" not in summary or "outcome" not in summary:
         raise LoadTestError(f"{folder} holds a replay and not a comparison, of which a page is made")
+
+
+def _with_current_names(value: Any) -> Any:
+    """Rename what a run of an earlier version called otherwise."""
+    if isinstance(value, dict):
+        return {FORMER_NAMES.get(name, name): _with_current_names(each) for name, each in value.items()}
+    return [_with_current_names(each) for each in value] if isinstance(value, list) else value
 
 
 def _summary(folder: Path) -> Summary:
     try:
-        summary: Summary = msgspec.json.decode((folder / SUMMARY).read_bytes(), type=dict[str, Any])
+        summary: Summary = _with_current_names(
+            msgspec.json.decode((folder / SUMMARY).read_bytes(), type=dict[str, Any])
+        )
     except FileNotFoundError:
         if (folder / RUN).exists():
             raise LoadTestError(

@@ -15,16 +15,16 @@ PERCENTILES = (50, 90, 99)
 FORMULAS = {
     "window": "seconds in which requests arrived, to the last arrival and one mean gap more, added over rounds",
     "request_throughput": "completed / window",
-    "request_goodput": "requests that met every limit of the SLO / window",
-    "attainment": "requests that met every limit of the SLO / all requests, TTFT from the trace's time; a failed "
+    "request_goodput": "requests that met every SLO / window",
+    "attainment": "requests that met every SLO / all requests, TTFT from the trace's time; a failed "
     "request, or one with a wrong number of tokens, is a miss",
     "output_throughput": "output tokens of completed requests / window",
     "total_token_throughput": "input and output tokens of completed requests / window",
     "ttft": "first streamed chunk - sending",
     "ttst": "second streamed chunk - first streamed chunk",
-    "tpot": "(latency - TTFT) / (output tokens - 1), a request; one of a single token has none, and meets any limit",
+    "tpot": "(latency - TTFT) / (output tokens - 1), a request; one of a single token has none, and meets any SLO",
     "itl": "gap between two streamed chunks, of all requests pooled",
-    "gap": "largest gap between two streamed chunks of a request; one of a single chunk has none, and meets any limit",
+    "gap": "largest gap between two streamed chunks of a request; one of a single chunk has none, and meets any SLO",
     "e2el": "last streamed chunk - sending (the latency of TPOT)",
     "send_lag": "sending - arrival in the trace",
     "ci": "Wilson's 95 % interval of a share, of requests taken as independent",
@@ -83,7 +83,7 @@ def latency_series(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
 
 
 def attainment(records: Sequence[RequestRecord], slo: Slo, scale: float) -> float:
-    """Return the share of requests that meet every limit multiplied by `scale`."""
+    """Return the share of requests that meet every SLO multiplied by `scale`."""
     met = sum(record.meets(*slo.in_seconds(scale)) for record in records)
     return met / len(records) if records else 0.0
 

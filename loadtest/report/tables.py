@@ -14,7 +14,7 @@ WIDE_COLUMNS = 120
 ROWS = (
     ("completed / failed", "completed", "d"),
     ("goodput, requests/s", "request_goodput", ".2f"),
-    ("attainment: met the limits", "attainment", ".0%"),
+    ("attainment: met the SLOs", "attainment", ".0%"),
     ("output tokens/s", "output_throughput", ".1f"),
     ("TTFT p50, ms", "p50_ttft_ms", ".0f"),
     ("TTFT p90, ms", "p90_ttft_ms", ".0f"),
@@ -44,9 +44,9 @@ ROUND_FIGURES = {
     "largest gap, ms": ("max_itl_ms", ".0f"),
     "latest sending, ms": ("max_send_lag_ms", ".0f"),
 }
-ROUND_HEADER = ("pair", "arm", *ROUND_FIGURES, "void or disturbed")
+ROUND_HEADER = ("pair", "variant", *ROUND_FIGURES, "discarded or disturbed")
 TUNING_TITLE = "Chosen by tuning"
-TUNING_HEADER = ("arm", "candidate", "attainment", "goodput, requests/s", "disturbed rounds", "chosen")
+TUNING_HEADER = ("variant", "candidate", "attainment", "goodput, requests/s", "disturbed rounds", "chosen")
 DASH = "A dash: too few values for such a percentile"
 POOL_ROWS = (
     ("arithmetic intensity, FLOP/byte", "arithmetic_intensity", ".1f"),
@@ -77,17 +77,20 @@ def formula_of(key: str, formulas: Mapping[str, str]) -> str:
 
 
 def print_comparison(summary: Summary, console: Console) -> None:
-    """Print both arms side by side, the pools, the rounds, and the outcome."""
-    arms, formulas = list(summary["arms"].values()), summary["formulas"]
-    labels = [arm["label"] for arm in arms]
-    cells = {label: [figure_text(arm, key, form) for arm in arms] for label, key, form in ROWS}
+    """Print both variants side by side, the pools, the rounds, and the outcome."""
+    variants, formulas = list(summary["variants"].values()), summary["formulas"]
+    labels = [variant["label"] for variant in variants]
+    cells = {label: [figure_text(variant, key, form) for variant in variants] for label, key, form in ROWS}
     _print_table(" against ".join(labels), labels, cells, row_formulas(ROWS, formulas), console)
     pools = pools_of(summary)
     if pools:
         cells = {label: [format_figure(pool[key], form) for pool in pools.values()] for label, key, form in POOL_ROWS}
         _print_table("Pools", list(pools), cells, row_formulas(POOL_ROWS, formulas), console)
     if columns := device_columns(summary):
-        cells = {label: [format_figure(arm[key], form) for arm in columns.values()] for label, key, form in DEVICE_ROWS}
+        cells = {
+            label: [format_figure(variant[key], form) for variant in columns.values()]
+            for label, key, form in DEVICE_ROWS
+        }
         _print_table("Per device", list(columns), cells, row_formulas(DEVICE_ROWS, formulas), console)
     if rows := tuning_rows(summary):
         tuning = Table(*TUNING_HEADER, title=TUNING_TITLE, title_justify="left")
@@ -115,46 +118,48 @@ def print_replay(figures: Summary, formulas: Mapping[str, str], console: Console
 
 
 def pools_of(summary: Summary) -> dict[str, Summary]:
-    """Return the figures of all pools of both arms, in a fixed order; of a pool that both have, each with its arm."""
-    arms = list(summary["arms"].values())
-    both = set(arms[0]["pools"]) & set(arms[1]["pools"])
+    """Return the figures of all pools in a fixed order; of a pool that both variants have, each with its variant."""
+    variants = list(summary["variants"].values())
+    both = set(variants[0]["pools"]) & set(variants[1]["pools"])
     order = {pool: place for place, pool in enumerate(POOL_ORDER)}
-    names = sorted({pool for arm in arms for pool in arm["pools"]}, key=lambda pool: (order.get(pool, 9), pool))
+    names = sorted(
+        {pool for variant in variants for pool in variant["pools"]}, key=lambda pool: (order.get(pool, 9), pool)
+    )
     return {
-        f"{pool}, {arm['label']}" if pool in both else pool: arm["pools"][pool]
+        f"{pool}, {variant['label']}" if pool in both else pool: variant["pools"][pool]
         for pool in names
-        for arm in arms
-        if pool in arm["pools"]
+        for variant in variants
+        if pool in variant["pools"]
     }
 
 
 def device_columns(summary: Summary) -> dict[str, Summary]:
-    """Return the figures per device of each arm whose devices are known, by its label with their number."""
+    """Return the figures per device of each variant whose devices are known, by its label with their number."""
     return {
-        f"{arm['label']}, {found['devices']} {found['unit']}{'' if found['devices'] == 1 else 's'}": found
-        for arm in summary["arms"].values()
-        if (found := arm.get("per_device"))
+        f"{variant['label']}, {found['devices']} {found['unit']}{'' if found['devices'] == 1 else 's'}": found
+        for variant in summary["variants"].values()
+        if (found := variant.get("per_device"))
     }
 
 
 def pool_sentences(summary: Summary) -> list[str]:
-    """Say of each disaggregated arm which share of its requests went through both pools."""
+    """Say of each disaggregated variant which share of its requests went through both pools."""
     return [
-        f"{format_figure(arm['disaggregated_fraction'], '.1%')} of the requests of {arm['label']} went through both "
-        "pools."
-        for arm in summary["arms"].values()
-        if "disaggregated_fraction" in arm
+        f"{format_figure(variant['disaggregated_fraction'], '.1%')} of the requests of {variant['label']} went through "
+        "both pools."
+        for variant in summary["variants"].values()
+        if "disaggregated_fraction" in variant
     ]
 
 
 def round_rows(summary: Summary) -> list[list[str]]:
-    """Return a row for each round, void ones too, in the order in which they ran."""
+    """Return a row for each round, discarded ones too, in the order in which they ran."""
     return [
         [
             str(each["pair"] + 1),
             each["label"],
             *(format_figure(each.get(key), form) for key, form in ROUND_FIGURES.values()),
-            ("" if each["valid"] else "void: ") + "; ".join(each["reasons"]),
+            ("" if each["valid"] else "discarded: ") + "; ".join(each["reasons"]),
         ]
         for each in summary["rounds"]
     ]

@@ -23,7 +23,7 @@ NAMES: Final[dict[Latency, str]] = {
 
 
 class GapTail(msgspec.Struct, frozen=True):
-    """The longest gaps between tokens in one arm, in seconds, over all its finished requests."""
+    """The longest gaps between tokens in one variant, in seconds, over all its finished requests."""
 
     p99_s: float
     largest_s: float
@@ -49,7 +49,7 @@ def say(conclusion: Conclusion, labels: Mapping[Side, str], slo: Slo, tails: dic
 
 
 def gap_tails(records: Mapping[str, Sequence[RequestRecord]]) -> dict[str, GapTail]:
-    """Return the tail of the gaps between tokens in each arm that has any."""
+    """Return the tail of the gaps between tokens in each variant that has any."""
     gaps_s = {label: [gap_s for one in found if one.ok for gap_s in one.itls_s] for label, found in records.items()}
     return {label: GapTail(float(np.percentile(gaps, 99)), max(gaps)) for label, gaps in gaps_s.items() if gaps}
 
@@ -64,7 +64,7 @@ def _headline(found: Conclusion, labels: Mapping[Side, str], slo: Slo) -> str:
     if found.outcome == "equivalent":
         return f"Equivalent within {_points(found.margin)} under {slo}: {shares} ({_difference(found)}; {counted})."
     if found.outcome == "slo_unreachable":
-        return f"Out of reach at this load: {slo}. {_upper(shares)} ({counted}), so the limits cannot tell them apart."
+        return f"Out of reach at this load: {slo}. {_upper(shares)} ({counted}), so the SLOs cannot tell them apart."
     return f"Inconclusive under {slo}: {shares} ({_difference(found)}; {counted})."
 
 

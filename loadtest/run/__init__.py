@@ -1,7 +1,7 @@
 """One replay, from the plan to the records.
 
 unloaded.py        measures what an idle server takes for a request and for a step
-calibration.py     chooses rate, limits and number of requests from that
+calibration.py     chooses rate, SLOs and number of requests from that
 warm_up.py         warms up every worker of a server that has just started
 replay.py          replays a trace: requests at their time, the server's counters before and after
 client/            sends the requests, in a process of its own

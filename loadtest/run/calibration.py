@@ -1,8 +1,8 @@
-"""Chooses rate, limits and number of requests from what an unloaded server was measured to take.
+"""Chooses rate, SLOs and number of requests from what an unloaded server was measured to take.
 
 Pure arithmetic; `loadtest.run.unloaded` measures.
 
-Machines differ by a factor of ten, so a fixed load is too light for one and too heavy for the next, and fixed limits
+Machines differ by a factor of ten, so a fixed load is too light for one and too heavy for the next, and fixed SLOs
 are met by all or by none. One prefill worker is saturated when a prompt arrives every mean TTFT.
 """
 
@@ -73,7 +73,7 @@ class Load(msgspec.Struct, frozen=True):
         """Say what was measured, the rate, the limits, and where they come from."""
         rate = f"{self.rate:.3g} requests/s" if self.rate else "all requests at once"
         measured = [text] if (text := self._measured_text) else []
-        return [*measured, f"rate: {rate}: {self.rate_source}", f"limits: {limits}: {self.slo_source}", *self.notes]
+        return [*measured, f"rate: {rate}: {self.rate_source}", f"SLOs: {limits}: {self.slo_source}", *self.notes]
 
     def as_summary(self, limits: Slo) -> dict[str, Any]:
         """Return the content of `load` in summary.json."""
@@ -92,7 +92,7 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
 
     `trace` has the plan's sizes at its own times. The settled plan offers the same load again without measuring.
     """
-    limits, slo_source = plan.limits, _given_slo_source(plan)
+    limits, slo_source = plan.slos, _given_slo_source(plan)
     if plan.slo == AUTO:
         limits = Slo(
             ttft_ms=_three_digits(TTFT_FACTOR * unloaded.median_ttft_s * 1e3),
@@ -124,7 +124,7 @@ def most_rate(unloaded: Unloaded, workers: Workers, tpot_limit_s: float) -> tupl
         f"{_count(workers.prefill, 'prefill worker')} can hold: a prompt takes {duration_text(prompt_s)} on average": (
             workers.prefill / prompt_s
         ),
-        f"{_count(workers.decode, 'decode worker')} can hold within the TPOT limit: an answer takes "
+        f"{_count(workers.decode, 'decode worker')} can hold within the TPOT SLO: an answer takes "
         f"{duration_text(answer_s)} of its time": workers.decode / answer_s,
     }
     bound = min(rates, key=rates.__getitem__)
@@ -144,7 +144,7 @@ def decode_token_s(unloaded: Unloaded, tpot_limit_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Schedule:
     """What a pair of rounds costs beside its arrivals, known once the first server was started and measured."""
 
     starts: float
@@ -153,7 +153,7 @@ class Course:
     beside_arrivals_s: float
     """Seconds of a round before the first arrival and after the last."""
     rounds: int = 2
-    """Rounds of a pair, one for each arm."""
+    """Rounds of a pair, one for each variant."""
 
     def pair_s(self, requests: int, rate: float) -> float:
         """Return the seconds of a pair with this many requests in a round."""
@@ -181,7 +181,7 @@ def fit_budget(
     plan: ComparePlan,
     load: Load,
     most_requests: int,
-    course: Course,
+    schedule: Schedule,
     spent_s: float,
     least_requests: int = 1,
 ) -> tuple[ComparePlan, Load]:
@@ -197,12 +197,12 @@ def fit_budget(
     if plan.budget_s is not None:
         left_s = plan.budget_s - spent_s
         planned = min(plan.planned_pairs, plan.pairs)
-        within = course.requests_within(left_s / planned, load.rate)
+        within = schedule.requests_within(left_s / planned, load.rate)
         requests = min(most_requests, max(LEAST_REQUESTS, least_requests, within))
-        fitting = int(left_s / course.pair_s(requests, load.rate))
+        fitting = int(left_s / schedule.pair_s(requests, load.rate))
         # These are planned in any case: rounds may be shorter than they were estimated, and the time ends them if not.
         pairs = min(plan.pairs, max(plan.planned_pairs, fitting))
-    pair_s = course.pair_s(requests, load.rate)
+    pair_s = schedule.pair_s(requests, load.rate)
     notes.append(
         f"at most {pairs} {'pair' if pairs == 1 else 'pairs'} of rounds of {requests} requests, "
         f"{(requests - 1) / load.rate:.0f} s each: about {minutes_text(pairs * pair_s)}"

@@ -44,14 +44,14 @@ class Disturbance(msgspec.Struct, frozen=True):
     stolen: float
     """By other guests of the same host."""
     other: float
-    """By processes that do not serve the arm that runs, and did not start with this command."""
+    """By processes that do not serve the variant that runs, and did not start with this command."""
 
 
 def read_cpu(serving: Collection[int] | None = None) -> CpuReading:
     """Read the CPU times of the machine and of this process with all of its descendants.
 
     With `serving`, the processes of those ids and their descendants count instead of this process's, which serve
-    another arm; what this process itself and its ended children take, the client among them, counts in any case.
+    another variant; what this process itself and its ended children take, the client among them, counts in any case.
     """
     times = psutil.cpu_times()
     stolen_s: float = getattr(times, "steal", 0.0)

@@ -43,7 +43,7 @@ def as_servers(server: str | Servers) -> Servers:
     return Servers((server,)) if isinstance(server, str) else server
 
 
-def told_limits(server: str | Servers, ttft_ms: float, tpot_ms: float) -> Servers:
+def with_slo_headers(server: str | Servers, ttft_ms: float, tpot_ms: float) -> Servers:
     """Return the servers, with these limits told in every request."""
     return replace(as_servers(server), also=((TTFT_HEADER, f"{ttft_ms:g}"), (TPOT_HEADER, f"{tpot_ms:g}")))
 

@@ -1,6 +1,6 @@
 """The outcome of a comparison: better, equivalent, inconclusive or slo_unreachable.
 
-Attainment, the share of requests that met every limit, decides; latencies are secondary and corrected for being
+Attainment, the share of requests that met every SLO, decides; latencies are secondary and corrected for being
 several. The interval that decides is never narrower than the score interval of the requests taken as independent, since
 pairs that all agree leave the t interval no width. A difference is called one only if the exact test agrees too, so a
 single wild pair of few cannot make it. Equivalence is an interval inside the margin, at the level of the look, which is
@@ -23,11 +23,11 @@ from loadtest.statistics.student import critical_t
 
 Outcome = Literal["better", "equivalent", "inconclusive", "slo_unreachable"]
 Side = Literal["a", "b", "c"]
-"""An arm; only a search for rates has a third."""
+"""A variant; only a search for rates has a third."""
 POWER = 0.8
 MOST_PAIRS = 1_000
 REACHED_SHARE = 0.05
-"""If neither arm meets the limits for this share of requests, the limits are out of reach at this load."""
+"""If neither variant meets the SLOs for this share of requests, the SLOs are out of reach at this load."""
 
 
 class Secondary(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Conclusion(msgspec.Struct, frozen=True):
 
     outcome: Outcome
     better: Side | None
-    """The arm that is better; None unless the outcome is `better`."""
+    """The variant that is better; None unless the outcome is `better`."""
     pairs: int
     looks: tuple[int, ...]
     """The numbers of pairs at which the result was looked at, this one included."""
@@ -133,7 +133,7 @@ def pairs_to_see(difference: float, scatter: float) -> int | None:
 
 
 def _outcome(attainment: Estimate | None, best_share: float, margin: float) -> tuple[Outcome, Side | None]:
-    """Decide; where hardly a request met the limits in either arm, "equivalent" would be true and say nothing."""
+    """Decide; where hardly a request met the SLOs in either variant, "equivalent" would be true and say nothing."""
     enough = attainment is not None and attainment.pairs >= LEAST_PAIRS
     if attainment is not None and enough and attainment.excludes_zero and _agrees(attainment):
         return "better", "b" if attainment.mean > 0 else "a"

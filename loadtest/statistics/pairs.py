@@ -1,4 +1,4 @@
-"""What one pair of rounds says: the same requests at the same times in arm a and in arm b."""
+"""What one pair of rounds says: the same requests at the same times in variant a and in variant b."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,21 +21,21 @@ LATENCIES: dict[Latency, Callable[[RequestRecord], float | None]] = {
 
 
 class PairDifference(msgspec.Struct, frozen=True):
-    """Arm b against arm a in one pair: differences are b - a, ratios are ln(b / a)."""
+    """Variant b against variant a in one pair: differences are b - a, ratios are ln(b / a)."""
 
     counts: PairedCounts
     attainment: float
-    """Difference of the shares of requests that met the limits."""
+    """Difference of the shares of requests that met the SLOs."""
     goodput: float | None
-    """Log ratio of the requests per second that met the limits; None if in one arm none did."""
+    """Log ratio of the requests per second that met the SLOs; None if in one variant none did."""
     latencies: dict[Latency, float]
-    """Mean log ratio of each latency over the requests that finished in both arms; those without any are left out."""
+    """Mean log ratio of each latency over requests that finished in both variants; those without any are left out."""
     compared: int
-    """Requests that finished in both arms."""
+    """Requests that finished in both variants."""
 
 
 def pair_difference(a: Sequence[RequestRecord], b: Sequence[RequestRecord], slo: Slo) -> PairDifference:
-    """Compare request by request; position i is the same request in both arms."""
+    """Compare request by request; position i is the same request in both variants."""
     limits = slo.in_seconds()
     met = [(one.meets(*limits), other.meets(*limits)) for one, other in zip(a, b, strict=True)]
     counts = PairedCounts(*(met.count(case) for case in ((True, True), (True, False), (False, True), (False, False))))

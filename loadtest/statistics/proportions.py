@@ -12,7 +12,7 @@ import msgspec
 
 
 class PairedCounts(msgspec.Struct, frozen=True):
-    """Requests that met the limits in both arms, in one only, or in neither."""
+    """Requests that met the SLOs in both variants, in one only, or in neither."""
 
     both: int = 0
     only_a: int = 0

@@ -40,13 +40,13 @@ class PairTraces:
     def at_rate(self, pair: int, rate: float) -> Trace:
         """Return the requests of a pair, with their own mean rate made the one asked for, in requests/s.
 
-        Without that, the bursts of a recorded trace would make rounds at one rate differ by more than arms do.
+        Without that, the bursts of a recorded trace would make rounds at one rate differ by more than variants do.
         """
         trace = self.of_pair(pair)
         return shape_trace(trace, ReplayPlan.model_validate({"rate": rate})) if trace.mean_rate else trace
 
     def of_tuning(self, number: int) -> Trace:
-        """Return the requests of a round that tunes an arm, which no pair has; the first at 0 s."""
+        """Return the requests of a round that tunes a variant, which no pair has; the first at 0 s."""
         return self._window(self._plan.pairs + number, self.windows + number)
 
     def _window(self, pair: int, window: int) -> Trace:

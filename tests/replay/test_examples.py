@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.arms import Reached
 from loadtest.compare import compare
 from loadtest.plan import ComparePlan
 from loadtest.run import replay as replay_module
+from loadtest.variants import Reached
 from tests.support.openai_server import Behaviour, running
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_a_trace_is_replayed_and_its_figures_are_used(url):
     assert re.search(r"slowest TTFT: request \d, 40 tokens in", said)
 
 
-class Arm:
+class Variant:
     """One that is always ready."""
 
     mode, start_s, devices = "colocated", 0.0, None
@@ -59,7 +59,7 @@ async def test_a_comparison_is_read_as_a_table(tmp_path, monkeypatch):
     monkeypatch.setattr(replay_module, "load_text_tokens", lambda _: tuple(range(5000)))
     plan = ComparePlan(
         trace="poisson:rate=50,input=40,output=6,n=6,seed=1",
-        arms="colocated,colocated",
+        variants="colocated,colocated",
         settle_s=0.02,
         tokenizer="unused",
         warmup_requests=1,
@@ -67,13 +67,13 @@ async def test_a_comparison_is_read_as_a_table(tmp_path, monkeypatch):
         pairs=1,
     )
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as server:
-        await compare((Arm(server), Arm(server)), plan, tmp_path, Console(quiet=True), is_alone=False)
+        await compare((Variant(server), Variant(server)), plan, tmp_path, Console(quiet=True), is_alone=False)
     said = example("compare_modes.py", "--read", tmp_path)
     assert re.search(r"colocated \(a\): 6 requests, median TTFT 0\.\d+ s, TPOT \d+\.\d ms", said)
     with (tmp_path / "requests.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 12
-    assert {row["arm"] for row in rows} == {"a", "b"}
+    assert {row["variant"] for row in rows} == {"a", "b"}
     assert all(float(row["ttft_s"]) >= 0.01 for row in rows)
 
 

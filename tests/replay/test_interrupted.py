@@ -10,24 +10,24 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadtest.arms import Reached
 from loadtest.compare import compare, resume
 from loadtest.errors import LoadTestError
 from loadtest.plan import ComparePlan
 from loadtest.report.saved import print_side_by_side, report_again
 from loadtest.run import replay as replay_module
 from loadtest.run_folder import RunFolder
+from loadtest.variants import Reached
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import eventually
 
 REQUESTS = 6
 PLAN = {
     "trace": "poisson:rate=50,input=40,output=6,n=6,seed=1",
-    "arms": "colocated,colocated",
+    "variants": "colocated,colocated",
     "settle_s": 0.02,
     "tokenizer": "unused",
     "warmup_requests": 1,
-    "slo_ttft_ms": 200_000,  # no round is void, and repeated, because of a late client: it may be late by 4 s
+    "slo_ttft_ms": 200_000,  # no round is discarded, and repeated, because of a late client: it may be late by 4 s
     "slo_tpot_ms": 40,
     "pairs": 2,
 }
@@ -112,7 +112,7 @@ async def test_a_comparison_that_was_stopped_goes_on_after_its_valid_rounds_and_
     arrivals: dict[tuple[str, int], list[float]] = {}
     for record in _lines(folder / "records.jsonl"):
         if record["round"] != 2:
-            arrivals.setdefault((record["arm"], record["pair"]), []).append(record["scheduled_s"])
+            arrivals.setdefault((record["variant"], record["pair"]), []).append(record["scheduled_s"])
     assert all(sorted(arrivals["a", pair]) == sorted(arrivals["b", pair]) for pair in range(2))
     assert sorted(arrivals["a", 0]) != sorted(arrivals["a", 1])
 
@@ -194,10 +194,10 @@ def test_a_folder_without_an_interrupted_comparison_is_named(tmp_path):
 async def test_a_second_run_leaves_the_first_alone_and_both_are_shown_again(tmp_path, console):
     folder = tmp_path / "run"
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
-        arms = _Arm(url), _Arm(url)
-        first = await compare(arms, ComparePlan(**PLAN | {"pairs": 1}), folder, console, is_alone=False)
+        variants = _Arm(url), _Arm(url)
+        first = await compare(variants, ComparePlan(**PLAN | {"pairs": 1}), folder, console, is_alone=False)
         kept = {path.name: path.read_bytes() for path in folder.iterdir()}
-        second = await compare(arms, ComparePlan(**PLAN | {"pairs": 1, "seed": 7}), folder, console, is_alone=False)
+        second = await compare(variants, ComparePlan(**PLAN | {"pairs": 1, "seed": 7}), folder, console, is_alone=False)
     assert first.report.parent == folder
     assert second.report.parent == tmp_path / "run-2"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept

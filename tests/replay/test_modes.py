@@ -147,5 +147,5 @@ async def test_the_second_part_tells_attainment_by_phase(tmp_path: Path):
 async def test_a_mode_that_the_deployment_does_not_know_is_refused_by_name(tmp_path: Path):
     modes = Modes(ARMS[:2])
     async with served(modes) as url:
-        with pytest.raises(LoadTestError, match=r"adaptive.*--arms"):
+        with pytest.raises(LoadTestError, match=r"adaptive.*--variants"):
             await _run(_settings(url), Journal(tmp_path))

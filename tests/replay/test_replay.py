@@ -18,7 +18,6 @@ import pytest
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from loadtest.arms import Deployments, Reached
 from loadtest.compare import compare
 from loadtest.errors import LoadTestError, NotDisaggregatedError, ServerError
 from loadtest.plan import ComparePlan, ReplayPlan
@@ -30,6 +29,7 @@ from loadtest.run.records import RecordFile
 from loadtest.run.replay import ReplayResult, run_replay
 from loadtest.run.unloaded import Unloaded, measure_unloaded
 from loadtest.valid_rounds import new_runner
+from loadtest.variants import Deployments, Reached
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import PATIENCE_S, eventually
 
@@ -252,12 +252,12 @@ class _Cluster:
 
     async def compare(self, plan, out, console, **options):
         async with Deployments(self.serve) as deployments:
-            a, b = (deployments.arm(mode) for mode in plan.modes)
+            a, b = (deployments.variant(mode) for mode in plan.modes)
             return await compare((a, b), plan, out, console, **{"is_alone": False} | options)
 
 
 class _Running:
-    """An arm whose server runs all the time."""
+    """A variant whose server runs all the time."""
 
     start_s = 0.0
     devices = None
@@ -277,7 +277,7 @@ class _Running:
 
 def _compare_plan(**fields) -> ComparePlan:
     plain = {"trace": SIX, "settle_s": 0.02, "tokenizer": "unused", "warmup_requests": 1, "slo_tpot_ms": 40}
-    # No round is void, and repeated, because of a late client: it may be late by 4 s.
+    # No round is discarded, and repeated, because of a late client: it may be late by 4 s.
     return ComparePlan(**plain | {"slo_ttft_ms": 200_000, "pairs": 2} | fields)
 
 
@@ -285,21 +285,21 @@ def _summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
-async def test_six_pairs_tell_a_slow_arm_from_a_fast_one_and_everything_is_written(tmp_path, console):
+async def test_six_pairs_tell_a_slow_variant_from_a_fast_one_and_everything_is_written(tmp_path, console):
     fast, slow = Behaviour(ttft_s=0.01, tpot_s=0.001), Behaviour(ttft_s=0.01, tpot_s=0.06, mode="colocated")
     # A machine that stands still for a second adds that to the 20 gaps of a fast answer, which may last 1.1 s, or hides
     # one of a slow answer's, of which 19 last longer than that. If only the client does, it takes some for fast.
     plan = _compare_plan(trace=SIX.replace("output=6", "output=21"), slo_tpot_ms=55, pairs=16)
     with running(slow) as one, running(fast) as other:
-        arms = _Running(one), _Running(other, "disaggregated")
-        result = await compare(arms, plan, tmp_path, console, is_alone=False)
+        variants = _Running(one), _Running(other, "disaggregated")
+        result = await compare(variants, plan, tmp_path, console, is_alone=False)
     assert (result.conclusion.outcome, result.conclusion.better, result.conclusion.pairs) == ("better", "b", 6)
     summary = _summary(tmp_path)
     outcome = summary["outcome"]
-    a, b = summary["arms"]["a"], summary["arms"]["b"]
+    a, b = summary["variants"]["a"], summary["variants"]["b"]
     assert a["attainment"] < 0.1
     assert outcome["headline"].startswith(
-        "Disaggregated is better under TTFT <= 200000 ms and TPOT <= 55 ms: colocated met both limits for "
+        "Disaggregated is better under TTFT <= 200000 ms and TPOT <= 55 ms: colocated met both SLOs for "
         f"{a['attainment']:.0%} of requests, disaggregated for 100% (difference {100 * (1 - a['attainment']):+.1f} "
         "points, 97.5 % interval "
     )
@@ -321,10 +321,12 @@ async def test_six_pairs_tell_a_slow_arm_from_a_fast_one_and_everything_is_writt
 
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert len(records) == 72
-    assert {(each["arm"], each["pair"]) for each in records} == {(arm, pair) for arm in "ab" for pair in range(6)}
-    by_pair = {(each["arm"], each["pair"]): [] for each in records}
+    assert {(each["variant"], each["pair"]) for each in records} == {
+        (variant, pair) for variant in "ab" for pair in range(6)
+    }
+    by_pair = {(each["variant"], each["pair"]): [] for each in records}
     for each in records:
-        by_pair[each["arm"], each["pair"]].append(each["scheduled_s"])
+        by_pair[each["variant"], each["pair"]].append(each["scheduled_s"])
     for times_s in by_pair.values():
         times_s.sort()  # records are written as requests end
     assert all(by_pair["a", pair] == by_pair["b", pair] for pair in range(6)), "the same arrivals within a pair"
@@ -343,11 +345,14 @@ async def test_six_pairs_tell_a_slow_arm_from_a_fast_one_and_everything_is_writt
 
 async def test_a_mode_against_itself_is_restarted_as_two_modes_are_and_named_by_place(tmp_path, console):
     cluster = _Cluster()
-    result = await cluster.compare(_compare_plan(arms="colocated,colocated", pairs=2), tmp_path, console)
+    result = await cluster.compare(_compare_plan(variants="colocated,colocated", pairs=2), tmp_path, console)
     assert result.conclusion.outcome in ("inconclusive", "slo_unreachable")
     assert len(cluster.started) >= 3
     assert {behaviour.mode for behaviour in cluster.started} == {"colocated"}
-    assert [arm["label"] for arm in _summary(tmp_path)["arms"].values()] == ["colocated (a)", "colocated (b)"]
+    assert [variant["label"] for variant in _summary(tmp_path)["variants"].values()] == [
+        "colocated (a)",
+        "colocated (b)",
+    ]
     assert (
         "Nothing is concluded" in (tmp_path / "report.html").read_text() or result.conclusion.outcome != "inconclusive"
     )
@@ -375,24 +380,26 @@ async def test_a_round_in_which_a_worker_was_lost_is_void_and_repeated(tmp_path,
             behaviour.restarts_at = len(behaviour.bodies) + 3
 
     with running(behaviour) as url:
-        arms = _Running(url), _Running(url, at_round=lose_a_worker)
-        result = await compare(arms, _compare_plan(arms="colocated,colocated"), tmp_path, console, is_alone=False)
+        variants = _Running(url), _Running(url, at_round=lose_a_worker)
+        result = await compare(
+            variants, _compare_plan(variants="colocated,colocated"), tmp_path, console, is_alone=False
+        )
     assert result.conclusion.pairs == 2
     rounds = _summary(tmp_path)["rounds"]
     assert [each["valid"] for each in rounds].count(False) == 1
-    void = next(each for each in rounds if not each["valid"])
-    assert void["arm"] == "b"
-    assert void["reasons"] == ["0 was restarted during the round"]
-    assert "void: 0 was restarted" in (tmp_path / "report.html").read_text()
+    discarded = next(each for each in rounds if not each["valid"])
+    assert discarded["variant"] == "b"
+    assert discarded["reasons"] == ["0 was restarted during the round"]
+    assert "discarded: 0 was restarted" in (tmp_path / "report.html").read_text()
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    assert sum(each["round"] == void["round"] for each in records) == 6
-    assert _summary(tmp_path)["arms"]["b"]["completed"] == 12
+    assert sum(each["round"] == discarded["round"] for each in records) == 6
+    assert _summary(tmp_path)["variants"]["b"]["completed"] == 12
 
 
 async def test_a_machine_that_is_always_disturbed_gives_rounds_that_are_kept_and_marked(tmp_path, console, monkeypatch):
-    monkeypatch.setattr("loadtest.valid_rounds.void_reasons", lambda *_: ("other work took 40% of the time",))
+    monkeypatch.setattr("loadtest.valid_rounds.discard_reasons", lambda *_: ("other work took 40% of the time",))
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
-        plan = _compare_plan(arms="colocated,colocated")
+        plan = _compare_plan(variants="colocated,colocated")
         result = await compare((_Running(url), _Running(url)), plan, tmp_path, console, is_alone=False)
     assert result.conclusion.pairs == 2
     rounds = _summary(tmp_path)["rounds"]
@@ -406,7 +413,7 @@ async def test_when_the_time_is_up_what_there_is_is_judged_and_that_is_told(tmp_
         clock = types.SimpleNamespace(monotonic=lambda: next(times_s))
         monkeypatch.setattr(f"loadtest.{module}.time", clock)
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
-        plan = _compare_plan(arms="colocated,colocated", pairs=16, rate=50, budget_s=85)
+        plan = _compare_plan(variants="colocated,colocated", pairs=16, rate=50, budget_s=85)
         result = await compare((_Running(url), _Running(url)), plan, tmp_path, console, is_alone=False, began_s=0.0)
     assert result.conclusion.looks == (result.conclusion.pairs,)
     assert 1 <= result.conclusion.pairs < 6
@@ -415,7 +422,7 @@ async def test_when_the_time_is_up_what_there_is_is_judged_and_that_is_told(tmp_
 
 async def test_a_server_that_loses_workers_in_every_round_ends_the_comparison(tmp_path, console):
     behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated", restarts_every=3)
-    with running(behaviour) as url, pytest.raises(ServerError, match="was void 3 times: 0 was restarted"):
+    with running(behaviour) as url, pytest.raises(ServerError, match="was discarded 3 times: 0 was restarted"):
         await compare((_Running(url), _Running(url)), _compare_plan(), tmp_path, console, is_alone=False)
 
 
@@ -423,15 +430,15 @@ async def test_a_round_of_a_search_in_which_nothing_finished_counts_and_is_no_er
     behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001, faults=dict.fromkeys(range(99), "refuse"))
     plan = _compare_plan().model_copy(update={"find_rate": True, "rate": 50})
     with running(behaviour) as url:
-        arms = _Running(url, "disaggregated"), _Running(url, "disaggregated")
-        prepared = await prepare(arms[0], plan, console, None, (), 0.0)
-        runner = new_runner(arms, prepared, tmp_path / "records.jsonl", console, is_alone=False, began_s=0.0)
+        variants = _Running(url, "disaggregated"), _Running(url, "disaggregated")
+        prepared = await prepare(variants[0], plan, console, None, (), 0.0)
+        runner = new_runner(variants, prepared, tmp_path / "records.jsonl", console, is_alone=False, began_s=0.0)
         runner.cold = set()
         found = await runner.pair(0, prepared.traces.of_pair(0), "far too fast")
     assert [record.ok for result in found.values() for record in result.records] == [False] * 12
 
 
-async def test_compare_measures_once_before_round_one_and_both_arms_get_the_same_rate_and_limits(tmp_path, console):
+async def test_compare_measures_once_before_round_one_and_both_variants_get_the_same_rate_and_limits(tmp_path, console):
     cluster = _Cluster()
     plan = ComparePlan(
         trace="poisson:rate=1,input=40,output=12,n=30,seed=1",

@@ -21,10 +21,10 @@ from cluster.commands.setup import versions
 from cluster.config.models import RidgelineConfig
 from cluster.doctor.checks import CheckResult
 from contracts.former_names import FormerName
-from loadtest.arms import Devices
 from loadtest.plan import ComparePlan, ReplayPlan
 from loadtest.run.calibration import Load, Workers
 from loadtest.run_folder import RunFolder, Settled
+from loadtest.variants import Devices
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 from tests.support.patience import PATIENCE_S
 
@@ -233,9 +233,9 @@ def test_a_model_that_cannot_be_prepared_is_named(ridgeline):
             2,
             "slo auto measures TTFT and TPOT: leave out slo_ttft_ms, or slo",
         ),
-        (["--limit", "0"], 2, "limit: must be 1 or more"),
-        (["--jitter-s", "nan"], 2, "jitter_s: must be a number, 0 or more"),
-        (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: must be a number above 0"),
+        (["--limit", "0"], 2, "limit: should be greater than or equal to 1, not 0"),
+        (["--jitter-s", "nan"], 2, "jitter_s: should be a finite number, not nan"),
+        (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: should be greater than 0, not 0"),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused_before_anything_starts(
@@ -286,7 +286,15 @@ def test_replay_without_a_server_says_where_it_looked(ridgeline):
 def test_compare_of_one_round_is_refused_with_the_reason(ridgeline, tmp_path):
     status, _, error = ridgeline("compare", "--out", tmp_path, "--pairs", "0")
     assert status == 2
-    assert "pairs: must be 1 or more, not 0" in error
+    assert "pairs: should be greater than or equal to 1, not 0" in error
+
+
+def test_a_former_name_of_an_option_works_and_is_told(ridgeline, tmp_path):
+    status, _, error = ridgeline("compare", "--out", tmp_path, "--opponent", "h:1", "--arms", "adaptive")
+    assert status == 2
+    assert error.count("warning: --arms is now --variants, --opponent is now --baseline") == 1
+    assert "baseline: must be URLs" in error
+    assert "--arms" not in ridgeline("compare", "--help")[1]
 
 
 def test_compare_of_a_model_that_the_configuration_does_not_serve_is_refused_before_anything_starts(
@@ -348,7 +356,7 @@ def test_compare_of_what_would_say_nothing_is_refused_with_the_fix(ridgeline, tm
         ),
         ("disaggregated: {plain: {}, lossy: {transfer: {faults: drop=0.1}}}", [], "candidate lossy of disaggregated"),
         ("colocated: {plain: {}}", ["ray.share_cores=true"], "candidate plain of colocated"),
-        ("opponent: {plain: {}}", [], "its keys are colocated, disaggregated and adaptive"),
+        ("baseline: {plain: {}}", [], "its keys are colocated, disaggregated and adaptive"),
     ],
 )
 def test_a_grid_with_an_impossible_candidate_is_refused_before_anything_starts(

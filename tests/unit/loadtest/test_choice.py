@@ -18,7 +18,7 @@ def test_attainment_decides_then_goodput_then_the_order_of_the_file(scores, best
     assert best_of([Score(*each) for each in scores]).candidate == best
 
 
-def test_the_order_has_each_candidate_once_is_drawn_from_the_seed_and_mixes_the_arms():
+def test_the_order_has_each_candidate_once_is_drawn_from_the_seed_and_mixes_the_variants():
     candidates = {"a": ["one", "two", "three"], "b": ["one", "two", "three"]}
     orders = [order_of(candidates, seed) for seed in range(20)]
     assert orders[3] == order_of(candidates, 3)

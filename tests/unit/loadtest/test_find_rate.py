@@ -1,5 +1,6 @@
-"""The search for the highest rate with its page and table, on rounds of simulated servers."""
+"""The search for the maximum goodput rate with its page and table, on rounds of simulated servers."""
 
+import io
 import json
 import math
 from datetime import UTC, datetime
@@ -10,17 +11,17 @@ import pytest
 from rich.console import Console
 
 from loadtest import find_rate as module
-from loadtest.arms import Devices
 from loadtest.errors import LoadTestError
 from loadtest.find_rate import GIVEN_UP_AFTER, bounded_deadline_s, find_rate
 from loadtest.plan import ComparePlan
 from loadtest.preparation import Prepared
 from loadtest.report.rounds import Round
-from loadtest.report.saved import print_side_by_side, report_again
+from loadtest.report.saved import FORMER_NAMES, print_side_by_side, report_again
 from loadtest.run.calibration import Load
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import ReplayResult
 from loadtest.trace.windows import PairTraces
+from loadtest.variants import Devices
 
 PLAN = ComparePlan(
     trace="poisson:rate=1,input=32,output=8,n=40",
@@ -39,17 +40,17 @@ class _Arm:
 
 
 class _Runner:
-    """Answers in time the more seldom, the further the rate is above the arm's knee."""
+    """Answers in time the more seldom, the further the rate is above the variant's knee."""
 
-    def __init__(self, arms, prepared, _records_file, console, *, began_s, **_) -> None:
-        self.arms = dict(zip("abc", arms, strict=False))
-        self.labels = {side: arm.mode for side, arm in self.arms.items()}
+    def __init__(self, variants, prepared, _records_file, console, *, began_s, **_) -> None:
+        self.variants = dict(zip("abc", variants, strict=False))
+        self.labels = {side: variant.mode for side, variant in self.variants.items()}
         self.plan, self.console = prepared.plan, console
         self.rounds, self.longest_s, self.began_s = [], 1.0, began_s
 
     async def pair(self, pair, trace, title):
         found = {}
-        for side in reversed(self.arms):
+        for side in reversed(self.variants):
             share = 1 / (1 + math.exp(-(math.log(9) - 12 * math.log(trace.mean_rate / KNEES[side]))))
             late = len(trace.rows) - round(share * len(trace.rows))
             records = tuple(_record(i, 9.0 if i < late else 0.1) for i in range(len(trace.rows)))
@@ -80,17 +81,17 @@ def _prepared(plan: ComparePlan, context_tokens: int | None = 4096) -> Prepared:
 
 @pytest.fixture
 def searched(monkeypatch, tmp_path):
-    """Return what searches the rates of some arms."""
+    """Return what searches the rates of some variants."""
 
-    async def prepare(_arm, plan, *_):
+    async def prepare(_variant, plan, *_):
         return _prepared(plan)
 
     monkeypatch.setattr(module, "prepare", prepare)
     monkeypatch.setattr(module, "new_runner", _Runner)
 
-    async def search(*arms: _Arm, plan: ComparePlan = PLAN):
+    async def search(*variants: _Arm, plan: ComparePlan = PLAN):
         text = StringIO()
-        result = await find_rate(arms, plan, tmp_path, Console(file=text, width=200))
+        result = await find_rate(variants, plan, tmp_path, Console(file=text, width=200))
         return result, text.getvalue()
 
     return search
@@ -104,24 +105,40 @@ async def found(searched):
 async def test_both_knees_their_ratio_and_figures_per_device_are_found_and_written(found, tmp_path):
     rates = json.loads((tmp_path / "summary.json").read_text())["rates"]
     for side in ("a", "b"):
-        knee_rate = KNEES[side]
-        knee = rates["arms"][side]["knee"]
-        assert knee["rate"] == pytest.approx(knee_rate, rel=0.1)
-        assert knee["low"] < knee_rate < knee["high"]
-        owned = rates["arms"][side]["per_device"]
+        max_rate = KNEES[side]
+        knee = rates["variants"][side]["max_goodput_rate"]
+        assert knee["rate"] == pytest.approx(max_rate, rel=0.1)
+        assert knee["low"] < max_rate < knee["high"]
+        owned = rates["variants"][side]["per_device"]
         assert owned["rate_per_device"] == pytest.approx(knee["rate"] / 2)
         assert owned["cost_per_million_output_tokens"] == pytest.approx(0.08 / 3600 / (knee["rate"] * 8) * 1e6)
     assert rates["ratios"]["b / a"]["low"] < 2 < rates["ratios"]["b / a"]["high"]
     one = rates["rounds"][0]
-    assert (one["rate"], one["total"], one["arm"]) == (1.0, 40, "b")
+    assert (one["rate"], one["total"], one["variant"]) == (1.0, 40, "b")
     assert one["attainment"] == one["met"] / one["total"]
 
 
-async def test_three_arms_have_a_knee_each_and_a_ratio_of_each_two(searched):
+async def test_a_folder_of_an_earlier_version_is_shown(found, tmp_path):
+    def shown() -> str:
+        console = Console(record=True, file=io.StringIO())
+        report_again(tmp_path, console)
+        return console.export_text()
+
+    written, now = tmp_path / "summary.json", shown()
+    text = written.read_text()
+    for former, name in FORMER_NAMES.items():
+        text = text.replace(f'"{name}":', f'"{former}":')
+    written.write_text(text)
+    assert '"arms":' in text
+    assert "up to about" in now
+    assert shown() == now
+
+
+async def test_three_variants_have_a_knee_each_and_a_ratio_of_each_two(searched):
     result, terminal = await searched(_Arm("colocated", 2), _Arm("disaggregated", 2), _Arm("vLLM", 4))
     rates, page = result.summary["rates"], result.report.read_text()
-    for side, knee_rate in KNEES.items():
-        assert rates["arms"][side]["knee"]["rate"] == pytest.approx(knee_rate, rel=0.1)
+    for side, max_rate in KNEES.items():
+        assert rates["variants"][side]["max_goodput_rate"]["rate"] == pytest.approx(max_rate, rel=0.1)
     assert set(rates["ratios"]) == {"b / a", "c / a", "c / b"}
     for names in ("disaggregated / colocated", "vLLM / colocated", "vLLM / disaggregated"):
         (sentence,) = (each for each in rates["sentences"] if each.startswith(f"{names}: x"))
@@ -158,7 +175,7 @@ async def test_rounds_at_any_rate_have_the_same_number_of_requests(found):
 
 
 async def test_requests_that_the_model_cannot_hold_are_in_no_round_of_a_search(searched, monkeypatch):
-    async def prepare(_arm, plan, *_):
+    async def prepare(_variant, plan, *_):
         return _prepared(plan, context_tokens=600)
 
     monkeypatch.setattr(module, "prepare", prepare)
@@ -175,9 +192,9 @@ async def test_the_page_has_a_map_of_the_highest_rates_per_device_over_limits(se
     own = next(cell for cell in found["cells"] if (cell["ttft_ms"], cell["tpot_ms"]) == (400, 60))
     assert own["winner"] == "b"
     for side, cores in (("a", 2), ("b", 2), ("c", 4)):
-        knee_rate = result.summary["rates"]["arms"][side]["knee"]["rate"]
-        assert own["knees"][side]["rate"] == pytest.approx(knee_rate / cores)
-    assert "Which arm holds the highest rate within which limits" in page
+        max_rate = result.summary["rates"]["variants"][side]["max_goodput_rate"]["rate"]
+        assert own["max_goodput_rates"][side]["rate"] == pytest.approx(max_rate / cores)
+    assert "Which variant holds the maximum goodput rate within which SLOs" in page
     assert found["sentence"] in terminal
 
 

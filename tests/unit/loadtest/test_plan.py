@@ -1,4 +1,4 @@
-"""Plans that leave rate and limits to be measured, and combinations that are refused."""
+"""Plans that leave rate and SLOs to be measured, and combinations that are refused."""
 
 import pytest
 from pydantic import ValidationError
@@ -19,22 +19,22 @@ from loadtest.run.unloaded import sizes_of
         ({"rate": "-1"}, "above 0"),
         ({"rate": "nan"}, "above 0"),
         ({"slo": "strict"}, "auto"),
-        ({"budget_s": 0}, "above 0"),
-        ({"margin": 0}, "between 0 and 1"),
-        ({"arms": "colocated"}, "two of colocated, disaggregated, adaptive"),
-        ({"arms": "colocated,mixed"}, "two of colocated, disaggregated, adaptive"),
-        ({"opponent": "http://h:1"}, "name the one mode to compare with it, such as arms disaggregated"),
-        ({"opponent": "h:1", "arms": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
-        ({"opponent": "http://h:1,", "arms": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
-        ({"opponent": "http://h:1", "arms": "colocated", "opponent_name": "colocated"}, "a name that no mode has"),
-        ({"opponent": "http://h:1", "arms": "colocated", "opponent_processes": "vllm"}, "process ids such as 4711"),
+        ({"budget_s": 0}, "greater than 0"),
+        ({"margin": 0}, "greater than 0"),
+        ({"variants": "colocated"}, "two of colocated, disaggregated, adaptive"),
+        ({"variants": "colocated,mixed"}, "two of colocated, disaggregated, adaptive"),
+        ({"baseline": "http://h:1"}, "name the one mode to compare with it, such as variants disaggregated"),
+        ({"baseline": "h:1", "variants": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
+        ({"baseline": "http://h:1,", "variants": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
+        ({"baseline": "http://h:1", "variants": "colocated", "baseline_name": "colocated"}, "a name that no mode has"),
+        ({"baseline": "http://h:1", "variants": "colocated", "baseline_processes": "vllm"}, "process ids such as 4711"),
         ({"tuning_rounds": 2}, "give grid too"),
-        ({"grid": "g", "tuning_rounds": 0}, "must be 1 or more"),
+        ({"grid": "g", "tuning_rounds": 0}, "greater than or equal to 1"),
         ({"grid": "g", "find_rate": True}, "grid does not go with find_rate"),
         ({"grid": "g", "budget_s": 300}, "grid does not go with budget_s"),
-        ({"grid": "g", "opponent": "http://h:1", "arms": "colocated"}, "an opponent is not ours to tune"),
-        ({"grid": "g", "arms": "colocated,colocated"}, "grid needs two modes"),
-        ({"opponent_devices": 2}, "opponent_devices say nothing without an opponent"),
+        ({"grid": "g", "baseline": "http://h:1", "variants": "colocated"}, "a baseline is not ours to tune"),
+        ({"grid": "g", "variants": "colocated,colocated"}, "grid needs two modes"),
+        ({"baseline_devices": 2}, "baseline_devices say nothing without a baseline"),
     ],
 )
 def test_a_combination_that_contradicts_itself_is_refused_with_the_fix(fields, fix):
@@ -42,21 +42,26 @@ def test_a_combination_that_contradicts_itself_is_refused_with_the_fix(fields, f
         ComparePlan(**fields)
 
 
-def test_arms_are_two_modes_of_which_one_may_come_twice():
+def test_variants_are_two_modes_of_which_one_may_come_twice():
     assert ComparePlan().modes == ("colocated", "disaggregated")
-    assert ComparePlan(arms="disaggregated, disaggregated").modes == ("disaggregated", "disaggregated")
+    assert ComparePlan(variants="disaggregated, disaggregated").modes == ("disaggregated", "disaggregated")
 
 
-def test_an_opponent_is_the_last_arm_beside_one_mode_and_in_a_search_beside_one_or_two():
+def test_an_baseline_is_the_last_variant_beside_one_mode_and_in_a_search_beside_one_or_two():
     urls = "http://h:1/v1, http://h:2/"
-    plan = ComparePlan(arms="disaggregated", opponent=urls, opponent_processes="12, 13")
-    assert (plan.modes, plan.kinds) == (("disaggregated",), ("disaggregated", "opponent"))
-    three = ComparePlan(opponent=urls, find_rate=True)
-    assert three.kinds == ("colocated", "disaggregated", "opponent")
-    assert plan.opponent_urls == ("http://h:1", "http://h:2")
-    assert plan.opponent_process_ids == (12, 13)
+    plan = ComparePlan(variants="disaggregated", baseline=urls, baseline_processes="12, 13")
+    assert (plan.modes, plan.kinds) == (("disaggregated",), ("disaggregated", "baseline"))
+    three = ComparePlan(baseline=urls, find_rate=True)
+    assert three.kinds == ("colocated", "disaggregated", "baseline")
+    assert plan.baseline_urls == ("http://h:1", "http://h:2")
+    assert plan.baseline_process_ids == (12, 13)
     assert ComparePlan(**plan.model_dump()) == plan
     assert ComparePlan(**ComparePlan().model_dump()) == ComparePlan()
+
+
+def test_former_names_of_fields_are_still_read():
+    former = ComparePlan(arms="disaggregated", opponent="http://h:1", opponent_name="vLLM")
+    assert former == ComparePlan(variants="disaggregated", baseline="http://h:1", baseline_name="vLLM")
 
 
 def test_a_plan_measures_first_only_if_something_is_left_to_be_measured():

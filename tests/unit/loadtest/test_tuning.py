@@ -8,7 +8,6 @@ from rich.console import Console
 
 from loadtest import compare as compare_module
 from loadtest import valid_rounds
-from loadtest.arms import Reached
 from loadtest.compare import compare, resume
 from loadtest.errors import LoadTestError, ServerError
 from loadtest.plan import ComparePlan
@@ -21,6 +20,7 @@ from loadtest.run.server_metrics import MetricsDelta
 from loadtest.run_folder import RunFolder
 from loadtest.trace.windows import PairTraces
 from loadtest.tuning import Candidate
+from loadtest.variants import Reached
 
 PLAN = ComparePlan(trace="demo", limit=20, grid="grid.yaml", tuning_rounds=2, pairs=2, slo_ttft_ms=400, slo_tpot_ms=60)
 TTFT_S = {"slow": 0.9, "fast": 0.1, "as fast": 0.1, "split": 0.2}
@@ -85,7 +85,7 @@ def _record(index: int, ttft_s: float) -> RequestRecord:
 
 @pytest.fixture
 def servers(monkeypatch):
-    async def prepare(_arm, plan, *_):
+    async def prepare(_variant, plan, *_):
         return Prepared(plan, Load(1.0, "as given", "as given"), PairTraces(plan), None, 100, 5, True)
 
     found = _Servers()
@@ -147,11 +147,11 @@ async def test_the_summary_has_every_tuning_round_and_the_choice_apart_from_what
     assert [each["round"] for each in tuning["rounds"]] == list(range(8))
     assert all(each["valid"] and each["completed"] == 20 for each in tuning["rounds"])
     assert len(summary["rounds"]) == 4
-    assert summary["arms"]["a"]["completed"] == 2 * 20
+    assert summary["variants"]["a"]["completed"] == 2 * 20
     assert len((tmp_path / "tuning.jsonl").read_text().splitlines()) == 8 * 20
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 4 * 20
     text, page = console.file.getvalue(), result.report.read_text()
-    assert "chosen by tuning for colocated: fast (100% within the limits; slow 0%, as fast 100%" in text
+    assert "chosen by tuning for colocated: fast (100% within the SLOs; slow 0%, as fast 100%" in text
     assert "the first declared of equals" in text
     assert "not sure" not in text
     for shown in (text, page):
@@ -169,7 +169,7 @@ async def test_a_choice_from_disturbed_rounds_is_said_to_be_unsure(tmp_path, ser
         seen.append(result)
         return ("other work took 39% of this machine's CPU time",) if len(seen) <= 3 else ()
 
-    monkeypatch.setattr(valid_rounds, "void_reasons", reasons)
+    monkeypatch.setattr(valid_rounds, "discard_reasons", reasons)
     result = await _compared(tmp_path, console)
     tuning = result.summary["tuning"]
     first = tuning["order"][0]["candidate"]
@@ -180,8 +180,8 @@ async def test_a_choice_from_disturbed_rounds_is_said_to_be_unsure(tmp_path, ser
 
 
 async def test_without_candidates_no_table_says_that_something_was_chosen(tmp_path, servers, console):
-    arms = CANDIDATES["a"][1].arm, CANDIDATES["b"][0].arm
-    result = await compare(arms, PLAN.model_copy(update={"grid": None}), tmp_path, console, is_alone=False)
+    variants = CANDIDATES["a"][1].variant, CANDIDATES["b"][0].variant
+    result = await compare(variants, PLAN.model_copy(update={"grid": None}), tmp_path, console, is_alone=False)
     assert "tuning" not in result.summary
     assert "Chosen by tuning" not in console.file.getvalue() + result.report.read_text()
     assert not (tmp_path / "tuning.jsonl").exists()
@@ -205,8 +205,8 @@ async def test_what_was_interrupted_later_goes_on_with_the_choice_and_with_promp
     with pytest.raises(ServerError):
         await _compared(tmp_path, console)
     servers.breaks_after = None
-    arms = CANDIDATES["a"][1].arm, CANDIDATES["b"][0].arm
-    result = await resume(arms, RunFolder(tmp_path).past(), console, is_alone=False)
+    variants = CANDIDATES["a"][1].variant, CANDIDATES["b"][0].variant
+    result = await resume(variants, RunFolder(tmp_path).past(), console, is_alone=False)
     assert [each["candidate"] for each in result.summary["tuning"]["candidates"] if each["chosen"]] == ["fast", "split"]
     indices = [index for *_, index in servers.replayed]
     assert indices == sorted(set(indices))

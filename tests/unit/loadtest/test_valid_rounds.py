@@ -11,9 +11,9 @@ from loadtest.valid_rounds import RoundRunner
 
 
 def _runner(*rounds: tuple[str, int, float, bool]) -> RoundRunner:
-    """Return a runner of two arms after rounds given as arm, pair, seconds, and whether the round was kept."""
+    """Return a runner of two variants after rounds given as variant, pair, seconds, and whether the round was kept."""
     runner = RoundRunner(
-        arms={"a": None, "b": None},
+        variants={"a": None, "b": None},
         plan=ComparePlan(),
         ordinals_per_round=1,
         next_round_index=0,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from loadtest.maps.grid import UNCLEAR, UNREACHABLE
-from loadtest.rate_search import Knee, Ratio, Round, bands, ratio_of
+from loadtest.rate_search import MaxGoodputRate, Ratio, Round, bands, ratio_of
 from tools.bench.modes.journal import Limits, Place, RoundEnded
 from tools.bench.modes.settings import ADAPTIVE
 
@@ -103,10 +103,10 @@ def ratio_between(one: Goodput, other: Goodput) -> Ratio:
     return ratio_of(_as_knee(one), _as_knee(other))
 
 
-def _as_knee(goodput: Goodput) -> Knee:
+def _as_knee(goodput: Goodput) -> MaxGoodputRate:
     """An end at 0 bounds no ratio, so it is open."""
     rate = goodput.requests_per_s or None
-    return Knee("found" if rate else "below", rate, goodput.low or None, goodput.high)
+    return MaxGoodputRate("found" if rate else "below", rate, goodput.low or None, goodput.high)
 
 
 def _winner(arms: Mapping[str, Goodput]) -> str:

@@ -21,20 +21,20 @@ from cluster.commands.setup import setup_of, versions
 from cluster.config.api_keys import first_admin_key
 from cluster.config.loader import load_config
 from cluster.runtime.ray_start import ray_runtime
-from loadtest.arms import SwitchedArm
 from loadtest.errors import LoadTestError, NotDisaggregatedError, RestartedError
 from loadtest.plan import DISAGGREGATED, ComparePlan, Mode
 from loadtest.run.machine import disturbance, read_cpu
 from loadtest.run.records import RecordFile
 from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
-from loadtest.run.server import Servers, as_servers, first_model, told_limits
+from loadtest.run.server import Servers, as_servers, first_model, with_slo_headers
 from loadtest.run.unloaded import Unloaded, measure_unloaded
-from loadtest.run.validity import void_reasons
+from loadtest.run.validity import discard_reasons
 from loadtest.run.warm_up import warm_up_workers
 from loadtest.run_folder import RECORDS
 from loadtest.trace.readers import load_trace
 from loadtest.trace.trace import Trace
 from loadtest.valid_rounds import require_disaggregated
+from loadtest.variants import SwitchedVariant
 from tools.bench.modes.journal import Clock, Journal, Limits, Outcome, RoundEnded, RoundSpec, outcome_of
 from tools.bench.modes.settings import Settings
 
@@ -92,7 +92,7 @@ class Fleet:
         labels: dict[str, str | int] = {"round": number, "workload": spec.workload, "block": spec.block}
         if limits is not None:
             labels |= {"ttft_limit_ms": f"{limits.ttft_ms:g}", "tpot_limit_ms": f"{limits.tpot_ms:g}"}
-        servers = as_servers(self.url) if limits is None else told_limits(self.url, limits.ttft_ms, limits.tpot_ms)
+        servers = as_servers(self.url) if limits is None else with_slo_headers(self.url, limits.ttft_ms, limits.tpot_ms)
         began, began_s = datetime.now(UTC), time.monotonic()
         before = await asyncio.to_thread(read_cpu)
         outcomes: tuple[Outcome, ...] = ()
@@ -110,7 +110,7 @@ class Fleet:
             void: str | None = str(error)
         else:
             others = disturbance(before, await asyncio.to_thread(read_cpu)) if self.is_alone else None
-            disturbed = (*void_reasons(replayed, others, plan.limits), *_not_disaggregated(spec.arm, replayed))
+            disturbed = (*discard_reasons(replayed, others, plan.slos), *_not_disaggregated(spec.arm, replayed))
             outcomes, void = tuple(outcome_of(record) for record in replayed.records), replayed.fleet_change
         took_s = time.monotonic() - began_s
         ended = RoundEnded(
@@ -119,8 +119,8 @@ class Fleet:
         journal.add(ended)
         return ended
 
-    def _arm(self, mode: str) -> SwitchedArm:
-        return SwitchedArm(self.url, cast(Mode, mode), dict(self.admin))
+    def _arm(self, mode: str) -> SwitchedVariant:
+        return SwitchedVariant(self.url, cast(Mode, mode), dict(self.admin))
 
     def _new_round_index(self) -> int:
         index = math.ceil(self.next_ordinal / ORDINALS_PER_ROUND)

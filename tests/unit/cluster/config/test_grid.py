@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.config.grid import both_arms, read_grid
+from cluster.config.grid import both_variants, read_grid
 from cluster.config.loader import ConfigError
 from cluster.config.models import MIB, RidgelineConfig
 
@@ -34,7 +34,7 @@ colocated:
     for mode, candidates in grid.items():
         for each in candidates:
             assert (each.config.mode, each.config.fixed_mode, each.config.server.port) == (mode, True, 8123)
-    both = both_arms(one, grid["disaggregated"][0])
+    both = both_variants(one, grid["disaggregated"][0])
     assert (both.pools.colocated, both.pools.prefill) == (pool, plain.config.pools.prefill)
 
 
@@ -42,8 +42,8 @@ colocated:
     ("text", "sentence"),
     [
         (
-            "opponent: {plain: {}}",
-            "opponent: Extra inputs are not permitted; its keys are colocated, disag",
+            "baseline: {plain: {}}",
+            "baseline: Extra inputs are not permitted; its keys are colocated, disag",
         ),
         ("colocated: {}", "colocated: needs a candidate, such as as-configured: {}"),
         ("colocated: [plain]", "colocated: Input should be a valid dictionary"),

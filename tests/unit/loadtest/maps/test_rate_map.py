@@ -1,4 +1,4 @@
-"""The map of rates over limits, on rounds whose latencies are known. All data are simulated."""
+"""The map of rates over SLOs, on rounds whose latencies are known. All data are simulated."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def _record(index: int, ttft_s: float, tpot_s: float) -> RequestRecord:
     )
 
 
-def _arm(queue_from: float, tpot_s: float):
+def _variant(queue_from: float, tpot_s: float):
     """Return three rounds of 80 requests at each rate; every TTFT is 0.5 s below the rate `queue_from`, else 5 s."""
     return [
         (rate, [_record(i, 0.5 if rate < queue_from else 5.0, tpot_s) for i in range(80)])
@@ -35,37 +35,39 @@ def _arm(queue_from: float, tpot_s: float):
 
 
 def _map(rounds, deadline_s=60.0) -> RateMap:
-    return rate_map(rounds, {arm: f"arm {arm}" for arm in rounds}, GRID, 0.9, deadline_s, "requests/s")
+    return rate_map(rounds, {variant: f"variant {variant}" for variant in rounds}, GRID, 0.9, deadline_s, "requests/s")
 
 
 def _winners(found: RateMap) -> dict[tuple[float, float], str]:
     return {(cell.ttft_ms, cell.tpot_ms): cell.winner for cell in found.cells}
 
 
-def test_each_arm_wins_where_its_own_latencies_allow_the_higher_rate():
-    found = _map({"a": _arm(3.5, 0.3), "b": _arm(1.2, 0.05), "c": _arm(1.7, 0.3)})
+def test_each_variant_wins_where_its_own_latencies_allow_the_higher_rate():
+    found = _map({"a": _variant(3.5, 0.3), "b": _variant(1.2, 0.05), "c": _variant(1.7, 0.3)})
     winners = _winners(found)
     assert winners[1000.0, 500.0] == "a"
     assert winners[1000.0, 100.0] == "b"
     assert winners[8000.0, 500.0] == "unclear"
-    knees = next(cell.knees for cell in found.cells if (cell.ttft_ms, cell.tpot_ms) == (1000.0, 500.0))
-    assert knees["a"].rate == pytest.approx(3.0, rel=0.1)
-    assert (knees["a"].low, knees["a"].high) == (2.8, 4.0)
-    assert "arm a holds the highest rate at 1" in found.sentence
+    max_goodput_rates = next(
+        cell.max_goodput_rates for cell in found.cells if (cell.ttft_ms, cell.tpot_ms) == (1000.0, 500.0)
+    )
+    assert max_goodput_rates["a"].rate == pytest.approx(3.0, rel=0.1)
+    assert (max_goodput_rates["a"].low, max_goodput_rates["a"].high) == (2.8, 4.0)
+    assert "variant a holds the maximum goodput rate at 1" in found.sentence
 
 
-def test_an_arm_whose_interval_touches_another_s_wins_nothing():
-    assert _winners(_map({"a": _arm(1.7, 0.3), "b": _arm(1.7, 0.3)}))[1000.0, 500.0] == "unclear"
+def test_an_variant_whose_interval_touches_another_s_wins_nothing():
+    assert _winners(_map({"a": _variant(1.7, 0.3), "b": _variant(1.7, 0.3)}))[1000.0, 500.0] == "unclear"
 
 
-def test_limits_that_no_arm_held_at_any_rate_are_unreachable():
-    found = _map({"a": _arm(3.5, 0.3), "b": _arm(1.2, 0.3)})
+def test_limits_that_no_variant_held_at_any_rate_are_unreachable():
+    found = _map({"a": _variant(3.5, 0.3), "b": _variant(1.2, 0.3)})
     assert _winners(found)[1000.0, 100.0] == "unreachable"
-    assert "held by no arm at any rate measured" in found.sentence
+    assert "held by no variant at any rate measured" in found.sentence
 
 
 def test_limits_within_which_a_request_could_have_been_given_up_are_not_judged():
-    found = _map({"a": _arm(3.5, 0.3), "b": _arm(1.2, 0.05)}, deadline_s=9.1)
+    found = _map({"a": _variant(3.5, 0.3), "b": _variant(1.2, 0.05)}, deadline_s=9.1)
     winners = _winners(found)
     assert winners[60000.0, 100.0] == winners[8000.0, 500.0] == "not measured"
     assert winners[8000.0, 100.0] != "not measured"  # 8 s and ten gaps and the first token's of 0.1 s are 9.1 s

@@ -1,4 +1,4 @@
-"""The map of winners over limits, on records whose latencies are known. All data are simulated."""
+"""The map of winners over SLOs, on records whose latencies are known. All data are simulated."""
 
 import random
 from functools import partial
@@ -35,9 +35,9 @@ def _round(seed: int, ttft_s: float, tpot_s: float, requests: int = 40) -> list[
     return [_record(i, ttft_s * spread.uniform(0.9, 1.1), tpot_s * spread.uniform(0.9, 1.1)) for i in range(requests)]
 
 
-def _pairs(arms: dict[str, tuple[float, float]], pairs: int = 6):
+def _pairs(variants: dict[str, tuple[float, float]], pairs: int = 6):
     return [
-        {arm: _round(97 * pair + place, *latencies) for place, (arm, latencies) in enumerate(arms.items())}
+        {variant: _round(97 * pair + place, *latencies) for place, (variant, latencies) in enumerate(variants.items())}
         for pair in range(pairs)
     ]
 
@@ -47,7 +47,7 @@ def _winners(pairs, labels):
     return {(cell.ttft_ms, cell.tpot_ms): cell.winner for cell in found.cells}, found
 
 
-def test_each_arm_wins_where_only_its_own_latencies_meet_the_limits():
+def test_each_variant_wins_where_only_its_own_latencies_meet_the_limits():
     pairs = _pairs({"a": (0.2, 0.1), "b": (1.0, 0.04)})
     winners, found = _winners(pairs, {"a": "early", "b": "even"})
     assert winners[400.0, 500.0] == "a"
@@ -77,7 +77,7 @@ def test_fewer_than_six_pairs_show_no_winner():
     assert not {"a", "b", "equivalent"} & set(winners.values())
 
 
-def test_of_three_arms_one_wins_a_cell_only_if_it_beats_both_others():
+def test_of_three_variants_one_wins_a_cell_only_if_it_beats_both_others():
     labels = {"a": "a", "b": "b", "c": "c"}
     winners, _ = _winners(_pairs({"a": (0.2, 0.04), "b": (0.2, 0.04), "c": (1.0, 0.04)}), labels)
     assert winners[400.0, 60.0] == "unclear", "a and b both beat c and not each other"

@@ -6,7 +6,6 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from loadtest.arms import Devices
 from loadtest.plan import ComparePlan
 from loadtest.report.page import write_report
 from loadtest.report.rounds import Round, labels_of, summarise_comparison
@@ -17,6 +16,7 @@ from loadtest.run.replay import ReplayResult
 from loadtest.statistics.outcome import conclude
 from loadtest.statistics.pairs import pair_difference
 from loadtest.trace.trace import Trace, TraceRow
+from loadtest.variants import Devices
 
 PLAN = ComparePlan(pairs=6, slo_ttft_ms=400, slo_tpot_ms=60, price_per_hour=0.05)
 TRACE = Trace("simulated", tuple(TraceRow(float(i), 100, 11) for i in range(20)))
@@ -41,14 +41,14 @@ def _result(ttft_s: float, tpot_s: float) -> ReplayResult:
 
 
 def _summary(plan: ComparePlan = PLAN, ties: int = 0):
-    """Of six pairs b meets the limits in all; a in `ties` of them."""
+    """Of six pairs b meets the SLOs in all; a in `ties` of them."""
     rounds, differences = [], []
     for pair in range(6):
         a, b = _result(0.1, 0.04 if pair < ties else 0.1), _result(0.3, 0.04)
         rounds += [
             Round(side, pair, datetime.now(UTC), result, None, (), True) for side, result in (("a", a), ("b", b))
         ]
-        differences.append(pair_difference(a.records, b.records, plan.limits))
+        differences.append(pair_difference(a.records, b.records, plan.slos))
     conclusion = conclude(differences, (6,), 6, plan.margin)
     devices = {"a": None, "b": Devices("core", 2, {"prefill": 1, "decode": 1})}
     load = Load(1.0, "as given", "as given")
@@ -82,24 +82,24 @@ def test_the_map_of_winners_is_in_the_summary_on_the_terminal_and_on_the_page(tm
 
 
 def test_a_limit_on_the_largest_gap_is_in_the_outcome_and_in_every_cell_of_the_map(tmp_path):
-    plan = PLAN.model_copy(update={"slo_gap_ms": 30.0})  # shorter than any gap of either arm
+    plan = PLAN.model_copy(update={"slo_gap_ms": 30.0})  # shorter than any gap of either variant
     summary, records = _summary(plan)
     assert summary["slo"]["gap_ms"] == summary["winner_map"]["grid"]["gap_ms"] == 30
     assert {cell["winner"] for cell in summary["winner_map"]["cells"]} == {"unreachable"}
-    assert summary["arms"]["b"]["attainment"] == summary["arms"]["b"]["request_goodput"] == 0
-    assert summary["arms"]["b"]["p50_gap_ms"] == pytest.approx(40)
+    assert summary["variants"]["b"]["attainment"] == summary["variants"]["b"]["request_goodput"] == 0
+    assert summary["variants"]["b"]["p50_gap_ms"] == pytest.approx(40)
     assert "largest gap <= 30 ms" in summary["outcome"]["headline"]
-    assert "met all three limits" in summary["outcome"]["headline"]
+    assert "met all three SLOs" in summary["outcome"]["headline"]
     assert "each with gaps of at most 30 ms" in _terminal(summary)
     assert "SLO 30 ms" in write_report(tmp_path / "report.html", summary, records).read_text()
 
 
-def test_figures_per_device_are_shown_for_the_arms_whose_devices_are_known(tmp_path):
+def test_figures_per_device_are_shown_for_the_variants_whose_devices_are_known(tmp_path):
     summary, records = _summary()
-    found = summary["arms"]["b"]["per_device"]
+    found = summary["variants"]["b"]["per_device"]
     assert found["output_tokens_per_device"] == pytest.approx(11 / 2)
     assert found["cost_per_million_output_tokens"] == pytest.approx(0.05 * 2 / (11 * 3600) * 1e6)
-    assert "per_device" not in summary["arms"]["a"]
+    assert "per_device" not in summary["variants"]["a"]
     page = write_report(tmp_path / "report.html", summary, records).read_text()
     for shown in (_terminal(summary), page):
         assert "disaggregated, 2 cores" in shown

@@ -1,4 +1,4 @@
-"""Rate, limits and number of requests from what an unloaded server takes: arithmetic, with figures made up."""
+"""Rate, SLOs and number of requests from what an unloaded server takes: arithmetic, with figures made up."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import pytest
 from loadtest.plan import ComparePlan, ReplayPlan, Slo
 from loadtest.run.calibration import (
     LEAST_REQUESTS,
-    Course,
+    Schedule,
     Workers,
     beside_arrivals_s,
     decode_token_s,
@@ -44,7 +44,7 @@ TRACE = Trace("t", tuple(TraceRow(2.0 * i, 500, 80) for i in range(200)))
 def test_rate_is_four_fifths_of_what_the_prefill_workers_hold_and_limits_are_multiples_of_the_unloaded_medians():
     plan, load = settle(ReplayPlan(rate="auto", slo="auto"), TRACE, CPU, PAIR)
     assert plan.rate == load.rate == pytest.approx(0.8 / 1.25)
-    assert plan.limits == Slo(ttft_ms=5000, tpot_ms=100)
+    assert plan.slos == Slo(ttft_ms=5000, tpot_ms=100)
     assert not plan.measures_first
     twice, _ = settle(ReplayPlan(rate="auto"), TRACE, CPU, Workers(prefill=2, decode=1))
     assert twice.rate == pytest.approx(2 * 0.8 / 1.25)
@@ -59,7 +59,7 @@ def test_only_what_is_auto_is_measured():
     plan, load = settle(ReplayPlan(slo="auto", rate=3), TRACE, CPU, PAIR)
     assert (plan.rate, load.rate, load.rate_source) == (3, 3, "as given")
     plan, load = settle(ReplayPlan(rate="auto", slo_ttft_ms=700), TRACE, CPU, PAIR)
-    assert plan.limits == Slo(ttft_ms=700, tpot_ms=100)
+    assert plan.slos == Slo(ttft_ms=700, tpot_ms=100)
     assert load.slo_source == "as given"
     plan, load = settle(ComparePlan(budget_s=60), TRACE, CPU, PAIR)
     assert (plan.rate, load.rate, load.slo_source) == (None, TRACE.mean_rate, "the defaults")
@@ -67,20 +67,20 @@ def test_only_what_is_auto_is_measured():
 
 def test_both_are_printed_with_their_source():
     plan, load = settle(ReplayPlan(rate="auto", slo="auto"), TRACE, CPU, PAIR)
-    assert load.sentences(plan.limits) == [
+    assert load.sentences(plan.slos) == [
         "measured on this machine: TTFT 1.00 s, TPOT 40 ms (medians of 5 requests of 128 to 1024 tokens, one at a "
         "time; mean TTFT 1.25 s); 54 ms between tokens with 8 sequences on a worker",
         "rate: 0.64 requests/s: 80% of what 1 prefill worker can hold: a prompt takes 1.25 s on average",
-        "limits: TTFT <= 5000 ms and TPOT <= 100 ms: 5 times the unloaded median TTFT and 2.5 times the median TPOT"
+        "SLOs: TTFT <= 5000 ms and TPOT <= 100 ms: 5 times the unloaded median TTFT and 2.5 times the median TPOT"
         ", any gap",
     ]
     plan, load = settle(ReplayPlan(slo="auto", slo_gap_ms=900), TRACE, CPU, PAIR)
-    assert plan.limits == Slo(ttft_ms=5000, tpot_ms=100, gap_ms=900)
+    assert plan.slos == Slo(ttft_ms=5000, tpot_ms=100, gap_ms=900)
     assert load.slo_source.endswith("2.5 times the median TPOT, the largest gap as given")
     slower = ReplayPlan(time_scale=2)
-    assert given_load(slower, TRACE).sentences(slower.limits) == [
+    assert given_load(slower, TRACE).sentences(slower.slos) == [
         "rate: 0.5 requests/s: the trace's own, gaps multiplied by 2",
-        "limits: TTFT <= 2000 ms and TPOT <= 100 ms: the defaults",
+        "SLOs: TTFT <= 2000 ms and TPOT <= 100 ms: the defaults",
     ]
     assert given_load(ReplayPlan(), Trace("t", TRACE.rows[:1])).sentences(Slo())[0].startswith("rate: all requests at")
 
@@ -90,7 +90,7 @@ def test_decode_bounds_the_rate_where_answers_are_long():
     most, bound = most_rate(long, PAIR, tpot_limit_s=0.1)
     # 2 ms more for each sequence: 31 sequences in a step of 100 ms
     assert most == pytest.approx(31 / 0.1 / 4000)
-    assert "1 decode worker can hold within the TPOT limit" in bound
+    assert "1 decode worker can hold within the TPOT SLO" in bound
     assert "prefill" in most_rate(CPU, PAIR, tpot_limit_s=0.1)[1]
 
 
@@ -123,7 +123,7 @@ def test_a_running_server_says_how_many_workers_share_the_load(pools, workers):
 @pytest.mark.parametrize("budget_s", [1.0, 60.0, 300.0, 3600.0])
 def test_a_round_has_requests_enough_and_no_more_than_its_window_on_any_machine(unloaded, budget_s):
     plan, load = settle(ComparePlan(rate="auto", slo="auto", budget_s=budget_s), TRACE, unloaded, PAIR)
-    plan, load = fit_budget(plan, load, 60, Course(1.5, 30.0, 8.0), 50.0)
+    plan, load = fit_budget(plan, load, 60, Schedule(1.5, 30.0, 8.0), 50.0)
     assert LEAST_REQUESTS <= plan.limit <= 60
     assert 1 <= plan.pairs <= 16
     assert 0 < plan.rate < float("inf")
@@ -131,12 +131,12 @@ def test_a_round_has_requests_enough_and_no_more_than_its_window_on_any_machine(
     assert f"rounds of {plan.limit} requests" in load.notes[0]
 
 
-COURSE = Course(starts=1.5, start_s=10.0, beside_arrivals_s=10.0)
+COURSE = Schedule(starts=1.5, start_s=10.0, beside_arrivals_s=10.0)
 
 
-def _budget(budget_s: float, course: Course = COURSE, window: int = 60, **fields):
+def _budget(budget_s: float, schedule: Schedule = COURSE, window: int = 60, **fields):
     plan = ComparePlan(rate=1.0, budget_s=budget_s, **fields)
-    return fit_budget(plan, given_load(plan, TRACE), window, course, spent_s=60.0)
+    return fit_budget(plan, given_load(plan, TRACE), window, schedule, spent_s=60.0)
 
 
 def test_seven_pairs_come_first_of_which_one_may_show_nothing_and_longer_rounds_fill_what_is_left():

@@ -13,7 +13,7 @@ from loadtest.run.machine import CpuReading, Disturbance, disturbance, listeners
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import ReplayResult
 from loadtest.run.server_metrics import fleet_change, parse_metrics, steps_by_worker, workers_of
-from loadtest.run.validity import void_reasons
+from loadtest.run.validity import discard_reasons
 from loadtest.trace.trace import Trace
 
 SLO = Slo(ttft_ms=2000, tpot_ms=100)
@@ -25,19 +25,19 @@ def _round(*lags_s: float, change: str | None = None) -> ReplayResult:
 
 
 def test_a_client_may_be_late_by_a_share_of_the_ttft_limit_and_no_more():
-    assert void_reasons(_round(*[0.03] * 200), None, SLO) == ()
-    assert "the TTFT limit allows 40 and 200 ms" in void_reasons(_round(*[0.05] * 200), None, SLO)[0]
-    assert void_reasons(_round(*[0.0] * 999, 0.19), None, SLO) == ()
-    assert "the latest 210 ms" in void_reasons(_round(*[0.0] * 999, 0.21), None, SLO)[0]
-    assert void_reasons(_round(*[0.05] * 200), None, Slo(ttft_ms=20_000)) == ()
+    assert discard_reasons(_round(*[0.03] * 200), None, SLO) == ()
+    assert "the TTFT SLO allows 40 and 200 ms" in discard_reasons(_round(*[0.05] * 200), None, SLO)[0]
+    assert discard_reasons(_round(*[0.0] * 999, 0.19), None, SLO) == ()
+    assert "the latest 210 ms" in discard_reasons(_round(*[0.0] * 999, 0.21), None, SLO)[0]
+    assert discard_reasons(_round(*[0.05] * 200), None, Slo(ttft_ms=20_000)) == ()
 
 
 def test_a_machine_that_others_use_voids_a_round():
-    assert void_reasons(_round(0.0), Disturbance(stolen=0.04, other=0.09), SLO) == ()
-    stolen, other = void_reasons(_round(0.0), Disturbance(stolen=0.06, other=0.4), SLO)
+    assert discard_reasons(_round(0.0), Disturbance(stolen=0.04, other=0.09), SLO) == ()
+    stolen, other = discard_reasons(_round(0.0), Disturbance(stolen=0.06, other=0.4), SLO)
     assert "6% of this machine's CPU time to other guests" in stolen
     assert "other work took 40%" in other
-    assert void_reasons(_round(0.0, change="worker-1 (decode) left during the round"), None, SLO) == (
+    assert discard_reasons(_round(0.0, change="worker-1 (decode) left during the round"), None, SLO) == (
         "worker-1 (decode) left during the round",
     )
 
@@ -66,7 +66,7 @@ def test_this_machine_can_be_read():
     assert first.all_s <= second.all_s
 
 
-def test_what_serves_the_other_arm_is_other_work_and_what_serves_this_one_is_not():
+def test_what_serves_the_other_variant_is_other_work_and_what_serves_this_one_is_not():
     burner = "import os, time\nwhile sum(os.times()[:2]) < 1: pass\nprint(flush=True)\nimport sys; sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", burner], **pipes) as child:

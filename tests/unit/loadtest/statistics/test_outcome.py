@@ -23,7 +23,7 @@ def _judged(pairs: list[PairDifference], most_pairs: int = 16) -> Conclusion:
     return conclude(pairs, (len(pairs),), most_pairs, MARGIN)
 
 
-def test_an_arm_that_keeps_more_requests_in_every_pair_is_better():
+def test_an_variant_that_keeps_more_requests_in_every_pair_is_better():
     found = _judged([_pair(both=16, only_b=3 + at % 2, neither=1) for at in range(6)])
     assert (found.outcome, found.better) == ("better", "b")
     assert found.attainment.low > 0

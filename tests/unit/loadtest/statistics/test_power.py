@@ -1,4 +1,4 @@
-"""Simulated comparisons: an arm against itself is seldom called better, and planted differences are found.
+"""Simulated comparisons: a variant against itself is seldom called better, and planted differences are found.
 
 The seeds are fixed, so these are rates of fixed samples; each bound allows two standard errors and a half.
 The powers are those of docs/results/comparisons.json.
@@ -13,7 +13,7 @@ from tools.bench.power import ROUND_EFFECTS, World, rates, tpot_power
 COMPARISONS = 250
 
 
-def test_an_arm_against_itself_is_called_better_in_five_percent_of_comparisons_at_most():
+def test_an_variant_against_itself_is_called_better_in_five_percent_of_comparisons_at_most():
     found = [rates(World(effect), COMPARISONS, seed=7) for effect in ROUND_EFFECTS]
     better = [one.outcomes.get("better", 0.0) for one in found]
     assert max(better) <= 0.05 + 2.5 * (0.05 * 0.95 / COMPARISONS) ** 0.5

@@ -131,9 +131,9 @@ def test_rate_rescales_time_and_duration_counts_in_rescaled_seconds():
 @pytest.mark.parametrize(
     ("fields", "fix"),
     [
-        ({"pairs": 0}, "1 or more"),
+        ({"pairs": 0}, "greater than or equal to 1"),
         ({"rate": 0}, "above 0"),
-        ({"limit": 0}, "1 or more"),
+        ({"limit": 0}, "greater than or equal to 1"),
         ({"rate": 1, "time_scale": 2}, "give one of them"),
         ({"tracee": "demo"}, "tracee"),
     ],

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 
 from loadtest.errors import LoadTestError
-from loadtest.run.server import told_limits
+from loadtest.run.server import with_slo_headers
 from loadtest.run.unloaded import Unloaded
 from loadtest.trace.readers import load_trace
 from loadtest.trace.windows import PairTraces
@@ -130,7 +130,7 @@ def test_a_request_is_given_up_when_it_can_meet_no_limits_any_more():
 
 def test_limits_travel_as_headers_of_every_request(monkeypatch):
     monkeypatch.delenv("RIDGELINE_API_KEY", raising=False)
-    servers = told_limits("http://127.0.0.1:1", 10200.0, 112.5)
+    servers = with_slo_headers("http://127.0.0.1:1", 10200.0, 112.5)
     assert servers.headers == {"x-ridgeline-ttft-ms": "10200", "x-ridgeline-tpot-ms": "112.5"}
 
 

@@ -10,13 +10,13 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from loadtest import opponent as opponent_module
-from loadtest.arms import Devices, Reached
+from loadtest import baseline as baseline_module
+from loadtest.baseline import KEY_VARIABLE, BaselineVariant, baseline_of
 from loadtest.compare import compare
 from loadtest.errors import ServerError
-from loadtest.opponent import KEY_VARIABLE, OpponentArm, opponent_of
 from loadtest.plan import ComparePlan
 from loadtest.run import replay as replay_module
+from loadtest.variants import Devices, Reached
 from tests.support.http_server import listening
 from tests.support.openai_server import Behaviour, running
 
@@ -28,7 +28,7 @@ OURS = Devices("core", 2, {"colocated": 1})
 def _plain_tokens(monkeypatch):
     """Numbers instead of a tokenizer's ids; the one called other has other numbers."""
     tokens = {"other": tuple(range(1, 5001))}
-    for module in (replay_module, opponent_module):
+    for module in (replay_module, baseline_module):
         monkeypatch.setattr(module, "load_text_tokens", lambda name: tokens.get(name, tuple(range(5000))))
 
 
@@ -40,8 +40,12 @@ def console():
 
 def _plan(*urls: str, **fields) -> ComparePlan:
     plain = {"trace": "poisson:rate=50,input=40,output=6,n=6,seed=1", "settle_s": 0.02, "tokenizer": "ours", "pairs": 2}
-    plain |= {"slo_ttft_ms": 200_000}  # no round is void, and repeated, because of a late client: it may be late by 4 s
-    return ComparePlan(**plain | {"arms": "colocated", "opponent": ",".join(urls), "opponent_name": "vLLM"} | fields)
+    plain |= {
+        "slo_ttft_ms": 200_000
+    }  # no round is discarded, and repeated, because of a late client: it may be late by 4 s
+    return ComparePlan(
+        **plain | {"variants": "colocated", "baseline": ",".join(urls), "baseline_name": "vLLM"} | fields
+    )
 
 
 class _Ours:
@@ -58,26 +62,29 @@ class _Ours:
         return Reached(self._url, is_fresh)
 
 
-async def _checked(plan: ComparePlan) -> tuple[OpponentArm, tuple[str, ...]]:
-    opponent = opponent_of(plan, OURS)
-    return opponent, await opponent.check(plan, CONTEXT_TOKENS)
+async def _checked(plan: ComparePlan) -> tuple[BaselineVariant, tuple[str, ...]]:
+    baseline = baseline_of(plan, OURS)
+    return baseline, await baseline.check(plan, CONTEXT_TOKENS)
 
 
-async def test_two_plain_servers_are_one_arm_that_gets_the_requests_in_turn(tmp_path, console):
+async def test_two_plain_servers_are_one_variant_that_gets_the_requests_in_turn(tmp_path, console):
     ours = Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")
     plain = [Behaviour(ttft_s=0.01, tpot_s=0.001, has_metrics=False) for _ in range(2)]
     with running(ours) as url, running(plain[0]) as one, running(plain[1]) as other:
-        plan = _plan(one, other, opponent_devices=2)
-        opponent, notes = await _checked(plan)
-        assert opponent.process_ids == {os.getpid()}
-        notes += await opponent.same_model(url, plan)
-        result = await compare((_Ours(url), opponent), plan, tmp_path, console, notes=notes, is_alone=False)
+        plan = _plan(one, other, baseline_devices=2)
+        baseline, notes = await _checked(plan)
+        assert baseline.process_ids == {os.getpid()}
+        notes += await baseline.same_model(url, plan)
+        result = await compare((_Ours(url), baseline), plan, tmp_path, console, notes=notes, is_alone=False)
     assert result.conclusion.pairs == 2
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["arms"]["b"]["mode"], summary["arms"]["b"]["label"]) == ("opponent", "vLLM")
-    assert summary["arms"]["b"]["completed"] == summary["arms"]["a"]["completed"] == 12
-    assert summary["arms"]["b"]["pools"] == {}
-    assert (summary["arms"]["b"]["per_device"]["devices"], summary["arms"]["b"]["per_device"]["unit"]) == (2, "core")
+    assert (summary["variants"]["b"]["mode"], summary["variants"]["b"]["label"]) == ("baseline", "vLLM")
+    assert summary["variants"]["b"]["completed"] == summary["variants"]["a"]["completed"] == 12
+    assert summary["variants"]["b"]["pools"] == {}
+    assert (summary["variants"]["b"]["per_device"]["devices"], summary["variants"]["b"]["per_device"]["unit"]) == (
+        2,
+        "core",
+    )
     said = " ".join(summary["load"]["sentences"])
     assert "which get the requests in turn" in said
     assert "offers no way to empty its prefix cache" in said
@@ -93,7 +100,7 @@ async def test_two_plain_servers_are_one_arm_that_gets_the_requests_in_turn(tmp_
     assert len(set(prompts)) == len(prompts), "none is sent to both"
 
 
-async def test_the_opponent_is_asked_in_its_own_way_with_its_own_key_and_our_side_is_not(
+async def test_the_baseline_is_asked_in_its_own_way_with_its_own_key_and_our_side_is_not(
     tmp_path, console, monkeypatch
 ):
     monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt: " ".join(map(str, prompt)))
@@ -102,20 +109,20 @@ async def test_the_opponent_is_asked_in_its_own_way_with_its_own_key_and_our_sid
     ours = Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated", key="ours")
     theirs = Behaviour(ttft_s=0.01, tpot_s=0.001, has_metrics=False, key="theirs", resets_cache=True)
     with running(ours) as url, running(theirs) as other:
-        plan = _plan(other + "/v1", opponent_endpoint="chat")
-        opponent, notes = await _checked(plan)
+        plan = _plan(other + "/v1", baseline_endpoint="chat")
+        baseline, notes = await _checked(plan)
         assert "the prefix cache of vLLM is emptied before each round" in notes
-        notes += await opponent.same_model(url, plan)
-        await compare((_Ours(url), opponent), plan, tmp_path, console, notes=notes, is_alone=False)
+        notes += await baseline.same_model(url, plan)
+        await compare((_Ours(url), baseline), plan, tmp_path, console, notes=notes, is_alone=False)
     assert all("messages" in body for body in theirs.bodies)
     assert all("prompt" in body for body in ours.bodies)
     assert theirs.cache_resets == 1 + 2, "at the check and before each round"
     assert ours.cache_resets == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert [summary["arms"][side]["failed"] for side in "ab"] == [0, 0]
+    assert [summary["variants"][side]["failed"] for side in "ab"] == [0, 0]
 
 
-async def test_an_opponent_that_cannot_be_compared_with_is_refused_in_a_sentence(monkeypatch):
+async def test_an_baseline_that_cannot_be_compared_with_is_refused_in_a_sentence(monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
 
     async def refused(url: str, **fields) -> str:
@@ -133,7 +140,7 @@ async def test_an_opponent_that_cannot_be_compared_with_is_refused_in_a_sentence
     with running(Behaviour(key="secret")) as url:
         assert f"asks for an API key: set {KEY_VARIABLE}" in await refused(url)
     with running(Behaviour()) as url:
-        assert "does not serve 'big'; it serves fake" in await refused(url, opponent_served_name="big")
+        assert "does not serve 'big'; it serves fake" in await refused(url, baseline_served_name="big")
     with running(Behaviour(max_model_len=4096)) as url:
         assert "ours by --set model.max_model_len_tokens=4096" in await refused(url)
     with running(Behaviour(faults={0: "refuse"})) as url:
@@ -142,22 +149,22 @@ async def test_an_opponent_that_cannot_be_compared_with_is_refused_in_a_sentence
 
 async def test_another_tokenizer_is_refused_and_another_name_is_said():
     with running(Behaviour(tokenizer="/models/ours")) as url, running(Behaviour(tokenizer="/models/ours")) as other:
-        plan = _plan(other, tokenizer=None, opponent_tokenizer="other")
-        opponent, _ = await _checked(plan)
+        plan = _plan(other, tokenizer=None, baseline_tokenizer="other")
+        baseline, _ = await _checked(plan)
         with pytest.raises(ServerError, match="the tokenizers /models/ours and other differ, so vLLM serves another"):
-            await opponent.same_model(url, plan)
-        opponent, _ = await _checked(_plan(other))
-        assert "made with the tokenizer of our model" in (await opponent.same_model(url, plan))[0]
-        opponent.cards[0].id, opponent.cards[0].root = "llama", None
-        assert "vLLM calls its model 'llama' and we serve 'fake'" in (await opponent.same_model(url, plan))[-1]
+            await baseline.same_model(url, plan)
+        baseline, _ = await _checked(_plan(other))
+        assert "made with the tokenizer of our model" in (await baseline.same_model(url, plan))[0]
+        baseline.cards[0].id, baseline.cards[0].root = "llama", None
+        assert "vLLM calls its model 'llama' and we serve 'fake'" in (await baseline.same_model(url, plan))[-1]
 
 
 async def test_a_cache_that_is_not_emptied_any_more_ends_the_comparison():
     behaviour = Behaviour(resets_cache=True)
     with running(behaviour) as url:
-        opponent, _ = await _checked(_plan(url))
-        assert (await opponent.ready()).is_fresh
-        assert not (await opponent.ready()).is_fresh
+        baseline, _ = await _checked(_plan(url))
+        assert (await baseline.ready()).is_fresh
+        assert not (await baseline.ready()).is_fresh
         behaviour.resets_cache = False
         with pytest.raises(ServerError, match="has not emptied its prefix cache"):
-            await opponent.ready()
+            await baseline.ready()

@@ -1,4 +1,4 @@
-"""The arms of a comparison, and the ways to reach one."""
+"""The variants of a comparison, and the ways to reach one."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -23,14 +23,14 @@ SWITCH_WITHIN_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """An arm that is ready for a round."""
+    """A variant that is ready for a round."""
 
     server: str | Servers
     """Its base URL, or servers that get the requests in turn."""
     is_fresh: bool
     """Whether its server has only just started, so that every worker must be warmed up."""
     plan_changes: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of the plan that differ for this arm, such as the endpoint."""
+    """The fields of the plan that differ for this variant, such as the endpoint."""
     processes: Collection[int] | None = None
     """Processes on this machine that serve it, with their descendants; None: those that this command started."""
     is_watched: bool = True
@@ -38,7 +38,7 @@ class Reached:
 
 
 class Devices(msgspec.Struct, frozen=True):
-    """The devices of one arm: cores on CPU, else GPUs."""
+    """The devices of one variant: cores on CPU, else GPUs."""
 
     unit: Literal["core", "GPU"]
     count: int
@@ -46,7 +46,7 @@ class Devices(msgspec.Struct, frozen=True):
     """Devices of one worker, by pool."""
 
 
-class Arm(Protocol):
+class Variant(Protocol):
     """One side of a comparison."""
 
     @property
@@ -55,7 +55,7 @@ class Arm(Protocol):
 
     @property
     def start_s(self) -> float:
-        """Seconds that it takes to reach it after the other arm, if a server must be started; else 0."""
+        """Seconds that it takes to reach it after the other variant, if a server must be started; else 0."""
 
     @property
     def devices(self) -> Devices | None:
@@ -66,9 +66,9 @@ class Arm(Protocol):
 
 
 class Deployments:
-    """One deployment at a time: an arm that has its turn stops the other arm's and starts its own.
+    """One deployment at a time: a variant that has its turn stops the other variant's and starts its own.
 
-    Two arms of the same mode are restarted too, so that an A/A run is treated as a comparison is.
+    Two variants of the same mode are restarted too, so that an A/A run is treated as a comparison is.
     """
 
     def __init__(self, serve: Serve) -> None:
@@ -78,8 +78,8 @@ class Deployments:
         self._base_url = ""
         self._is_unused = False
         self.last_start_s = 0.0
-        self.arms = 0
-        """The number of arms that take turns."""
+        self.variants = 0
+        """The number of variants that take turns."""
 
     async def __aenter__(self) -> "Deployments":
         return self
@@ -89,31 +89,31 @@ class Deployments:
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
 
-    def arm(self, mode: Mode, devices: Devices | None = None, serve: Serve | None = None) -> "RestartedArm":
-        """Return an arm that restarts the deployment in this mode, on these devices; with `serve`, one of its own."""
-        self.arms += 1
-        return RestartedArm(mode, self, devices, serve or self._serve)
+    def variant(self, mode: Mode, devices: Devices | None = None, serve: Serve | None = None) -> "RestartedVariant":
+        """Return a variant that restarts the deployment in this mode; with `serve`, one of its own."""
+        self.variants += 1
+        return RestartedVariant(mode, self, devices, serve or self._serve)
 
-    async def start(self, arm: "RestartedArm") -> str:
-        """Run the arm's deployment and no other; return its base URL."""
-        if self._running is not arm:
+    async def start(self, variant: "RestartedVariant") -> str:
+        """Run the variant's deployment and no other; return its base URL."""
+        if self._running is not variant:
             await self._stack.aclose()
             self._running = None
             began_s = time.monotonic()
-            self._base_url = await self._stack.enter_async_context(arm.serve(arm.mode))
+            self._base_url = await self._stack.enter_async_context(variant.serve(variant.mode))
             self.last_start_s = time.monotonic() - began_s
-            self._running, self._is_unused = arm, True
+            self._running, self._is_unused = variant, True
         return self._base_url
 
-    async def use(self, arm: "RestartedArm") -> Reached:
-        """Start the arm for a round; it is fresh if it has had none since its start."""
-        base_url = await self.start(arm)
+    async def use(self, variant: "RestartedVariant") -> Reached:
+        """Start the variant for a round; it is fresh if it has had none since its start."""
+        base_url = await self.start(variant)
         is_fresh, self._is_unused = self._is_unused, False
         return Reached(base_url, is_fresh)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RestartedArm:
+class RestartedVariant:
     """A mode of a deployment that must be restarted to change it."""
 
     mode: Mode
@@ -123,11 +123,11 @@ class RestartedArm:
 
     @property
     def start_s(self) -> float:
-        """Seconds of the last start; 0 for the only arm, whose deployment runs until the end."""
-        return self.deployments.last_start_s if self.deployments.arms > 1 else 0.0
+        """Seconds of the last start; 0 for the only variant, whose deployment runs until the end."""
+        return self.deployments.last_start_s if self.deployments.variants > 1 else 0.0
 
     async def ready(self) -> Reached:
-        """Restart the deployment in this mode, unless it is this arm's already."""
+        """Restart the deployment in this mode, unless it is this variant's already."""
         return await self.deployments.use(self)
 
 
@@ -138,7 +138,7 @@ class _ModeAnswer(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class SwitchedArm:
+class SwitchedVariant:
     """A mode of one running deployment, which is switched by its admin route without a restart."""
 
     base_url: str

@@ -1,6 +1,7 @@
-"""An arm that somebody else runs: any OpenAI-compatible server, or several plain ones that get the requests in turn."""
+"""A variant that somebody else runs: an OpenAI-compatible server, or several that get the requests in turn."""
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -8,15 +9,15 @@ from typing import Any
 
 import httpx
 
-from loadtest.arms import Devices, Reached
 from loadtest.errors import LoadTestError, ServerError
 from loadtest.plan import ComparePlan
 from loadtest.run.client.stream import Completion, LoadClient, encode_body
 from loadtest.run.machine import listeners
 from loadtest.run.server import ModelCard, Servers, first_model, open_http
 from loadtest.trace.prompts import load_text_tokens
+from loadtest.variants import Devices, Reached
 
-KEY_VARIABLE = "RIDGELINE_OPPONENT_API_KEY"
+KEY_VARIABLE, FORMER_KEY_VARIABLE = "RIDGELINE_BASELINE_API_KEY", "RIDGELINE_OPPONENT_API_KEY"
 RESET_PATH = "/reset_prefix_cache"
 """vLLM has it if VLLM_SERVER_DEV_MODE is set."""
 RESET_WITHIN_S = 30.0
@@ -26,7 +27,7 @@ PROBE_IDS, PROBE_TEXT = list(range(10, 42)), "one two three four five six seven 
 
 
 @dataclass(slots=True)
-class OpponentArm:
+class BaselineVariant:
     """Servers that run all the time and are not ours to start, to switch or to stop."""
 
     mode: str
@@ -50,7 +51,9 @@ class OpponentArm:
         self.cards = [await self._checked(url, asked, context_tokens) for url in self.servers.urls]
         if len({_names(card) for card in self.cards}) > 1:
             served = " and ".join(card.id for card in self.cards)
-            raise ServerError(f"the servers of {self.mode} are one arm and must have one model; they serve {served}")
+            raise ServerError(
+                f"the servers of {self.mode} are one variant and must have one model; they serve {served}"
+            )
         self.resets_cache = await self._reset_caches()
         return tuple(self._notes(context_tokens))
 
@@ -127,31 +130,34 @@ class OpponentArm:
         longest = self.cards[0].max_model_len
         if longest is not None and longest > context_tokens:
             notes.append(f"{self.mode} serves contexts of {longest} tokens and we {context_tokens}")
+        if self.servers.key_variable == FORMER_KEY_VARIABLE:
+            notes.append(f"{FORMER_KEY_VARIABLE} is now {KEY_VARIABLE}; the former name goes in the next version")
         if self.process_ids is None:
             notes.append(
                 f"the processes of {self.mode} on this machine are another user's, so other work is not noticed in its "
-                "rounds: --opponent-processes names them"
+                "rounds: --baseline-processes names them"
             )
         return notes
 
 
-def opponent_of(plan: ComparePlan, unit_of_ours: Devices) -> OpponentArm:
-    """Return the plan's opponent; its devices are of the same kind as ours."""
+def baseline_of(plan: ComparePlan, unit_of_ours: Devices) -> BaselineVariant:
+    """Return the plan's baseline; its devices are of the same kind as ours."""
     changes = {
-        "endpoint": plan.opponent_endpoint or plan.endpoint,
-        "text_prompts": plan.text_prompts or plan.opponent_text_prompts,
-        "served_name": plan.opponent_served_name,
-        "tokenizer": plan.opponent_tokenizer,
+        "endpoint": plan.baseline_endpoint or plan.endpoint,
+        "text_prompts": plan.text_prompts or plan.baseline_text_prompts,
+        "served_name": plan.baseline_served_name,
+        "tokenizer": plan.baseline_tokenizer,
     }
-    count = plan.opponent_devices
+    count = plan.baseline_devices
     devices = None if count is None else Devices(unit_of_ours.unit, count, {})
-    servers = Servers(plan.opponent_urls, KEY_VARIABLE)
-    return OpponentArm(plan.opponent_name, servers, changes, devices, _processes(plan))
+    is_former = KEY_VARIABLE not in os.environ and FORMER_KEY_VARIABLE in os.environ
+    servers = Servers(plan.baseline_urls, FORMER_KEY_VARIABLE if is_former else KEY_VARIABLE)
+    return BaselineVariant(plan.baseline_name, servers, changes, devices, _processes(plan))
 
 
 def _processes(plan: ComparePlan) -> frozenset[int] | None:
-    given = frozenset(plan.opponent_process_ids)
-    found = [listeners(url) for url in plan.opponent_urls]
+    given = frozenset(plan.baseline_process_ids)
+    found = [listeners(url) for url in plan.baseline_urls]
     if any(each is None for each in found) and not given:
         return None
     return given.union(*(each for each in found if each is not None))
@@ -168,4 +174,4 @@ def _is_other(ours: str, theirs: str) -> bool:
     try:
         return load_text_tokens(ours) != load_text_tokens(theirs)
     except LoadTestError as error:
-        raise ServerError(f"the opponent's tokenizer cannot be compared with ours: {error}") from error
+        raise ServerError(f"the baseline's tokenizer cannot be compared with ours: {error}") from error

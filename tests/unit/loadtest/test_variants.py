@@ -1,4 +1,4 @@
-"""How an arm is reached: by a restart, or by a switch of a running deployment."""
+"""How a variant is reached: by a restart, or by a switch of a running deployment."""
 
 import contextlib
 import json
@@ -6,11 +6,11 @@ import json
 import httpx
 import pytest
 
-from loadtest.arms import Deployments, SwitchedArm
 from loadtest.errors import ServerError
+from loadtest.variants import Deployments, SwitchedVariant
 
 
-async def test_an_arm_keeps_its_deployment_until_the_other_has_its_turn():
+async def test_an_variant_keeps_its_deployment_until_the_other_has_its_turn():
     events = []
 
     @contextlib.asynccontextmanager
@@ -20,12 +20,12 @@ async def test_an_arm_keeps_its_deployment_until_the_other_has_its_turn():
         events.append(f"stop {mode}")
 
     async with Deployments(serve) as deployments:
-        a, b = deployments.arm("colocated"), deployments.arm("colocated")
+        a, b = deployments.variant("colocated"), deployments.variant("colocated")
         assert await deployments.start(a) == "http://1"
         first, again = await a.ready(), await a.ready()
         assert (first.is_fresh, again.is_fresh) == (True, False)
         assert first.server == again.server
-        assert (await b.ready()).is_fresh, "the same mode, but another arm"
+        assert (await b.ready()).is_fresh, "the same mode, but another variant"
     assert events == ["start colocated", "stop colocated"] * 2
 
 
@@ -46,14 +46,14 @@ class _Server:
         return httpx.Response(200, json={"mode": self.mode, "modes": self.modes, "why_not": why_not})
 
 
-def _arm(server: _Server, mode: str) -> SwitchedArm:
+def _variant(server: _Server, mode: str) -> SwitchedVariant:
     headers = {"authorization": "Bearer admin"}
-    return SwitchedArm("http://server", mode, headers, httpx.MockTransport(server))
+    return SwitchedVariant("http://server", mode, headers, httpx.MockTransport(server))
 
 
 async def test_a_running_deployment_is_switched_and_only_if_it_must_be():
     server = _Server()
-    a, b = _arm(server, "colocated"), _arm(server, "disaggregated")
+    a, b = _variant(server, "colocated"), _variant(server, "disaggregated")
     assert (await a.ready()).is_fresh, "its workers are still cold"
     assert (await b.ready()).is_fresh
     assert not (await b.ready()).is_fresh
@@ -63,11 +63,13 @@ async def test_a_running_deployment_is_switched_and_only_if_it_must_be():
 
 
 async def test_a_mode_that_a_deployment_cannot_serve_is_told_with_its_reason():
-    assert await _arm(_Server(), "disaggregated").obstacle() is None
-    assert await _arm(_Server(modes=["colocated"]), "disaggregated").obstacle() == "one worker cannot have two roles"
+    assert await _variant(_Server(), "disaggregated").obstacle() is None
+    assert (
+        await _variant(_Server(modes=["colocated"]), "disaggregated").obstacle() == "one worker cannot have two roles"
+    )
     with pytest.raises(ServerError, match="cannot serve disaggregated: one worker cannot have two roles"):
-        await _arm(_Server(modes=["colocated"]), "disaggregated").ready()
+        await _variant(_Server(modes=["colocated"]), "disaggregated").ready()
     with pytest.raises(ServerError, match="was asked for disaggregated and says that it serves colocated"):
-        await _arm(_Server(obeys=False), "disaggregated").ready()
+        await _variant(_Server(obeys=False), "disaggregated").ready()
     with pytest.raises(ServerError, match=r"cannot be switched to colocated: .*401"):
-        await SwitchedArm("http://server", "colocated", {}, httpx.MockTransport(_Server())).ready()
+        await SwitchedVariant("http://server", "colocated", {}, httpx.MockTransport(_Server())).ready()
